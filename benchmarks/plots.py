@@ -120,8 +120,8 @@ def pictures(page: str) -> dict[str, str]:
 
 def main() -> None:
     (DOCS / "plots").mkdir(exist_ok=True)
-    for name, picture in pictures((DOCS / "benchmarks.md").read_text(encoding="utf-8")).items():
-        (DOCS / "plots" / name).write_text(picture, encoding="utf-8")
+    for name, global_state in pictures((DOCS / "benchmarks.md").read_text(encoding="utf-8")).items():
+        (DOCS / "plots" / name).write_text(global_state, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class FsdpOptimError(Exception):
     """Parent of every error that this library raises on purpose.
 
     Attributes:
-        on_all_ranks: whether every rank that makes the call raises this same error, so that no rank has to report it.
+        on_all_ranks: whether every rank that makes the call raises this same error, so that no rank must report it.
     """
 
     on_all_ranks: bool = False

@@ -310,14 +310,14 @@ def laid_out_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return rearranged.copy_(value.clone())
 
 
-def own(value: Any) -> Any:
+def detached_copy(value: Any) -> Any:
     """A copy of a value that shares no memory with the value. Plain tensors are copied to the CPU, also inside containers."""
     if is_plain(value):
         return value.detach().to("cpu", copy=True)
     if type(value) is dict:
-        return {key: own(item) for key, item in value.items()}
+        return {key: detached_copy(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(own, value))
+        return type(value)(map(detached_copy, value))
     if isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "to_local"):
         return _own_dtensor(value)
     try:
@@ -326,7 +326,7 @@ def own(value: Any) -> Any:
         if not hasattr(value, "__tensor_flatten__"):
             raise
         names, context = value.__tensor_flatten__()
-        parts = {name: own(getattr(value, name)) for name in names}
+        parts = {name: detached_copy(getattr(value, name)) for name in names}
         return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
 
 
@@ -338,7 +338,7 @@ def _own_dtensor(value: Any) -> Any:
     return type(value).from_local(local, value.device_mesh, value.placements, run_check=False, **of_all)
 
 
-def within(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_container(value: Any, change: Callable[[Any], Any]) -> Any:
     """A dict, list or tuple with `change` applied to its items; any other value unchanged."""
     if type(value) is dict:
         return {key: change(item) for key, item in value.items()}

@@ -111,25 +111,25 @@ def check_one_of(name: str, value: object, choices: Sequence[object], error: typ
     """Raise an error for a value that is not among the choices."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         *most, last = map(repr, choices)
-        raise error(f"{name} has to be {', '.join(most)} or {last}, not {value!r}")
+        raise error(f"{name} must be {', '.join(most)} or {last}, not {value!r}")
 
 
 def check_at_least(name: str, value: object, least: int, what: str = "", error: type[Exception] = StateError) -> None:
     """Raise an error for a value that is not a whole number of at least `least`."""
     if not is_integer(value) or value < least:  # type: ignore[operator]  # is_integer does not narrow the type
-        raise error(f"{name} has to be at least {least}{what}, a whole number, not {value!r}")
+        raise error(f"{name} must be at least {least}{what}, a whole number, not {value!r}")
 
 
 def check_rank(name: str, value: object) -> None:
     """Raise an error for a value that is not a whole number."""
     if not is_integer(value):
-        raise StateError(f"{name} has to be a global rank, a whole number, not {value!r}")
+        raise StateError(f"{name} must be a global rank, a whole number, not {value!r}")
 
 
 def check_callable(name: str, value: object) -> None:
     """Raise an error for a value that is neither a function nor None."""
     if value is not None and not callable(value):
-        raise StateError(f"{name} has to be a function or None, not {value!r}")
+        raise StateError(f"{name} must be a function or None, not {value!r}")
 
 
 def check_which_weights(value: object) -> None:
@@ -142,7 +142,7 @@ def check_rename(rename: object) -> None:
     if not isinstance(rename, Mapping):
         check_callable("rename", rename)
     elif not all(isinstance(old, str) and isinstance(new, str) for old, new in rename.items()):
-        raise StateError(f"rename has to map beginnings of names to others, as in {{'model.': ''}}, not {rename!r}")
+        raise StateError(f"rename must map beginnings of names to others, as in {{'model.': ''}}, not {rename!r}")
 
 
 def seconds_of(timeout: object) -> float | None:
@@ -153,7 +153,7 @@ def seconds_of(timeout: object) -> float | None:
     number = float(seconds) if isinstance(seconds, Real) else 0.0
     if not 0 < number <= _MOST_SECONDS:
         raise StateError(
-            f"timeout has to be a number of seconds above 0 and at most {_MOST_SECONDS:.0f}, a timedelta or None, not {timeout!r}"
+            f"timeout must be a number of seconds above 0 and at most {_MOST_SECONDS:.0f}, a timedelta or None, not {timeout!r}"
         )
     return number
 
@@ -256,7 +256,7 @@ class SaveOptions(Arguments):
         if self.step is not None:
             check_at_least("step", self.step, 0, error=CheckpointError)
             if self.step >= _MOST_STEPS:
-                raise CheckpointError(f"step has to be at most {_MOST_STEPS - 1}, not {self.step}")
+                raise CheckpointError(f"step must be at most {_MOST_STEPS - 1}, not {self.step}")
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class LoadOptions(Arguments):
         check_one_of("check", self.check, (None, "bitwise"), CheckpointError)
         names = self.keep if isinstance(self.keep, (list, tuple, set, frozenset)) else [None]
         if not all(isinstance(name, str) for name in names):
-            raise StateError(f"keep has to be a list of names of hyperparameters, as in keep=['lr'], not {self.keep!r}")
+            raise StateError(f"keep must be a list of names of hyperparameters, as in keep=['lr'], not {self.keep!r}")
         check_rename(self.rename)
 
 
@@ -314,7 +314,7 @@ class ConvertOptions(Arguments):
             check_one_of("key_by", self.key_by, ("id", "name"), CheckpointError)
         names = self.names if isinstance(self.names, (list, tuple, NoneType)) else [None]
         if not all(isinstance(name, str) for name in names or ()):
-            raise StateError(f"names has to be a list of FQNs in the order of the optimizer's ids, not {self.names!r}")
+            raise StateError(f"names must be a list of FQNs in the order of the optimizer's ids, not {self.names!r}")
         units = self.units if isinstance(self.units, (Mapping, NoneType)) else {None: None}
         for path, fqns in (units or {}).items():
             if (
@@ -322,7 +322,7 @@ class ConvertOptions(Arguments):
                 or not isinstance(fqns, (list, tuple))
                 or not all(isinstance(f, str) for f in fqns)
             ):
-                raise StateError(f"units has to be a dict from paths of modules to lists of FQNs, not {self.units!r}")
+                raise StateError(f"units must be a dict from paths of modules to lists of FQNs, not {self.units!r}")
 
 
 @dataclass(frozen=True)

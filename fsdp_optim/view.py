@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_optim.dtensors import as_local, dtensor_like, is_dtensor, local_of, placement_of_value
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Placement, Shape
-from fsdp_optim.memory import flatten, is_plain, laid_out_like, own
+from fsdp_optim.memory import detached_copy, flatten, is_plain, laid_out_like
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Handle:
         local_shape: the shape of state values on this rank, padding included.
         num_padded: padding elements at the end of each group rank's chunk; empty when the wrapper pads nothing.
         collected: False where the wrapper forbids to collect the state (`no_broadcast_optim_state`).
-        synchronized: True where the wrapper itself keeps replicas equal; False: equality has to be checked.
+        synchronized: True where the wrapper itself keeps replicas equal; False: equality must be checked.
         loose: True where no wrapper knows which ranks hold the parameter, so its placement names all ranks of the model.
         aliases: other (module, attribute) places of the originals, by position in `originals`.
         kept: gives this rank's elements where the wrapper at times keeps them elsewhere than in `param`.
@@ -195,7 +195,7 @@ class ModuleValue:
     key: str
     value: Any
     others: tuple[str, ...] = ()
-    twins: tuple[ModuleValue, ...] = ()
+    stage_copies: tuple[ModuleValue, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class ModuleValues:
     """
 
     values: Mapping[str, ModuleValue] = field(default_factory=dict)
-    takers: Mapping[str, nn.Module] = field(default_factory=dict)
+    extra_state_loaders: Mapping[str, nn.Module] = field(default_factory=dict)
     lost: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
 
@@ -218,11 +218,11 @@ class ModuleValues:
     def aliases(self) -> dict[str, str]:
         return {other: fqn for fqn, entry in self.values.items() for other in entry.others}
 
-    def taker_of(self, fqn: str) -> tuple[nn.Module, str] | None:
+    def extra_state_loader_of(self, fqn: str) -> tuple[nn.Module, str] | None:
         """The innermost module that may load an entry with this FQN, and the entry's name in the module."""
-        paths = [path for path in self.takers if not path or fqn.startswith(f"{path}.")]
+        paths = [path for path in self.extra_state_loaders if not path or fqn.startswith(f"{path}.")]
         path = max(paths, key=len, default=None)
-        return (self.takers[path], fqn[len(path) + 1 :] if path else fqn) if path is not None else None
+        return (self.extra_state_loaders[path], fqn[len(path) + 1 :] if path else fqn) if path is not None else None
 
 
 def check_materialized(handles: Iterable[NamedHandle], rank: int) -> None:
@@ -302,7 +302,7 @@ class LocalPart:
     shape: Shape
 
     def __deepcopy__(self, memo: object) -> LocalPart:
-        return replace(self, local=own(self.local))
+        return replace(self, local=detached_copy(self.local))
 
 
 def has_local_part(value: Any) -> bool:

@@ -37,7 +37,7 @@ def check_tag(tag: str, root: Path) -> None:
     """Refuse a tag that is not the version's, or whose changes nobody has written down."""
     version = version_of(root)
     if tag != f"v{version}":
-        raise SystemExit(f"the tag is {tag}, and fsdp_optim.__version__ is {version}: the tag has to be v{version}")
+        raise SystemExit(f"the tag is {tag}, and fsdp_optim.__version__ is {version}: the tag must be v{version}")
     if not re.search(rf"^## {re.escape(version)}\b", (root / "CHANGELOG.md").read_text(), re.MULTILINE):
         raise SystemExit(f"CHANGELOG.md has no section '## {version}': rename 'Unreleased', and begin a new one")
 

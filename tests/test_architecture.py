@@ -436,7 +436,7 @@ class TestBudget(unittest.TestCase):
         self.assertEqual(len(divisions_by_hand(ast.parse(code))), num)
 
 
-# Private names of the wrappers, and public ones that only their own adapter has to know.
+# Private names of the wrappers, and public ones that only their own adapter must know.
 PRIVATE: dict[str, set[str]] = {
     "fairscale": {
         *("_fpw_module", "_is_sharded", "_orig_size", "_num_flatten_params", "numel_padded_per_param"),
@@ -777,9 +777,9 @@ class TestConcepts(unittest.TestCase):
         self.assertEqual(rooms - set(re.findall(r"`([a-z_]+\.[a-z_0-9]+)`", self.text)), set())
 
     def test_drawn_rooms(self) -> None:
-        picture = (ROOT.parent / "docs" / "rooms.svg").read_text()
-        drawn = set(re.findall(r'class="n">(\w+)<', picture))
-        words = set(re.findall(r"\w+", " ".join(re.findall(r'class="[cs]">([^<]*)<', picture))))
+        global_state = (ROOT.parent / "docs" / "rooms.svg").read_text()
+        drawn = set(re.findall(r'class="n">(\w+)<', global_state))
+        words = set(re.findall(r"\w+", " ".join(re.findall(r'class="[cs]">([^<]*)<', global_state))))
         floors = {room.split(".")[0] for room in ARROWS}
         self.assertEqual(drawn - floors, set())
         self.assertEqual(floors - drawn - words - {"", "__main__"}, set())

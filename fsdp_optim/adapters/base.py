@@ -25,7 +25,7 @@ class Adapter(ABC):
     1. `is_present`; of an absent adapter only `wrapper_parts` is used.
     2. `is_wrapper_child` for every child of every module, then `stand_ins` once: they make the `ModuleTree`, which gives
        every later method the modules, their live parameters and the FQNs of the unwrapped model.
-    3. `rank_sets`: the ranks that have to make a call about this model.
+    3. `rank_sets`: the ranks that must make a call about this model.
     4. `handles`: the live parameters. The adapters are called in the order of their list, those that users have added first, and
        the first Handle for a tensor counts. Then `has_cut` for every tensor without a Handle.
     5. `param_order` and, for a call about an optimizer, `masters`.

@@ -47,42 +47,42 @@ def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView,
                 loose=loose,
                 cast_by_wrapper=id(value) in cast,
             )
-        handles[name] = handle if name not in handles else _twins(name, handles[name], handle)
+        handles[name] = handle if name not in handles else _joined_copies(name, handles[name], handle)
         aliases.update({rename(other, ranks): name for other in others})
     return Buffers(tuple(NamedHandle(handle, (name,)) for name, handle in handles.items()), aliases)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwinsHandle(Handle):
+class StageCopiesHandle(Handle):
     """The Handle of a buffer that several pipeline stages of this rank have a copy of. The copies are saved as one."""
 
-    twins: tuple[torch.Tensor, ...]
+    stage_copies: tuple[torch.Tensor, ...]
 
     def install(self, flat: torch.Tensor) -> None:
         super().install(flat)
         with torch.no_grad():
-            for twin in self.twins:
+            for twin in self.stage_copies:
                 twin.copy_(flat.view(self.local_shape))
 
     def check_equal(self, fqn: str) -> None:
-        if not all(same_bits(self.param, twin) for twin in self.twins):
+        if not all(same_bits(self.param, twin) for twin in self.stage_copies):
             raise StateError(
-                f"{fqn}: {len(self.twins) + 1} pipeline stages of this rank have a buffer of this name, and the buffers differ: "
-                "make them equal, or give name_of= that tells them apart"
+                f"{fqn}: {len(self.stage_copies) + 1} pipeline stages of this rank have a buffer of this name, and the buffers "
+                "differ: make them equal, or give name_of= that tells them apart"
             )
 
 
-def _twins(fqn: str, first: Handle, other: Handle) -> Handle:
+def _joined_copies(fqn: str, first: Handle, other: Handle) -> Handle:
     """One Handle for two buffers of one name. Raises WrapperError for those that cannot be saved as one."""
-    plain = all(type(handle) in (Handle, TwinsHandle) for handle in (first, other))
+    plain = all(type(handle) in (Handle, StageCopiesHandle) for handle in (first, other))
     if not plain or (first.local_shape, first.param.dtype) != (other.local_shape, other.param.dtype):
         raise WrapperError(
             f"{fqn}: two buffers have this name, of shape {list(first.local_shape)} and {first.param.dtype}, and of shape "
             f"{list(other.local_shape)} and {other.param.dtype}: give name_of= that tells them apart"
         )
-    known = first.twins if isinstance(first, TwinsHandle) else ()
+    known = first.stage_copies if isinstance(first, StageCopiesHandle) else ()
     given = {one.name: getattr(first, one.name) for one in fields(Handle)}
-    return TwinsHandle(**given, twins=(*known, other.param))
+    return StageCopiesHandle(**given, stage_copies=(*known, other.param))
 
 
 class Near:

@@ -100,7 +100,7 @@ def _ranks_of(value: Any) -> Ranks:
 
 
 @dataclass(frozen=True)
-class _Index:
+class _ShardOffsets:
     """A stand-in for torch's MetadataIndex, if torch.distributed.checkpoint is not loaded."""
 
     fqn: str
@@ -183,7 +183,7 @@ class Shards:
 
 def _chunks(fqn: str, value: Any) -> Iterator[tuple[Box, torch.Tensor]]:
     loaded = sys.modules.get(_METADATA_MODULE)
-    index_of = loaded.MetadataIndex if loaded is not None else _Index
+    index_of = loaded.MetadataIndex if loaded is not None else _ShardOffsets
     for number, chunk in enumerate(value.__create_chunk_list__()):
         if prod(chunk.sizes):
             yield (

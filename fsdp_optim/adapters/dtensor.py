@@ -17,7 +17,7 @@ from fsdp_optim.dtensors import Grid, dtensor, grid_of, is_dtensor, is_loaded, l
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import OnMesh, Ranks, Shape, cut_named, cut_of
 from fsdp_optim.layout import Placement as Where
-from fsdp_optim.memory import flatten, is_plain, laid_out_like, within
+from fsdp_optim.memory import flatten, is_plain, laid_out_like, map_container
 from fsdp_optim.view import Handle, LocalPart, Original
 
 if TYPE_CHECKING:
@@ -240,11 +240,11 @@ class DTensorHandle(Handle):
             shape = tuple(value.shape)
             where = self._placed(shape, value.placements, value.device_mesh)
             return LocalPart(local_of(value), cut_of(where), shape)
-        return within(value, self.unwrap)
+        return map_container(value, self.unwrap)
 
     def rewrap(self, value: object) -> object:
         if not isinstance(value, LocalPart):
-            return within(value, self.rewrap)
+            return map_container(value, self.rewrap)
         _, cuts = cut_named(value.cut) or (0, ())
         like = self._spec_like(value.shape)
         alike = self._placed(value.shape, like).cuts == cuts

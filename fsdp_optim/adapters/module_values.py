@@ -34,14 +34,14 @@ def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> Mod
     Raises StateError where a module's own code fails.
     """
     values: dict[str, ModuleValue] = {}
-    takers: dict[str, nn.Module] = {}
+    extra_state_loaders: dict[str, nn.Module] = {}
     lost: list[str] = []
     adding = _adding(tree.modules)
     near, taken = Near(tree, view), _names_of_params(view) if adding else {}
     for module in adding:
         path = tree.path(module)
         if _is_taker(module):
-            takers[path] = module
+            extra_state_loaders[path] = module
         own = {*module._parameters, *module._buffers, *taken.get(module, ())} - module._non_persistent_buffers_set
         for key, value in _saved(path, module).items():
             if key in own:
@@ -55,8 +55,8 @@ def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> Mod
             name = rename(fqn, ranks)
             found = ModuleValue(module, key, value, others)
             first = values.get(name)
-            values[name] = found if first is None else replace(first, twins=(*first.twins, found))
-    return ModuleValues(values, takers, tuple(lost), tuple(_hooked(tree)))
+            values[name] = found if first is None else replace(first, stage_copies=(*first.stage_copies, found))
+    return ModuleValues(values, extra_state_loaders, tuple(lost), tuple(_hooked(tree)))
 
 
 def _function(method: Any) -> Callable[..., Any]:

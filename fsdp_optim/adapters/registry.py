@@ -39,7 +39,7 @@ _added: ContextVar[tuple[Adapter, ...]] = ContextVar("added", default=())
 def use_adapters(adapters: Sequence[Adapter]) -> Iterator[None]:
     """A context in which calls use these adapters too, before all others.
 
-    All ranks have to use the same adapters. Threads that are started inside the context do not inherit the adapters.
+    All ranks must use the same adapters. Threads that are started inside the context do not inherit the adapters.
 
     Raises WrapperError for an object that is not an Adapter.
     """

@@ -34,7 +34,7 @@ def declare(module: nn.Module, name: str, global_shape: Sequence[int], offset: S
     for what, given in numbers.items():
         if not isinstance(given, (list, tuple)) or not all(is_integer(number) and number >= 0 for number in given):
             raise WrapperError(
-                f"{name}: {what} has to be whole numbers of at least 0, one for each dimension, not {given!r}"
+                f"{name}: {what} must be whole numbers of at least 0, one for each dimension, not {given!r}"
             )
     found = DeclaredSlice(tuple(map(int, global_shape)), tuple(map(int, offset)))
     param = module._parameters.get(name)

@@ -73,7 +73,7 @@ def convert(
             row-major order.
         names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
         model: in the place of `names`: a model whose parameters have this order; it may be on the meta device. For several param
-            groups, each in this order, the shapes of the state have to leave one way to share the parameters out.
+            groups, each in this order, the shapes of the state must leave one way to share the parameters out.
         units: for "fairscale_shards", if `src` is of another format: the FQNs that each FSDP unit flattens, in order, by the
             path of the module that is wrapped, in the order of the wrapped model's parameters(), such as
             `{"": ["stem.weight"], "block.0": ["block.0.weight", "block.0.bias"]}`.

@@ -117,7 +117,7 @@ def iter_full_optim_state(
     Yields (FQN, state) on every rank. The state is a dict of CPU tensors and other values on recipients ({} for a parameter
     without state), and None on other ranks. The order is that of the ids of gather: with one group that of the unwrapped model,
     unless the optimizer lists its parameters in another order. If no order of ids is known, the order is the same on all ranks.
-    Every rank of the model has to exhaust the iterator. A recipient holds at most `bucket_nbytes` of state (or one larger
+    Every rank of the model must exhaust the iterator. A recipient holds at most `bucket_nbytes` of state (or one larger
     parameter), and as much again while the elements move.
 
     Args:
@@ -191,7 +191,7 @@ def get_shard_from_optim_state_dict(
         name_of: the function that was given to `gather_full_optim_state_dict`.
         process_group, timeout: as for `gather_full_optim_state_dict`; only for a sharded dict (DTensor, ShardedTensor), of
             which every rank has its part, and for a list of pipeline stages. For such a dict or model, and for no other, all
-            ranks have to make the call; elements of a sharded dict move between them.
+            ranks must make the call; elements of a sharded dict move between them.
 
     Returns:
         The optimizer's own dict: local ids, the saved hyperparameters, and state tensors in the local shapes, on the devices of

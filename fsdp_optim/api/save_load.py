@@ -98,7 +98,7 @@ def save(
         progress: show a bar on the lowest rank. None: for long saves, a bar on a terminal, and lines in the log elsewhere.
         name_of, process_group, timeout, bucket_nbytes: as for `gather_full_optim_state_dict`.
         on_replica_mismatch: as for `gather_full_optim_state_dict`, and also for weights and buffers, BatchNorm statistics
-            included, which have to be equal on all ranks that hold the same part.
+            included, which must be equal on all ranks that hold the same part.
         upload_to: a URL to which all ranks upload the finished folder in the background. `result.upload.wait()` waits for the
             end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`,
             `keep_last` and `storage_options` count for the URL too.
@@ -265,7 +265,7 @@ def load(
             `process_group` then selects the `per_rank_extra`). Buffers with persistent=False are in no checkpoint: after
             `to_empty()` compute them anew; a warning names those that evidently nothing has filled.
         optim: as for `save`. None: weights and buffers only.
-        weights: the weights that this load has to fill, of any checkpoint that has them. "all": all of the model. "trainable":
+        weights: the weights that this load must fill, of any checkpoint that has them. "all": all of the model. "trainable":
             the parameters that require gradients now, and buffers and values of modules; frozen parameters stay as they are.
             "none": no weights, the optimizer alone. A checkpoint of `save(weights="none")` is an error with any other value.
         strict: True: refuse parameters that only one side has, and state of another optimizer class; of a checkpoint of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_optim.buckets.blocks import BlockFolder, Blocks
-from fsdp_optim.storage.base import Opened, Shelf, Staging, Store, StoreWriter
+from fsdp_optim.storage.base import CheckpointDirectory, Opened, Staging, Store, StoreWriter
 
 BLOCK_NBYTES = 1 << 20
 """The size of a block. The store is asked for whole blocks only."""
@@ -72,8 +72,8 @@ class CachedStore(Store):
     def beacon(self) -> AbstractContextManager[str]:
         return self.store.beacon()
 
-    def shelf(self) -> Shelf[Any]:
-        return self.store.shelf()
+    def directory(self) -> CheckpointDirectory[Any]:
+        return self.store.directory()
 
     def siblings(self) -> Iterator[Opened]:
         return self.store.siblings()

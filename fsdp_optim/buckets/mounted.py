@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_optim.buckets.objects.base import Bucket
 from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.buckets.objects.writer import Address
-from fsdp_optim.storage.base import Judge
+from fsdp_optim.storage.base import CheckpointProbe
 from fsdp_optim.storage.posix.beacon import beacon_above, sees
 from fsdp_optim.storage.posix.filesystem import this_host
 
@@ -17,8 +17,8 @@ from fsdp_optim.storage.posix.filesystem import this_host
 class MountedObjects(ObjectStore):
     """One place in a folder, as an `ObjectStore`. `folder`: where the bucket's objects are files."""
 
-    def __init__(self, bucket: Bucket, prefix: str, judge: Judge[Any], folder: str, **options: Any) -> None:
-        super().__init__(bucket, prefix, judge, **options)
+    def __init__(self, bucket: Bucket, prefix: str, probe: CheckpointProbe[Any], folder: str, **options: Any) -> None:
+        super().__init__(bucket, prefix, probe, **options)
         self._folder = Path(folder)
 
     def machine_id(self) -> str:

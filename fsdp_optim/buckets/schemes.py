@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 from fsdp_optim.buckets.mounted import MountedObjects
 from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Judge, Store
+from fsdp_optim.storage.base import CheckpointProbe, Store
 
 GROUP = "fsdp_optim.stores"
 """The entry points by which installed packages handle schemes."""
 
-OpenStore: TypeAlias = Callable[[str, Judge[Any], Mapping[str, Any]], Store]
+OpenStore: TypeAlias = Callable[[str, CheckpointProbe[Any], Mapping[str, Any]], Store]
 """(URL, judge, storage options) -> the store of the checkpoint at that URL."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -40,7 +40,7 @@ def scheme_of(place: object) -> str | None:
 def use_stores(stores: Mapping[str, OpenStore]) -> Iterator[None]:
     """Inside, URLs of these schemes are opened by these functions, before all others.
 
-    All ranks have to use the same ones. Threads that are started inside do not inherit them.
+    All ranks must use the same ones. Threads that are started inside do not inherit them.
     """
     token = _added.set({**_added.get(), **{scheme.lower(): opener for scheme, opener in stores.items()}})
     try:
@@ -49,11 +49,11 @@ def use_stores(stores: Mapping[str, OpenStore]) -> Iterator[None]:
         _added.reset(token)
 
 
-def store_of_url(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:
+def store_of_url(url: str, probe: CheckpointProbe[Any], options: Mapping[str, Any]) -> Store:
     """The store of the checkpoint at a URL. Raises CheckpointError for a scheme or an option that nothing handles."""
     scheme = scheme_of(url) or ""
     opener = _added.get().get(scheme) or _installed(scheme) or (_s3 if scheme == "s3" else _fsspec)
-    return opener(url, judge, options)
+    return opener(url, probe, options)
 
 
 def _installed(scheme: str) -> OpenStore | None:
@@ -76,20 +76,20 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return own, {name: value for name, value in options.items() if name not in own}
 
 
-def _s3(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:
+def _s3(url: str, probe: CheckpointProbe[Any], options: Mapping[str, Any]) -> Store:
     from fsdp_optim.buckets.s3.bucket import S3Bucket
 
     own, rest = _split(options)
     name, _, prefix = url.partition("://")[2].partition("/")
     size = {"part_nbytes": own["part_nbytes"]} if "part_nbytes" in own else {}  # a store may take smaller parts than S3
-    return ObjectStore(S3Bucket(name, {**rest, **size}), prefix, judge, **own)
+    return ObjectStore(S3Bucket(name, {**rest, **size}), prefix, probe, **own)
 
 
-def _fsspec(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:
+def _fsspec(url: str, probe: CheckpointProbe[Any], options: Mapping[str, Any]) -> Store:
     from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
 
     own, rest = _split(options)
     bucket, prefix = FsspecBucket.at(url, rest)
     if bucket.local_folder is not None:
-        return MountedObjects(bucket, prefix, judge, bucket.local_folder, **own)
-    return ObjectStore(bucket, prefix, judge, **own)
+        return MountedObjects(bucket, prefix, probe, bucket.local_folder, **own)
+    return ObjectStore(bucket, prefix, probe, **own)

@@ -24,10 +24,10 @@ from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import GatherOptions, LoadOptions, Model, WhichWeights
 from fsdp_optim.state.merged.replicas import ELEMENTS
-from fsdp_optim.transport.agree import agree, tell
+from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import calling, meet
+from fsdp_optim.verbs.call import agree_on_state, collective_call
 from fsdp_optim.verbs.gather import Gathering, move_state
 from fsdp_optim.verbs.load_state import Incompatible
 from fsdp_optim.verbs.replicas import compare_shards
@@ -35,33 +35,33 @@ from fsdp_optim.verbs.replicas import compare_shards
 
 def gather_model(model: Model, options: GatherOptions, which: WhichWeights = "all") -> dict[str, Any] | None:
     """The full model dict, or the part of it that `which` names, on recipients; None elsewhere."""
-    with calling("gather_full_model_state_dict", [model], options, options.call) as ((reader,), callers):
+    with collective_call("gather_full_model_state_dict", [model], options, options.call) as ((reader,), group):
         recipient = options.recipient_rank
-        if recipient is not None and recipient not in callers.ranks:
+        if recipient is not None and recipient not in group.ranks:
             raise RankError(
-                f"recipient_rank {recipient} is not one of the ranks {list(callers.ranks)} that share this model; give one of "
+                f"recipient_rank {recipient} is not one of the ranks {list(group.ranks)} that share this model; give one of "
                 "these, or None for all of them"
             )
         mismatch = options.call.on_replica_mismatch
-        local, picture = meet(
-            callers,
-            lambda: checked_weights_of(reader, callers.ranks, options.call, which),
+        local, global_state = agree_on_state(
+            group,
+            lambda: checked_weights_of(reader, group.ranks, options.call, which),
             options,
             which,
             with_state=True,
             on_replica_mismatch=mismatch,
             what=ELEMENTS,
         )
-        check_not_empty(picture, reader)
-        picture = compare_shards(callers, local, picture, mismatch, ELEMENTS)
-        recipients = callers.ranks if recipient is None else (recipient,)
-        gathering = Gathering(callers, local, picture, recipients)
+        check_not_empty(global_state, reader)
+        global_state = compare_shards(group, local, global_state, mismatch, ELEMENTS)
+        recipients = group.ranks if recipient is None else (recipient,)
+        gathering = Gathering(group, local, global_state, recipients)
         failure = Failure()
-        wanted = {fqn: param for fqn, param in picture.params.items() if param.group_index != LEFT_OUT}
+        wanted = {fqn: param for fqn, param in global_state.params.items() if param.group_index != LEFT_OUT}
         tensors = move_state(gathering, tuple(wanted.values()), failure)
-        agree(callers, "gathered", failure.error, fatal=failure.fatal)
-        values = module_values.collect(callers, local.module_values, picture, recipients)
-        if callers.rank not in recipients:
+        agree(group, "gathered", failure.error, fatal=failure.fatal)
+        values = module_values.collect(group, local.module_values, global_state, recipients)
+        if group.rank not in recipients:
             return None
         full = {fqn: tensors[fqn, WEIGHT] for fqn in wanted}
         full |= {alias: full[fqn] for alias, fqn in local.view.aliases.items() if fqn in full}
@@ -70,17 +70,17 @@ def gather_model(model: Model, options: GatherOptions, which: WhichWeights = "al
 
 def scatter_model(model: Model, full: Mapping[str, Any] | None, source_rank: int, options: LoadOptions) -> Incompatible:
     """Load a full model dict that only one rank has into the model of all ranks."""
-    with calling("scatter_full_model_state_dict", [model], options, options.call, all_of_plain=True) as (
+    with collective_call("scatter_full_model_state_dict", [model], options, options.call, all_of_plain=True) as (
         (reader,),
-        callers,
+        group,
     ):
-        given = _send_described(callers, full, source_rank)
+        given = _send_described(group, full, source_rank)
         about = f"a full model dict of rank {source_rank}"
-        weights = Weights.meet(reader, callers, given, options, about, readers=(source_rank,))
+        weights = Weights.agree_on_state(reader, group, given, options, about, readers=(source_rank,))
         failure = Failure()
-        move(list(weights.stored_values()), _GivenEnd(given, source_rank), FlatsEnd(), callers, callers.budget, failure)
-        agree(callers, "received", failure.error, fatal=failure.fatal)
-        install_all(callers, weights, reader, None, None, (), None)
+        move(list(weights.stored_values()), _GivenEnd(given, source_rank), FlatsEnd(), group, group.budget, failure)
+        agree(group, "received", failure.error, fatal=failure.fatal)
+        install_all(group, weights, reader, None, None, (), None)
     return Incompatible(weights.missing, weights.unexpected)
 
 
@@ -126,7 +126,7 @@ class GivenDict:
         raise StateError(f"{self.where}: has no optimizer")
 
     def extra(self, name: str, *, verify: bool) -> ExtraValues:
-        return _Values({fqn: [None, value] for fqn, value in self.values.items()})
+        return _WholeValues({fqn: [None, value] for fqn, value in self.values.items()})
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
@@ -153,7 +153,7 @@ class GivenDict:
 
 
 @dataclass(frozen=True)
-class _Values(ExtraValues):
+class _WholeValues(ExtraValues):
     values: Mapping[str, Any]
 
     def decoded(self, *, allow_pickle: bool) -> Any:
@@ -178,18 +178,18 @@ class _GivenEnd(End):
         return flatten(held.detach()) if held is not None else None
 
 
-def _send_described(callers: RankGroup, full: Mapping[str, Any] | None, source_rank: int) -> GivenDict:
+def _send_described(group: RankGroup, full: Mapping[str, Any] | None, source_rank: int) -> GivenDict:
     """A full model dict on its source rank; a description of it on the others. Called by all ranks."""
-    if source_rank not in callers.ranks:
+    if source_rank not in group.ranks:
         raise RankError(
-            f"source_rank {source_rank} is not one of the ranks {list(callers.ranks)} that share this model: give one of them"
+            f"source_rank {source_rank} is not one of the ranks {list(group.ranks)} that share this model: give one of them"
         )
     where, content, tensors = f"the full model dict of rank {source_rank}", b"", dict[str, torch.Tensor]()
-    if callers.rank == source_rank:
+    if group.rank == source_rank:
         tensors, values = _checked(full, source_rank)
         shared = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
         content = pickle.dumps((shared, values))
-    shared, values = pickle.loads(tell(callers, "described", content).content_of(source_rank))
+    shared, values = pickle.loads(all_gather_bytes(group, "described", content).content_of(source_rank))
     model = {name: StoredTensor(name, dtype, shape, name, 0) for name, (dtype, shape) in shared.items()}
     return GivenDict(where, model, values, tensors)
 
@@ -204,7 +204,7 @@ def _checked(full: Mapping[str, Any] | None, rank: int) -> tuple[dict[str, torch
     tensors, values = dict[str, torch.Tensor](), dict[str, Any]()
     for name, value in full.items():
         if not isinstance(name, str):
-            raise StateError(f"{name!r}: the names in a full model dict have to be str, not {type(name).__name__}")
+            raise StateError(f"{name!r}: the names in a full model dict must be str, not {type(name).__name__}")
         if is_extra_state(name) or not isinstance(value, torch.Tensor):
             values[name] = value
         elif not is_plain(value):

@@ -29,7 +29,7 @@ from fsdp_optim.formats.base.protocols import (
     StoredTensor,
     rank_extra_name,
 )
-from fsdp_optim.storage.base import Judge, Opened, Standing
+from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class _LastMade(threading.local):
     data: memoryview | None = None
 
 
-class NoJudge(Judge[Any]):
+class NoJudge(CheckpointProbe[Any]):
     """The judge of formats that are only read: nothing in a place is this library's own."""
 
     manifest = ""
 
-    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Any]:
-        return Standing(has_manifest=False, reason="is a checkpoint of another library")
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[Any]:
+        return CheckpointStatus(has_manifest=False, reason="is a checkpoint of another library")
 
     def token_in(self, opened: Opened) -> str | None:
         return None
@@ -95,7 +95,7 @@ class ForeignFormat(Format):
     """The parent of the formats of other libraries; a child gives `name`, `recognises` and `open`."""
 
     is_foreign = True
-    judge: Judge[Any] = NO_JUDGE
+    probe: CheckpointProbe[Any] = NO_JUDGE
 
     def writer(self) -> FormatWriter:
         raise CheckpointError(f"checkpoints of the format {self.name} can be read, but not written")

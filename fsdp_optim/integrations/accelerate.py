@@ -79,7 +79,7 @@ def enable(
 
     Args:
         background: write while training goes on. An error is raised by the next save, at the end of `Trainer.train`, or by
-            `accelerator.end_training()`, with which a program with an Accelerator has to end. A save that something wants to
+            `accelerator.end_training()`, with which a program with an Accelerator must end. A save that something wants to
             read at once (a callback with `on_save`, `push_to_hub`) is waited for. False: a checkpoint is complete when the call
             returns.
         durable, checksums, max_file_size, strategy, on_replica_mismatch, allow_pickle, progress, timeout, bucket_nbytes: as for

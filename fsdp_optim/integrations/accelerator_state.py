@@ -24,7 +24,7 @@ from fsdp_optim.checkpoint.trainers.folder import (
 )
 from fsdp_optim.checkpoint.trainers.signs import put_up_sign
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.integrations.patches import standing_in
+from fsdp_optim.integrations.patches import status_in
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.filled import folders_by_number, remove_folders
 
@@ -54,7 +54,7 @@ def save_state(
         path = str(absolute(output_dir))
     model, optims = _prepared(accelerator)
     save = FolderSave.begin(path, settings)
-    with save.writing(), standing_in(naming, automatic_checkpoint_naming=False), _without_models():
+    with save.writing(), status_in(naming, automatic_checkpoint_naming=False), _without_models():
         original(save.files, *args, **kwargs)
         if accelerator.is_main_process and len(accelerator._models) == 1:
             write_config(accelerator.unwrap_model(accelerator._models[0]), str(save.files))
@@ -137,7 +137,7 @@ def _without_models() -> Any:
         return load_others(folder, [], [], *args, **kwargs)
 
     save_others, load_others = module.save_accelerator_state, module.load_accelerator_state
-    return standing_in(
+    return status_in(
         module,
         save_accelerator_state=save,
         load_accelerator_state=load,

@@ -324,7 +324,9 @@ def _remove(path: str, storage_options: Mapping[str, Any] | None) -> None:
             files.rm_file(path)
             return
         store = store_at(path, options=storage_options if is_url(path) else None)
-        shelf = store.shelf()
-        shelf.remove([one for one in shelf.listed() if one.base == store.where], "ModelCheckpoint does not keep it")
+        directory = store.directory()
+        directory.remove(
+            [one for one in directory.listed() if one.base == store.where], "ModelCheckpoint does not keep it"
+        )
     except (OSError, CheckpointError) as error:
         log.warning("%s cannot be removed: %s", path, error)

@@ -46,7 +46,7 @@ def put_back(owner: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
-def standing_in(owner: Any, **values: Any) -> Iterator[None]:
+def status_in(owner: Any, **values: Any) -> Iterator[None]:
     """Attributes of an object or a module with other values inside the block."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:

@@ -141,7 +141,9 @@ class FsdpOptimCheckpointManager(_Base):
         self._optimizers = [*optimizers.optimizers]
         self._group = dist.group.WORLD if dist.is_initialized() else None
         self._objects = {key: one for key, one in states.items() if one is not None and key not in (_MODEL, _OPTIMIZER)}
-        kept = {key: _Saved(one) if key in config.exclude_from_loading else one for key, one in self._objects.items()}
+        kept = {
+            key: _TitanSave(one) if key in config.exclude_from_loading else one for key, one in self._objects.items()
+        }
         self._manager = CheckpointManager(
             self.folder,
             self._model,
@@ -293,7 +295,7 @@ class FsdpOptimCheckpointManager(_Base):
             one.load_state_dict(values[key])
 
 
-class _Saved:
+class _TitanSave:
     """An object that is saved and not loaded (`exclude_from_loading`)."""
 
     def __init__(self, one: Any) -> None:

@@ -29,7 +29,7 @@ from fsdp_optim.checkpoint.trainers.folder import (
 )
 from fsdp_optim.checkpoint.trainers.signs import put_up_sign
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.integrations.patches import standing_in
+from fsdp_optim.integrations.patches import status_in
 from fsdp_optim.options import GatherOptions, Rename, WhichWeights
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.filled import folders_by_number, remove_files, remove_folders
@@ -91,10 +91,10 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, settings: Settin
     pushed: list[Any] = []
     with save.writing(), ExitStack() as stack:
         _remember_best(trainer, path)
-        stack.enter_context(standing_in(trainer, **{SAVING: save}))
+        stack.enter_context(status_in(trainer, **{SAVING: save}))
         stack.enter_context(_redirected(trainer, save, path))
-        stack.enter_context(standing_in(trainer, _push_from_checkpoint=pushed.append))
-        stack.enter_context(standing_in(module, rotate_checkpoints=_nothing))
+        stack.enter_context(status_in(trainer, _push_from_checkpoint=pushed.append))
+        stack.enter_context(status_in(module, rotate_checkpoints=_nothing))
         original(model, trial)
         _write_without_weights(trainer, save)
     optim = None if trainer.args.save_only_model else optimizer_inside(trainer.optimizer)
@@ -145,8 +145,8 @@ def _redirected(trainer: Any, save: FolderSave, folder: str) -> Iterator[None]:
 
     names = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
     with (
-        standing_in(trainer, **{name: redirected(trainer, name) for name in names}),
-        standing_in(trainer.state, save_to_json=redirected(trainer.state, "save_to_json")),
+        status_in(trainer, **{name: redirected(trainer, name) for name in names}),
+        status_in(trainer.state, save_to_json=redirected(trainer.state, "save_to_json")),
     ):
         yield
 

@@ -46,7 +46,7 @@ class FlatChunks(Placement):
                 f"the replicas of a flat parameter need groups of ranks of equal size, not {self.replicas}"
             )
         if self.start < 0 or self.chunk_numel < 0:
-            raise LayoutError(f"start and chunk_numel have to be at least 0, not {self.start} and {self.chunk_numel}")
+            raise LayoutError(f"start and chunk_numel must be at least 0, not {self.start} and {self.chunk_numel}")
         check_distinct(self.replicas)
 
     @cached_property

@@ -32,7 +32,7 @@ class FlatRuns(OrderedRuns):
         if len(bounds) != len(self.by) or any(not 0 <= start <= stop <= self.numel for start, stop in bounds):
             raise LayoutError(f"each of the ranks {self.by} needs a run inside the {self.numel} elements, not {bounds}")
         if any(a > c or b > d for (a, b), (c, d) in itertools.pairwise(bounds)):
-            raise LayoutError(f"runs have to be in the order of their elements, not {bounds}")
+            raise LayoutError(f"runs must be in the order of their elements, not {bounds}")
 
     @property
     def num_shards(self) -> int:

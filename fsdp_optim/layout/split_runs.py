@@ -27,10 +27,10 @@ class SplitRuns(OrderedRuns):
             a > b for a, b in zip(begins, ends, strict=True)
         ):
             raise LayoutError(
-                f"runs have to cover {self.numel} elements, not {list(zip(self.starts, self.stops, strict=True))}"
+                f"runs must cover {self.numel} elements, not {list(zip(self.starts, self.stops, strict=True))}"
             )
         if list(self.starts) != sorted(self.starts) or list(self.stops) != sorted(self.stops):
-            raise LayoutError(f"runs have to be in the order of their elements, not {self.starts} to {self.stops}")
+            raise LayoutError(f"runs must be in the order of their elements, not {self.starts} to {self.stops}")
 
     @cached_property
     def _runs(self) -> tuple[tuple[int, ...], ...]:

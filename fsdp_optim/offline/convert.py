@@ -34,9 +34,9 @@ from fsdp_optim.formats.base.protocols import Format, FormatReader, FormatWriter
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.convert_file import named, place_of
-from fsdp_optim.offline.copy_ranges import DIGEST_NBYTES, Unit, plan_units
-from fsdp_optim.offline.source_contents import Naming, Transcript, transcribe
-from fsdp_optim.offline.workers import JOURNAL, Share, num_lanes_in, unit_nbytes_in
+from fsdp_optim.offline.copy_ranges import DIGEST_NBYTES, CopyRange, plan_units
+from fsdp_optim.offline.source_contents import SourceContents, SourceNaming, describe_source
+from fsdp_optim.offline.workers import JOURNAL, RankWork, num_lanes_in, unit_nbytes_in
 from fsdp_optim.options import ConvertOptions, Model, Options, SaveOptions
 from fsdp_optim.storage.base import (
     Opened,
@@ -49,7 +49,7 @@ from fsdp_optim.storage.base import (
     keeps_parts,
     resumes_parts,
 )
-from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn, tell
+from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
@@ -71,19 +71,19 @@ def convert(
 
     `source_format` None: the format is recognised. `target_format` None: the format that the options name.
     """
-    callers = _callers(options.call)
-    with in_turn(callers), all_hear(callers):
+    group = _callers(options.call)
+    with in_turn(group), all_hear(group):
         options.validate()
         format = target_format or format_named(
             options.format,
             FormatChoices(options.world_size, options.key_by, units=options.units, flattens=options.flatten_parameters),
         )
         its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
-        with closing(open_on_all(callers, its, "", verify=True, format=source_format)) as checkpoint:
-            naming, writer = Naming(options.names, model), format.writer()
-            transcript = transcribe(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
-            work = _Work.of(callers, checkpoint, transcript, writer, format, options)
-            if not compare(callers, "read", work.compared.encode()):
+        with closing(open_on_all(group, its, "", verify=True, format=source_format)) as checkpoint:
+            naming, writer = SourceNaming(options.names, model), format.writer()
+            transcript = describe_source(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
+            work = _Work.of(group, checkpoint, transcript, writer, format, options)
+            if not all_equal(group, "read", work.compared.encode()):
                 raise StateError(
                     f"{checkpoint.where}: the processes that convert it see different checkpoints, or have other options: give "
                     "all of them the same path and options"
@@ -93,7 +93,7 @@ def convert(
             if work.leads:
                 target, options = place_of(target, format, options)
             saved = replace(work, options=options).run(target)
-            return named(callers, saved, durable=options.durable)
+            return named(group, saved, durable=options.durable)
 
 
 def _callers(options: Options) -> RankGroup:
@@ -127,9 +127,9 @@ class _Begun:
 class _Work:
     """A conversion as all ranks plan it."""
 
-    callers: RankGroup
+    group: RankGroup
     checkpoint: FormatReader
-    transcript: Transcript
+    transcript: SourceContents
     writer: FormatWriter
     format: Format
     options: ConvertOptions
@@ -138,9 +138,9 @@ class _Work:
     @classmethod
     def of(
         cls,
-        callers: RankGroup,
+        group: RankGroup,
         checkpoint: FormatReader,
-        transcript: Transcript,
+        transcript: SourceContents,
         writer: FormatWriter,
         format: Format,
         options: ConvertOptions,
@@ -152,7 +152,7 @@ class _Work:
         if transcript.has_optim:
             halves["optim"] = transcript.optim
         files = files_of_both(writer, halves, shared, most_nbytes=most, num_ranks=1)
-        return cls(callers, checkpoint, transcript, writer, format, options, tuple(files))
+        return cls(group, checkpoint, transcript, writer, format, options, tuple(files))
 
     @property
     def compared(self) -> str:
@@ -178,7 +178,7 @@ class _Work:
 
     @property
     def leads(self) -> bool:
-        return self.callers.rank == self.callers.ranks[0]
+        return self.group.rank == self.group.ranks[0]
 
     @property
     def budget(self) -> Budget:
@@ -206,11 +206,13 @@ class _Work:
             with failure:
                 if failure.error is None:
                     self.checkpoint.check_unchanged()
-            result = tell(self.callers, "written", encode_written(job, share), error=failure.error, fatal=failure.fatal)
+            result = all_gather_bytes(
+                self.group, "written", encode_written(job, share), error=failure.error, fatal=failure.fatal
+            )
             with failure:
                 if self.leads:
-                    finish(job, [result.content_of(rank) for rank in self.callers.ranks])
-            agree(self.callers, "committed", failure.error)
+                    finish(job, [result.content_of(rank) for rank in self.group.ranks])
+            agree(self.group, "committed", failure.error)
             progress.done()
         return job.saved(share.nbytes_written)
 
@@ -218,26 +220,26 @@ class _Work:
 
     def _begin(self, target: Place) -> _Begun:
         """Agree on the place and on the writer of each file. In a folder, go on where a killed conversion has stopped."""
-        callers, for_target = self.callers, _options_of(target, self.options.storage_options)
+        group, for_target = self.group, _options_of(target, self.options.storage_options)
         store = store_at(target, self.format, for_target)
-        warn_if_alone(callers, store.where, has_group=self.options.call.process_group is not None)
-        is_one_machine = compare(callers, "machines", store.machine_id().encode())
+        warn_if_alone(group, store.where, has_group=self.options.call.process_group is not None)
+        is_one_machine = all_equal(group, "machines", store.machine_id().encode())
         staging: Staging | None = None
         claim: Claim | None = None
         content = b""
         try:
             if self.leads:
-                claim = Claim.lay(callers, store.where)
+                claim = Claim.lay(group, store.where)
                 staging, strategy, is_resumed = self._stage(store, is_one_machine=is_one_machine)
                 can = staging.capabilities
                 durable = self.options.durable or staging.replaces
                 parts = {file.name: can.part_nbytes_of(file.plan.nbytes) for file in self.files if strategy == IN_PARTS}
                 content = json.dumps([store.where, staging.address, strategy, is_resumed, durable, parts]).encode()
-            result = tell(callers, "folder", content)
-            where, address, strategy, is_resumed, durable, parts = json.loads(result.content_of(callers.ranks[0]))
+            result = all_gather_bytes(group, "folder", content)
+            where, address, strategy, is_resumed, durable, parts = json.loads(result.content_of(group.ranks[0]))
             store = store_of_leader(target, store, where, self.format, for_target)
             if not is_one_machine:
-                check_seen_by_all(callers, store, address)
+                check_seen_by_all(group, store, address)
             staged = store.staged(address) if is_resumed and is_resumable(store) else None
             noted = store.noted(address) if is_resumed and resumes_parts(store) else {}
             return _Begun(store, strategy, address, durable, parts, staging, claim, staged, noted)
@@ -289,7 +291,7 @@ class _Work:
         return staging, strategy, False
 
     def _strategy(self, staging: Staging, is_one_machine: bool) -> str:
-        strategy, is_alone = strategy_for(staging.capabilities, "auto"), len(self.callers.ranks) == 1
+        strategy, is_alone = strategy_for(staging.capabilities, "auto"), len(self.group.ranks) == 1
         if can_be_left(staging) and is_alone:
             return IN_PLACE
         return strategy if strategy != BY_MACHINES else IN_PLACE if is_one_machine else "per_rank_files"
@@ -310,7 +312,7 @@ class _Work:
 
     def _job(self, begun: _Begun) -> Job:
         """The conversion as a save, which ends like any other."""
-        ranks, options = self.callers.ranks, self.options
+        ranks, options = self.group.ranks, self.options
         loads, owners = dict.fromkeys(ranks, 0), {}
         for file in self.files if begun.strategy not in (IN_PLACE, IN_PARTS) else ():
             owner = owners[file.name] = min(loads, key=lambda rank: (loads[rank], rank))
@@ -323,7 +325,7 @@ class _Work:
             durable=begun.durable,
         )
         return Job(
-            self.callers,
+            self.group,
             as_save,
             begun.store,
             self.format,
@@ -338,17 +340,17 @@ class _Work:
             begun.claim,
         )
 
-    def _units(self, part_nbytes: Mapping[str, int]) -> list[Unit]:
+    def _units(self, part_nbytes: Mapping[str, int]) -> list[CopyRange]:
         return plan_units(self.files, self.unit_nbytes, part_nbytes)
 
-    def _share(self, begun: _Begun, progress: Progress) -> Share:
-        units, num, position = self._units(begun.part_nbytes), len(self.callers.ranks), self.callers.position
+    def _share(self, begun: _Begun, progress: Progress) -> RankWork:
+        units, num, position = self._units(begun.part_nbytes), len(self.group.ranks), self.group.position
         owners = self._job(begun).plan.owners
         if owners:
-            mine: Sequence[Unit] = [unit for unit in units if owners[unit.file.name] == self.callers.rank]
+            mine: Sequence[CopyRange] = [unit for unit in units if owners[unit.file.name] == self.group.rank]
         else:
             mine = units[len(units) * position // num : len(units) * (position + 1) // num]
-        return Share(
+        return RankWork(
             self.checkpoint,
             self.transcript.stored,
             self.files,
@@ -363,7 +365,7 @@ class _Work:
         )
 
     def _join(self, begun: _Begun) -> Any:
-        who = f"rank {self.callers.rank}"
+        who = f"rank {self.group.rank}"
         budget = self.budget.share(2, "units, and their bytes that the store keeps")
         return begun.store.join(begun.address, durable=begun.durable, who=who, budget_nbytes=budget.nbytes)
 

@@ -34,14 +34,14 @@ def place_of(target: Place, format: Format, options: ConvertOptions) -> tuple[Pl
     return folder, replace(options, overwrite=True)  # what a killed call has left there goes
 
 
-def named(callers: RankGroup, saved: Saved, *, durable: bool) -> Saved:
+def named(group: RankGroup, saved: Saved, *, durable: bool) -> Saved:
     """The result with the file in its place, if the folder that was written is one of a file. Called by all ranks."""
     file = file_of(saved.path) if isinstance(saved.path, Path) else None
     if file is None or not isinstance(saved.path, Path):
         return saved
     failure = Failure()
     with failure:
-        if callers.rank == callers.ranks[0]:
+        if group.rank == group.ranks[0]:
             take_place(saved.path, ONE, durable=durable)
-    agree(callers, "named", failure.error)
+    agree(group, "named", failure.error)
     return replace(saved, path=file)

@@ -40,7 +40,7 @@ DIGEST_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class CopyRange:
     """Bytes [start, stop) of the data section of a file, and its values [first, last), which have bytes there.
 
     Attributes:
@@ -81,11 +81,11 @@ class Unit:
                 yield value, begin - first * size, first + skipped, first + until
 
 
-def plan_units(files: Sequence[File], most_nbytes: int, part_nbytes: Mapping[str, int]) -> list[Unit]:
+def plan_units(files: Sequence[File], most_nbytes: int, part_nbytes: Mapping[str, int]) -> list[CopyRange]:
     """Cut files into units of about `most_nbytes`. `part_nbytes`: by file, the size of the parts in which the store takes it."""
     numbers = itertools.count()
     return [
-        Unit(next(numbers), *ranges)
+        CopyRange(next(numbers), *ranges)
         for file in files
         for ranges in _ranges(file, most_nbytes, part_nbytes.get(file.name, 0))
     ]
@@ -160,7 +160,7 @@ class Copier:
         self._memory = bytes_of(empty((most_nbytes + 2 * _MARGIN,), torch.uint8, _CPU))
         self._end = FlatsEnd()
 
-    def copy(self, unit: Unit) -> Rows:
+    def copy(self, unit: CopyRange) -> Rows:
         """Read a unit, write it, and return its segments."""
         base, values, extents = unit.start - _MARGIN, list[StoredValue](), list[Extent]()
         for value, begin, first, last in unit.values():
@@ -183,7 +183,7 @@ class Copier:
             self._writer.write(unit.file.name, [content], place)
         return self._hashed(unit, extents, self._section(unit))
 
-    def staged(self, unit: Unit, files: Opened) -> Rows | None:
+    def staged(self, unit: CopyRange, files: Opened) -> Rows | None:
         """The segments of a unit that has been written already; None if the frames beside it were not written."""
         base, extents = unit.start - _MARGIN, list[Extent]()
         for value, begin, first, last in unit.values():
@@ -200,7 +200,7 @@ class Copier:
                 return None
         return self._hashed(unit, extents, DataSection(name, _nowhere, 0, unit.file.plan.tensors_in))
 
-    def _section(self, unit: Unit) -> DataSection:
+    def _section(self, unit: CopyRange) -> DataSection:
         """The data of a file, to which the writes of a unit go."""
         plan, write = unit.file.plan, partial(self._writer.write, unit.file.name)
         if unit.others is None:
@@ -218,7 +218,7 @@ class Copier:
             start = extents.pop().start
         extents.append(Extent(start, self._memory[start - base : stop - base]))
 
-    def _hashed(self, unit: Unit, extents: Sequence[Extent], section: DataSection) -> Rows:
+    def _hashed(self, unit: CopyRange, extents: Sequence[Extent], section: DataSection) -> Rows:
         return write_extents(section, extents, _grid_of(unit.file))
 
 

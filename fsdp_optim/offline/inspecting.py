@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import counted_noun
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, FormatReader, StoredTensor, weights_in
 from fsdp_optim.memory import dtype_name
 
@@ -140,7 +140,7 @@ def _optimizer(checkpoint: FormatReader) -> tuple[_State, tuple[GroupInfo, ...],
     if not checkpoint.has_optim:
         return {}, (), ()
     if checkpoint.full_dict is not None:
-        with distrusted(checkpoint.where):
+        with as_checkpoint_error(checkpoint.where):
             return _of_full_dict(checkpoint.full_dict)
     return _of_description(checkpoint, checkpoint.description(allow_pickle=False, records=RECORDS))
 

@@ -26,7 +26,7 @@ from fsdp_optim.formats.base.description import (
     OptimDescription,
     ParamDescription,
 )
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import (
     CheckpointContents,
     FormatReader,
@@ -52,7 +52,7 @@ _IN_DDP = "module."
 
 
 @dataclass(frozen=True)
-class Transcript:
+class SourceContents:
     """The contents of a conversion.
 
     Attributes:
@@ -75,7 +75,7 @@ class Transcript:
 
 
 @dataclass(frozen=True)
-class Naming:
+class SourceNaming:
     """The names that a caller has given for a checkpoint without names.
 
     `names`: FQNs in the order of the optimizer's ids. `model`: a model whose parameters have this order.
@@ -85,7 +85,9 @@ class Naming:
     model: Model | None = field(default=None, repr=False)
 
 
-def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *, allow_pickle: bool) -> Transcript:
+def describe_source(
+    checkpoint: FormatReader, writer: FormatWriter, naming: SourceNaming, *, allow_pickle: bool
+) -> SourceContents:
     """The contents of an open checkpoint for a writer. Reads small values only.
 
     Raises StateError if the checkpoint has ids without names, and no names were given.
@@ -97,7 +99,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
     if copied is not None:
         model, optim = _values(checkpoint.model, is_state=False), _values(checkpoint.optim, is_state=True)
         stored = _stored(checkpoint.model, checkpoint.optim)
-        return Transcript(model, optim, stored, copied, dict(copied.files), checkpoint.has_optim, which)
+        return SourceContents(model, optim, stored, copied, dict(copied.files), checkpoint.has_optim, which)
     weights, aliases = checkpoint.model, checkpoint.aliases
     state, description = _values(checkpoint.optim, is_state=True), None
     stored = _stored(weights, checkpoint.optim)
@@ -106,7 +108,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         weights = _renamed(checkpoint, parts)
         aliases = _renamed_aliases(checkpoint, weights, parts)
         shapes = {fqn: one.shape for fqn, one in weights.items()}
-        with distrusted(checkpoint.where):
+        with as_checkpoint_error(checkpoint.where):
             names = _names(checkpoint, naming, weights, parts)
             found = StoredState.of(checkpoint, names, shapes, allow_pickle=allow_pickle)
             check_shapes(found.full, shapes)
@@ -130,7 +132,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         flattens=checkpoint.flattens if isinstance(checkpoint, ForeignReader) else True,
     )
     left_out: list[str] = []
-    with distrusted(checkpoint.where):
+    with as_checkpoint_error(checkpoint.where):
         prepared = writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
         files = dict(prepared.files)
         for name in sorted(checkpoint.extras):
@@ -139,7 +141,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
                 files.update([writer.extra(name, value, allow_pickle=allow_pickle)])
     has_optim = description is not None
     its = _values(weights, is_state=False)
-    return Transcript(its, state, stored, prepared, files, has_optim, which, tuple(left_out))
+    return SourceContents(its, state, stored, prepared, files, has_optim, which, tuple(left_out))
 
 
 def _decoded(checkpoint: FormatReader, name: str, left_out: list[str], *, allow_pickle: bool) -> Any:
@@ -222,7 +224,7 @@ def _renamed_aliases(
 
 
 def _names(
-    checkpoint: FormatReader, naming: Naming, weights: Mapping[str, StoredTensor], parts: frozenset[str]
+    checkpoint: FormatReader, naming: SourceNaming, weights: Mapping[str, StoredTensor], parts: frozenset[str]
 ) -> Names:
     """The names of the optimizer's parameters: those in its dict, or those that the caller gives for its ids."""
     full, where = checkpoint.full_dict or {}, checkpoint.where

@@ -12,14 +12,14 @@ from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
-from fsdp_optim.foreign.archive.record_sums import Sums, archives_of
+from fsdp_optim.foreign.archive.record_sums import RecordSums, archives_of
 from fsdp_optim.foreign.reader import ForeignReader
 from fsdp_optim.formats.base.protocols import FormatReader, Half, PlannedFile, StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.copy_ranges import plan_units
-from fsdp_optim.offline.workers import Share, num_lanes_in, unit_nbytes_in
+from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES, check_at_least
 from fsdp_optim.storage.base import StoreWriter
 
@@ -69,11 +69,11 @@ def verify(
             problems += _read_small(checkpoint)
             has_sums = checkpoint.has_checksums
             if isinstance(checkpoint, ForeignReader):
-                sums = Sums(checkpoint, shown.up_to)
+                sums = RecordSums(checkpoint, shown.up_to)
                 sums.compare(archives, _NUM_THREADS)
                 problems += sums.problems
                 has_sums = sums.is_whole
-            share = Share(
+            share = RankWork(
                 checkpoint,
                 stored,
                 files,

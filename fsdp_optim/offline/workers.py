@@ -24,7 +24,7 @@ from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_of
 from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key
-from fsdp_optim.offline.copy_ranges import DIGEST_NBYTES, Copier, Unit, digest_of
+from fsdp_optim.offline.copy_ranges import DIGEST_NBYTES, Copier, CopyRange, digest_of
 from fsdp_optim.storage.base import UNTIL_COMMIT, Opened, PartsWriter, StoreWriter
 from fsdp_optim.transport.world import alone
 
@@ -37,8 +37,10 @@ _USES = 4  # of a lane's memory, at most a unit each: a unit, the bytes around i
 
 def unit_nbytes_in(budget: Budget) -> int:
     """The length of units, so that at least two lanes fit into a budget."""
-    lane = budget.share(2, "two lanes")
-    return min(_UNIT_NBYTES, lane.share(_USES, "a unit, and bytes around it that are read or kept by the store").nbytes)
+    worker = budget.share(2, "two lanes")
+    return min(
+        _UNIT_NBYTES, worker.share(_USES, "a unit, and bytes around it that are read or kept by the store").nbytes
+    )
 
 
 def num_lanes_in(budget: Budget, unit_nbytes: int, stored: Mapping[Key, StoredTensor]) -> int:
@@ -49,7 +51,7 @@ def num_lanes_in(budget: Budget, unit_nbytes: int, stored: Mapping[Key, StoredTe
 
 
 @dataclass
-class Share:
+class RankWork:
     """The units of one rank, and the progress of their copies.
 
     Attributes:
@@ -68,7 +70,7 @@ class Share:
     reader: FormatReader
     stored: Mapping[Key, StoredTensor]
     files: Sequence[File]
-    units: Sequence[Unit]
+    units: Sequence[CopyRange]
     join: Callable[[], StoreWriter]
     staged: Opened | None
     has_journal: bool
@@ -81,7 +83,7 @@ class Share:
     nbytes_done: int = 0
     receipt: bytes = b""
     _rows: dict[str, list[Rows]] = field(default_factory=dict)
-    _left: list[deque[Unit]] = field(default_factory=list)
+    _left: list[deque[CopyRange]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -96,15 +98,15 @@ class Share:
         try:
             writers += [self.join() for _ in range(min(num_lanes, len(self.units)) - 1)]
             num, of_all = len(self.units), len(writers)
-            for lane in range(of_all):  # far from each other, because writes to one file wait for each other
-                self._left.append(deque(self.units[num * lane // of_all : num * (lane + 1) // of_all]))
+            for worker in range(of_all):  # far from each other, because writes to one file wait for each other
+                self._left.append(deque(self.units[num * worker // of_all : num * (worker + 1) // of_all]))
             if of_all == 1:
                 self._lane(first, 0)
             else:
                 with ThreadPoolExecutor(of_all, thread_name_prefix="fsdp_optim: convert") as pool:
-                    lanes = [pool.submit(self._lane, writer, number) for number, writer in enumerate(writers)]
+                    workers = [pool.submit(self._lane, writer, number) for number, writer in enumerate(writers)]
                     try:
-                        for done in lanes:
+                        for done in workers:
                             done.result()
                     except BaseException:
                         self._stopped.set()
@@ -115,11 +117,11 @@ class Share:
             for writer in writers:
                 writer.discard()
 
-    def _next(self, lane: int) -> Unit | None:
+    def _next(self, worker: int) -> CopyRange | None:
         """The next unit of a lane: one of its own, in order; else the last one of the lane that has the most left."""
         with self._lock:
-            if self._left[lane]:
-                return self._left[lane].popleft()
+            if self._left[worker]:
+                return self._left[worker].popleft()
             longest = max(self._left, key=len)
             return longest.pop() if longest else None
 
@@ -142,7 +144,7 @@ class Share:
             self._stopped.set()
             raise
 
-    def _copy(self, copier: Copier, unit: Unit, writer: StoreWriter) -> None:
+    def _copy(self, copier: Copier, unit: CopyRange, writer: StoreWriter) -> None:
         rows = self._adopted(unit, writer) if self.notes_parts else self._found(copier, unit)
         is_new = rows is None
         if rows is None:
@@ -153,16 +155,16 @@ class Share:
                 cast(PartsWriter, writer).note_part(unit.file.name, unit.part, rows.tobytes())
         self._done(unit, rows, is_new=is_new)
 
-    def _adopted(self, unit: Unit, writer: StoreWriter) -> Rows | None:
-        """The segments of a part that a killed conversion has put; None if it has to be put."""
+    def _adopted(self, unit: CopyRange, writer: StoreWriter) -> Rows | None:
+        """The segments of a part that a killed conversion has put; None if it must be put."""
         receipt, data = self.noted.get((unit.file.name, unit.part), ("", b""))
         if not receipt:
             return None
         cast(PartsWriter, writer).adopt_part(unit.file.name, unit.part, receipt)
         return rows_from(data)
 
-    def _found(self, copier: Copier, unit: Unit) -> Rows | None:
-        """The segments of a unit that has been copied before a kill; None if it has to be copied."""
+    def _found(self, copier: Copier, unit: CopyRange) -> Rows | None:
+        """The segments of a unit that has been copied before a kill; None if it must be copied."""
         if self.staged is None:
             return None
         noted = self.staged.read(JOURNAL, unit.number * DIGEST_NBYTES, DIGEST_NBYTES)
@@ -171,7 +173,7 @@ class Share:
         rows = copier.staged(unit, self.staged)
         return rows if rows is not None and digest_of(rows) == noted else None
 
-    def _done(self, unit: Unit, rows: Rows, *, is_new: bool) -> None:
+    def _done(self, unit: CopyRange, rows: Rows, *, is_new: bool) -> None:
         with self._lock:
             self._rows.setdefault(unit.file.name, []).append(rows)
             self.nbytes_written += unit.nbytes if is_new else 0

@@ -12,7 +12,7 @@ import numpy
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import BoxTable, Columns, Mask, Numbers, Placement, along, at, number_array, sorted_ranks
-from fsdp_optim.plan.request import Part
+from fsdp_optim.plan.request import ShardPair
 from fsdp_optim.plan.table import CopyTable
 
 
@@ -28,7 +28,7 @@ class Pairs:
     shape: Columns
 
     @classmethod
-    def of(cls, parts: Sequence[Part]) -> Pairs:
+    def of(cls, parts: Sequence[ShardPair]) -> Pairs:
         """The pairs of some parts of one kind: part after part, and of each part first what its rank receives."""
         columns, sent = _received(parts), _sent(parts)
         if sent.shape[1]:
@@ -50,7 +50,7 @@ def _by_part(numbers: Sequence[Sequence[int]]) -> Columns:
     return numbers[0] if len(numbers) == 1 else numpy.array(numbers, numpy.int64).T
 
 
-def _received(parts: Sequence[Part]) -> Numbers:
+def _received(parts: Sequence[ShardPair]) -> Numbers:
     """The columns of the pairs in which the rank receives."""
     (source, target, rank, _, _), shard = parts[0].request, parts[0].mine
     of, shards = _listed([part.into for part in parts])
@@ -59,7 +59,7 @@ def _received(parts: Sequence[Part]) -> Numbers:
     return _columns(of, shards, shard, _senders(source, shards, rank, target, _replicas(parts)[of]), rank)
 
 
-def _sent(parts: Sequence[Part]) -> Numbers:
+def _sent(parts: Sequence[ShardPair]) -> Numbers:
     """The columns of the pairs in which the rank sends to other ranks."""
     (source, target, rank, _, _), shard = parts[0].request, parts[0].held
     of, shards = _listed([part.out for part in parts])
@@ -87,7 +87,7 @@ def _columns(of: Numbers, *columns: Numbers | int) -> Numbers:
     return made
 
 
-def _replicas(parts: Sequence[Part]) -> Numbers:
+def _replicas(parts: Sequence[ShardPair]) -> Numbers:
     return number_array([part.request.replica for part in parts])
 
 
@@ -105,7 +105,7 @@ def _senders(source: Placement, shards: Numbers, to: Numbers | int, target: Plac
     return numpy.where(is_held, to, holders[turn, numpy.arange(len(shards))])
 
 
-def copies_of_alike(parts: Sequence[Part]) -> list[CopyTable]:
+def copies_of_alike(parts: Sequence[ShardPair]) -> list[CopyTable]:
     """The copies of each part, where all parts are of one kind, in the order of its pairs of shards."""
     pairs = Pairs.of(parts)
     rows, copies = _copies_between(parts, pairs)
@@ -115,7 +115,7 @@ def copies_of_alike(parts: Sequence[Part]) -> list[CopyTable]:
     return copies.split(ends)
 
 
-def _copies_between(parts: Sequence[Part], pairs: Pairs) -> Found:
+def _copies_between(parts: Sequence[ShardPair], pairs: Pairs) -> Found:
     """The copies of what each pair of shards has in common, in the order of the pairs.
 
     Runs are compared as ranges of the flattened parameter, Boxes dimension by dimension.
@@ -130,7 +130,7 @@ def _copies_between(parts: Sequence[Part], pairs: Pairs) -> Found:
     return numbers[rows[order]], copies.rows_at(order)
 
 
-def _tables(parts: Sequence[Part], pairs: Pairs) -> tuple[BoxTable, BoxTable]:
+def _tables(parts: Sequence[ShardPair], pairs: Pairs) -> tuple[BoxTable, BoxTable]:
     """The shards of all pairs: both as runs or both as Boxes, where that is possible."""
     source, target = parts[0].request[:2]
     of, from_, to = pairs.columns[:3]

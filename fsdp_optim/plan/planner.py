@@ -12,7 +12,7 @@ from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape
 from fsdp_optim.plan.bulk import copies_of_alike
 from fsdp_optim.plan.copies import Copy
-from fsdp_optim.plan.request import Part, Request
+from fsdp_optim.plan.request import Request, ShardPair
 
 RUNS_FROM, BOXES_FROM = 48, 4
 """The number of pairs of shards from which arrays are quicker than single copies: pairs of runs, and pairs with Boxes."""
@@ -50,7 +50,7 @@ def copies_into(source: Placement, target: Placement, rank: int, replica: int = 
     return copies_of_parts([part_of(Request(source, target, rank, replica, sends=False))])[0]
 
 
-def part_of(request: Request) -> Part:
+def part_of(request: Request) -> ShardPair:
     """The shards of a request.
 
     Raises:
@@ -60,8 +60,8 @@ def part_of(request: Request) -> Part:
     _check_shapes("", source, target)
     mine, held = target.shard_of(rank), source.shard_of(rank) if sends else None
     if source.overlapping or not source.numel:
-        return Part(request, mine, (), held, ())
-    return Part(request, mine, _shards_over(target, mine, source), held, _shards_over(source, held, target))
+        return ShardPair(request, mine, (), held, ())
+    return ShardPair(request, mine, _shards_over(target, mine, source), held, _shards_over(source, held, target))
 
 
 def _shards_over(placement: Placement, shard: int | None, other: Placement) -> Sequence[int]:
@@ -70,7 +70,7 @@ def _shards_over(placement: Placement, shard: int | None, other: Placement) -> S
     return other.shards_over(*bounds) if bounds is not None else ()
 
 
-def copies_of_parts(parts: Sequence[Part]) -> list[Sequence[Copy]]:
+def copies_of_parts(parts: Sequence[ShardPair]) -> list[Sequence[Copy]]:
     """The copies of some parts. Those with many pairs of shards are planned at once, and parts of one kind together."""
     found: list[Sequence[Copy]] = [()] * len(parts)
     alike: dict[object, list[int]] = {}
@@ -85,7 +85,7 @@ def copies_of_parts(parts: Sequence[Part]) -> list[Sequence[Copy]]:
     return found
 
 
-def _are_many(parts: Sequence[Part]) -> bool:
+def _are_many(parts: Sequence[ShardPair]) -> bool:
     """Whether parts of one kind are planned quicker at once than copy by copy."""
     source, target = parts[0].request[:2]
     if source.overlapping or not source.has_tables or not target.has_tables:
@@ -93,7 +93,7 @@ def _are_many(parts: Sequence[Part]) -> bool:
     return sum(part.num_pairs for part in parts) >= (RUNS_FROM if parts[0].in_runs else BOXES_FROM)
 
 
-def _one_by_one(part: Part) -> tuple[Copy, ...]:
+def _one_by_one(part: ShardPair) -> tuple[Copy, ...]:
     source, target, _, replica, _ = part.request
     return tuple(_Parameter("", source, target, replica).of_part(part)) if source.numel else ()
 
@@ -138,7 +138,7 @@ class _Parameter:
             return self._of_all()
         return self.of_part(part_of(Request(self.source, self.target, rank, self.replica)))
 
-    def of_part(self, part: Part) -> Iterator[Copy]:
+    def of_part(self, part: ShardPair) -> Iterator[Copy]:
         """The copies of a part, one by one: those that the rank receives, then those that it sends to other ranks."""
         rank = part.request.rank
         if self.source.overlapping and part.request.sends:
@@ -200,7 +200,7 @@ class _Parameter:
             for source in self.source.blocks(source_shard)
             if (common := source.box.intersect(target.box)) is not None
         ]
-        # Both ranks have to list the copies between them in the same order, so the order does not depend on the side.
+        # Both ranks must list the copies between them in the same order, so the order does not depend on the side.
         yield from sorted(copies, key=lambda copy: (copy.target_offset, copy.source_offset))
 
     def _into_from_overlapping(self, shard: int, target_rank: int) -> Iterator[Copy]:

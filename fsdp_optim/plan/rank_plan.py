@@ -12,7 +12,7 @@ from typing import overload
 from fsdp_optim.layout import Placement
 from fsdp_optim.plan.copies import Copy
 from fsdp_optim.plan.planner import copies_of_parts, part_of
-from fsdp_optim.plan.request import Part, Request
+from fsdp_optim.plan.request import Request, ShardPair
 from fsdp_optim.plan.table import has_from, num_into
 from fsdp_optim.plan.ways import Ways
 
@@ -107,21 +107,21 @@ class Plans:
         Plans that are not kept are made together, which takes less time: so many at once as have some thousands of pairs of
         shards, so that they need little memory.
         """
-        asked, found, num_pairs = list[Request](), dict[Request, RankPlan | Part](), 0
+        asked, found, num_pairs = list[Request](), dict[Request, RankPlan | ShardPair](), 0
         for request in requests:
             asked.append(request)
             if request not in found:
                 kept = self._find(request)
                 found[request] = known = kept if kept is not None else part_of(request)
-                num_pairs += 1 + known.num_pairs if isinstance(known, Part) else 0
+                num_pairs += 1 + known.num_pairs if isinstance(known, ShardPair) else 0
             if num_pairs >= PAIRS_TOGETHER:
                 yield from self._made(asked, found)
                 asked, found, num_pairs = [], {}, 0
         yield from self._made(asked, found)
 
-    def _made(self, asked: Sequence[Request], found: Mapping[Request, RankPlan | Part]) -> list[RankPlan]:
+    def _made(self, asked: Sequence[Request], found: Mapping[Request, RankPlan | ShardPair]) -> list[RankPlan]:
         """The plans of some requests, for which there is a kept plan or the part that is still to be planned."""
-        missing = [part for part in found.values() if isinstance(part, Part)]
+        missing = [part for part in found.values() if isinstance(part, ShardPair)]
         plans = {request: plan for request, plan in found.items() if isinstance(plan, RankPlan)}
         for part, copies in zip(missing, copies_of_parts(missing), strict=True):
             plans[part.request] = plan = RankPlan(part.request.rank, part.request.target, copies)

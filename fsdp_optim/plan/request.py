@@ -18,7 +18,7 @@ class Request(NamedTuple):
     sends: bool = True
 
 
-class Part(NamedTuple):
+class ShardPair(NamedTuple):
     """A request with the shards that may have elements in common.
 
     Attributes:
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """The number of pairs of shards, each on one rank, that have to be compared."""
+        """The number of pairs of shards, each on one rank, that must be compared."""
         return len(self.into) + (len(self.out) * self.request.target.num_replicas if self.out else 0)
 
     @property

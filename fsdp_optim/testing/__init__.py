@@ -18,7 +18,7 @@ from fsdp_optim.testing.bucket_conformance import BucketConformance
 from fsdp_optim.testing.conformance import StoreConformance
 from fsdp_optim.testing.control_conformance import ControlConformance
 from fsdp_optim.testing.fairscale_cpu import fairscale_on_cpu, forget_fairscale_groups
-from fsdp_optim.testing.foreign_readers import ReaderConformance, Written
+from fsdp_optim.testing.foreign_readers import ReaderConformance, WrittenSample
 from fsdp_optim.testing.formats import FormatConformance
 from fsdp_optim.testing.ranks import RankPool, RanksFailed, WorkerDied, run_on_ranks
 from fsdp_optim.testing.threads import run_on_threads, thread_rank
@@ -38,8 +38,8 @@ __all__ = [
     "StoreConformance",
     "TransportConformance",
     "WorkerDied",
-    "Written",
     "WrittenConformance",
+    "WrittenSample",
     "fairscale_on_cpu",
     "forget_fairscale_groups",
     "run_on_ranks",

@@ -67,7 +67,7 @@ class AdapterConformance:
         wrap: wraps a module, whose parameters have whole numbers of up to three digits as their elements, all different.
         make_optimizer: makes the optimizer of a wrapped model, which has a `state` as those of torch; it is never stepped.
         world_sizes: how many ranks there are.
-        num_padded_promised: whether the wrapper pads, so that at some size a Handle has to say so.
+        num_padded_promised: whether the wrapper pads, so that at some size a Handle must say so.
     """
 
     make_adapter: Callable[[], Adapter] | None = None

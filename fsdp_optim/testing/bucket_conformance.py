@@ -1,4 +1,4 @@
-"""What every Bucket has to do, as one test class; `fsdp_optim.buckets.objects.base` has the protocol.
+"""What every Bucket must do, as one test class; `fsdp_optim.buckets.objects.base` has the protocol.
 
     class TestMyBucket(BucketConformance, unittest.TestCase):
         def make_bucket(self):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Judge, Opened, Staging, Standing, Store, StoreWriter
+from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, Staging, Store, StoreWriter
 from fsdp_optim.testing.mix_in import MixIn
 
 MANIFEST = "manifest.json"
@@ -30,14 +30,14 @@ class _Brief:
     order: tuple[int, int, int, str] = (0, 0, 0, "")
 
 
-class AnyManifest(Judge[_Brief]):
+class AnyManifest(CheckpointProbe[_Brief]):
     """The judge of a format in which a manifest makes a checkpoint complete. A manifest is any line and the token of the save."""
 
     manifest = MANIFEST
 
-    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[_Brief]:
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[_Brief]:
         """Whether there is a manifest."""
-        return Standing(_Brief()) if opened.has(MANIFEST) else Standing(reason="it has no manifest")
+        return CheckpointStatus(_Brief()) if opened.has(MANIFEST) else CheckpointStatus(reason="it has no manifest")
 
     def token_in(self, opened: Opened) -> str | None:
         """The second line of the manifest."""
@@ -57,7 +57,7 @@ class StoreConformance(MixIn):
     another object for the same place, as another process would make it.
     """
 
-    def make_store(self, judge: Judge[_Brief]) -> Store:
+    def make_store(self, probe: CheckpointProbe[_Brief]) -> Store:
         """A store at a new, empty place."""
         raise NotImplementedError
 

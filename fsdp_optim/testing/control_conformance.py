@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.testing.mix_in import MixIn
-from fsdp_optim.transport.agree import agree, compare, tell
+from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.world import world_here
 
@@ -64,7 +64,7 @@ def _compares() -> list[bool]:
     world = world_here()
     contents = [[b"same"] * world.size, [b""] * world.size]
     contents += [[b"other" if rank == odd else b"same" for rank in range(world.size)] for odd in range(world.size)]
-    return [compare(_group(), "contents", one[world.rank]) for one in contents]
+    return [all_equal(_group(), "contents", one[world.rank]) for one in contents]
 
 
 def _tells() -> list[list[bytes]]:
@@ -72,7 +72,7 @@ def _tells() -> list[list[bytes]]:
     world, found = world_here(), []
     for nbytes in (0, 1, 1000, _LARGE):
         content = bytes([world.rank + 1]) * (nbytes * (world.rank + 1) // world.size)
-        result = tell(_group(), "contents", content, compared=b"%d" % world.rank)
+        result = all_gather_bytes(_group(), "contents", content, compared=b"%d" % world.rank)
         found.append([result.content_of(rank) for rank in range(world.size)])
     return found
 
@@ -158,7 +158,7 @@ def _some_of_the_ranks() -> list[list[bytes]]:
     world, found = world_here(), []
     for ranks in ((0, 1), (1, 2), (0, 2), (0,), (1,), (2,), (0, 1, 2)):
         if world.rank in ranks:
-            result = tell(_group(ranks=ranks), "some", b"%d" % world.rank)
+            result = all_gather_bytes(_group(ranks=ranks), "some", b"%d" % world.rank)
             found.append([result.content_of(rank) for rank in ranks])
     return found
 
@@ -195,7 +195,7 @@ def _leaves(left: Callable[[], int], rounds: Sequence[int]) -> list[int]:
     for number in rounds:
         for index in range(number):
             agree(_group(), "one")
-            tell(_group(), "two", b"content" * index, compared=b"%d" % world.rank)
+            all_gather_bytes(_group(), "two", b"content" * index, compared=b"%d" % world.rank)
             error_of(lambda: agree(_group(), "three", OSError("no") if world.rank == 1 else None))
             error_of(lambda: agree(_group(), "four" if world.rank else "five"))
         for _ in range(2):  # whatever a meeting has left, the next one takes away

@@ -43,7 +43,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenSample:
     """What a test has written.
 
     Attributes:
@@ -64,7 +64,7 @@ class ReaderConformance(MixIn):
         """The format."""
         raise NotImplementedError
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         """Write a checkpoint into an empty folder, as the other library does."""
         raise NotImplementedError
 
@@ -77,7 +77,7 @@ class ReaderConformance(MixIn):
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _written(self) -> tuple[Path, Written]:
+    def _written(self) -> tuple[Path, WrittenSample]:
         folder = Path(tempfile.mkdtemp())
         self._case.addCleanup(shutil.rmtree, folder)
         place = folder / "theirs"

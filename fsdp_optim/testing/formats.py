@@ -61,7 +61,7 @@ _RANKS = 2  # the world size of the checkpoints that the tests write
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedSample:
     """A checkpoint in a store. `files`: the bytes of each file, by name. `manifest`: the name of the file that was put last."""
 
     store: Store
@@ -84,7 +84,7 @@ def save_as(
     extras: Mapping[str, Any],
     *,
     most_nbytes: int = 1 << 40,
-) -> Saved:
+) -> SavedSample:
     """Write a checkpoint as one rank, in the order of the calls of a conversion."""
     writer = format.writer()
     params = {key: tuple(tensor.shape) for key, tensor in halves["model"].items()}
@@ -117,7 +117,7 @@ def save_as(
     staging.commit(manifest, data, durable=False)
     with store.open() as opened:
         content = {name: opened.read(name, 0, opened.size_of(name)) for name in names}
-    return Saved(store, content | {manifest: data}, manifest)
+    return SavedSample(store, content | {manifest: data}, manifest)
 
 
 class FormatConformance(MixIn):
@@ -163,10 +163,10 @@ class FormatConformance(MixIn):
 
     def _save(
         self, halves: Mapping[Half, Tensors], description: OptimDescription | None, *, most_nbytes: int = 1 << 40
-    ) -> Saved:
+    ) -> SavedSample:
         format = self.make_format()
         saved = save_as(format, self.make_store(format), halves, description, EXTRAS, most_nbytes=most_nbytes)
-        self._case.assertEqual(saved.manifest, format.judge.manifest, "the last file is the manifest")
+        self._case.assertEqual(saved.manifest, format.probe.manifest, "the last file is the manifest")
         return saved
 
     def _put(self, files: Mapping[str, bytes], manifest: str) -> Store:

@@ -138,7 +138,7 @@ class RankPool:
             args, kwargs: the arguments of `fn`, the same on each rank.
             timeout: seconds for all ranks to finish, not counting the start of workers.
             backend: the backend of torch.distributed's default group.
-            grace: seconds that the others have to finish after one rank has failed.
+            grace: seconds that the others must finish after one rank has failed.
         """
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}")

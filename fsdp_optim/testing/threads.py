@@ -36,7 +36,7 @@ def run_on_threads(
     Args:
         fn, world_size, args, kwargs: the function, the number of ranks, and the arguments of `fn` on each of them.
         timeout: seconds for all ranks to finish.
-        grace: seconds that the others have to finish after one rank has failed.
+        grace: seconds that the others must finish after one rank has failed.
         transport: makes what carries the bytes of a rank, to test one that fails.
 
     Raises:

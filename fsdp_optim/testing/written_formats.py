@@ -33,8 +33,8 @@ from fsdp_optim.formats.base.description import (
 )
 from fsdp_optim.formats.base.protocols import COMMON, Half
 from fsdp_optim.storage.base import Store
-from fsdp_optim.testing.foreign_readers import ReaderConformance, Tensors, Written
-from fsdp_optim.testing.formats import Saved, save_as
+from fsdp_optim.testing.foreign_readers import ReaderConformance, Tensors, WrittenSample
+from fsdp_optim.testing.formats import SavedSample, save_as
 
 
 class WrittenConformance(ReaderConformance):
@@ -50,14 +50,14 @@ class WrittenConformance(ReaderConformance):
         """A store at a folder that is not there yet, with the format's judge."""
         raise NotImplementedError
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         self._saved(folder)
         state, extra = self._halves()["optim"], self._extra()
-        return Written(
+        return WrittenSample(
             self._halves()["model"], list(state.values()), extra if self.extra_read is None else self.extra_read
         )
 
-    def _saved(self, folder: Path) -> Saved:
+    def _saved(self, folder: Path) -> SavedSample:
         folder.rmdir()
         description = OptimDescription(
             groups=(GroupDescription((("lr", 1e-3), ("betas", (0.9, 0.999))), ("große",)),),
@@ -105,14 +105,14 @@ class WrittenConformance(ReaderConformance):
         with saved.store.open() as opened:
             self._case.assertTrue(format.recognises(opened))
             self._case.assertEqual(format.sequence_in(opened), 5)
-            self._case.assertTrue(format.judge.standing_in(opened, whole=True).is_complete)
+            self._case.assertTrue(format.probe.status_in(opened, whole=True).is_complete)
         for name, data in saved.files.items():
             for damaged in (None, data[:-9]) if name != saved.manifest and data else (data[: len(data) // 2],):
                 (folder / name).unlink()
                 if damaged is not None:
                     (folder / name).write_bytes(damaged)
                 with self._case.subTest(name, nbytes=damaged is not None), saved.store.open() as opened:
-                    self._case.assertFalse(format.judge.standing_in(opened, whole=True).is_complete)
+                    self._case.assertFalse(format.probe.status_in(opened, whole=True).is_complete)
                 (folder / name).unlink(missing_ok=True)
                 (folder / name).write_bytes(data)
 
@@ -121,5 +121,5 @@ class WrittenConformance(ReaderConformance):
         tokens = []
         for _ in range(2):
             with self._saved(self._new_place()).store.open() as opened:
-                tokens.append(self.make_format().judge.token_in(opened))
+                tokens.append(self.make_format().probe.token_in(opened))
         self._case.assertEqual(len({*tokens, None}), 3)

@@ -34,22 +34,22 @@ def agree(group: RankGroup, step: str, error: BaseException | None = None, *, fa
         KeyboardInterrupt, SystemExit: `error` is one, on this rank only; the others raise RankError.
         RankTimeoutError: some ranks did not come within the timeout; the message names these ranks.
     """
-    tell(group, step, b"", error=error, fatal=fatal)
+    all_gather_bytes(group, step, b"", error=error, fatal=fatal)
 
 
-def compare(group: RankGroup, step: str, compared: bytes, error: BaseException | None = None) -> bool:
+def all_equal(group: RankGroup, step: str, compared: bytes, error: BaseException | None = None) -> bool:
     """The same as `agree`; returns, on all ranks alike, whether `compared` is equal on all ranks."""
-    return tell(group, step, b"", compared, error).alike
+    return all_gather_bytes(group, step, b"", compared, error).all_equal
 
 
 @dataclass(frozen=True)
 class MeetingResult:
     """The contents that ranks brought to a meeting. Read them before this rank comes to its next meeting.
 
-    `alike`: whether `compared` was equal on all ranks.
+    `all_equal`: whether `compared` was equal on all ranks.
     """
 
-    alike: bool
+    all_equal: bool
     _content_of: Callable[[int], bytes]
 
     def content_of(self, rank: int) -> bytes:
@@ -57,7 +57,7 @@ class MeetingResult:
         return self._content_of(rank)
 
 
-def tell(
+def all_gather_bytes(
     group: RankGroup,
     step: str,
     content: bytes,
@@ -94,7 +94,7 @@ def tell(
         common = _common_error(verdict.reasons, len(group.ranks))
         raise _on_all_ranks(common) from (None if type(error) is type(common) and str(error) == str(common) else error)
     group.turn.has_met = True
-    return MeetingResult(verdict.alike, verdict.content_of)
+    return MeetingResult(verdict.all_equal, verdict.content_of)
 
 
 def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> None:
@@ -121,7 +121,7 @@ def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: 
 def all_hear(group: RankGroup) -> Iterator[None]:
     """Report an exception that this rank raises between two meetings in the next meeting, to which all ranks come.
 
-    A rank with an interrupt does not wait for them: it has to end, and the others may have made this call to its end.
+    A rank with an interrupt does not wait for them: it must end, and the others may have made this call to its end.
     """
     try:
         yield

@@ -56,10 +56,10 @@ class _Meeting:
         """Make the verdict from the statements so far. `is_whole`: all ranks have come."""
         came = self.statements
         reasons = sorted((rank, class_name(s.error), str(s.error)) for rank, s in came.items() if s.error is not None)
-        alike = is_whole and not reasons and len({s.compared for s in came.values()}) == 1
+        all_equal = is_whole and not reasons and len({s.compared for s in came.values()}) == 1
         contents = {rank: s.content for rank, s in came.items() if s.error is None}
         self.is_whole = is_whole
-        self.verdict = Verdict(alike, tuple(reasons), content_of=lambda rank: contents.get(rank, b""))
+        self.verdict = Verdict(all_equal, tuple(reasons), content_of=lambda rank: contents.get(rank, b""))
 
 
 class _WaitingRank(NamedTuple):
@@ -322,7 +322,7 @@ class InProcessWorld(World):
         """As `World.ranks_of`."""
         if not isinstance(process_group, InProcessGroup) or self.rank not in process_group.ranks:
             raise WrapperError(
-                f"process_group has to be an InProcessGroup with rank {self.rank} in it, not {process_group!r}"
+                f"process_group must be an InProcessGroup with rank {self.rank} in it, not {process_group!r}"
             )
         return process_group.ranks
 

@@ -166,7 +166,7 @@ class Meeting:
         num_errors = self.store.add(self.key("errors"), 0) if has_errors else 0
         reasons = (self._errors(num_errors) + notes.at_other_steps())[:_MAX_REASONS]
         return StoredVerdict(
-            alike=is_last and not reasons and notes.are_alike,
+            all_equal=is_last and not reasons and notes.are_alike,
             whole=is_last,
             reasons=tuple(sorted(reasons)),
             contents=tuple(notes.contents),
@@ -209,7 +209,7 @@ class Meeting:
         return tuple(rank for rank, _, _ in reversed(self._notes().steps) if rank != self.group.rank)
 
     def catch_up(self, verdict: StoredVerdict) -> bool:
-        """Whether this rank, which the verdict calls missing, has to go to a later meeting; if so, its next meeting is that one.
+        """Whether this rank, which the verdict calls missing, must go to a later meeting; if so, its next meeting is that one.
 
         It was passed by, or the other ranks are in a later meeting. Otherwise a rank that skipped a call would be one meeting
         behind for the rest of the job.

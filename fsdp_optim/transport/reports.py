@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_optim.transport.agree import tell
+from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 
@@ -14,12 +14,12 @@ def exchange_reports(group: RankGroup, content: bytes, error: BaseException | No
 
     The lowest rank joins the reports, so the bytes that are read grow with the number of ranks, not with its square.
     """
-    result = tell(group, "report", content, error=error)
+    result = all_gather_bytes(group, "report", content, error=error)
     joined, failure = b"", Failure()
     if group.rank == group.ranks[0]:
         with failure:
             joined = _join([result.content_of(rank) for rank in group.ranks])
-    return _split(tell(group, "all reports", joined, error=failure.error).content_of(group.ranks[0]))
+    return _split(all_gather_bytes(group, "all reports", joined, error=failure.error).content_of(group.ranks[0]))
 
 
 def _join(reports: list[bytes]) -> bytes:

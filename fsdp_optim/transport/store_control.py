@@ -31,7 +31,7 @@ class StoreControl:
         except INTERRUPTS as error:
             interrupt = interrupt or error
         return Verdict(
-            record.alike,
+            record.all_equal,
             record.reasons,
             record.missing,
             record.text,

@@ -22,13 +22,13 @@ class StoredVerdict:
     """A verdict in the form that is put into the store.
 
     Attributes:
-        alike, reasons, missing, text, is_early: as in `Verdict`.
+        all_equal, reasons, missing, text, is_early: as in `Verdict`.
         whole: all ranks had come when the verdict was made.
         contents: (rank, number of parts of the rank's content in the store, the content itself in base64 where there are none).
         num_errors: the number of errors in the store.
     """
 
-    alike: bool = False
+    all_equal: bool = False
     whole: bool = False
     reasons: tuple[Reason, ...] = ()
     missing: tuple[int, ...] = ()
@@ -40,15 +40,15 @@ class StoredVerdict:
     def encoded(self) -> str:
         """The verdict as JSON."""
         fields = (self.reasons, self.missing, self.text, self.is_early, self.contents, self.num_errors)
-        return json.dumps([self.alike, self.whole, *fields])
+        return json.dumps([self.all_equal, self.whole, *fields])
 
     @classmethod
     def decoded(cls, encoded: bytes) -> StoredVerdict:
         """The inverse of `encoded`."""
-        alike, whole, reasons, missing, text, is_early, contents, num_errors = json.loads(encoded)
+        all_equal, whole, reasons, missing, text, is_early, contents, num_errors = json.loads(encoded)
         named = tuple((rank, name, message) for rank, name, message in reasons)
         found = tuple((rank, num_parts, short) for rank, num_parts, short in contents)
-        return cls(alike, whole, named, tuple(missing), text, is_early, found, num_errors)
+        return cls(all_equal, whole, named, tuple(missing), text, is_early, found, num_errors)
 
 
 @dataclass

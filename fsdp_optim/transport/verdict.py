@@ -14,7 +14,7 @@ class Statement(NamedTuple):
     """The statement of one rank in a meeting.
 
     Attributes:
-        step: the call and the step that the rank has reached; it has to be equal on all ranks.
+        step: the call and the step that the rank has reached; it must be equal on all ranks.
         compared: bytes that the ranks compare: the verdict tells whether they are equal on all ranks.
         content: bytes that every rank can read afterwards.
         error: the error of this rank.
@@ -37,7 +37,7 @@ class Verdict:
     """The result of a meeting, equal on all ranks: all ranks came, or some ranks failed, or some ranks did not come.
 
     Attributes:
-        alike: all ranks came without an error, and their `compared` bytes are equal.
+        all_equal: all ranks came without an error, and their `compared` bytes are equal.
         reasons: the errors of the failed ranks, sorted.
         missing: the ranks that did not come.
         text: the error message about the missing ranks, which the ranks that came raise.
@@ -48,7 +48,7 @@ class Verdict:
         interrupt: what came to this rank alone when it had stated that it goes on, and the others could not be told any more.
     """
 
-    alike: bool = False
+    all_equal: bool = False
     reasons: tuple[Reason, ...] = ()
     missing: tuple[int, ...] = ()
     text: str = ""
@@ -60,7 +60,7 @@ class Verdict:
 def at_another_step(step: str, rank: int, other: str) -> str:
     """The error message of a rank that comes to a meeting at another step than the first rank."""
     return (
-        f"at {step!r}, where rank {rank} is at {other!r}: every rank has to make the same calls in the same order, one after "
+        f"at {step!r}, where rank {rank} is at {other!r}: every rank must make the same calls in the same order, one after "
         "the other"
     )
 
@@ -70,7 +70,7 @@ def absence(step: str, ranks: tuple[int, ...], missing: tuple[int, ...], seconds
     names = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
     return (
         f"{step}: {names} did not arrive within {seconds:g} s; {len(ranks) - len(missing)} of the ranks {list(ranks)} did. Every "
-        "one of these ranks has to make this call: look there for an error or a branch that skips it, or give a longer timeout="
+        "one of these ranks must make this call: look there for an error or a branch that skips it, or give a longer timeout="
     )
 
 
@@ -94,7 +94,7 @@ def deadlock(first: Waiting, second: Waiting) -> str:
         f"rank {rank} is at {step!r} with the ranks {list(ranks)}" + (f" ({reason})" if reason else "")
         for rank, ranks, step, reason in sorted((first, second))
     )
-    return f"{text}: they wait for each other; every rank has to make the same call, with the same process_group="
+    return f"{text}: they wait for each other; every rank must make the same call, with the same process_group="
 
 
 def reason_of(error: BaseException | None) -> str:

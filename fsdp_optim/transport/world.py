@@ -75,7 +75,7 @@ class TorchWorld(World):
         if not isinstance(process_group, dist.ProcessGroup):
             name = "GroupMember.NON_GROUP_MEMBER" if isinstance(process_group, int) else repr(process_group)
             raise WrapperError(
-                f"process_group has to be a process group that rank {self.rank} is in, or None, not {name} (new_group() gives "
+                f"process_group must be a process group that rank {self.rank} is in, or None, not {name} (new_group() gives "
                 "GroupMember.NON_GROUP_MEMBER to ranks that are not in the new group: these do not make the call)"
             )
         return tuple(dist.get_process_group_ranks(process_group))

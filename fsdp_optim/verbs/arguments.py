@@ -21,7 +21,7 @@ def check_model(model: object) -> None:
         return
     if isinstance(getattr(model, "submod", None), nn.Module):
         raise WrapperError(f"model is {_named(model)}: give its module in a list, as in model=[stage.submod]")
-    why = f"model has to be a torch.nn.Module, not {_named(model)}"
+    why = f"model must be a torch.nn.Module, not {_named(model)}"
     if isinstance(model, str) or hasattr(model, "__fspath__"):
         raise WrapperError(f"{why}: the path comes first, as in save(path, model, optim) and load(path, model, optim)")
     if _is_optimizer(model):
@@ -41,7 +41,7 @@ def _check_stages(stages: Sequence[object]) -> None:
                 f"stage {place} of model is {_named(stage)}: give its module, as in [stage.submod for stage in stages]"
             )
         if not isinstance(stage, nn.Module):
-            raise WrapperError(f"stage {place} of model has to be a torch.nn.Module, not {_named(stage)}")
+            raise WrapperError(f"stage {place} of model must be a torch.nn.Module, not {_named(stage)}")
         if any(stage is other for other in stages[:place]):
             raise WrapperError(f"stage {place} of model is in the list twice: give each stage once")
 
@@ -63,7 +63,7 @@ def check_optimizers(optim: object, *, loadable: bool = False) -> None:
 def _check_optimizer(optim: object, *, loadable: bool) -> None:
     if _is_optimizer(optim) and (not loadable or hasattr(optim, "load_state_dict")):
         return
-    why = f"optim has to be an optimizer, or a list of them, not {_named(optim)}"
+    why = f"optim must be an optimizer, or a list of them, not {_named(optim)}"
     if isinstance(optim, nn.Module):
         raise WrapperError(f"{why}: the optimizer comes after the model")
     if isinstance(optim, Mapping) and "param_groups" in optim:
@@ -81,7 +81,7 @@ def check_shard(shard: object) -> None:
     way_out = "give what get_shard_from_optim_state_dict or scatter_full_optim_state_dict returned"
     if not isinstance(shard, Mapping):
         swapped = ": the optimizer comes before the shard" if _is_optimizer(shard) else f": {way_out}"
-        raise StateError(f"a shard has to be a dict, not {_named(shard)}{swapped}")
+        raise StateError(f"a shard must be a dict, not {_named(shard)}{swapped}")
     missing = [key for key in ("state", "param_groups") if key not in shard]
     if missing:
         raise StateError(f"this shard has no {' and no '.join(missing)}: {way_out}")

@@ -19,16 +19,16 @@ from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
 from fsdp_optim.options import Arguments, Model, OnReplicaMismatch, Options
 from fsdp_optim.speed import speed_of
 from fsdp_optim.state.dicts.names import Names
-from fsdp_optim.state.dicts.order import Counted, Listed, count
+from fsdp_optim.state.dicts.order import Counted, OrderedParam, count
 from fsdp_optim.state.live.fitting import LiveOptimizer
 from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers, read_optimizer
-from fsdp_optim.state.merged.global_state import Picture
-from fsdp_optim.state.merged.merge_reports import draw
+from fsdp_optim.state.merged.global_state import GlobalState
+from fsdp_optim.state.merged.merge_reports import merge_reports
 from fsdp_optim.state.merged.replicas import STATE, print_of_state
 from fsdp_optim.state.merged.reports import LiveParam, RankReport
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of, same
 from fsdp_optim.state.values.summary import Summary
-from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
+from fsdp_optim.transport.agree import agree, all_equal, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.reports import exchange_reports
@@ -74,9 +74,9 @@ class Local:
     @cached_property
     def counted(self) -> tuple[Counted, ...]:
         """The original parameters of each group, in the order of ids."""
-        in_groups: list[list[Listed]] = [[] for _ in self.optim.groups]
+        in_groups: list[list[OrderedParam]] = [[] for _ in self.optim.groups]
         for param in self.optim.params:
-            in_groups[param.group_index].append(Listed(self.view.position_of(param.named), param.named.fqns))
+            in_groups[param.group_index].append(OrderedParam(self.view.position_of(param.named), param.named.fqns))
         return tuple(count(listed, self.view.place_of, self.view.mixed) for listed in in_groups)
 
     @property
@@ -85,16 +85,16 @@ class Local:
         units = tuple(param.named.fqns for param in self.optim.params)
         return Names.of(self.counted, self.view, units, self.order)
 
-    def live_optimizer(self, picture: Picture | None = None) -> LiveOptimizer:
-        """The optimizer that a full state has to fit, as this rank sees it or, with a picture, as all ranks see it."""
-        if picture is None:
+    def live_optimizer(self, global_state: GlobalState | None = None) -> LiveOptimizer:
+        """The optimizer that a full state must fit, as this rank sees it or, with a picture, as all ranks see it."""
+        if global_state is None:
             places = {fqn: place for param in self.optim.params for fqn, place in param.named.placements.items()}
             live = self.with_state, self.optim.values_by_class, _on_mesh(places)
             return LiveOptimizer(self.optim, self.names, self.shapes, *live)
-        shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
-        names = names_of_picture(picture, self.view)
-        on_mesh = _on_mesh({fqn: param.placement for fqn, param in picture.params.items()})
-        return LiveOptimizer(self.optim, names, shapes, picture.with_state, picture.values, on_mesh)
+        shapes = {fqn: param.placement.shape for fqn, param in global_state.params.items()}
+        names = names_of_global_state(global_state, self.view)
+        on_mesh = _on_mesh({fqn: param.placement for fqn, param in global_state.params.items()})
+        return LiveOptimizer(self.optim, names, shapes, global_state.with_state, global_state.values, on_mesh)
 
 
 def _on_mesh(places: Mapping[str, Placement]) -> frozenset[str]:
@@ -134,10 +134,10 @@ def log_summary(
     )
 
 
-def names_of_picture(picture: Picture, view: ModelView) -> Names:
+def names_of_global_state(global_state: GlobalState, view: ModelView) -> Names:
     """The names and ids of the parameters of all ranks together in full dicts."""
-    units = tuple(live.fqns for live in picture.live)
-    return Names.of(picture.counted, view, units, tuple(picture.params))
+    units = tuple(live.fqns for live in global_state.live)
+    return Names.of(global_state.counted, view, units, tuple(global_state.params))
 
 
 def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
@@ -149,12 +149,12 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
             f"this full dict has {counted_noun(len(groups), 'param group')} and no names, and a model does "
             "not tell the group of a parameter: give optim=, an optimizer of this model with the same groups"
         )
-    everything = count([Listed(i, named.fqns) for i, named in enumerate(view.handles)], view.place_of, view.mixed)
+    everything = count([OrderedParam(i, named.fqns) for i, named in enumerate(view.handles)], view.place_of, view.mixed)
     return Names.of((everything,), view, (), view.order)
 
 
 @contextmanager
-def calling(
+def collective_call(
     call: str, models: Sequence[Model], asked: Arguments, options: Options, *, all_of_plain: bool = False
 ) -> Iterator[tuple[list[ModelReader], RankGroup]]:
     """A public call about some models. Yields readers of the models, and the ranks that make the call.
@@ -166,10 +166,10 @@ def calling(
         options: those of `asked` that say who makes the call.
         all_of_plain: for a model without a wrapper, all ranks of the job make the call. False: this rank makes it alone.
     """
-    readers, callers = _read_callers(call, models, options, all_of_plain=all_of_plain)
-    with in_turn(callers), all_hear(callers):
+    readers, group = _read_callers(call, models, options, all_of_plain=all_of_plain)
+    with in_turn(group), all_hear(group):
         asked.validate()
-        yield readers, callers
+        yield readers, group
 
 
 def _read_callers(
@@ -205,8 +205,8 @@ def _group(world: World, options: Options, call: str, ranks: Sequence[int]) -> R
     return world.group(call, ranks, options.process_group, options.seconds, options.bucket_nbytes)
 
 
-def meet(
-    callers: RankGroup,
+def agree_on_state(
+    group: RankGroup,
     read: Callable[[], Local],
     asked: Arguments,
     more: str = "",
@@ -215,7 +215,7 @@ def meet(
     on_replica_mismatch: OnReplicaMismatch = "error",
     every_replica: bool = False,
     what: str = STATE,
-) -> tuple[Local, Picture]:
+) -> tuple[Local, GlobalState]:
     """Read this rank's part, exchange reports, and draw the picture. An error on any rank is raised on all ranks.
 
     Args:
@@ -229,37 +229,39 @@ def meet(
         call = ", ".join(part for part in (more, asked.compared_text()) if part)
         report = _report(
             local,
-            f"{callers.turn.call}({call})",
-            callers,
+            f"{group.turn.call}({call})",
+            group,
             with_state=with_state,
             every_replica=every_replica,
             what=what,
         )
-    alike = compare(callers, "read", report.text().encode(), failure.error)
+    alike = all_equal(group, "read", report.text().encode(), failure.error)
     if local is None:  # compare() has raised
         raise RuntimeError("unreachable: a rank without a model cannot agree")
     if alike:
-        picture = draw([(report, callers.ranks)])
-        return _with_all_listed(local, picture), picture
+        global_state = merge_reports([(report, group.ranks)])
+        return _with_all_listed(local, global_state), global_state
     content = b""
     with failure:
         content = pickle.dumps(report)
     ranks_of: dict[bytes, list[int]] = {}
-    for rank, pickled in zip(callers.ranks, exchange_reports(callers, content, failure.error), strict=True):
+    for rank, pickled in zip(group.ranks, exchange_reports(group, content, failure.error), strict=True):
         ranks_of.setdefault(pickled, []).append(rank)
     by_ranks = [(pickle.loads(pickled), tuple(ranks)) for pickled, ranks in ranks_of.items()]
-    picture = draw(by_ranks, take_lowest_rank=on_replica_mismatch == "lowest_rank")
-    warn_of_mismatch(callers, picture.mismatched)
-    return _with_all_listed(local, picture), picture
+    global_state = merge_reports(by_ranks, take_lowest_rank=on_replica_mismatch == "lowest_rank")
+    warn_of_mismatch(group, global_state.mismatched)
+    return _with_all_listed(local, global_state), global_state
 
 
-def _with_all_listed(local: Local, picture: Picture) -> Local:
+def _with_all_listed(local: Local, global_state: GlobalState) -> Local:
     """`local` with the shards of all ranks, where an adapter knows only the shards of its own rank."""
     listed: dict[int, NamedHandle] = {}
     for named in local.view.handles:
         if any(original.placement.is_open for original in named.handle.originals):
             originals = tuple(
-                replace(original, placement=picture.params[fqn].placement) if fqn in picture.params else original
+                replace(original, placement=global_state.params[fqn].placement)
+                if fqn in global_state.params
+                else original
                 for fqn, original in zip(named.fqns, named.handle.originals, strict=True)
             )
             listed[id(named)] = replace(named, handle=replace(named.handle, originals=originals))
@@ -270,9 +272,9 @@ def _with_all_listed(local: Local, picture: Picture) -> Local:
     return replace(local, view=replace(local.view, handles=handles), optim=replace(local.optim, params=params))
 
 
-def warn_of_mismatch(callers: RankGroup, fqns: Sequence[str]) -> None:
+def warn_of_mismatch(group: RankGroup, fqns: Sequence[str]) -> None:
     """Log, on the lowest rank, the parameters whose replicas differ and are taken from the lowest rank."""
-    if fqns and callers.rank == callers.ranks[0]:
+    if fqns and group.rank == group.ranks[0]:
         log.warning(
             "the replicas of %s differ between ranks; the replica of the lowest rank is used: %s",
             counted_noun(len(fqns), "parameter"),
@@ -281,13 +283,13 @@ def warn_of_mismatch(callers: RankGroup, fqns: Sequence[str]) -> None:
 
 
 def _report(
-    local: Local, call: str, callers: RankGroup, *, with_state: bool, every_replica: bool, what: str
+    local: Local, call: str, group: RankGroup, *, with_state: bool, every_replica: bool, what: str
 ) -> RankReport:
     optim = local.optim
     summaries = optim.summaries if with_state else (None,) * len(optim.params)
-    everyone = RankSet(callers.ranks)
+    everyone = RankSet(group.ranks)
     params = [
-        _live_param(param, summary, callers, everyone, with_state=with_state, every_replica=every_replica, what=what)
+        _live_param(param, summary, group, everyone, with_state=with_state, every_replica=every_replica, what=what)
         for param, summary in zip(optim.params, summaries, strict=True)
     ]
     return RankReport(
@@ -295,10 +297,10 @@ def _report(
         order=local.order,
         params=tuple(params),
         groups=tuple(
-            _compared_values(f"param group {index}", group, callers) if with_state else ()
-            for index, group in enumerate(optim.groups)
+            _compared_values(f"param group {index}", values, group) if with_state else ()
+            for index, values in enumerate(optim.groups)
         ),
-        other_keys=_compared_values("the optimizer", optim.other_keys, callers) if with_state else (),
+        other_keys=_compared_values("the optimizer", optim.other_keys, group) if with_state else (),
         counted=local.counted,
         model_order=local.view.order if any(fqn not in local.by_fqn for fqn in local.view.order) else (),
         classes=optim.classes,
@@ -306,31 +308,31 @@ def _report(
         if with_state
         else tuple((name, tuple(sorted(its))) for name, its in sorted(optim.values_by_class.items())),
         stateless=() if with_state else local.stateless,
-        module_values=_module_values(local.module_values, callers, with_state=with_state),
-        module_takers=tuple(local.module_values.takers),
+        module_values=_module_values(local.module_values, group, with_state=with_state),
+        extra_state_loaders=tuple(local.module_values.extra_state_loaders),
     )
 
 
-def _module_values(local: ModuleValues, callers: RankGroup, *, with_state: bool) -> tuple[tuple[str, str], ...]:
+def _module_values(local: ModuleValues, group: RankGroup, *, with_state: bool) -> tuple[tuple[str, str], ...]:
     """A fingerprint of each value by FQN, which only a save needs; empty for other calls."""
     prints = []
     for fqn, live in local.values.items():
-        if with_state and not all(same(live.value, twin.value) for twin in live.twins):
+        if with_state and not all(same(live.value, twin.value) for twin in live.stage_copies):
             raise StateError(
-                f"{fqn}: {len(live.twins) + 1} pipeline stages of this rank have this entry of state_dict(), and the entries "
-                "differ: make them equal, or give name_of= that tells them apart"
+                f"{fqn}: {len(live.stage_copies) + 1} pipeline stages of this rank have this entry of state_dict(), and the "
+                "entries differ: make them equal, or give name_of= that tells them apart"
             )
         try:
-            prints.append((fqn, fingerprint_of(live.value) if with_state and len(callers.ranks) > 1 else ""))
+            prints.append((fqn, fingerprint_of(live.value) if with_state and len(group.ranks) > 1 else ""))
         except Incomparable as error:
             raise StateError(f"{fqn}: {error}, so ranks cannot check that all have the same value") from None
     return tuple(prints)
 
 
-def _compared_values(where: str, values: Mapping[str, Any], callers: RankGroup) -> tuple[tuple[str, str], ...]:
-    """Values that have to be equal on all ranks, each as a string that is equal only for equal values."""
+def _compared_values(where: str, values: Mapping[str, Any], group: RankGroup) -> tuple[tuple[str, str], ...]:
+    """Values that must be equal on all ranks, each as a string that is equal only for equal values."""
     keys = []
-    for key, value in values.items() if len(callers.ranks) > 1 else ():
+    for key, value in values.items() if len(group.ranks) > 1 else ():
         try:
             keys.append((str(key), key_of(value)))
         except Incomparable as error:
@@ -343,7 +345,7 @@ def _compared_values(where: str, values: Mapping[str, Any], callers: RankGroup) 
 def _live_param(
     param: LocalParam,
     summary: Summary | None,
-    callers: RankGroup,
+    group: RankGroup,
     everyone: RankSet,
     *,
     with_state: bool,
@@ -352,7 +354,7 @@ def _live_param(
 ) -> LiveParam:
     handle = param.handle
     placements = tuple([original.placement for original in handle.originals])
-    needed = with_state and handle.collected and len(callers.ranks) > 1
+    needed = with_state and handle.collected and len(group.ranks) > 1
     if needed and handle.synchronized and (not every_replica or handle.is_cut):
         # A wrapper keeps the shards of its own group consistent, but not those of another group with the same names.
         needed = not placements or not everyone.is_all_holders_of(placements[0])
@@ -364,6 +366,6 @@ def _live_param(
         collected=handle.collected,
         summary=summary,
         what=what,
-        fingerprint=print_of_state(param, callers.rank) if needed else "",
+        fingerprint=print_of_state(param, group.rank) if needed else "",
         loose=handle.loose,
     )

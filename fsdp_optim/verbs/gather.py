@@ -16,11 +16,11 @@ from fsdp_optim.options import GatherOptions, Model
 from fsdp_optim.state.dicts.full import FullDict
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.merged.gathered import assemble
-from fsdp_optim.state.merged.global_state import Param, Picture
+from fsdp_optim.state.merged.global_state import GlobalState, Param
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import Local, calling, log_summary, meet, read_local
+from fsdp_optim.verbs.call import Local, agree_on_state, collective_call, log_summary, read_local
 from fsdp_optim.verbs.ends import LiveEnd, WholeEnd
 from fsdp_optim.verbs.gather_opaque import OpaqueValues, gather_opaque
 from fsdp_optim.verbs.replicas import compare_unsharded
@@ -31,57 +31,57 @@ from fsdp_optim.verbs.synchronize import synchronize
 class Gathering:
     """A gather that all ranks have agreed on, before any value moves."""
 
-    callers: RankGroup
+    group: RankGroup
     local: Local
-    picture: Picture
+    global_state: GlobalState
     recipients: tuple[int, ...]
 
     @property
     def receives(self) -> bool:
-        return self.callers.rank in self.recipients
+        return self.group.rank in self.recipients
 
     def recipients_of(self, placement: Placement, param: Param) -> tuple[int, ...]:
         """The recipients of a parameter's values in this placement. If ranks hold variants, each gets its own variant."""
         return tuple(rank for rank in self.recipients if not param.variants or rank in placement.ranks)
 
 
-def begin(reader: ModelReader, callers: RankGroup, optim: Optimizers, options: GatherOptions) -> Gathering:
+def begin(reader: ModelReader, group: RankGroup, optim: Optimizers, options: GatherOptions) -> Gathering:
     """Agree with the other ranks on the values to gather."""
     recipient_rank = options.recipient_rank
-    alone = not reader.is_wrapped and len(callers.ranks) == 1
+    alone = not reader.is_wrapped and len(group.ranks) == 1
 
     def read() -> Local:
         local = read_local(
-            reader, optim, options.call, callers.ranks
+            reader, optim, options.call, group.ranks
         )  # this error says more if the model is a part of a wrapped model
-        if recipient_rank is not None and recipient_rank not in callers.ranks:
-            if alone and 0 <= recipient_rank < callers.world.size:
+        if recipient_rank is not None and recipient_rank not in group.ranks:
+            if alone and 0 <= recipient_rank < group.world.size:
                 raise RankError(
                     f"recipient_rank is {recipient_rank}, and nothing in this model shows that rank {recipient_rank} shares "
-                    f"it, so the state of rank {callers.rank} would be lost: give process_group=, the ranks that share the "
+                    f"it, so the state of rank {group.rank} would be lost: give process_group=, the ranks that share the "
                     "model, or recipient_rank=None, which gives each rank its own state"
                 )
             raise RankError(
-                f"recipient_rank {recipient_rank} is not one of the ranks {list(callers.ranks)} that share this model; give "
+                f"recipient_rank {recipient_rank} is not one of the ranks {list(group.ranks)} that share this model; give "
                 "one of these, or None for all of them"
             )
         return local
 
-    synchronize(callers, optim)
+    synchronize(group, optim)
     mismatch = options.call.on_replica_mismatch
-    local, picture = meet(callers, read, options, with_state=True, on_replica_mismatch=mismatch)
-    picture = compare_unsharded(callers, local, picture, mismatch)
-    recipients = callers.ranks if recipient_rank is None else (recipient_rank,)
+    local, global_state = agree_on_state(group, read, options, with_state=True, on_replica_mismatch=mismatch)
+    global_state = compare_unsharded(group, local, global_state, mismatch)
+    recipients = group.ranks if recipient_rank is None else (recipient_rank,)
     if options.key_by == "id":
-        _check_ids(picture, recipients)
-    return Gathering(callers, local, picture, recipients)
+        _check_ids(global_state, recipients)
+    return Gathering(group, local, global_state, recipients)
 
 
-def _check_ids(picture: Picture, recipients: Sequence[int]) -> None:
+def _check_ids(global_state: GlobalState, recipients: Sequence[int]) -> None:
     """Raise StateError, on all ranks, if no order of ids can be right."""
-    each = recipients if any(param.variants for param in picture.params.values()) else recipients[:1]
+    each = recipients if any(param.variants for param in global_state.params.values()) else recipients[:1]
     for rank in each:
-        reason = picture.as_seen_by(rank).unknown_order
+        reason = global_state.as_seen_by(rank).unknown_order
         if reason:
             raise StateError(f"{reason}, and ids would name other parameters' state: give key_by='name'")
 
@@ -89,17 +89,17 @@ def _check_ids(picture: Picture, recipients: Sequence[int]) -> None:
 def gather(model: Model, optim: Optimizers, options: GatherOptions) -> FullDict | None:
     """The full dict on recipients, None elsewhere."""
     begun = time.monotonic()
-    with calling("gather_full_optim_state_dict", [model], options, options.call) as ((reader,), callers):
-        gathering = begin(reader, callers, optim, options)
+    with collective_call("gather_full_optim_state_dict", [model], options, options.call) as ((reader,), group):
+        gathering = begin(reader, group, optim, options)
         failure = Failure()
-        values = move_state(gathering, tuple(gathering.picture.params.values()), failure)
+        values = move_state(gathering, tuple(gathering.global_state.params.values()), failure)
         full = None
         if gathering.receives and failure.error is None:
-            full = assemble(gathering.picture, values, gathering.local.optim, callers.rank, options.key_by)
-        if failure.error is None and callers.rank == gathering.recipients[0]:
-            summaries = {fqn: param.summary for fqn, param in gathering.picture.params.items()}
-            log_summary("gathered", summaries, values, begun, callers.rank)
-        agree(callers, "gathered", failure.error, fatal=failure.fatal)
+            full = assemble(gathering.global_state, values, gathering.local.optim, group.rank, options.key_by)
+        if failure.error is None and group.rank == gathering.recipients[0]:
+            summaries = {fqn: param.summary for fqn, param in gathering.global_state.params.items()}
+            log_summary("gathered", summaries, values, begun, group.rank)
+        agree(group, "gathered", failure.error, fatal=failure.fatal)
     return full
 
 
@@ -134,7 +134,7 @@ def move_unsharded(gathering: Gathering, needs: Needs, failure: Failure) -> dict
     """As `move_state` for all parameters, but only values that are not cut like their parameter, to the ranks that need them."""
     values: list[StateValue] = []
     opaque: list[OpaqueValues] = []
-    for param in gathering.picture.params.values():
+    for param in gathering.global_state.params.values():
         targets, by_shard = needs(param.fqn)
         for variant in _variants(param, gathering.recipients) if targets else ():
             values += _placed_of(variant)
@@ -149,9 +149,9 @@ def _move(
     ranks_of: Callable[[StateValue], Ranks] | None,
     failure: Failure,
 ) -> dict[tuple[str, str], Any]:
-    callers, whole = gathering.callers, WholeEnd(gathering.callers, gathering.recipients, ranks_of)
-    move(values, LiveEnd(gathering.local), whole, callers, callers.budget, failure)
-    return {**whole.made, **gather_opaque(callers, gathering.local, opaque, failure)}
+    group, whole = gathering.group, WholeEnd(gathering.group, gathering.recipients, ranks_of)
+    move(values, LiveEnd(gathering.local), whole, group, group.budget, failure)
+    return {**whole.made, **gather_opaque(group, gathering.local, opaque, failure)}
 
 
 def _variants(param: Param, recipients: tuple[int, ...]) -> list[Param]:

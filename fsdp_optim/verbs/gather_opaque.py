@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.layout import Placement, Whole
-from fsdp_optim.memory import own
+from fsdp_optim.memory import detached_copy
 from fsdp_optim.state.values.opaque import OpaqueShards, cuts_of, holds_all
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -33,7 +33,7 @@ class OpaqueValues:
 
 
 def gather_opaque(
-    callers: RankGroup, local: Local, requests: Sequence[OpaqueValues], failure: Failure
+    group: RankGroup, local: Local, requests: Sequence[OpaqueValues], failure: Failure
 ) -> dict[tuple[str, str], Any]:
     """The opaque values of some parameters, by (FQN, name), on the ranks that need them. Called by all ranks.
 
@@ -57,21 +57,17 @@ def gather_opaque(
         request, name, _ = keys[index]
         return _held(request.fqn, name, local)
 
-    arrived = send(callers, parcels, value_of, failure)
+    arrived = send(group, parcels, value_of, failure)
     by_shard: dict[tuple[str, str], dict[int, Any]] = {}
     with failure:
         for index, (request, name, shard) in enumerate(keys):
             value = arrived.get(index, NOTHING)
-            if (
-                callers.rank == parcels[index].source
-                and callers.rank in parcels[index].targets
-                and failure.error is None
-            ):
+            if group.rank == parcels[index].source and group.rank in parcels[index].targets and failure.error is None:
                 value = _held(request.fqn, name, local)
                 if isinstance(value, _OfShard):
-                    value = replace(value, value=own(value.value))
+                    value = replace(value, value=detached_copy(value.value))
                 elif value is not NOTHING:
-                    value = own(value)
+                    value = detached_copy(value)
             if value is not NOTHING:
                 by_shard.setdefault((request.fqn, name), {})[shard] = value
     return {key: _joined(values) for key, values in by_shard.items()}

@@ -15,12 +15,12 @@ from fsdp_optim.memory import dtype_named, in_batches, ordinary_tensors, tensors
 from fsdp_optim.options import GatherOptions, Model
 from fsdp_optim.state.live.local import LocalParam, Optimizers
 from fsdp_optim.state.merged.gathered import values_of
-from fsdp_optim.state.merged.global_state import Param, Picture
+from fsdp_optim.state.merged.global_state import GlobalState, Param
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
-from fsdp_optim.verbs.call import Local, calling
+from fsdp_optim.verbs.call import Local, collective_call
 from fsdp_optim.verbs.gather import Gathering, begin, move_state
 
 FullParam = tuple[str, dict[str, Any] | None]
@@ -29,7 +29,7 @@ FullParam = tuple[str, dict[str, Any] | None]
 def iterate(model: Model, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
     """Yield (FQN, state) for one parameter after the other: the state on recipients, None elsewhere."""
     if world_here().size == 1:
-        options.validate()  # raised at once, because no other rank has to raise the error too
+        options.validate()  # raised at once, because no other rank must raise the error too
     return _each_ordinary(_iterate(model, optim, options))
 
 
@@ -45,27 +45,27 @@ def _each_ordinary(items: Generator[FullParam, None, None]) -> Iterator[FullPara
 
 
 def _iterate(model: Model, optim: Optimizers, options: GatherOptions) -> Generator[FullParam, None, None]:
-    with calling("iter_full_optim_state", [model], options, options.call) as ((reader,), callers):
-        gathering = begin(reader, callers, optim, options)
+    with collective_call("iter_full_optim_state", [model], options, options.call) as ((reader,), group):
+        gathering = begin(reader, group, optim, options)
         unchanged = _Unchanged(gathering.local)
-        batches = list(_batches(gathering.picture, callers.bucket_nbytes))
+        batches = list(_batches(gathering.global_state, group.bucket_nbytes))
         for number, batch in enumerate(batches, start=1):
             failure = Failure()
             with failure:
                 unchanged.check()
             values = move_state(gathering, batch, failure)
             ready = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
-            agree(callers, "moved", failure.error, fatal=failure.fatal)
+            agree(group, "moved", failure.error, fatal=failure.fatal)
             while ready:
                 unchanged.check(ready[0][0])
                 at_end = number == len(batches) and len(ready) == 1
-                with _tells_when_stopped(callers, at_end=at_end), callers.turn.suspended():
+                with _tells_when_stopped(group, at_end=at_end), group.turn.suspended():
                     yield ready.pop(0)
-        agree(callers, "end")  # raises the error of a rank that stopped early, before the next call
+        agree(group, "end")  # raises the error of a rank that stopped early, before the next call
 
 
 @contextmanager
-def _tells_when_stopped(callers: RankGroup, *, at_end: bool) -> Iterator[None]:
+def _tells_when_stopped(group: RankGroup, *, at_end: bool) -> Iterator[None]:
     """Inform the other ranks if this rank leaves the loop early, because they would wait for it.
 
     No error is raised if all ranks leave the loop after the last item.
@@ -73,27 +73,27 @@ def _tells_when_stopped(callers: RankGroup, *, at_end: bool) -> Iterator[None]:
     try:
         yield
     except GeneratorExit:
-        stopped = RankError(f"rank {callers.rank} stopped iterating early; every rank has to exhaust the iterator")
+        stopped = RankError(f"rank {group.rank} stopped iterating early; every rank must exhaust the iterator")
         with suppress(Exception):  # the other ranks raise it; on this rank the caller chose to stop
-            if callers.turn.ended_by is not None:
+            if group.turn.ended_by is not None:
                 pass  # the other ranks know that the call is over
             elif at_end:  # the caller got all items, and did not ask for another
-                agree(callers, "end")
+                agree(group, "end")
             else:
-                agree(callers, "stopped", stopped, fatal=True)
+                agree(group, "stopped", stopped, fatal=True)
         raise
 
 
 def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gathering) -> dict[str, Any] | None:
     if not gathering.receives:
         return None
-    seen = param.as_seen_by(gathering.callers.rank)
+    seen = param.as_seen_by(gathering.group.rank)
     return values_of(seen, tensors) if seen is not None else {}
 
 
-def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
+def _batches(global_state: GlobalState, nbytes: int) -> Iterator[tuple[Param, ...]]:
     """Batches of parameters in the order of ids, each of at most `nbytes` bytes or of one parameter."""
-    params = (picture.params[fqn] for fqn in picture.ids())
+    params = (global_state.params[fqn] for fqn in global_state.ids())
     return map(tuple, in_batches(params, _nbytes_of, nbytes))
 
 

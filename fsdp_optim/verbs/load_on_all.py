@@ -12,7 +12,7 @@ from fsdp_optim.verbs.load_state import Before, Incompatible, LoadableOptimizer,
 
 
 def load_on_all(
-    callers: RankGroup,
+    group: RankGroup,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     shard: Shard | list[Shard],
     keep: Sequence[str] = (),
@@ -25,9 +25,9 @@ def load_on_all(
     before = before or Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
     failure, incompatible = Failure(), Incompatible()
     with failure:  # on an error, load_shard itself restores the optimizer of this rank
-        incompatible = load_shard(optim, shard, keep, logs=callers.rank == callers.ranks[0])
+        incompatible = load_shard(optim, shard, keep, logs=group.rank == group.ranks[0])
     try:
-        agree(callers, "optimizer loaded", failure.error)
+        agree(group, "optimizer loaded", failure.error)
     except BaseException:
         if failure.error is None:
             before.put_back()

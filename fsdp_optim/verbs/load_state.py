@@ -11,7 +11,7 @@ import torch
 
 from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
-from fsdp_optim.memory import tensors_in, within
+from fsdp_optim.memory import map_container, tensors_in
 from fsdp_optim.state.dicts.full import RESERVED_KEYS
 from fsdp_optim.state.live.class_fit import lacking_values
 from fsdp_optim.state.live.local import OptimizerLike
@@ -120,7 +120,7 @@ def load_shard(
         check_shard(listed)
         check_elements("the shard", listed)
     if isinstance(keep, str):
-        raise StateError(f"keep has to be a list of names of hyperparameters, as in keep=['lr'], not {keep!r}")
+        raise StateError(f"keep must be a list of names of hyperparameters, as in keep=['lr'], not {keep!r}")
     optims: list[LoadableOptimizer] = list(optim) if isinstance(optim, (list, tuple)) else [optim]  # type: ignore[list-item]
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
     if len(optims) != len(shards):
@@ -180,7 +180,7 @@ def _ordinary(value: Any) -> Any:
     """A shard with copies of tensors that were made in inference mode, because a step could not change these in place."""
     if isinstance(value, torch.Tensor):
         return value.clone() if any(part.is_inference() for part in tensors_in(value)) else value
-    return within(value, _ordinary)
+    return map_container(value, _ordinary)
 
 
 def _changes(optims: Sequence[LoadableOptimizer], loaded: Sequence[Sequence[Mapping[str, Any]]]) -> str:

@@ -196,7 +196,7 @@ def params_by_id(optim: Any, shard: Mapping[str, Any]) -> dict[Any, torch.Tensor
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in live]:
         raise StateError(
             f"this shard has {[len(g['params']) for g in groups]} parameters in its groups, the optimizer has "
-            f"{[len(g['params']) for g in live]}: a full dict has to go through get_shard_from_optim_state_dict first"
+            f"{[len(g['params']) for g in live]}: a full dict must go through get_shard_from_optim_state_dict first"
         )
     by_name = given_names(optim)
     unknown = [name for name in names_in(shard) if name not in by_name]

@@ -17,7 +17,7 @@ from fsdp_optim.options import KeyBy, Model, check_one_of
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullDict, FullState, kinds_of, records_kinds, write
 from fsdp_optim.state.dicts.names import Names
-from fsdp_optim.state.dicts.order import Listed, as_ids_count, count
+from fsdp_optim.state.dicts.order import OrderedParam, as_ids_count, count
 from fsdp_optim.state.live.fits import check_fits
 from fsdp_optim.state.live.local import Optimizers, read_optimizer
 from fsdp_optim.state.live.local_dict import summarize
@@ -70,7 +70,7 @@ def _in_order(state: FullState, view: ModelView) -> tuple[tuple[tuple[str, ...],
     if state.listing == "ids":
         return saved, state.unknown_order
     place = view.place_of
-    everything = count([Listed(i, named.fqns) for i, named in enumerate(view.handles)], place, view.mixed)
+    everything = count([OrderedParam(i, named.fqns) for i, named in enumerate(view.handles)], place, view.mixed)
     if state.listing == "units":
         return tuple(tuple(sorted(fqns, key=place.__getitem__)) for fqns in saved), everything.unknown
     wrapped = [fqn for named in view.handles for fqn in named.fqns]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement
 from fsdp_optim.options import OnReplicaMismatch
-from fsdp_optim.state.merged.global_state import Param, Picture
+from fsdp_optim.state.merged.global_state import GlobalState, Param
 from fsdp_optim.state.merged.replicas import STATE, not_replicas, print_of_state, print_of_value
 from fsdp_optim.state.values.summary import Summary
-from fsdp_optim.transport.agree import MeetingResult, compare, tell
+from fsdp_optim.transport.agree import MeetingResult, all_equal, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
@@ -55,68 +55,68 @@ class _Shared:
 
 
 def compare_shards(
-    callers: RankGroup, local: Local, picture: Picture, on_replica_mismatch: OnReplicaMismatch, what: str = STATE
-) -> Picture:
+    group: RankGroup, local: Local, global_state: GlobalState, on_replica_mismatch: OnReplicaMismatch, what: str = STATE
+) -> GlobalState:
     """Compare the replicas that the reports of ranks have not compared. Called by all ranks, which get the same picture.
 
     Raises StateError on all ranks if replicas differ; with "lowest_rank", returns the picture with the lowest ranks' replicas.
     """
-    return _compared(callers, local, picture, on_replica_mismatch, what, _shared_in(picture))
+    return _compared(group, local, global_state, on_replica_mismatch, what, _shared_in(global_state))
 
 
 def compare_unsharded(
-    callers: RankGroup, local: Local, picture: Picture, on_replica_mismatch: OnReplicaMismatch
-) -> Picture:
+    group: RankGroup, local: Local, global_state: GlobalState, on_replica_mismatch: OnReplicaMismatch
+) -> GlobalState:
     """As `compare_shards`, but only for values that are not cut like their parameter.
 
     Wrappers keep gradients equal, and so what an optimizer computes from them element by element. Other values can be anything,
     and a gather takes those of one rank. Without such values nothing is compared.
     """
     shared = []
-    for fqn, param in picture.params.items():
+    for fqn, param in global_state.params.items():
         if param.summary is not None and not param.variants:
             if param.placement.has_replicas:
                 shared += [_Shared((fqn,), name, param.placement) for name, _ in param.summary.opaque]
             shared += _placed_in(fqn, param.summary)
-    return _compared(callers, local, picture, on_replica_mismatch, STATE, shared)
+    return _compared(group, local, global_state, on_replica_mismatch, STATE, shared)
 
 
 def _compared(
-    callers: RankGroup,
+    group: RankGroup,
     local: Local,
-    picture: Picture,
+    global_state: GlobalState,
     on_replica_mismatch: OnReplicaMismatch,
     what: str,
     shared: Sequence[_Shared],
-) -> Picture:
+) -> GlobalState:
     if not shared:
-        return picture
-    leaders = [one.leader(callers.rank) for one in shared]
+        return global_state
+    leaders = [one.leader(group.rank) for one in shared]
     digests, failure = list[bytes](), Failure()
     with failure:
-        digests = [one.digest(local, callers.rank) for one in shared]
-    result = tell(callers, "shards", b"".join(digests) if callers.rank in leaders else b"", error=failure.error)
-    differing = _differing(result, digests, leaders, callers.rank)
+        digests = [one.digest(local, group.rank) for one in shared]
+    result = all_gather_bytes(group, "shards", b"".join(digests) if group.rank in leaders else b"", error=failure.error)
+    differing = _differing(result, digests, leaders, group.rank)
     content = json.dumps(differing).encode() if differing else b""
-    if compare(callers, "shards compared", content) and not differing:
-        return picture
+    if all_equal(group, "shards compared", content) and not differing:
+        return global_state
     by_shared: dict[int, list[int]] = {}
-    for rank, one in zip(callers.ranks, exchange_reports(callers, content), strict=True):
+    for rank, one in zip(group.ranks, exchange_reports(group, content), strict=True):
         for index in json.loads(one) if one else ():
             by_shared.setdefault(index, []).append(rank)
     found = [shared[index] for index in sorted(by_shared)]
     if on_replica_mismatch == "error":
-        raise _error(picture, found, by_shared[min(by_shared)], what)
+        raise _error(global_state, found, by_shared[min(by_shared)], what)
     fqns = tuple(dict.fromkeys(fqn for one in found for fqn in one.fqns))
-    warn_of_mismatch(callers, fqns)
-    return _with_lowest(picture, found)
+    warn_of_mismatch(group, fqns)
+    return _with_lowest(global_state, found)
 
 
-def _shared_in(picture: Picture) -> list[_Shared]:
+def _shared_in(global_state: GlobalState) -> list[_Shared]:
     """The replicated parameters and values without a fingerprint in the reports, in the order of the model."""
-    unprinted = {live.fqns[0]: live.fqns for live in picture.live if live.fqns and not live.fingerprint}
+    unprinted = {live.fqns[0]: live.fqns for live in global_state.live if live.fqns and not live.fingerprint}
     shared = []
-    for fqn, param in picture.params.items():
+    for fqn, param in global_state.params.items():
         if param.summary is None:
             continue
         if fqn in unprinted and param.placement.has_replicas:
@@ -141,24 +141,24 @@ def _differing(result: MeetingResult, digests: Sequence[bytes], leaders: Sequenc
     ]
 
 
-def _error(picture: Picture, found: Sequence[_Shared], ranks: Sequence[int], what: str) -> StateError:
+def _error(global_state: GlobalState, found: Sequence[_Shared], ranks: Sequence[int], what: str) -> StateError:
     """The error about the first difference. It names the ranks that hold the same shard as the first of `ranks`."""
     first = found[0]
     leader = first.leader(ranks[0])
     others = tuple(rank for rank in ranks if first.leader(rank) == leader)
-    names = first.value or (str(picture.params[first.fqns[0]].summary) if what == STATE else what)
+    names = first.value or (str(global_state.params[first.fqns[0]].summary) if what == STATE else what)
     more = list(dict.fromkeys(one.fqns[0] for one in found[1:] if one.fqns[0] != first.fqns[0]))
     return not_replicas(first.fqns[0], names, (leader,) if leader is not None else (), others, more)
 
 
-def _with_lowest(picture: Picture, found: Sequence[_Shared]) -> Picture:
+def _with_lowest(global_state: GlobalState, found: Sequence[_Shared]) -> GlobalState:
     """The picture in which only the lowest ranks hold the things that differ."""
-    params: dict[str, Param] = dict(picture.params)
+    params: dict[str, Param] = dict(global_state.params)
     for one in found:
         for fqn in one.fqns:
             if fqn in params:
                 params[fqn] = _on_lowest(params[fqn], one.value)
-    return replace(picture, params=params)
+    return replace(global_state, params=params)
 
 
 def _on_lowest(param: Param, value: str | None) -> Param:

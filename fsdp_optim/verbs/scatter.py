@@ -13,7 +13,7 @@ import torch
 from fsdp_optim.adapters.sharded_values import is_sharded_value
 from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Whole
-from fsdp_optim.memory import Slabs, own
+from fsdp_optim.memory import Slabs, detached_copy
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import Model, Options, ScatterOptions
 from fsdp_optim.state.dicts.dialects import given_dict
@@ -21,14 +21,14 @@ from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.fits import Fit
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, allocate, summarize
-from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.values.opaque import OpaqueShards
 from fsdp_optim.state.values.summary import Summary
-from fsdp_optim.transport.agree import agree, tell
+from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
-from fsdp_optim.verbs.call import Local, calling, meet, read_local
+from fsdp_optim.verbs.call import Local, agree_on_state, collective_call, read_local
 from fsdp_optim.verbs.ends import DictEnd, ShardEnd
 from fsdp_optim.verbs.load_plan import LoadPlan, plan_load, warn_of_uncollected
 
@@ -55,35 +55,35 @@ def scatter(
     """The optimizer's own dict for this rank, from a full dict that only `source_rank` has."""
     source_rank = options.source_rank
     name = "scatter_full_optim_state_dict"
-    with calling(name, [model], options, options.call, all_of_plain=True) as ((reader,), callers):
+    with collective_call(name, [model], options, options.call, all_of_plain=True) as ((reader,), group):
 
         def read() -> Local:
-            if source_rank not in callers.ranks:
+            if source_rank not in group.ranks:
                 raise RankError(
-                    f"source_rank {source_rank} is not one of the ranks {list(callers.ranks)} that share this model: "
+                    f"source_rank {source_rank} is not one of the ranks {list(group.ranks)} that share this model: "
                     "give one of them"
                 )
-            if callers.rank == source_rank and full is None:
+            if group.rank == source_rank and full is None:
                 raise StateError(
                     f"rank {source_rank} is the source rank, but its full is None: give the full dict there, or another "
                     "source_rank"
                 )
-            return read_local(reader, optim, options.call, callers.ranks)
+            return read_local(reader, optim, options.call, group.ranks)
 
-        local, picture = meet(callers, read, options, with_state=False)
-        state, contents = _send_contents(callers, local, picture, full, source_rank, options.call)
+        local, global_state = agree_on_state(group, read, options, with_state=False)
+        state, contents = _send_contents(group, local, global_state, full, source_rank, options.call)
 
         def whole(fqn: str, name: str) -> torch.Tensor | None:
             return state.state[fqn][name] if state is not None else None
 
         source = DictEnd(lambda value: Whole(value.placement.shape, (source_rank,)), whole)
-        return deliver(callers, local, picture, contents, source)
+        return deliver(group, local, global_state, contents, source)
 
 
 def deliver(
-    callers: RankGroup,
+    group: RankGroup,
     local: Local,
-    picture: Picture,
+    global_state: GlobalState,
     contents: FullContents,
     source: End,
 ) -> Shard | list[Shard]:
@@ -96,33 +96,33 @@ def deliver(
         local, contents.summaries, contents.fit, lambda fqn, name: opaque[fqn, name], is_own=contents.is_own
     )
     failure = Failure()
-    values = _values(picture, contents.summaries)
+    values = _values(global_state, contents.summaries)
     target = ShardEnd(local, {})
     with failure:
-        target = allocate_shard(load_plan, values, callers.rank)
-    move(values, source, target, callers, callers.budget, failure)
+        target = allocate_shard(load_plan, values, group.rank)
+    move(values, source, target, group, group.budget, failure)
     shard: Shard | list[Shard] = []
     with failure:
         shard = load_plan.dict_of(target.flats, contents.groups, contents.other_keys) if failure.error is None else []
-        if failure.error is None and callers.rank == callers.ranks[0]:
+        if failure.error is None and group.rank == group.ranks[0]:
             load_plan.log("delivered", target.flats, begun)
     warn_of_uncollected(local, contents.uncollected)
-    agree(callers, "delivered", failure.error, fatal=failure.fatal)
+    agree(group, "delivered", failure.error, fatal=failure.fatal)
     return shard
 
 
 def _send_contents(
-    callers: RankGroup,
+    group: RankGroup,
     local: Local,
-    picture: Picture,
+    global_state: GlobalState,
     full: Mapping[str, Any] | None,
     source_rank: int,
     options: Options,
 ) -> tuple[FullState | None, FullContents]:
     """Check the full dict on the source rank against the model of all ranks, and send its contents to all ranks."""
     state, content = None, b""
-    if callers.rank == source_rank and full is not None:
-        live = local.live_optimizer(picture)
+    if group.rank == source_rank and full is not None:
+        live = local.live_optimizer(global_state)
         state = given_dict(full, live.names)
         _check_whole(state, local.order, source_rank)
         state, fit = live.fit(state, strict=options.strict, groups=options.groups)
@@ -134,8 +134,8 @@ def _send_contents(
                 "a tensor in a param group of the dict, or in a value of no parameter, has a dtype that torch cannot send to "
                 f"other ranks: give its view(torch.uint8) ({error})"
             ) from error
-    contents: FullContents = pickle.loads(tell(callers, "contents", content).content_of(source_rank))
-    opaque = _scatter_opaque(callers, picture, state, contents, source_rank)
+    contents: FullContents = pickle.loads(all_gather_bytes(group, "contents", content).content_of(source_rank))
+    opaque = _scatter_opaque(group, global_state, state, contents, source_rank)
     return state, replace(contents, opaque=opaque, is_own=state is None)
 
 
@@ -145,13 +145,13 @@ def _without(value: Any) -> OpaqueShards | None:
 
 
 def _scatter_opaque(
-    callers: RankGroup, picture: Picture, state: FullState | None, contents: FullContents, source_rank: int
+    group: RankGroup, global_state: GlobalState, state: FullState | None, contents: FullContents, source_rank: int
 ) -> dict[tuple[str, str], Any]:
     """The opaque values that this rank needs: the value of its shard, or the whole value of a whole parameter."""
     keys: list[tuple[str, str, int | None]] = []
     parcels = []
     for (fqn, name), head in contents.opaque.items():
-        param = picture.params.get(fqn)
+        param = global_state.params.get(fqn)
         placements = [param.placement, *(place for place, _ in param.variants)] if param is not None else []
         for shard in head.by_shard if head is not None else (None,):
             needs = {r for p in placements for r in p.ranks if shard is None or p.shard_of(r) == shard}
@@ -168,8 +168,8 @@ def _scatter_opaque(
     failure = Failure()
     if not parcels:
         return {}
-    arrived = send(callers, parcels, value_of, failure)
-    agree(callers, "opaque values", failure.error, fatal=failure.fatal)
+    arrived = send(group, parcels, value_of, failure)
+    agree(group, "opaque values", failure.error, fatal=failure.fatal)
     values = dict(contents.opaque)
     for index, value in arrived.items():
         fqn, name, shard = keys[index]
@@ -193,19 +193,21 @@ def _check_whole(state: FullState, order: Sequence[str], source_rank: int) -> No
 def _contents(state: FullState, summaries: Mapping[str, Summary], fit: Fit) -> FullContents:
     return FullContents(
         summaries=summaries,
-        groups=tuple(({key: own(value) for key, value in group.items()}, fqns) for group, fqns in state.groups),
-        other_keys={key: own(value) for key, value in state.other_keys.items()},
+        groups=tuple(
+            ({key: detached_copy(value) for key, value in group.items()}, fqns) for group, fqns in state.groups
+        ),
+        other_keys={key: detached_copy(value) for key, value in state.other_keys.items()},
         opaque={(fqn, name): _without(state.state[fqn][name]) for fqn, s in summaries.items() for name, _ in s.opaque},
         fit=fit,
         uncollected=state.uncollected,
     )
 
 
-def _values(picture: Picture, summaries: Mapping[str, Summary]) -> list[StateValue]:
+def _values(global_state: GlobalState, summaries: Mapping[str, Summary]) -> list[StateValue]:
     """The values that move. If groups of ranks hold variants of a parameter, each group gets its own."""
     return [
         StateValue(fqn, name, dtype, placement)
-        for fqn, param in picture.params.items()
+        for fqn, param in global_state.params.items()
         if fqn in summaries
         for name, dtype in summaries[fqn].dtypes.items()
         for placement in ([place for place, _ in param.variants] or [param.placement])

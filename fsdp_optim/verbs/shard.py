@@ -23,7 +23,7 @@ from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
-from fsdp_optim.verbs.call import Local, calling, meet, names_of_model, read_local
+from fsdp_optim.verbs.call import Local, agree_on_state, collective_call, names_of_model, read_local
 from fsdp_optim.verbs.ends import DictEnd
 from fsdp_optim.verbs.load_plan import plan_load, warn_of_uncollected
 from fsdp_optim.verbs.scatter import FullContents, allocate_shard, deliver
@@ -77,34 +77,34 @@ def _shard_of_stages(
     stages: Model, optim: Optimizers | None, full: Mapping[str, Any], options: Options
 ) -> Shard | list[Shard]:
     """The same for pipeline stages. Called by all ranks, because only together they can check that the full dict fits."""
-    with calling("get_shard_from_optim_state_dict", [stages], options, options) as ((reader,), callers):
+    with collective_call("get_shard_from_optim_state_dict", [stages], options, options) as ((reader,), group):
 
         def read() -> Local:
             if optim is None:
                 raise WrapperError(
                     "model is a list of pipeline stages, whose optimizers differ between ranks: give optim= too"
                 )
-            return read_local(reader, optim, options, callers.ranks)
+            return read_local(reader, optim, options, group.ranks)
 
-        local, picture = meet(
-            callers,
+        local, global_state = agree_on_state(
+            group,
             read,
             options,
             "of a full dict",
             with_state=False,
         )
-        live, failure = local.live_optimizer(picture), Failure()
+        live, failure = local.live_optimizer(global_state), Failure()
         with failure:
             state = given_dict(full, live.names)
             state, fit = live.fit(state, strict=options.strict, groups=options.groups)
             summaries = summarize(state, live.shapes)
             opaque = {(fqn, name): state.state[fqn][name] for fqn, s in summaries.items() for name, _ in s.opaque}
             contents = FullContents(summaries, state.groups, state.other_keys, opaque, fit, state.uncollected)
-        agree(callers, "a full dict on each rank", failure.error)
+        agree(group, "a full dict on each rank", failure.error)
         source = DictEnd(
-            lambda value: Whole(value.placement.shape, callers.ranks), lambda fqn, name: state.state[fqn][name]
+            lambda value: Whole(value.placement.shape, group.ranks), lambda fqn, name: state.state[fqn][name]
         )
-        return deliver(callers, local, picture, contents, source)
+        return deliver(group, local, global_state, contents, source)
 
 
 def _check_shared_out(local: Local, full: FullState) -> None:

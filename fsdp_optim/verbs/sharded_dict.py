@@ -22,11 +22,11 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, Summaries, summarize
 from fsdp_optim.state.merged.sharded_dict import WHOLE_HERE, DictPart, PartsByRanks, ValuePart, join
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of
-from fsdp_optim.transport.agree import agree, compare
+from fsdp_optim.transport.agree import agree, all_equal
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
-from fsdp_optim.verbs.call import calling, meet, read_local
+from fsdp_optim.verbs.call import agree_on_state, collective_call, read_local
 from fsdp_optim.verbs.ends import DictEnd, WholeEnd
 from fsdp_optim.verbs.scatter import FullContents, deliver
 
@@ -37,7 +37,7 @@ _State = Mapping[str, Mapping[str, ValuePart]]
 
 
 def is_sharded(full: Any) -> bool:
-    """Whether a dict has values that are spread over ranks (DTensor, ShardedTensor), so that all ranks have to meet."""
+    """Whether a dict has values that are spread over ranks (DTensor, ShardedTensor), so that all ranks must meet."""
 
     def any_sharded(value: Any, depth: int = 0) -> bool:
         if isinstance(value, Mapping):  # what is deeper is refused later, on all ranks alike
@@ -49,13 +49,13 @@ def is_sharded(full: Any) -> bool:
 
 def redistribute(model: Model, optim: Optimizers, sharded: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank. Called by all ranks, each with its part of the same state."""
-    with calling("get_shard_from_optim_state_dict", [model], options, options) as ((reader,), callers):
-        local, picture = meet(
-            callers, lambda: read_local(reader, optim, options), options, "of a sharded dict", with_state=False
+    with collective_call("get_shard_from_optim_state_dict", [model], options, options) as ((reader,), group):
+        local, global_state = agree_on_state(
+            group, lambda: read_local(reader, optim, options), options, "of a sharded dict", with_state=False
         )
-        live = local.live_optimizer(picture)
+        live = local.live_optimizer(global_state)
         mine, here = given_dict(sharded, replace(live.names, given=local.view.given_names)), _Here()
-        state, members = join(_tell(callers, _part(mine, callers, here)))
+        state, members = join(_tell(group, _part(mine, group, here)))
         described = replace(
             mine,
             state={fqn: {name: _stand_in(part) for name, part in values.items()} for fqn, values in state.items()},
@@ -64,26 +64,26 @@ def redistribute(model: Model, optim: Optimizers, sharded: Mapping[str, Any], op
         described, fit = live.fit(described, strict=options.strict, groups=options.groups)
         summaries = summarize(described, live.shapes)
         source = DictEnd(lambda value: _placement_of(state, value), lambda fqn, name: here[fqn, name])
-        opaque = _opaque_values(callers, state, summaries, source)
+        opaque = _opaque_values(group, state, summaries, source)
         contents = FullContents(summaries, described.groups, described.other_keys, opaque, fit)
-        return deliver(callers, local, picture, contents, source)
+        return deliver(group, local, global_state, contents, source)
 
 
-def _tell(callers: RankGroup, part: DictPart) -> PartsByRanks:
+def _tell(group: RankGroup, part: DictPart) -> PartsByRanks:
     """The parts of all ranks. They are sent only if they differ."""
-    if compare(callers, "sharded dict", repr(part).encode()):
-        return [(part, callers.ranks)]
+    if all_equal(group, "sharded dict", repr(part).encode()):
+        return [(part, group.ranks)]
     ranks_of: dict[bytes, list[int]] = {}
-    for rank, pickled in zip(callers.ranks, exchange_reports(callers, pickle.dumps(part)), strict=True):
+    for rank, pickled in zip(group.ranks, exchange_reports(group, pickle.dumps(part)), strict=True):
         ranks_of.setdefault(pickled, []).append(rank)
     return [(pickle.loads(pickled), tuple(ranks)) for pickled, ranks in ranks_of.items()]
 
 
-def _part(mine: FullState, callers: RankGroup, here: _Here) -> DictPart:
+def _part(mine: FullState, group: RankGroup, here: _Here) -> DictPart:
     """The description of this rank's part for the other ranks. Adds the rank's elements to `here`."""
     return DictPart(
         state=tuple(
-            (fqn, tuple((name, _value_part(fqn, name, value, callers, here)) for name, value in values.items()))
+            (fqn, tuple((name, _value_part(fqn, name, value, group, here)) for name, value in values.items()))
             for fqn, values in mine.state.items()
         ),
         groups=tuple((_keys(hyper), fqns) for hyper, fqns in mine.groups),
@@ -98,13 +98,13 @@ def _keys(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         raise StateError(f"{error}, so ranks cannot check that all have the same value") from None
 
 
-def _value_part(fqn: str, name: str, value: Any, callers: RankGroup, here: _Here) -> ValuePart:
+def _value_part(fqn: str, name: str, value: Any, group: RankGroup, here: _Here) -> ValuePart:
     where = f"{fqn}: {name}"
     if is_sharded_value(value):
         placement, flat = read_sharded_value(where, value)
         if placement.shape:
             here[fqn, name] = flat
-            alike = placement.ranks == callers.ranks  # torch keeps the replicas of one mesh equal, not those of several
+            alike = placement.ranks == group.ranks  # torch keeps the replicas of one mesh equal, not those of several
             return ValuePart(dtype_name(value.dtype), placement, "" if alike else fingerprint_of(flat))
         value = flat.view(())
     if isinstance(value, torch.Tensor) and value.dim():
@@ -139,7 +139,7 @@ def _placement_of(state: _State, value: StateValue) -> Placement:
 
 
 def _opaque_values(
-    callers: RankGroup, state: _State, summaries: Summaries, source: DictEnd
+    group: RankGroup, state: _State, summaries: Summaries, source: DictEnd
 ) -> dict[tuple[str, str], Any]:
     """The values of another shape than their parameter, whole on every rank, which cuts them as needed."""
     opaque = [(fqn, name, state[fqn][name]) for fqn, summary in summaries.items() for name, _ in summary.opaque]
@@ -148,8 +148,8 @@ def _opaque_values(
         for fqn, name, part in opaque
         if part.placement is not None
     ]
-    whole, failure = WholeEnd(callers, callers.ranks), Failure()
+    whole, failure = WholeEnd(group, group.ranks), Failure()
     if values:
-        move(values, source, whole, callers, callers.budget, failure)
-        agree(callers, "odd values", failure.error, fatal=failure.fatal)
+        move(values, source, whole, group, group.budget, failure)
+        agree(group, "odd values", failure.error, fatal=failure.fatal)
     return {**{(fqn, name): part.value for fqn, name, part in opaque if part.placement is None}, **whole.made}

@@ -10,7 +10,7 @@ from fsdp_optim.transport.base import RankGroup
 _METHOD = "synchronize_for_checkpoint"
 
 
-def synchronize(callers: RankGroup, optim: Optimizers) -> None:
+def synchronize(group: RankGroup, optim: Optimizers) -> None:
     """Call `synchronize_for_checkpoint()` of the optimizers that have this method, as Dion does. Called by all ranks.
 
     The method may communicate, so all ranks first agree to call it.
@@ -18,6 +18,6 @@ def synchronize(callers: RankGroup, optim: Optimizers) -> None:
     listed = optim if isinstance(optim, (list, tuple)) else [optim]
     methods = [method for one in listed if callable(method := getattr(innermost(one), _METHOD, None))]
     if methods:
-        agree(callers, f"before {_METHOD}")
+        agree(group, f"before {_METHOD}")
         for method in methods:
             method()

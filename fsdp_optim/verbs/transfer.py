@@ -13,14 +13,14 @@ from fsdp_optim.options import Model, Options
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.fits import LIVE_GROUPS, Fit
 from fsdp_optim.state.live.local import Optimizers
-from fsdp_optim.state.merged.global_state import Param, Picture
+from fsdp_optim.state.merged.global_state import GlobalState, Param
 from fsdp_optim.state.merged.reports import LiveParam
 from fsdp_optim.state.values.opaque import cuts_of
 from fsdp_optim.state.values.summary import OpaqueType, Summary
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import Local, calling, meet, read_local
+from fsdp_optim.verbs.call import Local, agree_on_state, collective_call, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_unsharded
 from fsdp_optim.verbs.load_on_all import load_on_all
@@ -38,8 +38,8 @@ def transfer(
     options: Options,
 ) -> Incompatible:
     """Load the state of one live optimizer into another, whatever wraps their models."""
-    with calling("transfer_optim_state", [src_model, dst_model], options, options) as ((src, dst), callers):
-        return _transfer(src, src_optim, dst, dst_optim, callers, options)
+    with collective_call("transfer_optim_state", [src_model, dst_model], options, options) as ((src, dst), group):
+        return _transfer(src, src_optim, dst, dst_optim, group, options)
 
 
 def _transfer(
@@ -47,48 +47,48 @@ def _transfer(
     src_optim: Optimizers,
     dst: ModelReader,
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
-    callers: RankGroup,
+    group: RankGroup,
     options: Options,
 ) -> Incompatible:
     everything = replace(options, collect="all")
-    synchronize(callers, src_optim)
-    local, picture = meet(
-        callers,
-        lambda: read_local(src, src_optim, everything, callers.ranks),
+    synchronize(group, src_optim)
+    local, global_state = agree_on_state(
+        group,
+        lambda: read_local(src, src_optim, everything, group.ranks),
         options,
         "from",
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
     )
-    picture = compare_unsharded(callers, local, picture, options.on_replica_mismatch)
-    dst_local, dst_picture = meet(
-        callers,
-        lambda: read_local(dst, dst_optim, everything, callers.ranks),
+    global_state = compare_unsharded(group, local, global_state, options.on_replica_mismatch)
+    dst_local, dst_picture = agree_on_state(
+        group,
+        lambda: read_local(dst, dst_optim, everything, group.ranks),
         options,
         "to",
         with_state=False,
     )
     regroup = bool(dst_local.optim.optimizers) or options.groups == "live"
-    _check_same(picture, dst_picture, strict=options.strict, regroup=regroup)
+    _check_same(global_state, dst_picture, strict=options.strict, regroup=regroup)
     live = replace(dst_local.live_optimizer(dst_picture), with_state=frozenset())
-    full, fit = live.fit(_described(local, picture), strict=options.strict, groups=options.groups)
-    source = LiveEnd(local, _places(picture))
-    contents = _contents(callers, local, _following_params(picture, dst_picture), dst_picture, full, fit)
-    shard = deliver(callers, dst_local, dst_picture, contents, source)
-    return load_on_all(callers, dst_optim, shard)
+    full, fit = live.fit(_described(local, global_state), strict=options.strict, groups=options.groups)
+    source = LiveEnd(local, _places(global_state))
+    contents = _contents(group, local, _following_params(global_state, dst_picture), dst_picture, full, fit)
+    shard = deliver(group, dst_local, dst_picture, contents, source)
+    return load_on_all(group, dst_optim, shard)
 
 
-def _places(picture: Picture) -> dict[tuple[str, str], Placement]:
+def _places(global_state: GlobalState) -> dict[tuple[str, str], Placement]:
     """Where the values of the source are that have an element for each of their parameter's, by FQN and name."""
     places = {}
-    for fqn, param in picture.params.items():
+    for fqn, param in global_state.params.items():
         if param.summary is not None:
             places.update({(fqn, name): param.placement for name, _ in param.summary.sharded})
             places.update({(fqn, name): placement for name, (_, placement) in param.summary.placed})
     return places
 
 
-def _following_params(src: Picture, dst: Picture) -> Picture:
+def _following_params(src: GlobalState, dst: GlobalState) -> GlobalState:
     """The picture of the source, in which values that were cut by themselves are cut like their parameters in the target.
 
     The same rule as `following_params` of full dicts.
@@ -102,17 +102,17 @@ def _following_params(src: Picture, dst: Picture) -> Picture:
     return replace(src, params=params)
 
 
-def _described(local: Local, picture: Picture) -> FullState:
+def _described(local: Local, global_state: GlobalState) -> FullState:
     """The state of the source without its values: the names of values, the groups, and the classes of optimizers."""
     return FullState(
-        state={fqn: dict.fromkeys(p.summary.names) for fqn, p in picture.params.items() if p.summary is not None},
-        groups=tuple((group, picture.group_fqns(index)) for index, group in enumerate(local.optim.groups)),
+        state={fqn: dict.fromkeys(p.summary.names) for fqn, p in global_state.params.items() if p.summary is not None},
+        groups=tuple((group, global_state.group_fqns(index)) for index, group in enumerate(local.optim.groups)),
         other_keys=local.optim.other_keys,
         classes=tuple(known.name for known in local.optim.classes),
     )
 
 
-def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> None:
+def _check_same(src: GlobalState, dst: GlobalState, *, strict: bool, regroup: bool) -> None:
     """Raise StateError, the same on all ranks, unless both models have the same parameters, shapes and groups."""
     if src.num_groups != dst.num_groups and not regroup:
         raise StateError(
@@ -141,19 +141,19 @@ def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> N
 
 
 def _contents(
-    callers: RankGroup, local: Local, picture: Picture, dst: Picture, full: FullState, fit: Fit
+    group: RankGroup, local: Local, global_state: GlobalState, dst: GlobalState, full: FullState, fit: Fit
 ) -> FullContents:
     """The contents of the source, known to all ranks. Unsharded values are moved to the ranks that need them."""
     failure = Failure()
-    everywhere = Gathering(callers, local, picture, callers.ranks)
-    sources, targets = _by_first_fqn(picture), _by_first_fqn(dst)
+    everywhere = Gathering(group, local, global_state, group.ranks)
+    sources, targets = _by_first_fqn(global_state), _by_first_fqn(dst)
     unsharded = move_unsharded(
         everywhere, lambda fqn: _needs(dst.params.get(fqn), sources.get(fqn, []), targets.get(fqn, [])), failure
     )
-    agree(callers, "odd values", failure.error, fatal=failure.fatal)
+    agree(group, "odd values", failure.error, fatal=failure.fatal)
     return FullContents(
         summaries={
-            fqn: _as_arrived(fqn, _only(picture.params[fqn].summary or Summary(), values), unsharded)
+            fqn: _as_arrived(fqn, _only(global_state.params[fqn].summary or Summary(), values), unsharded)
             for fqn, values in full.state.items()
         },
         groups=full.groups,
@@ -164,10 +164,10 @@ def _contents(
     )
 
 
-def _by_first_fqn(picture: Picture) -> dict[str, list[LiveParam]]:
+def _by_first_fqn(global_state: GlobalState) -> dict[str, list[LiveParam]]:
     """The live parameters by the FQN of their first original."""
     found: dict[str, list[LiveParam]] = {}
-    for live in picture.live:
+    for live in global_state.live:
         found.setdefault(live.fqns[0], []).append(live)
     return found
 

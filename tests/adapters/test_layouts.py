@@ -119,7 +119,7 @@ def placements_of(model_class: type[nn.Module], wrap: Wrap, rank: int) -> dict[s
     found = {}
     for named in view.handles:
         held = numbers.read(local_of(named.handle.weights()))
-        wanted = held.clamp(max=numbers.least - 1)  # elements that the adapter does not describe have to be padding
+        wanted = held.clamp(max=numbers.least - 1)  # elements that the adapter does not describe must be padding
         for fqn, placement in named.placements.items():
             found[fqn] = placement
             for offset, block in elements(placement, rank):

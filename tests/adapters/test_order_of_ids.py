@@ -34,7 +34,7 @@ from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import fsdp_optim
-from fsdp_optim.state.dicts.order import Counted, Listed, count, merge
+from fsdp_optim.state.dicts.order import Counted, OrderedParam, count, merge
 from fsdp_optim.testing import run_on_ranks
 
 FLAT = ("fairscale flat", "FSDP1 flat")
@@ -434,7 +434,7 @@ class OtherReadersTest(unittest.TestCase):
 class CountTest(unittest.TestCase):
     def counted(self, *units: tuple[int, str], mixed: Any = ()) -> Counted:
         names = "abcdefgh"
-        return count([Listed(at, tuple(f)) for at, f in units], {n: i for i, n in enumerate(names)}, mixed)
+        return count([OrderedParam(at, tuple(f)) for at, f in units], {n: i for i, n in enumerate(names)}, mixed)
 
     def test_in_the_wrapped_models_order_it_is_the_unwrapped_models(self) -> None:
         self.assertEqual(self.counted((0, "ad"), (1, "b"), (2, "c")), Counted(tuple("abcd")))

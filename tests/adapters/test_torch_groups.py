@@ -55,7 +55,7 @@ class Other(nn.Module):
 
 
 def on_group(kind: str, *memberships: list[int]) -> Callable[[nn.Module], Any]:
-    """A wrapper over that group of ranks which this rank is in. All ranks of the world have to call this."""
+    """A wrapper over that group of ranks which this rank is in. All ranks of the world must call this."""
     mine = next((ranks for ranks in memberships if dist.get_rank() in ranks), None)
     groups = [dist.new_group(ranks) for ranks in memberships]
     meshes = [DeviceMesh("cpu", ranks) for ranks in memberships]

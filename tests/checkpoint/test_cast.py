@@ -74,7 +74,7 @@ def saved(folder: str, make: Any, prepare: Callable[[nn.Module], None]) -> Oracl
     """A checkpoint of a plain model, and that model."""
     oracle = Oracle(make, 2, Small, prepare)
     with torch.no_grad():
-        for param in oracle.model.parameters():  # something that bf16 has to round where it can
+        for param in oracle.model.parameters():  # something that bf16 must round where it can
             param.mul_(1 / 3)
     fsdp_optim.save(folder, oracle.model, oracle.optim)
     return oracle

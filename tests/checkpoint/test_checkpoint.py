@@ -1265,7 +1265,7 @@ class RefusedTest(InFolder):
         """Refused at once, and by all: none of them waits for another."""
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {})
         errors = run_on_ranks(load_differently, 2, self.path, case, timeout=40.0)
-        words = "do not make the same call" if case == "optim" else "every rank has to make the same calls"
+        words = "do not make the same call" if case == "optim" else "every rank must make the same calls"
         check_refused(case, errors, "RankError", words)
 
     def test_another_number_of_groups(self) -> None:
@@ -1416,7 +1416,7 @@ class WithScale(Failing):
 
 
 def load_failing(path: Path, wrapper: str, kind: Any, rank: int) -> list[tuple[str, str]]:
-    """With state before, and without; the model and the optimizer have to be as before on every rank."""
+    """With state before, and without; the model and the optimizer must be as before on every rank."""
     errors = []
     with cpu(), mock.patch.object(Failing, "rank", rank):
         for steps in (0, 1):

@@ -39,7 +39,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats.own.probe import JUDGE
+from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.testing import run_on_ranks
 
@@ -228,7 +228,7 @@ STORE = ("set", "get", "add", "wait", "check", "compare_set", "multi_", "append"
 
 
 def watch_collectives(root: Path) -> None:
-    """Calls of a group, which ranks have to make in one order, and calls of the job's store, which one thread at a time may make.
+    """Calls of a group, which ranks must make in one order, and calls of the job's store, which one thread at a time may make.
 
     In the background only a connection of its own is used.
     """
@@ -521,7 +521,7 @@ class KeepTest(InFolder):
                 saving.rename(self.root / "step-10")
 
         with mock.patch.object(leftovers.time, "sleep", later):
-            found = leftovers.existing(self.root / "step-10", JUDGE)
+            found = leftovers.existing(self.root / "step-10", PROBE)
         self.assertEqual(found, self.root / "step-10")
         self.assertTrue((found / "fsdp_optim.json").exists())
 

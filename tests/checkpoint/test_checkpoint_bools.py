@@ -21,7 +21,7 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim.formats.base.bools import BOOL, check_bools
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.header import Entry
+from fsdp_optim.formats.base.header import HeaderEntry
 from fsdp_optim.testing import run_on_ranks
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
@@ -185,7 +185,9 @@ class BoolsTest(unittest.TestCase):
 
     def test_ranges_of_a_file(self) -> None:
         """Every byte of every range, where ranges begin and end in, before and after tensors of bools."""
-        entries = [Entry(f"b{start}", BOOL, (stop - start,), start, stop) for start, stop in ((2, 3), (5, 5), (5, 8))]
+        entries = [
+            HeaderEntry(f"b{start}", BOOL, (stop - start,), start, stop) for start, stop in ((2, 3), (5, 5), (5, 8))
+        ]
         bools = {at: entry.key for entry in entries for at in range(entry.start, entry.stop)}
         for start, stop, odd in itertools.product(range(10), range(10), range(10)):
             data = bytes(2 if at == odd else 1 for at in range(start, stop))

@@ -132,7 +132,7 @@ class LetGoTest(unittest.TestCase):
         check_same("whole", [(path / "fsdp_optim.json").exists() for path in gone], [True, True])
         check_same(
             "no checkpoint",
-            [Path(one.base).name for one in FolderShelf(self.root, OURS.judge).complete()[0]],
+            [Path(one.base).name for one in FolderShelf(self.root, OURS.probe).complete()[0]],
             ["step-3"],
         )
         self.save(4)

@@ -22,7 +22,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats.own.probe import JUDGE
+from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix.claim import LOCK
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.testing import run_on_ranks
@@ -167,7 +167,7 @@ class LockTest(CatalogTest):
         )
     )
     def test_a_lock_that_is_no_file(self, _: str, make: Callable[[Path], None]) -> None:
-        """Nobody has to wait for it, and what no save has made is not removed."""
+        """Nobody must wait for it, and what no save has made is not removed."""
         neighbour = self.root / f"step-9.saving-{TOKEN}"
         neighbour.mkdir()
         make(neighbour / LOCK)
@@ -312,7 +312,7 @@ class OvertakenTest(CatalogTest):
     """Two saves to one path at the same time: one wins, the other raises, whatever they were asked."""
 
     def staged(self, number: int, overwrite: bool) -> FolderStaging:
-        staging = FolderStaging.begin(self.path, JUDGE, overwrite=overwrite)
+        staging = FolderStaging.begin(self.path, PROBE, overwrite=overwrite)
         save(self.root / "other" / "step", extra={"number": number})
         shutil.copytree(self.root / "other" / "step", staging.folder, dirs_exist_ok=True)
         shutil.rmtree(self.root / "other")

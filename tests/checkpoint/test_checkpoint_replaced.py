@@ -28,7 +28,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.offline.workers import Share
+from fsdp_optim.offline.workers import RankWork
 from fsdp_optim.storage.posix import opened
 from fsdp_optim.testing import run_on_ranks
 
@@ -337,7 +337,7 @@ class ReplacedTest(unittest.TestCase):
     def test_written_again_while_it_is_verified_or_converted(self) -> None:
         """Another manifest replaces the one in the folder, with other files; the call may have read some of the former files."""
         save_two(self.root, {"checksums": False})
-        run, manifests = Share.run, [self.root / f"save-{number}" / "fsdp_optim.json" for number in (1, 2)]
+        run, manifests = RankWork.run, [self.root / f"save-{number}" / "fsdp_optim.json" for number in (1, 2)]
 
         def run_and_replace(*args: Any) -> None:
             run(*args)
@@ -350,7 +350,7 @@ class ReplacedTest(unittest.TestCase):
         ]
         for call in calls:
             manifests[0].write_bytes(before)
-            with mock.patch.object(Share, "run", run_and_replace):
+            with mock.patch.object(RankWork, "run", run_and_replace):
                 kind, text = error_text(call)
             self.assertEqual(kind, "ReplacedError", text)
             self.assertIn(f"{source}", text)

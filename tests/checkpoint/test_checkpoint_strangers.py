@@ -23,7 +23,7 @@ from fsdp_optim.testing import run_on_ranks
 
 
 def put(folder: Path) -> dict[str, bytes]:
-    """Files of every kind, some deep; what has to be there afterwards."""
+    """Files of every kind, some deep; what must be there afterwards."""
     files = {
         "config.json": b"{}",
         "extra/mine.txt": b"mine",

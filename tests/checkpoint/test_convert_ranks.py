@@ -148,7 +148,7 @@ class ConvertRanksTest(SharedFolder):
 
     def test_to_a_bucket_and_back(self) -> None:
         bucket = MemoryBucket()
-        there = ObjectStore(bucket, "run/step", OURS.judge)
+        there = ObjectStore(bucket, "run/step", OURS.probe)
         fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
         done = fsdp_optim.convert(self.source, there)  # type: ignore[arg-type]
         self.assertEqual(done.nbytes_written, done.nbytes)
@@ -174,15 +174,15 @@ class ConvertRanksTest(SharedFolder):
     def test_wrong_arguments(self) -> None:
         to = self.folder / "to"
         cases: dict[str, dict[str, Any]] = {
-            "memory has to be at least 16777216 bytes": {"memory": 1 << 20},
-            "max_file_size has to be at least 1 byte": {"max_file_size": 0},
-            "format has to be one of 'safetensors'": {"format": "zip"},
-            "world_size has to be at least 1": {"world_size": 0},
+            "memory must be at least 16777216 bytes": {"memory": 1 << 20},
+            "max_file_size must be at least 1 byte": {"max_file_size": 0},
+            "format must be one of 'safetensors'": {"format": "zip"},
+            "world_size must be at least 1": {"world_size": 0},
             "world_size is for formats with a part for each rank": {"world_size": 2},
-            "key_by has to be": {"key_by": "number"},
+            "key_by must be": {"key_by": "number"},
             "leave key_by out": {"key_by": "id"},
-            "names has to be a list": {"names": "weight"},
-            "timeout has to be": {"timeout": -1},
+            "names must be a list": {"names": "weight"},
+            "timeout must be": {"timeout": -1},
         }
         for message, options in cases.items():
             with self.assertRaisesRegex((CheckpointError, StateError), message):

@@ -205,7 +205,7 @@ class FolderTest(unittest.TestCase):
         with self.assertRaisesRegex(CheckpointError, "upload_to= takes checkpoints of the format"):
             self.save("a", upload_to="s3://bucket/x")
         with self.assertRaisesRegex(
-            CheckpointError, "format has to be 'safetensors', 'dcp' or 'torchtitan', not 'pickle'"
+            CheckpointError, "format must be 'safetensors', 'dcp' or 'torchtitan', not 'pickle'"
         ):
             self.save("a", format="pickle")
         self.assertEqual(list(self.root.iterdir()), [])

@@ -301,8 +301,8 @@ def fail(root: Path, bad: int) -> None:
             check_same(f"unchanged: {key}", after[key], before[key])
         faulty.fails_in = ""
         wrong: Any = "soon" if is_bad else 10
-        refused(lambda: run.manager.save(wrong), StateError, "step has to be at least 0", f"rank {bad}")
-        refused(lambda: run.manager.save(10, metric="high" if is_bad else 1.0), StateError, "metric has to be")  # type: ignore[arg-type]
+        refused(lambda: run.manager.save(wrong), StateError, "step must be at least 0", f"rank {bad}")
+        refused(lambda: run.manager.save(10, metric="high" if is_bad else 1.0), StateError, "metric must be")  # type: ignore[arg-type]
         run.manager.save(10, metric=float(run.rank))
     check_same("closed", (steps_in(folder), record_of(folder, 10)), ([10, 6], {"after": 6, "metric": 0.0}))
     refused(lambda: run.manager.step(11), StateError, "CheckpointManager.step was called after close()")
@@ -726,9 +726,9 @@ class KeepTest(CatalogTest):
                 events.append("sync")
             real_sync(file)
 
-        def remove(shelf: Any, ones: Any, reason: str) -> None:
+        def remove(directory: Any, ones: Any, reason: str) -> None:
             events.append("remove")
-            real_remove(shelf, ones, reason)
+            real_remove(directory, ones, reason)
 
         patches = (mock.patch.object(os, "fsync", sync), mock.patch.object(FolderShelf, "remove", remove))
         with run.manager, patches[0], patches[1]:

@@ -178,8 +178,8 @@ class OneProcessTest(unittest.TestCase):
             ({"norm.running_mean": "_extra_state"}, "the same name _extra_state"),
             (lambda name: None, "rename returned None for embed.weight, which is no name"),
             ({"norm.bias": ""}, "rename returned '' for norm.bias, which is no name"),
-            ({"norm.bias": 3}, "rename has to map beginnings of names to others"),
-            ("model.", "rename has to be a function or None, not 'model.'"),
+            ({"norm.bias": 3}, "rename must map beginnings of names to others"),
+            ("model.", "rename must be a function or None, not 'model.'"),
         ):
             save = partial(fsdp_optim.save, self.folder / "a", model, optim, rename=rename)
             self.assertIn(said, error_text(save)[1])

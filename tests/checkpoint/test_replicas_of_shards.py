@@ -248,9 +248,9 @@ def watch(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"told": [], "read": [], "exchanged": 0}
     real_tell, real_exchange = replicas.tell, replicas.exchange_reports
 
-    def tell(callers: Any, step: str, content: bytes, **more: Any) -> Any:
+    def tell(group: Any, step: str, content: bytes, **more: Any) -> Any:
         found["told"].append(len(content))
-        told = real_tell(callers, step, content, **more)
+        told = real_tell(group, step, content, **more)
 
         def content_of(rank: int) -> bytes:
             found["read"].append(rank)
@@ -262,7 +262,11 @@ def watch(folder: str) -> dict[str, Any]:
         found["exchanged"] += 1
         return real_exchange(*args, **kwargs)
 
-    with cpu(), mock.patch.object(replicas, "tell", tell), mock.patch.object(replicas, "exchange_reports", exchange):
+    with (
+        cpu(),
+        mock.patch.object(replicas, "all_gather_bytes", tell),
+        mock.patch.object(replicas, "exchange_reports", exchange),
+    ):
         target = Trained(WRAPPERS["FSDP2"][0], adam, 1, Layers)
         fsdp_optim.save(Path(folder, "equal"), target.model, target.optim)
         found["equal"] = dict(found, told=list(found["told"]), read=list(found["read"]))

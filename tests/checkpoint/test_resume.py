@@ -101,7 +101,7 @@ class ResumeTest(CatalogTest):
         )
 
     def test_a_wrong_on_damage(self) -> None:
-        refused(lambda: self.resumed(on_damage="ignore"), CheckpointError, "on_damage has to be", "'ignore'")
+        refused(lambda: self.resumed(on_damage="ignore"), CheckpointError, "on_damage must be", "'ignore'")
 
 
 class CheckpointsTest(CatalogTest):

@@ -120,7 +120,7 @@ class SecondFormatTest(SharedFolder):
 
     def test_in_another_store(self) -> None:
         """Formats do not know stores: in memory, in parts, it is written and read alike."""
-        store = ObjectStore(MemoryBucket(), "run/step-1", RAW.judge, part_nbytes=100)
+        store = ObjectStore(MemoryBucket(), "run/step-1", RAW.probe, part_nbytes=100)
         one, other = Trained("plain", adam), Trained("plain", adam, 0)
         save.save(store, one.model, one.optim, SaveOptions(Options(), durable=False), RAW)
         restore.restore(store, other.model, other.optim, LoadOptions(Options()), RAW)
@@ -141,7 +141,7 @@ class SecondFormatTest(SharedFolder):
 def cut_in_three(source: Path, target: Path) -> None:
     """The same checkpoint with each tensor of enough elements in three files."""
     files = all_bytes(source)
-    with Folder(source, RAW.judge).open() as opened:
+    with Folder(source, RAW.probe).open() as opened:
         index = index_in(opened)
     for tensors in index["tensors"].values():
         for one in tensors.values():

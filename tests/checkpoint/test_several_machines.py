@@ -29,9 +29,9 @@ from fsdp_optim.checkpoint.common import seen_by_all as sharing
 from fsdp_optim.checkpoint.load import opening
 from fsdp_optim.checkpoint.save import upload
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.probe import JUDGE
+from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix import claim, folder, store, writer
-from fsdp_optim.storage.posix import directory as shelf
+from fsdp_optim.storage.posix import directory as directory
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import run_on_ranks
 
@@ -48,7 +48,7 @@ def machines(kind: str = "nfs4") -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (store, claim):
             stack.enter_context(mock.patch.object(module, "this_host", return_value=host))
-        for module in (claim, writer, shelf):
+        for module in (claim, writer, directory):
             stack.enter_context(mock.patch.object(module, "is_of_one_machine", return_value=False))
         stack.enter_context(mock.patch.object(folder, "filesystem_type", return_value=kind))
         yield
@@ -97,7 +97,7 @@ def loads(path: Path, older: Path | None, looks: int | None) -> tuple[str, str]:
     """Load what rank 1 sees late, or never: it sees nothing, or an older checkpoint."""
 
     def instead(self: Folder) -> Any:
-        return missing(self) if older is None else opened(Folder(older, JUDGE))
+        return missing(self) if older is None else opened(Folder(older, PROBE))
 
     opened = Folder.open
 
@@ -286,7 +286,7 @@ def uploads(path: Path, url: str, looks: int | None, older: Path | None = None) 
 
     def late(self: Folder) -> Any:
         asked[0] += 1
-        return missing(self) if older is None else opened(Folder(older, JUDGE))
+        return missing(self) if older is None else opened(Folder(older, PROBE))
 
     with cpu(), machines(), impatient(upload) if looks is None else contextlib.nullcontext():
         trained = Trained("FSDP2", **KWARGS)

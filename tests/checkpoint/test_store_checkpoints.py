@@ -59,7 +59,7 @@ def load_from(store: Store, trained: Trained, **options: Any) -> Any:
 
 
 def store_in(memory: Any, prefix: str, by_many: bool = True) -> ObjectStore:
-    return ObjectStore(MemoryBucket(memory, parts_by_many=by_many), prefix, OURS.judge, part_nbytes=PART_NBYTES)
+    return ObjectStore(MemoryBucket(memory, parts_by_many=by_many), prefix, OURS.probe, part_nbytes=PART_NBYTES)
 
 
 class InOneProcessTest(unittest.TestCase):
@@ -188,7 +188,7 @@ class InOneProcessTest(unittest.TestCase):
         for step in range(1, 6):
             save_to(self.store(f"run/step-{step}"), self.trained, step=step, keep_last=2)
         self.assertEqual(list(self.bucket.folders("run/")), ["run/step-4", "run/step-5"])
-        self.assertEqual(catalog.latest(self.store().shelf()), "memory://bucket/run/step-5")
+        self.assertEqual(catalog.latest(self.store().directory()), "memory://bucket/run/step-5")
 
     def test_sequence_numbers(self) -> None:
         """Each is above the others under one prefix, whatever the clocks say, and not below the time in milliseconds."""
@@ -340,7 +340,7 @@ def one_rank_fails(address: Any, key: bytes, victim: int) -> tuple[str, str]:
     with cpu():
         return error_text(
             lambda: save_to(
-                Broken(MemoryBucket(bucket), "run/broken", OURS.judge, part_nbytes=PART_NBYTES), Trained("FSDP2")
+                Broken(MemoryBucket(bucket), "run/broken", OURS.probe, part_nbytes=PART_NBYTES), Trained("FSDP2")
             )
         )
 

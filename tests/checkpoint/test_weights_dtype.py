@@ -148,9 +148,7 @@ class OneProcessTest(unittest.TestCase):
     def test_other_dtypes_are_refused(self, dtype: Any) -> None:
         model, optim = stepped()
         text = error_text(partial(fsdp_optim.save, self.folder / "a", model, optim, weights_dtype=dtype))[1]
-        self.assertIn(
-            "weights_dtype has to be torch.float16, torch.bfloat16, torch.float32, torch.float64 or None", text
-        )
+        self.assertIn("weights_dtype must be torch.float16, torch.bfloat16, torch.float32, torch.float64 or None", text)
 
     def test_it_is_recorded_and_kept_by_a_conversion(self) -> None:
         model, optim = stepped()
@@ -202,7 +200,7 @@ class PartsTest(unittest.TestCase):
     @parameterized.expand([(1000,), (333,)])
     def test_files_in_parts(self, part_nbytes: int) -> None:
         """Parts that begin in the middle of an element."""
-        store = ObjectStore(MemoryBucket(Memory()), "run/step-1", OURS.judge, part_nbytes=part_nbytes)
+        store = ObjectStore(MemoryBucket(Memory()), "run/step-1", OURS.probe, part_nbytes=part_nbytes)
         model, optim = stepped()
         save(store, model, optim, SaveOptions(Options(), weights_dtype=BF16, durable=False))
         target, target_optim = stepped()

@@ -169,7 +169,7 @@ class OneProcessTest(unittest.TestCase):
         return path, model
 
     def check_refused(self, path: str, *frozen: str, **options: Any) -> str:
-        """The error of a load, which has to change nothing."""
+        """The error of a load, which must change nothing."""
         model, optim = made(*frozen, seed=1)
         before = copy.deepcopy((model.state_dict(), optim.state_dict()))
         text = error_text(lambda: fsdp_optim.load(path, model, optim, **options))
@@ -212,7 +212,7 @@ class OneProcessTest(unittest.TestCase):
         self.assertIn("no parameter of the model requires gradients", text)
         for call in (fsdp_optim.save, fsdp_optim.load):
             text = error_text(lambda call=call: call(path, model, optim, weights="some"))  # type: ignore[misc]
-            self.assertIn("weights has to be 'all', 'trainable' or 'none', not 'some'", text)
+            self.assertIn("weights must be 'all', 'trainable' or 'none', not 'some'", text)
         self.assertFalse((self.folder / "no").exists())
 
     def test_values_of_modules_and_buffers_are_saved_with_trainable_parameters(self) -> None:
@@ -376,6 +376,6 @@ class RanksTest(unittest.TestCase):
                 self.assertEqual(other, first)
             for frozen, asked in zip(first[::2], first[1::2], strict=True):
                 self.assertIn('1.weight: weights="trainable" takes this parameter on one of rank', frozen)
-                self.assertIn("requires_grad has to be the same on all ranks", frozen)
+                self.assertIn("requires_grad must be the same on all ranks", frozen)
                 self.assertIn("weights=", asked)
             self.assertFalse(Path(folder, "step").exists())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_optim.formats.own.probe import JUDGE
+from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.storage.posix.claim import LOCK, is_held
 from fsdp_optim.storage.posix.folder import FolderStaging
@@ -28,7 +28,7 @@ class LeftoversTest(unittest.TestCase):
         self.neighbour = Path(place.name) / "neighbour"
 
     def begin(self, path: Path) -> FolderStaging:
-        staging = FolderStaging.begin(path, JUDGE, overwrite=True, durable=False)
+        staging = FolderStaging.begin(path, PROBE, overwrite=True, durable=False)
         self.addCleanup(staging.abandon)
         return staging
 
@@ -58,7 +58,7 @@ class LeftoversTest(unittest.TestCase):
 
     def test_lock_is_held_for_ever(self) -> None:
         with mock.patch.object(fcntl, "flock", side_effect=BlockingIOError), self.assertRaises(OSError) as caught:
-            FolderStaging.begin(self.path, JUDGE, overwrite=True, durable=False)
+            FolderStaging.begin(self.path, PROBE, overwrite=True, durable=False)
         self.assertIn("took the new folder for a leftover", str(caught.exception))
         self.assertEqual(list(self.path.parent.iterdir()), [])
 
@@ -95,7 +95,7 @@ class LeftoversTest(unittest.TestCase):
         with mock.patch.object(where, first, pausing(getattr(where, first))), mock.patch.object(os, "unlink", unlink):
             one.start()
             self.assertTrue(paused.wait(10))
-            leftovers.remove_leftovers(self.neighbour, JUDGE)
+            leftovers.remove_leftovers(self.neighbour, PROBE)
             go_on.set()
             one.join(10)
         self.assertEqual(len(made), 1, "the save that was beginning failed")

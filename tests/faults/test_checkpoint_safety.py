@@ -174,7 +174,7 @@ def good_contents(model: str, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def load_both_ways(paths: Sequence[Path], right: Path, kind: str, verifies: Sequence[bool]) -> list[list[Outcome]]:
-    """On one rank: what comes of loading each of these, with and without checksums; then a good one has to load."""
+    """On one rank: what comes of loading each of these, with and without checksums; then a good one must load."""
     with cpu():
         model = KINDS[kind].get("model", "Buffered")
         target, found = trained(1, model=model), []
@@ -774,7 +774,7 @@ class Saver:
                 local_of(param).fill_(self.number)
         return outcome_of(self.save, self.model)
 
-    def judge(self, what: str, mine: Outcome, *words: str, must_fail: bool = True) -> list[Outcome]:
+    def probe(self, what: str, mine: Outcome, *words: str, must_fail: bool = True) -> list[Outcome]:
         """What is wrong is noted. Unless it must fail, it may also have succeeded, or failed after the new one stood."""
         outcomes = self.meeting.tell(mine)
         self.tried.append(what)
@@ -841,7 +841,7 @@ def writing_fails(root: Path, group: str, number: int) -> tuple[list[str], list[
                 saver.judge_success(f"nothing failed on rank {rank}", outcome)
                 break
             what = f"call {nth} on rank {rank}"
-            saver.judge(what, outcome, os.strerror(number), must_fail=group == "writing")
+            saver.probe(what, outcome, os.strerror(number), must_fail=group == "writing")
             if len(saver.found) > 5:
                 return saver.tried, saver.found
     return saver.finish()
@@ -873,7 +873,7 @@ def files_may_not_grow(root: Path, in_background: bool) -> tuple[list[str], list
                 outcome = saver.attempt()
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            saver.judge(f"{most} bytes on rank {rank}", outcome, os.strerror(errno.EFBIG))
+            saver.probe(f"{most} bytes on rank {rank}", outcome, os.strerror(errno.EFBIG))
     return saver.finish()
 
 
@@ -896,7 +896,7 @@ def filled_up(root: Path) -> tuple[list[str], list[str]]:
         if not any(kind for kind, _ in saver.meeting.tell(outcome.error)):
             saver.judge_success(f"{pages} pages", outcome)
             break
-        saver.judge(f"{pages} pages", outcome, os.strerror(errno.ENOSPC))
+        saver.probe(f"{pages} pages", outcome, os.strerror(errno.ENOSPC))
     else:
         saver.found.append("no save fitted")
     saver.meeting.tell(0)
@@ -927,7 +927,7 @@ def vanishing(root: Path, what: str) -> tuple[list[str], list[str]]:
                 saver.judge_success(f"nothing vanished at call {nth} of rank {rank}", outcome)
                 continue
             if what == "saving":
-                saver.judge(f"at call {nth} of rank {rank}", outcome, str(saver.path))
+                saver.probe(f"at call {nth} of rank {rank}", outcome, str(saver.path))
             else:
                 saver.tried.append(f"at call {nth} of rank {rank}")
                 try:

@@ -21,7 +21,7 @@ from kit.checkpoint_format import MANIFEST, canonical
 from kit.optimizers import Peculiar
 from kit.wrapping import Differs, Trained, check_same
 from parameterized import parameterized
-from soak.mutations import KINDS, Change, Kind, Subject, Tiny, contents, judge
+from soak.mutations import KINDS, Change, Kind, Subject, Tiny, contents, probe
 from soak.mutators import Files, places_in, repair, sealed, split_header
 from soak.torture import temporary
 
@@ -74,11 +74,11 @@ def _made_of(value: Any) -> Any:
 def documents(name: str, good: Files) -> Iterator[Document]:
     """Each value once: what the second tensor, file or parameter says is read as what the first one says."""
     manifest = json.loads(_bytes(good, MANIFEST))["checkpoint"]
-    brief = manifest["brief"]
+    summary = manifest["brief"]
     rest = {key: value for key, value in manifest.items() if key != "brief"}
     if name == "in the manifest":
-        yield Document("manifest", rest, lambda files, value: _put_manifest(files, value, brief))
-        yield Document("brief", brief, lambda files, value: _put_brief(files, {**rest, "brief": value}))
+        yield Document("manifest", rest, lambda files, value: _put_manifest(files, value, summary))
+        yield Document("brief", summary, lambda files, value: _put_brief(files, {**rest, "brief": value}))
     for file in sorted(good):
         if file.endswith(".index.json") and name == "split":
             yield Document(file, json.loads(_bytes(good, file)), _putter(file, canonical))
@@ -97,15 +97,15 @@ def _bytes(files: Files, name: str) -> bytes:
     return data
 
 
-def _put_manifest(files: Files, value: Any, brief: Any) -> None:
+def _put_manifest(files: Files, value: Any, summary: Any) -> None:
     if isinstance(value, dict):
-        value = {**value, "brief": brief_of(value, brief)}
+        value = {**value, "brief": brief_of(value, summary)}
     files[MANIFEST] = sealed(value)
 
 
 def _put_brief(files: Files, value: Any) -> None:
-    brief = value["brief"]
-    files[MANIFEST] = sealed({**value, "brief": sealed_brief(brief) if isinstance(brief, dict) else brief})
+    summary = value["brief"]
+    files[MANIFEST] = sealed({**value, "brief": sealed_brief(summary) if isinstance(summary, dict) else summary})
 
 
 def _putter(file: str, written: Callable[[Any], bytes], data: bytes = b"") -> Callable[[Files, Any], None]:
@@ -145,7 +145,7 @@ class TypesTest(unittest.TestCase):
                     files: Files = dict(subject.good)
                     document.put(files, value)
                     try:
-                        judge(subject, Change(files, [said], covered=False, verify=True), figures)
+                        probe(subject, Change(files, [said], covered=False, verify=True), figures)
                     except Differs as error:
                         wrong.append(str(error))
                         subject.renew()

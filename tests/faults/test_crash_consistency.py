@@ -10,7 +10,7 @@ from pathlib import Path
 from kit.cases import expand, some
 from kit.wrapping import Differs, Trained, adam
 from parameterized import parameterized
-from soak.power_cuts import NEXT_EVERY, WAYS, Recorded, judge, states
+from soak.power_cuts import NEXT_EVERY, WAYS, Recorded, probe, states
 from soak.recording import Choice, Disk, Event, Recorder, all_of, every, no, none_of
 from soak.torture import temporary
 
@@ -29,7 +29,7 @@ def wrong_states(recorded: Recorded, folder: Path, most: int) -> list[str]:
     for count, index in enumerate(some):
         position, tree = found[index]
         try:
-            judge(recorded.way, tree, *recorded.bounds(position), folder / "left", count % NEXT_EVERY == 0)
+            probe(recorded.way, tree, *recorded.bounds(position), folder / "left", count % NEXT_EVERY == 0)
         except Differs as error:
             wrong.append(f"after event {position} of {len(recorded.events)}: {error}")
     print(f"{len(recorded.events)} events, {len(found)} states, {len(some)} looked at")

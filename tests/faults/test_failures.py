@@ -1,6 +1,6 @@
 """A rank that fails, stops, comes late, dies or does something else: every rank raises, soon, and none hangs.
 
-Every run goes through many failures one after the other, because a group has to work again after each.
+Every run goes through many failures one after the other, because a group must work again after each.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class Trials:
         self.wrong: list[str] = []
         self.goes_on = True
 
-    def judge(self, label: str, rank: int, error: Error) -> None:
+    def probe(self, label: str, rank: int, error: Error) -> None:
         """All ranks must have raised what `rank` had thrown into it, soon."""
         self.tried.append(label)
         try:
@@ -318,7 +318,7 @@ def broken_on_each_rank_in_turn(verb: str, what: str) -> tuple[list[str], list[s
                 error = error_of(lambda: trials.calls.run(verb))
             if not trials.meeting.tell(reached())[rank]:
                 break
-            trials.judge(f"{what}, call {nth} on rank {rank}", rank, error)
+            trials.probe(f"{what}, call {nth} on rank {rank}", rank, error)
             nth += 1 if nth < 6 else 7  # the first ones, then some
     if trials.goes_on:
         trials.check_that_it_works()
@@ -352,7 +352,7 @@ NOT_BROKEN = (
 )
 # What catches the failure of a step, or of a call, cannot itself fail either, nor what enters torch's modes around a call, nor
 # what posts messages, each of whose steps is guarded.
-GUARDS = ("calling", "ordinary_tensors", "_each_ordinary", "_post")
+GUARDS = ("collective_call", "ordinary_tensors", "_each_ordinary", "_post")
 
 
 class Tracer:
@@ -372,7 +372,7 @@ class Tracer:
         if event != "call" or not file.startswith(LIBRARY) or file[len(LIBRARY) :] in NOT_BROKEN:
             return
         if not self._begun or code.co_name.startswith("<") or code.co_name in GUARDS:
-            self._begun = self._begun or code.co_name == "meet"
+            self._begun = self._begun or code.co_name == "agree_on_state"
             return
         key = (f"{file[len(LIBRARY) :]}:{code.co_name}", code.co_firstlineno)
         self.seen[key] = self.seen.get(key, 0) + 1
@@ -407,7 +407,7 @@ def broken_in_functions(verb: str, first: int, every: int) -> tuple[list[str], l
         for site in sites[rank][index : index + 1] if trials.goes_on else []:
             with Tracer(site).on() if rank == dist.get_rank() else contextlib.nullcontext():
                 error = error_of(lambda: trials.calls.run(verb))
-            trials.judge(f"call {site[2]} of {site[0]} on rank {rank}", rank, error)
+            trials.probe(f"call {site[2]} of {site[0]} on rank {rank}", rank, error)
     if trials.goes_on:
         trials.check_that_it_works()
     return trials.tried, trials.wrong
@@ -496,7 +496,7 @@ def stop_iterating() -> list[tuple[int, int, Error, Error]]:
 
 @fairscale_on_cpu()
 def stop_without_harm() -> None:
-    """Stops that nobody has to hear of: all ranks together, after the last parameter, before the first."""
+    """Stops that nobody must hear of: all ranks together, after the last parameter, before the first."""
     calls, me = Calls(), dist.get_rank()
 
     def loop(stop_after: int, bucket_nbytes: int) -> None:

@@ -157,7 +157,7 @@ class Tracer:
         if code.co_name.startswith("<"):  # where a generator is closed, Python ignores what comes
             return None
         if event in ("call", "return"):
-            self._begun = self._begun or code.co_name == "meet"
+            self._begun = self._begun or code.co_name == "agree_on_state"
             if self._begun:
                 self.places.append(f"{event} of {code.co_filename[len(LIBRARY) :]}:{code.co_name}")
                 if self.at == len(self.places):

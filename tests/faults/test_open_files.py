@@ -93,7 +93,7 @@ class OpenFilesTest(unittest.TestCase):
         self.save()
         model = self.root / "run" / "step-1" / "model.safetensors"
         model.write_bytes(model.read_bytes()[:-1])
-        store = Folder(model.parent, OURS.judge)
+        store = Folder(model.parent, OURS.probe)
         with mock.patch(
             "fsdp_optim.storage.posix.opened.OpenFolder.was_replaced", side_effect=OSError(errno.ESTALE, "")
         ):

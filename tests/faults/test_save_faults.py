@@ -17,7 +17,7 @@ from soak.faults import Case, Subject, on_ranks
 from soak.torture import temporary
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.probe import JUDGE
+from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix.files import sync_file, sync_folder
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.testing import run_on_ranks
@@ -69,14 +69,14 @@ class PiecesTest(unittest.TestCase):
     def test_a_folder_that_is_abandoned_lets_go_of_its_lock(self) -> None:
         """rmtree raises what a close says, also where it is to ignore errors."""
         with temporary() as root:
-            staging = FolderStaging.begin(root / "path", JUDGE, overwrite=False)
+            staging = FolderStaging.begin(root / "path", PROBE, overwrite=False)
             (staging.folder / "extra").mkdir()
             lock = os.open(staging.folder / "owner.lock", os.O_RDWR)
             with _failing_close():
                 staging.abandon()
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.close(lock)
-            FolderStaging.begin(root / "path", JUDGE, overwrite=False).abandon()
+            FolderStaging.begin(root / "path", PROBE, overwrite=False).abandon()
             self.assertEqual(list(root.iterdir()), [])
 
     def test_the_lock_of_a_leftover_whose_close_fails(self) -> None:
@@ -86,7 +86,7 @@ class PiecesTest(unittest.TestCase):
             leftover.mkdir()
             (leftover / "owner.lock").write_text("")
             with _failing_close("owner.lock"):
-                staging = FolderStaging.begin(root / "path", JUDGE, overwrite=False)
+                staging = FolderStaging.begin(root / "path", PROBE, overwrite=False)
             self.assertEqual(list(root.iterdir()), [staging.folder])
             staging.abandon()
 
@@ -99,7 +99,7 @@ class PiecesTest(unittest.TestCase):
                 mock.patch.object(Path, "rename", side_effect=full),
                 self.assertRaisesRegex(CheckpointError, os.strerror(errno.ENOSPC)),
             ):
-                FolderStaging.begin(root / "path", JUDGE, overwrite=False)
+                FolderStaging.begin(root / "path", PROBE, overwrite=False)
             self.assertEqual(list(root.iterdir()), [])
 
     def test_a_flush_whose_close_fails(self) -> None:

@@ -247,8 +247,8 @@ class AnswersTest(unittest.TestCase):
 def at_different_steps() -> list[tuple[str, str]]:
     from fsdp_optim.transport.world import world_here
 
-    callers = world_here().group("a call", range(WORLD), timeout=60.0)
+    group = world_here().group("a call", range(WORLD), timeout=60.0)
     steps = ("one", "other") if dist.get_rank() else ("other", "one")
-    found = [error_text(lambda: agreeing.agree(callers, step)) for step in steps]  # noqa: B023
-    agreeing.agree(callers, "the same")
+    found = [error_text(lambda: agreeing.agree(group, step)) for step in steps]  # noqa: B023
+    agreeing.agree(group, "the same")
     return found

@@ -139,7 +139,7 @@ write = FolderWriter.write
 
 
 def load_what_is_under_way(folder: str) -> None:
-    """A load waits for the save that is still written, also where it has to find the newest folder."""
+    """A load waits for the save that is still written, also where it must find the newest folder."""
     from accelerate.utils import ProjectConfiguration
 
     naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)

@@ -361,7 +361,7 @@ def train_until_killed(point: str, folder: str, background: bool) -> None:
         setattr(owner, name, method)
 
     def take_place(self: Any, durable: bool) -> None:
-        self.filling.carry_into(self.folder, self.judge, durable=True)
+        self.filling.carry_into(self.folder, self.probe, durable=True)
         if "checkpoint-4" in str(self.folder):
             os._exit(9)
         self.folder.rename(self.path)

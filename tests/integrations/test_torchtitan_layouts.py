@@ -39,7 +39,7 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "FSDP2": {},
 }
 SAME = ("model", "state", "scheduler", "step")
-"""What has to be the same in all layouts."""
+"""What must be the same in all layouts."""
 
 
 def options_of(layout: str) -> dict[str, Any]:

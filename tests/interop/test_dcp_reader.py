@@ -309,7 +309,7 @@ class BytesTest(unittest.TestCase):
                 model = Large()
                 optim = adam(model.parameters())
                 options = LoadOptions(Options(), check=None)
-                restore.restore(ObjectStore(bucket, "run", DCP.judge), model, optim, options)
+                restore.restore(ObjectStore(bucket, "run", DCP.probe), model, optim, options)
             check_same("weights", dict(model.named_parameters()), trained[0])
             check_same("moments", [dict(sorted(one.items())) for one in optim.state.values()], trained[1])
             data = [nbytes for key, nbytes in requests if key.endswith(".distcp")]

@@ -407,7 +407,7 @@ class DcpSafetensorsTest(SharedFolder):
             for file in (file for file in (self.root / name).rglob("*") if file.is_file()):
                 bucket.put(f"run/{file.relative_to(self.root / name)}", file.read_bytes())
             model: Any = Whole() if name == "3-dcp" else Holder(names_in(name))
-            restore.restore(ObjectStore(bucket, "run", DCP.judge), model, None, LoadOptions(Options(), check=None))
+            restore.restore(ObjectStore(bucket, "run", DCP.probe), model, None, LoadOptions(Options(), check=None))
             alike: Any = Whole() if name == "3-dcp" else Holder(names_in(name))
             fsdp_optim.load(self.root / name, alike, progress=False)
             check_same(name, {**model.state_dict()}, {**alike.state_dict()})

@@ -41,7 +41,7 @@ from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
 from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import ReaderConformance, Written, run_on_ranks
+from fsdp_optim.testing import ReaderConformance, WrittenSample, run_on_ranks
 from fsdp_optim.testing.foreign_readers import read_elements
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed" / "checkpoints.tar.xz"
@@ -582,7 +582,7 @@ class OfRun(ReaderConformance):
     def open_any(self, folder: Path) -> Any:
         return Folder(folder, NO_JUDGE).open_any()
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         with tempfile.TemporaryDirectory() as place:
             oracle = unpacked(Path(place), self.run_name)
             shutil.copytree(Path(place) / self.run_name / TAG, folder, dirs_exist_ok=True)
@@ -590,7 +590,7 @@ class OfRun(ReaderConformance):
         weights[FROZEN] = exact((4, 3), len("weight") + 7).bfloat16()
         state = state_of(oracle)
         optim = [state[fqn][name] for fqn in self.order for name in ("step", "exp_avg", "exp_avg_sq")]
-        return Written({**weights, **BUFFERS}, optim)
+        return WrittenSample({**weights, **BUFFERS}, optim)
 
     @pytest.mark.slow
     def test_damage_is_an_error_and_no_crash(self) -> None:

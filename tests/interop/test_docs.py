@@ -3,7 +3,7 @@
 The word after the language decides: "```python" is compiled, "```python run" is run in one process, and
 "```python ranks=2" is run on each of two ranks, where fairscale works on CPU. All in an empty folder. One that begins in the
 middle of a program says what is there already: "```python ranks=2 given=FSDP2" finds the names that `GIVEN` makes. Where it has
-gathered what was trained and loaded that again, the optimizers that it was given have to be as they were, bit for bit.
+gathered what was trained and loaded that again, the optimizers that it was given must be as they were, bit for bit.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class RefusedTest(unittest.TestCase):
         self.refused(StateError, "b.weight", "does not have", world_size=2, units={**rest, "b": ["b.bias"]})
         self.refused(StateError, "e.weight", world_size=2, units={"e": ["e.weight"]})
         self.refused(StateError, "twice", world_size=2, units={"": ["a.weight", "a.weight"]})
-        self.refused(StateError, "units has to be", world_size=2, units={"": "a.weight"})
+        self.refused(StateError, "units must be", world_size=2, units={"": "a.weight"})
 
     def test_units_are_for_this_format(self) -> None:
         with self.assertRaisesRegex(CheckpointError, "units="):

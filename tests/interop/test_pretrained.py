@@ -266,7 +266,7 @@ class PretrainedTest(SharedFolder):
             bucket.put(f"models/bert/{file.name}", file.read_bytes())
         for place in ("models/bert", "models/bert/model.safetensors.index.json"):
             model = of_zeros("bert")
-            store = ObjectStore(bucket, place, HUGGING_FACE.judge)
+            store = ObjectStore(bucket, place, HUGGING_FACE.probe)
             restore.restore(store, model, None, LoadOptions(Options(), check="bitwise"))
             check_same(place, tensors_of(model), tensors_of(build("bert")))
 

@@ -27,7 +27,7 @@ from fsdp_optim.foreign.reader import NO_JUDGE, tensors_in
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import Written, run_on_ranks
+from fsdp_optim.testing import WrittenSample, run_on_ranks
 
 
 class Tiny(nn.Module):
@@ -76,7 +76,7 @@ class RankFilesConformance(VerifiedConformance):
     def open_any(self, folder: Path) -> Opened:
         return Folder(folder, NO_JUDGE).open_any()
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         shutil.copytree(Path(tiny().name, self.kind), folder, dirs_exist_ok=True)
         oracle = Oracle(adam, STEPS, Tiny)
         values = {
@@ -86,7 +86,7 @@ class RankFilesConformance(VerifiedConformance):
         with closing(self.make_format().open(self.open_any(folder), verify=True)) as reader:
             keys = [stored.key for stored in tensors_in(reader.full_dict)]
         listed = [values["step" if key.endswith(".step") else key.removeprefix("optim.")] for key in keys]
-        return Written(weights_of(oracle.model), listed)
+        return WrittenSample(weights_of(oracle.model), listed)
 
     @pytest.mark.slow
     def test_damage_is_an_error_and_no_crash(self) -> None:

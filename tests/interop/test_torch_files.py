@@ -669,7 +669,7 @@ class TorchFilesTest(SharedFolder):
         for place in ("run/last.pt", "run"):
             target = whole("plain", 0)
             scramble(target)
-            store = ObjectStore(bucket, place, TORCH_FILE.judge)
+            store = ObjectStore(bucket, place, TORCH_FILE.probe)
             restore.restore(store, target.model, target.optim, LoadOptions(Options(), check="bitwise"))
             check_same(place, dict(target.model.state_dict()), dict(wanted.model.state_dict()))
             check_same(place, target.optim.state_dict()["state"], wanted.optim.state_dict()["state"])

@@ -54,7 +54,7 @@ class Loop:
         if scaler:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         model = with_lora(tiny_llama(seed), seed) if adapters else tiny_llama(seed)
-        if kind == "FSDP1":  # makes other parameters, which an optimizer has to get
+        if kind == "FSDP1":  # makes other parameters, which an optimizer must get
             model = self.accelerator.prepare(model)
         optim = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
         sched = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)

@@ -79,20 +79,20 @@ def seal(folder: Path, checkpoint: Any) -> None:
 
 def brief_of(checkpoint: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
     """The brief of a manifest; entries that the manifest no longer has stay as they were."""
-    brief = {key: value for key, value in was.items() if key != "xxh3_64"}
-    brief |= {key: checkpoint[key] for key in ("created_ns", "token", "version", "world_size") if key in checkpoint}
+    summary = {key: value for key, value in was.items() if key != "xxh3_64"}
+    summary |= {key: checkpoint[key] for key in ("created_ns", "token", "version", "world_size") if key in checkpoint}
     with contextlib.suppress(AttributeError, KeyError, TypeError):
-        brief["files"] = {name: info["size"] for name, info in checkpoint["files"].items()}
+        summary["files"] = {name: info["size"] for name, info in checkpoint["files"].items()}
     with contextlib.suppress(AttributeError, KeyError, TypeError):
         content = [sorted(checkpoint["model"]["params"]), checkpoint["has_optim"]]
-        brief["content"] = xxhash.xxh3_64_hexdigest(canonical(content))
-    return sealed_brief(brief)
+        summary["content"] = xxhash.xxh3_64_hexdigest(canonical(content))
+    return sealed_brief(summary)
 
 
-def sealed_brief(brief: Mapping[str, Any]) -> dict[str, Any]:
+def sealed_brief(summary: Mapping[str, Any]) -> dict[str, Any]:
     """A brief with the right checksum."""
-    brief = {key: value for key, value in brief.items() if key != "xxh3_64"}
-    return brief | {"xxh3_64": xxhash.xxh3_64_hexdigest(canonical(brief))}
+    summary = {key: value for key, value in summary.items() if key != "xxh3_64"}
+    return summary | {"xxh3_64": xxhash.xxh3_64_hexdigest(canonical(summary))}
 
 
 def seal_as_it_is(folder: Path, checkpoint: Any) -> None:

@@ -21,7 +21,7 @@ def differences(
 ) -> Iterator[str]:
     """Every difference of types, shapes, dtypes, keys, and bits.
 
-    `in_order`: keys have to come in the same order. `same_mappings`: mappings have to be of one class.
+    `in_order`: keys must come in the same order. `same_mappings`: mappings must be of one class.
     """
     options = {"in_order": in_order, "same_mappings": same_mappings}
     if isinstance(got, Tensor) and isinstance(wanted, Tensor):
@@ -72,7 +72,7 @@ def check_same(what: str, got: Any, wanted: Any, **options: bool) -> None:
 
 
 def check_value(what: str, got: Any, wanted: Any) -> None:
-    """As `check_same`, but keys may come in any order, and mappings have to be of one class."""
+    """As `check_same`, but keys may come in any order, and mappings must be of one class."""
     check_same(what, got, wanted, in_order=False, same_mappings=True)
 
 

@@ -100,7 +100,7 @@ class DescribedAdapter(Adapter):
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterable[Handle]:
         for param, sites in tree.params():
             if hasattr(param, "placement"):
-                is_cut = param.placement.num_shards > 1  # copies may differ, so the library has to compare them
+                is_cut = param.placement.num_shards > 1  # copies may differ, so the library must compare them
                 yield Handle(param, (Original(*sites[0], param.placement),), tuple(param.shape), synchronized=is_cut)
 
 

@@ -30,7 +30,7 @@ class OnHost(RuntimeError):
 
 
 class Device(TorchFunctionMode):
-    """A context in which `DEVICE` is a device on this thread. Threads that share tensors have to share one context.
+    """A context in which `DEVICE` is a device on this thread. Threads that share tensors must share one context.
 
     `num_copied`: the number of tensors that were copied from the device to the host.
     """

@@ -1,4 +1,4 @@
-"""Golden checkpoints: each was made once, and every later version has to read it bit for bit."""
+"""Golden checkpoints: each was made once, and every later version must read it bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_kept(folder: Path, sha256: str, version: int) -> None:
 
 
 def make(folder: Path, write: Callable[[Path], object]) -> str:
-    """Let `write` make a golden checkpoint. Returns the digest, which the tests have to know."""
+    """Let `write` make a golden checkpoint. Returns the digest, which the tests must know."""
     if folder.exists():
         raise SystemExit(f"{folder} is there already: it is made once. Move it away to make another.")
     folder.parent.mkdir(parents=True, exist_ok=True)

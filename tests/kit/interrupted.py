@@ -105,7 +105,7 @@ class InterruptedBucket(MemoryBucket):
             super().delete([key])
 
 
-def left_over(bucket: Any, root: str, judge: Any) -> list[str]:
+def left_over(bucket: Any, root: str, probe: Any) -> list[str]:
     """Objects and uploads under `root` that are neither strangers' nor of the checkpoint of their place."""
     from fsdp_optim.buckets.objects.keys import Place
     from fsdp_optim.buckets.objects.saves import current
@@ -115,14 +115,14 @@ def left_over(bucket: Any, root: str, judge: Any) -> list[str]:
     for prefix in bucket.folders(root):
         place = Place(f"{bucket.name}/{prefix}", prefix)
         known = {place.inside + name for name in STRANGERS}
-        opened = current(bucket, place, judge)
+        opened = current(bucket, place, probe)
         if opened is not None:
-            standing = judge.standing_in(opened, whole=True)
-            if standing.brief is None:
-                raise AssertionError(f"{place.where}: is no complete checkpoint: {standing.reason}")
-            names = set(standing.brief.files)
+            status = probe.status_in(opened, whole=True)
+            if status.summary is None:
+                raise AssertionError(f"{place.where}: is no complete checkpoint: {status.reason}")
+            names = set(status.summary.files)
             known |= {opened.files.key(name) for name in names | {sums_of(name) for name in names}}
-            known |= {place.manifest(judge.manifest)}
-            known |= {f"{place.inside}{opened.files.token}/{judge.manifest}"} if opened.files.token else set()
+            known |= {place.manifest(probe.manifest)}
+            known |= {f"{place.inside}{opened.files.token}/{probe.manifest}"} if opened.files.token else set()
         left += [found.key for found in bucket.list(place.inside) if found.key not in known]
     return left + [f"upload {found.key}" for found in bucket.uploads(root) if not found.key.endswith(STRANGERS)]

@@ -93,7 +93,7 @@ class Run:
                 return
 
     def everything(self) -> dict[str, Any]:
-        """All that two runs have to have in common."""
+        """All that two runs must have in common."""
         return {
             "optim": {
                 name: [value.to_local() if hasattr(value, "to_local") else value for value in values.values()]

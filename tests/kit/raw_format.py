@@ -15,7 +15,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.bools import check_bytes
 from fsdp_optim.formats.base.checksums import Sums, join_tables
 from fsdp_optim.formats.base.description import OptimDescription, decoded, to_plain
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import (
@@ -36,7 +36,7 @@ from fsdp_optim.formats.own.extras import Extra, encode_extra, info_of, read_ext
 from fsdp_optim.formats.own.manifest import FileInfo
 from fsdp_optim.layout import FlatChunks
 from fsdp_optim.memory import dtype_named
-from fsdp_optim.storage.base import Judge, Opened, Standing, check_name
+from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, check_name
 
 INDEX = "index.json"
 DESCRIPTION = "extra/description.safetensors"
@@ -48,18 +48,18 @@ class Record:
     order: tuple[int, int, int, str]
 
 
-class RawJudge(Judge[Record]):
+class RawJudge(CheckpointProbe[Record]):
     manifest = INDEX
 
-    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Record]:
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[Record]:
         try:
             index = index_in(opened)
-            return Standing(Record((index["sequence"], 0, 0, index["token"])))
+            return CheckpointStatus(Record((index["sequence"], 0, 0, index["token"])))
         except OSError as error:
-            return Standing(reason=str(error))
+            return CheckpointStatus(reason=str(error))
 
     def token_in(self, opened: Opened) -> str | None:
-        found: str | None = getattr(self.standing_in(opened, whole=True).brief, "order", (None,))[-1]
+        found: str | None = getattr(self.status_in(opened, whole=True).summary, "order", (None,))[-1]
         return found
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
@@ -69,7 +69,7 @@ class RawJudge(Judge[Record]):
 def index_in(opened: Opened) -> Any:
     path = opened.named(INDEX)
     text = opened.read_whole(INDEX, most_nbytes=1 << 28)
-    with distrusted(path):
+    with as_checkpoint_error(path):
         outer = parse_json(path, text)
         if _hash_of(outer["index"]) != outer["hash"]:
             raise CheckpointError(f"{path}: is not what was saved")
@@ -88,7 +88,7 @@ class Raw(Format):
     """`index`: the other files by name with sizes and hashes, and the tensors by half and key: dtype, shape and files."""
 
     name = "raw"
-    judge = RawJudge()
+    probe = RawJudge()
 
     def recognises(self, opened: Opened) -> bool:
         return opened.has(INDEX)
@@ -100,8 +100,8 @@ class Raw(Format):
         return RawWriter()
 
     def sequence_in(self, opened: Opened) -> int:
-        standing = self.judge.standing_in(opened, whole=True)
-        return standing.brief.order[0] if standing.brief is not None else 0
+        status = self.probe.status_in(opened, whole=True)
+        return status.summary.order[0] if status.summary is not None else 0
 
 
 RAW = Raw()
@@ -167,7 +167,7 @@ class RawReader:
         self.opened, self.version = opened, opened.version_of(INDEX)
         self.index = index_in(opened)
         self.sums: dict[str, tuple[Sums, str, str]] = {}
-        with distrusted(opened.named(INDEX)):
+        with as_checkpoint_error(opened.named(INDEX)):
             self.model, self.optim = ({k: self.tensor(k, v) for k, v in its.items()} for its in self.halves())
             for name, (nbytes, _) in self.index["extras"].items():
                 self._check_size(name, nbytes)

@@ -227,7 +227,7 @@ def trainer_config(
 
 
 def everything(trainer: Any) -> dict[str, Any]:
-    """All that two trainings have to have in common, of all ranks together."""
+    """All that two trainings must have in common, of all ranks together."""
     parts, optims = trainer.model_parts, [*trainer.optimizers.optimizers]
     full = fsdp_optim.gather_full_optim_state_dict(parts, optims, recipient_rank=None, key_by="name")
     assert full is not None

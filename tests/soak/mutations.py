@@ -36,7 +36,7 @@ TIMES_THEIR_SIZE = 64
 
 
 class Tiny(nn.Module):
-    """The smallest model with every kind of value, because each of the many loads has to be quick."""
+    """The smallest model with every kind of value, because each of the many loads must be quick."""
 
     units = ("",)
     tensor_parallel: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def change(rng: random.Random, subject: Subject) -> Change:
 _BYTES_CHANGED = tuple(how.__name__ + " " for how in BYTES)
 
 
-def judge(subject: Subject, change: Change, figures: Any) -> None:
+def probe(subject: Subject, change: Change, figures: Any) -> None:
     """Load the changed checkpoint. Raises Differs if the load breaks a promise."""
     what = f"{', '.join(change.said)}, verify={change.verify}"
     with subject.changed(change.files):
@@ -326,7 +326,7 @@ def run(torture: Torture) -> None:
                 made = change(rng, subject)
                 torture.figures["mutations"] += 1
                 try:
-                    judge(subject, made, torture.figures)
+                    probe(subject, made, torture.figures)
                     if number % 7 == 0:
                         _look(subject, made, torture.figures)
                 except BaseException:

@@ -153,7 +153,7 @@ def _latest(root: Path) -> Path | str | None:
     raise Differs("no error, although the folder above the root is missing")
 
 
-def judge(way: Way, tree: Tree, ended: int, begun: int, root: Path, save_next: bool) -> None:
+def probe(way: Way, tree: Tree, ended: int, begun: int, root: Path, save_next: bool) -> None:
     """Raise unless a program that starts on this disk finds the right checkpoint."""
     root.mkdir()
     try:
@@ -223,4 +223,4 @@ def run(torture: Torture) -> None:
                 torture.figures["power cuts"] += 1
                 after = str(one.events[position - 1])[:100] if position else "nothing"
                 with torture.case(number, f"{name}, after event {position} of {len(one.events)}, {after}"):
-                    judge(one.way, tree, *one.bounds(position), folder / "left", rng.random() < 1 / NEXT_EVERY)
+                    probe(one.way, tree, *one.bounds(position), folder / "left", rng.random() < 1 / NEXT_EVERY)

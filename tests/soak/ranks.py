@@ -151,7 +151,7 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
 
 
 def load_again_and_again(order: dict[str, Any], rank: int) -> None:
-    """Load again and again beside writers: each load has to be all of one save, and never of an older one than before."""
+    """Load again and again beside writers: each load must be all of one save, and never of an older one than before."""
     root, end = Path(order["root"]), time.monotonic() + order["seconds"]
     one, newest, count = plain(), 0, 0
     while time.monotonic() < end:

@@ -96,10 +96,10 @@ def run(torture: Torture) -> None:
                 root.mkdir()
                 by_rank = run_on_ranks(rounds, WORLD, root, wrapper, count, warm_after, timeout=10 * LIMIT)
                 torture.figures["rounds"] += count
-                judge(by_rank, count - warm_after, torture.figures)
+                probe(by_rank, count - warm_after, torture.figures)
 
 
-def judge(by_rank: list[Any], more: int, figures: Counter[str]) -> None:
+def probe(by_rank: list[Any], more: int, figures: Counter[str]) -> None:
     """Raise if a resource has grown."""
     wrong = []
     for rank, (warm, end) in enumerate(by_rank):

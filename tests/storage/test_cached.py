@@ -49,14 +49,14 @@ class Counting(MemoryBucket):
 class TestCachedStore(StoreConformance, unittest.TestCase):
     """It keeps what a store promises; each handle finds what the others have read."""
 
-    def make_store(self, judge: Any) -> Store:
+    def make_store(self, probe: Any) -> Store:
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.folder, self.bucket, self.judge = folder.name, MemoryBucket(), judge
+        self.folder, self.bucket, self.probe = folder.name, MemoryBucket(), probe
         return self.another_handle(None)
 
     def another_handle(self, store: Any) -> Store:
-        inner = ObjectStore(self.bucket, "run/step-1", self.judge, part_nbytes=1000)
+        inner = ObjectStore(self.bucket, "run/step-1", self.probe, part_nbytes=1000)
         return CachedStore(inner, BlockFolder(self.folder), MANIFEST, block_nbytes=700)
 
 
@@ -259,32 +259,32 @@ class TestLoading(InFolder):
     def load(self) -> None:
         target = Trained("plain", steps=0)
         scramble(target)
-        inner = ObjectStore(self.bucket, "run/step-1", OURS.judge)
-        store = CachedStore(inner, BlockFolder(self.folder), OURS.judge.manifest)
+        inner = ObjectStore(self.bucket, "run/step-1", OURS.probe)
+        store = CachedStore(inner, BlockFolder(self.folder), OURS.probe.manifest)
         restore(store, target.model, target.optim, LoadOptions(Options(), progress=False, check="bitwise"))
         check_same("loaded", mine(target), mine(self.trained))
 
     def test_the_second_load_reads_the_manifest_only(self) -> None:
         self.trained = Trained("plain")
-        store = ObjectStore(self.bucket, "run/step-1", OURS.judge)
+        store = ObjectStore(self.bucket, "run/step-1", OURS.probe)
         save(store, self.trained.model, self.trained.optim, SaveOptions(Options(), durable=False, progress=False))
         self.load()
         self.assertGreater(len({name for name, _ in self.bucket.reads}), 2)
         self.bucket.reads.clear()
         self.load()
-        self.assertEqual({name for name, _ in self.bucket.reads}, {OURS.judge.manifest})
+        self.assertEqual({name for name, _ in self.bucket.reads}, {OURS.probe.manifest})
 
 
 def save_and_load_on_a_rank(url: str, folder: str) -> None:
     """All ranks load at the same time, with one cache, which is damaged in between."""
     bucket, prefix = FsspecBucket.at(url)
-    inner = ObjectStore(bucket, prefix, OURS.judge)
+    inner = ObjectStore(bucket, prefix, OURS.probe)
     with cpu():
         trained = Trained("FSDP2")
         call = Options(process_group=trained.process_group)
         save(inner, trained.model, trained.optim, SaveOptions(call, durable=False, progress=False))
         for turn in range(3):
-            store = CachedStore(inner, BlockFolder(folder), OURS.judge.manifest, block_nbytes=SMALL)
+            store = CachedStore(inner, BlockFolder(folder), OURS.probe.manifest, block_nbytes=SMALL)
             target = Trained("FSDP2", steps=0)
             scramble(target)
             options = LoadOptions(call, progress=False, check="bitwise")

@@ -57,11 +57,11 @@ class FsspecTest(SharedFolder):
     def check(self, url: str) -> None:
         """The next call writes everything, what comes back is what was converted, and nothing else is there."""
         bucket, prefix = FsspecBucket.at(url)
-        place = ObjectStore(bucket, prefix, OURS.judge, dead_after=DEAD_AFTER)
+        place = ObjectStore(bucket, prefix, OURS.probe, dead_after=DEAD_AFTER)
         options: dict[str, Any] = {"memory": MEMORY, "max_file_size": 1 << 16}
         done = conversion.convert(self.source, place, ConvertOptions(Options(), **options))
         self.assertEqual(done.nbytes_written, done.nbytes)
-        check_same("left", left_over(bucket, prefix, OURS.judge), [])
+        check_same("left", left_over(bucket, prefix, OURS.probe), [])
         with tempfile.TemporaryDirectory() as folder:
             fsdp_optim.convert(url, Path(folder) / "back", durable=False, **options)
             check_same("files", data_of(Path(folder) / "back"), data_of(self.wanted))

@@ -75,15 +75,15 @@ class Stopped(BaseException):
 
 
 def converted(source: Path, bucket: MemoryBucket, *, dead_after: float = DEAD_AFTER, **options: Any) -> int:
-    place = ObjectStore(bucket, "run/to", OURS.judge, part_nbytes=PART, dead_after=dead_after)
+    place = ObjectStore(bucket, "run/to", OURS.probe, part_nbytes=PART, dead_after=dead_after)
     wanted = {"memory": MEMORY, "max_file_size": 64 << 10, **options}
     return conversion.convert(source, place, ConvertOptions(Options(), **wanted)).nbytes_written
 
 
 def content_of(bucket: MemoryBucket) -> dict[str, bytes]:
     """The files of the checkpoint, but the manifest, which has the time and the token of its save."""
-    with ObjectStore(bucket, "run/to", OURS.judge, part_nbytes=PART).open() as opened:
-        names = OURS.judge.standing_in(opened, whole=True).brief.files
+    with ObjectStore(bucket, "run/to", OURS.probe, part_nbytes=PART).open() as opened:
+        names = OURS.probe.status_in(opened, whole=True).summary.files
         return {name: opened.read_whole(name) for name in sorted(names)}
 
 
@@ -120,7 +120,7 @@ class InMemoryTest(SharedFolder):
         bucket = CountingBucket(self.killed(nth))
         converted(self.source, bucket)
         check_same("files", content_of(bucket), self.wanted)
-        check_same("left", left_over(bucket, "run/", OURS.judge), [])
+        check_same("left", left_over(bucket, "run/", OURS.probe), [])
         return bucket.nbytes_put
 
     def place_of(self, what: str, nth: int = 0) -> int:
@@ -175,7 +175,7 @@ class InMemoryTest(SharedFolder):
             bucket = CountingBucket(memory)
             self.assertEqual(converted(**{"source": self.source, "bucket": bucket, **change}), self.nbytes)
             self.assertGreaterEqual(bucket.nbytes_put, self.nbytes)
-            check_same("left", left_over(bucket, "run/", OURS.judge), [])
+            check_same("left", left_over(bucket, "run/", OURS.probe), [])
 
     def test_a_note_that_is_gone_or_an_object_of_somebody_else(self) -> None:
         """Parts without a note are put again; a small file that was written again by somebody is not taken for ours."""
@@ -203,7 +203,7 @@ class InMemoryTest(SharedFolder):
             self.assertEqual(converted(self.source, bucket, dead_after=300), 0 if is_left else self.nbytes)
             self.assertEqual(bucket.nbytes_put, 0 if is_left else self.nbytes_put)
             check_same("files", content_of(bucket), self.wanted)
-            check_same("left", left_over(bucket, "run/", OURS.judge), [])
+            check_same("left", left_over(bucket, "run/", OURS.probe), [])
 
     def test_one_under_way_is_left_alone(self) -> None:
         """The second one to the same place begins by itself, and the one that is done first wins."""

@@ -67,22 +67,22 @@ class TestBufferedBucket(OnFsspec, unittest.TestCase):
 class TestFileStore(StoreConformance, unittest.TestCase):
     part_nbytes = 1000
 
-    def make_store(self, judge: Any) -> Store:
+    def make_store(self, probe: Any) -> Store:
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.judge = judge
+        self.probe = probe
         return self.store_at(f"file://{folder.name}/run/step-1")
 
     def store_at(self, url: str) -> ObjectStore:
-        return ObjectStore(*FsspecBucket.at(url), self.judge, part_nbytes=self.part_nbytes)
+        return ObjectStore(*FsspecBucket.at(url), self.probe, part_nbytes=self.part_nbytes)
 
     def another_handle(self, store: Store) -> Store:
         return self.store_at(store.where)
 
 
 class TestMemoryStore(TestFileStore):
-    def make_store(self, judge: Any) -> Store:
-        self.judge = judge
+    def make_store(self, probe: Any) -> Store:
+        self.probe = probe
         return self.store_at(f"memory://test-{next(_numbers)}/run/step-1")
 
 

@@ -62,7 +62,7 @@ class RaceTest(unittest.TestCase):
         self.reader = Trained("plain", adam, 0, Small)
 
     def save(self, bucket: MemoryBucket, prefix: str, number: int, dead_after: float = 300, **options: Any) -> None:
-        store = ObjectStore(bucket, prefix, OURS.judge, part_nbytes=PART_NBYTES, dead_after=dead_after)
+        store = ObjectStore(bucket, prefix, OURS.probe, part_nbytes=PART_NBYTES, dead_after=dead_after)
         given = SaveOptions(Options(), durable=False, progress=False, extra={"number": number})
         one = self.trained[number]
         save(store, one.model, one.optim, SaveOptions(**{**vars(given), **options}))
@@ -70,10 +70,10 @@ class RaceTest(unittest.TestCase):
     def number_at(self, memory: Memory, prefix: str) -> int | None:
         """Which save is in a place, all of it; None where none is. Raises where it is not whole."""
         bucket = MemoryBucket(memory)
-        if bucket.look(f"{prefix}/{OURS.judge.manifest}") is None:
+        if bucket.look(f"{prefix}/{OURS.probe.manifest}") is None:
             return None
         scramble(self.reader)
-        store = ObjectStore(bucket, prefix, OURS.judge)
+        store = ObjectStore(bucket, prefix, OURS.probe)
         options = LoadOptions(Options(), progress=False, check="bitwise")
         number = int(restore(store, self.reader.model, self.reader.optim, options)["number"])
         check_same(f"{prefix}, save {number}", mine(self.reader), mine(self.trained[number]))
@@ -105,15 +105,15 @@ class RaceTest(unittest.TestCase):
         time.sleep(1.2 * SHORT)
         bucket = MemoryBucket(memory)
         self.save(bucket, LAST, 99, dead_after=SHORT)
-        self.assertEqual(left_over(bucket, ROOT, OURS.judge), [])
+        self.assertEqual(left_over(bucket, ROOT, OURS.probe), [])
         if how != "first":
             self.assertEqual({bucket.read(f"{MINE}/{name}")[0] for name in STRANGERS}, {b"of a user"})
         self.assertEqual([one.key for one in bucket.uploads("")], [f"{MINE}/{STRANGERS[0]}"])
 
-    def every_request(self, how: str, conditions: bool, then: Any, judge: Any, **options: Any) -> None:
+    def every_request(self, how: str, conditions: bool, then: Any, probe: Any, **options: Any) -> None:
         """A save, which is stopped before its first request, before its second one, and so on."""
         kills = then is None
-        first = len(how + judge.__qualname__) % self.every
+        first = len(how + probe.__qualname__) % self.every
         for nth in itertools.count(first, self.every):
             memory = self.begun(how)
             act: Callable[[], object] = str if kills else lambda memory=memory: then(memory)
@@ -125,7 +125,7 @@ class RaceTest(unittest.TestCase):
                 error = caught
             what = bucket.calls[nth] if nth < len(bucket.calls) else "the end"
             with self.subTest(f"{how}, request {nth}, {what}, {error}"):
-                judge(memory, error)
+                probe(memory, error)
                 self.check_end(memory, how)
             if nth >= len(bucket.calls):
                 self.assertGreater(nth, 15)
@@ -136,12 +136,12 @@ class RaceTest(unittest.TestCase):
         before = {"first": None, "over": 10, "over twice": 11}[how]
         ends: set[int | None] = set()
 
-        def judge(memory: Memory, error: Exception | None) -> None:
+        def probe(memory: Memory, error: Exception | None) -> None:
             found = self.number_at(memory, MINE)
             ends.add(found)
             self.assertIn(found, (before, 1) if error is not None else (1,))
 
-        self.every_request(how, True, None, judge)
+        self.every_request(how, True, None, probe)
         self.assertEqual(ends, {before, 1})
 
     def test_beside_somebody_elses_model(self) -> None:
@@ -172,13 +172,13 @@ class RaceTest(unittest.TestCase):
 
         def then(memory: Memory) -> None:
             time.sleep(1.2 * SHORT)
-            remove_dead(MemoryBucket(memory), Place(f"memory://bucket/{MINE}", MINE), OURS.judge, SHORT)
+            remove_dead(MemoryBucket(memory), Place(f"memory://bucket/{MINE}", MINE), OURS.probe, SHORT)
 
-        def judge(memory: Memory, error: Exception | None) -> None:
+        def probe(memory: Memory, error: Exception | None) -> None:
             found = self.number_at(memory, MINE)
             self.assertIn(found, (before, 1) if error is not None else (1,))
 
-        self.every_request(how, True, then, judge)
+        self.every_request(how, True, then, probe)
 
     @parameterized.expand(itertools.product(("first", "over", "over twice"), (True, False)))
     def test_another_save_to_the_same_place(self, how: str, conditions: bool) -> None:
@@ -193,7 +193,7 @@ class RaceTest(unittest.TestCase):
             except CheckpointError as error:
                 told.append(error)
 
-        def judge(memory: Memory, error: Exception | None) -> None:
+        def probe(memory: Memory, error: Exception | None) -> None:
             found = self.number_at(memory, MINE)
             self.assertNotEqual(found, before)
             if told:
@@ -203,7 +203,7 @@ class RaceTest(unittest.TestCase):
                 self.assertTrue(error is None or other is None)
                 self.assertIn(found, [number for number, its in ((1, error), (2, other)) if its is None])
 
-        self.every_request(how, conditions, then, judge)
+        self.every_request(how, conditions, then, probe)
 
 
 @pytest.mark.slow

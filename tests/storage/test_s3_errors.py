@@ -82,14 +82,14 @@ class TestErrors(unittest.TestCase):
             self.assertNotIn(secret, everything)
 
     def test_denied(self) -> None:
-        """The line says which action on what the policy has to allow; it does not prove that there is no checkpoint."""
+        """The line says which action on what the policy must allow; it does not prove that there is no checkpoint."""
         with refused_by(answer("AccessDenied", 403)) as bucket:
             for name, (call, action, where) in CALLS.items():
                 with self.subTest(name):
                     words = (
                         "s3://some-bucket",
                         "may not",
-                        f"has to allow {action} on arn:aws:s3:::some-bucket{where};",
+                        f"must allow {action} on arn:aws:s3:::some-bucket{where};",
                     )
                     self.check(partial(call, bucket), *words)
                     with self.assertRaises(CheckpointError) as caught:

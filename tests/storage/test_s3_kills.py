@@ -71,7 +71,7 @@ class Place:
 
     def check_clean(self) -> None:
         """Raise unless there are checkpoints and strangers' objects only."""
-        check_same("left", left_over(self.bucket, "run/", OURS.judge), [])
+        check_same("left", left_over(self.bucket, "run/", OURS.probe), [])
         found = {self.bucket.read(f"run/current/{name}")[0] for name in STRANGERS}
         check_same("strangers", found, {b"of a user"})
 

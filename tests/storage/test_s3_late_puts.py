@@ -75,7 +75,7 @@ class LatePutsTest(unittest.TestCase):
         newest = fsdp_optim.latest(root, storage_options=options)
         self.assertEqual(newest, f"{root}/step-1" if is_over else None)
         run_on_ranks(save_well, 2, f"{root}/step-1", options)
-        self.assertEqual(left_over(bucket, "run/", OURS.judge), [])
+        self.assertEqual(left_over(bucket, "run/", OURS.probe), [])
 
 
 if __name__ == "__main__":

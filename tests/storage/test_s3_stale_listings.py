@@ -136,21 +136,21 @@ class OrderTest(unittest.TestCase):
         bucket, one = StaleBucket(), Trained("plain", adam, 1)
         for number in range(1, 5):
             bucket.is_stale = number == 3
-            store = ObjectStore(bucket, f"run/step-{number}", OURS.judge)
+            store = ObjectStore(bucket, f"run/step-{number}", OURS.probe)
             save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False, keep_last=2))
             bucket.is_stale = False
-            self.assertEqual(catalog.latest(store.shelf()), f"memory://bucket/run/step-{number}")
+            self.assertEqual(catalog.latest(store.directory()), f"memory://bucket/run/step-{number}")
         self.assertEqual(list(bucket.folders("run/")), ["run/step-3", "run/step-4"])
 
     def test_a_save_that_does_not_see_what_it_replaces(self) -> None:
         """It puts its files beside those, and never removes its own."""
         bucket, one = StaleBucket(), Trained("plain", adam, 1)
-        store = ObjectStore(bucket, "run/current", OURS.judge)
+        store = ObjectStore(bucket, "run/current", OURS.probe)
         for bucket.is_stale in (False, True, True, False):
             save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False, overwrite=True))
             with store.open() as opened:
-                standing = OURS.judge.standing_in(opened, whole=True)
-            self.assertTrue(standing.is_complete, standing.reason)
+                status = OURS.probe.status_in(opened, whole=True)
+            self.assertTrue(status.is_complete, status.reason)
 
 
 class StaleListingsTest(unittest.TestCase):

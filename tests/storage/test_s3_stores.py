@@ -22,13 +22,13 @@ class OnServer(StoreConformance):
         cls.options = shared(cls.kind)
         cls.clients = Clients(cls.options)  # shared, because making a client takes a tenth of a second
 
-    def make_store(self, judge: Any) -> Store:
+    def make_store(self, probe: Any) -> Store:
         self.bucket = S3Bucket(new_bucket(self.options), self.options, clients=self.clients)
-        self.judge = judge
+        self.probe = probe
         return self.another_handle(None)
 
     def another_handle(self, store: Any) -> Store:
-        return ObjectStore(self.bucket, "run/step-1", self.judge, part_nbytes=PART_NBYTES)
+        return ObjectStore(self.bucket, "run/step-1", self.probe, part_nbytes=PART_NBYTES)
 
 
 class TestMoto(OnServer, unittest.TestCase):

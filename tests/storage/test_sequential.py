@@ -28,7 +28,7 @@ WRAPS = ("fairscale flat", "FSDP1 orig", "FSDP2", "DDP")
 
 
 def store_at(path: Path) -> Store:
-    return ObjectStore(*FsspecBucket.at(f"file://{path}"), OURS.judge, part_nbytes=300)
+    return ObjectStore(*FsspecBucket.at(f"file://{path}"), OURS.probe, part_nbytes=300)
 
 
 def call_of(trained: Trained) -> Options:

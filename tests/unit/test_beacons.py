@@ -14,7 +14,7 @@ from kit.compare import refused
 from parameterized import parameterized
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.probe import JUDGE
+from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix import filesystem
 from fsdp_optim.storage.posix.beacon import BEACON, beacon_above, is_somebodys, refresh, sees
 from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, names_in
@@ -143,7 +143,7 @@ class NamesTest(InFolder):
                 (folder / name).write_text("mine")
         new.mkdir()
         (new / "extra").mkdir()
-        strangers = strangers_in(old, "owner.lock", JUDGE)
+        strangers = strangers_in(old, "owner.lock", PROBE)
         self.assertEqual(strangers, ["deep", "extra/mine", "mine"])
         carry_over(old, new, strangers)
         files = sorted(str(path.relative_to(new)) for path in new.rglob("*") if path.is_file())

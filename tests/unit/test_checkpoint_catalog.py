@@ -22,7 +22,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.formats.base import summary as briefs
-from fsdp_optim.formats.own.probe import read_brief
+from fsdp_optim.formats.own.probe import read_summary
 from fsdp_optim.storage.posix.opened import OpenFolder
 
 
@@ -189,12 +189,12 @@ class OrderTest(CatalogTest):
     def test_a_brief_that_is_long(self) -> None:
         """As where thousands of ranks have extras of their own: it does not end in the first bytes that are read."""
         files = {f"extra/rank-{rank:05}.safetensors": rank for rank in range(3000)}
-        brief = briefs.Brief(1, 7, None, 3, 99, "token", "content", 3000, files)
-        checkpoint = {"brief": brief.to_json(), "format": "fsdp_optim"}
+        summary = briefs.ManifestSummary(1, 7, None, 3, 99, "token", "content", 3000, files)
+        checkpoint = {"brief": summary.to_json(), "format": "fsdp_optim"}
         (self.root / "step-1").mkdir()
         seal_as_it_is(self.root / "step-1", checkpoint)
         with OpenFolder(self.root / "step-1") as opened:
-            check_same("brief", read_brief(opened), brief)
+            check_same("brief", read_summary(opened), summary)
 
 
 class KeepLastTest(CatalogTest):

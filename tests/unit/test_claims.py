@@ -20,7 +20,7 @@ from unittest import mock
 
 from parameterized import parameterized
 
-from fsdp_optim.formats.own.probe import JUDGE
+from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.machine import identity_of_process
 from fsdp_optim.storage.posix import claim as claims
 from fsdp_optim.storage.posix.claim import DEAD_AFTER, LOCK, claim, is_held, is_of_this_machine, write_claim
@@ -347,7 +347,7 @@ class LeftoversTest(InFolder):
 
     def removed(self) -> bool:
         with file_system(SHARED):
-            remove_leftovers(self.root / "step", JUDGE)
+            remove_leftovers(self.root / "step", PROBE)
         return not self.folder.exists()
 
     def test_the_folder_of_a_machine_that_was_lost_stays_for_an_hour(self) -> None:

@@ -39,7 +39,7 @@ class Watch:
 
     def __init__(self, store: JobStore, ranks: Sequence[int], *, beats: bool) -> None:
         if not beats:
-            raise AssertionError("ranks that save beat, and silence has to be noticed")
+            raise AssertionError("ranks that save beat, and silence must be noticed")
         self._ranks = ranks
 
     def look(self) -> dict[int, str]:

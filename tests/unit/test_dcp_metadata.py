@@ -33,7 +33,7 @@ from fsdp_optim.layout import Block, Box, Boxes, DisjointBoxes, FlatChunks, Whol
 from fsdp_optim.plan import Copy, copies_into
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import ReaderConformance, Written
+from fsdp_optim.testing import ReaderConformance, WrittenSample
 from fsdp_optim.testing.foreign_readers import read_elements
 
 TALL = torch.arange(70, dtype=torch.float32).reshape(10, 7)
@@ -99,9 +99,9 @@ class DcpTest(ReaderConformance, unittest.TestCase):
     def open_any(self, folder: Path) -> Opened:
         return open_any(folder)
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         fill(DcpFiles(folder, 1)).finish()
-        return Written(MODEL, [MOMENT, torch.tensor(3.0)])
+        return WrittenSample(MODEL, [MOMENT, torch.tensor(3.0)])
 
 
 class InFolder(unittest.TestCase):

@@ -23,7 +23,7 @@ from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import Written
+from fsdp_optim.testing import WrittenSample
 
 WEIGHTS = {
     "größe": torch.arange(35, dtype=torch.float32).reshape(7, 5),
@@ -52,9 +52,9 @@ class SafetensorsTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
         return HUGGING_FACE
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         save_file(WEIGHTS, folder / "model.safetensors")
-        return Written(WEIGHTS)
+        return WrittenSample(WEIGHTS)
 
 
 class SplitSafetensorsTest(InFolders, unittest.TestCase):
@@ -63,10 +63,10 @@ class SplitSafetensorsTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
         return HUGGING_FACE
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         for number, name in enumerate(WEIGHTS, start=1):
             save_file({name: WEIGHTS[name]}, folder / f"model-{number:05}-of-{len(WEIGHTS):05}.safetensors")
-        return Written(WEIGHTS)
+        return WrittenSample(WEIGHTS)
 
 
 class TorchFileTest(InFolders, unittest.TestCase):
@@ -75,13 +75,13 @@ class TorchFileTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
         return TORCH_FILE
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         state = {name: tensor.clone() for name, tensor in WEIGHTS.items() if tensor.is_floating_point()}
         optim = {"state": {0: {**state, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
         value = {"model": WEIGHTS, "optimizer": optim, "epoch": 3, "seen": [1, (2.5, "x")]}
         torch.save(value, folder / "last.pt", _use_new_zipfile_serialization=not self.legacy)
         extra = {"epoch": 3, "seen": [1, (2.5, "x")]}
-        return Written(WEIGHTS, [*state.values(), torch.tensor(3.0)], extra)
+        return WrittenSample(WEIGHTS, [*state.values(), torch.tensor(3.0)], extra)
 
 
 class LegacyTorchFileTest(TorchFileTest):
@@ -96,7 +96,7 @@ class TorchFilesTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
         return TORCH_FILE
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         halves = dict(list(WEIGHTS.items())[:2]), dict(list(WEIGHTS.items())[2:])
         names = [f"pytorch_model-{number:05}-of-00002.bin" for number in (1, 2)]
         for name, half in zip(names, halves, strict=True):
@@ -105,7 +105,7 @@ class TorchFilesTest(InFolders, unittest.TestCase):
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
         torch.save({"state": {0: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}, folder / "optimizer.bin")
         torch.save({"last_epoch": 4}, folder / "scheduler.bin")
-        return Written(WEIGHTS, [torch.ones(2)], {"scheduler": {"last_epoch": 4}})
+        return WrittenSample(WEIGHTS, [torch.ones(2)], {"scheduler": {"last_epoch": 4}})
 
 
 class DcpTest(InFolders, unittest.TestCase):
@@ -114,7 +114,7 @@ class DcpTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
         return DCP
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         state = {"große": {"exp_avg": torch.ones(7, 5), "step": torch.tensor(3.0)}}
         groups = [{"lr": 0.1, "params": ["große"]}]
         weights = {"große": WEIGHTS["größe"], "half": WEIGHTS["half"]}
@@ -122,7 +122,7 @@ class DcpTest(InFolders, unittest.TestCase):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.distributed.checkpoint.save(saved, checkpoint_id=folder)
-        return Written(weights, list(state["große"].values()), {"epoch": 3})
+        return WrittenSample(weights, list(state["große"].values()), {"epoch": 3})
 
 
 class ZeroTest(InFolders, unittest.TestCase):
@@ -133,11 +133,11 @@ class ZeroTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
         return DEEPSPEED
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         weights = {"a": torch.arange(35.0).reshape(7, 5), "b": torch.arange(3.0)}
         moments = {name: weight + 0.5 for name, weight in weights.items()}
         write_zero(folder, self.stage, 2, [weights], {"exp_avg": [moments]}, step=3)
-        return Written(weights, list(moments.values()))
+        return WrittenSample(weights, list(moments.values()))
 
 
 class Zero3Test(ZeroTest):
@@ -149,12 +149,12 @@ class UniversalTest(ZeroTest):
 
     num_flips, num_cuts = 12, 2
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         weights = {"a": torch.arange(35.0).reshape(7, 5), "b": torch.arange(3.0)}
         moments = {name: weight + 0.5 for name, weight in weights.items()}
         write_universal(folder, self.stage, [weights], {"exp_avg": [moments]}, step=3)
         steps = {name: [torch.tensor(3.0)] if self.stage < 3 else [] for name in weights}
-        return Written(weights, [value for name in weights for value in (moments[name], *steps[name])])
+        return WrittenSample(weights, [value for name in weights for value in (moments[name], *steps[name])])
 
 
 class Universal3Test(UniversalTest):

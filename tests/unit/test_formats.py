@@ -19,7 +19,7 @@ class InFolders(FormatConformance):
     def make_store(self, format: Format) -> Store:
         folder = tempfile.TemporaryDirectory()
         self._case.addCleanup(folder.cleanup)
-        return Folder(Path(folder.name) / "step", format.judge)
+        return Folder(Path(folder.name) / "step", format.probe)
 
 
 class OursTest(InFolders, unittest.TestCase):

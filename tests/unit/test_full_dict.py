@@ -115,7 +115,7 @@ def plain() -> dict[str, Any]:
 EXAMPLES: dict[str, Any] = {
     "Flattened": {"state.w.step": 1, "param_groups.w.lr": 1},
     "NoFullDict": {"state": {}},
-    "Ours": write(FullState({"w": {"step": 1}}, (({"lr": 1}, ("w",)),), {}, local_ids={"w": 0}), "id"),
+    "OwnDialect": write(FullState({"w": {"step": 1}}, (({"lr": 1}, ("w",)),), {}, local_ids={"w": 0}), "id"),
     "Fairscale": plain() | {"param_id_map": {0: 0}, "uncollected_local_ids": []},
     "Named": {"state": {"w": {"step": 1}}, "param_groups": [{"lr": 1, "params": ["w"]}]},
     "Plain": plain(),

@@ -16,16 +16,16 @@ from kit.examples import examples
 from kit.wrapping import check_refused, error_text
 from parameterized import parameterized
 
-from fsdp_optim.checkpoint.catalog.retention import Entry, KeepRules, left_behind, metric_of, name_of_step
+from fsdp_optim.checkpoint.catalog.retention import KeepRules, ManagedCheckpoint, left_behind, metric_of, name_of_step
 from fsdp_optim.checkpoint.run import meeting_interval as agreeing
-from fsdp_optim.checkpoint.run.meeting_interval import Rhythm
+from fsdp_optim.checkpoint.run.meeting_interval import MeetingInterval
 from fsdp_optim.checkpoint.run.preemption import Signals
 
 COUNTS = st.one_of(st.none(), st.integers(1, 4))
 METRICS = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 2.5, -1.0]))
 ENTRIES = st.lists(st.tuples(st.integers(0, 12), METRICS), max_size=8, unique_by=lambda pair: pair[0]).map(
     lambda pairs: [
-        Entry(name_of_step(step), step, (place + 1, step, 0, ""), -1, metric)
+        ManagedCheckpoint(name_of_step(step), step, (place + 1, step, 0, ""), -1, metric)
         for place, (step, metric) in enumerate(pairs)
     ]
 )
@@ -35,7 +35,7 @@ class RulesTest(unittest.TestCase):
     @examples(300)
     @given(ENTRIES, COUNTS, COUNTS, COUNTS, st.sampled_from(["min", "max"]))
     def test_a_checkpoint_stays_if_a_rule_keeps_it(
-        self, entries: list[Entry], last: int | None, every: int | None, best: int | None, which: Any
+        self, entries: list[ManagedCheckpoint], last: int | None, every: int | None, best: int | None, which: Any
     ) -> None:
         kept = KeepRules(last, every, best, which).kept(entries)
         for entry in entries:
@@ -60,7 +60,7 @@ class RulesTest(unittest.TestCase):
     @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=14))
     def test_what_a_run_has_taken_back_is_left_behind(self, events: list[tuple[bool, int]]) -> None:
         """A run saves, and goes back to a checkpoint now and then. `line`: the steps that it has not taken back."""
-        on_disk: dict[int, Entry] = {}
+        on_disk: dict[int, ManagedCheckpoint] = {}
         line: list[int] = []
         sequence, at = 0, -1
         for goes_back, number in events:
@@ -68,7 +68,9 @@ class RulesTest(unittest.TestCase):
                 at = line[number % len(line)]
                 continue
             step, sequence = at + 1 + number % 4, sequence + 1
-            on_disk[step] = Entry(name_of_step(step), step, (sequence, step, 0, ""), at)  # replaces one of this step
+            on_disk[step] = ManagedCheckpoint(
+                name_of_step(step), step, (sequence, step, 0, ""), at
+            )  # replaces one of this step
             line = [one for one in line if one <= at] + [step]
             at = step
             self.assertEqual(
@@ -84,7 +86,7 @@ class RulesTest(unittest.TestCase):
         self, events: list[tuple[bool, int]], there: list[bool]
     ) -> None:
         """Branches stay, as where jobs are killed before they remove them, and any checkpoint may be unreadable for a moment."""
-        history: list[Entry] = []
+        history: list[ManagedCheckpoint] = []
         line: list[int] = []
         lines: dict[int, list[int]] = {}
         at = -1
@@ -95,7 +97,7 @@ class RulesTest(unittest.TestCase):
                 continue
             used = {entry.step for entry in history}
             step = next(step for step in itertools.count(at + 1 + number % 4) if step not in used)
-            history.append(Entry(name_of_step(step), step, (len(history) + 1, step, 0, ""), at))
+            history.append(ManagedCheckpoint(name_of_step(step), step, (len(history) + 1, step, 0, ""), at))
             line, at = [*line, step], step
             lines[step] = line
         readable = [entry for entry, can in zip(history, [*there, *([True] * len(history))], strict=False) if can]
@@ -111,7 +113,7 @@ class RulesTest(unittest.TestCase):
         """10, 20, 30, 40; back to 10; 15, killed; 15 cannot be read for a moment, so the run goes on from 40 and saves 50."""
         afters = {10: -1, 20: 10, 30: 20, 40: 30, 15: 10, 50: 40}
         entries = [
-            Entry(name_of_step(step), step, (place, step, 0, ""), after)
+            ManagedCheckpoint(name_of_step(step), step, (place, step, 0, ""), after)
             for place, (step, after) in enumerate(afters.items(), 1)
         ]
         self.assertEqual(left_behind(entries), {name_of_step(15)})
@@ -120,7 +122,7 @@ class RulesTest(unittest.TestCase):
 
     @examples(100)
     @given(ENTRIES)
-    def test_the_newest_stays_and_all_stay_without_a_rule(self, entries: list[Entry]) -> None:
+    def test_the_newest_stays_and_all_stay_without_a_rule(self, entries: list[ManagedCheckpoint]) -> None:
         self.assertEqual(KeepRules().kept(entries), {entry.name for entry in entries})
         newest = max(entries, key=lambda entry: entry.order, default=None)
         for rules in (KeepRules(1), KeepRules(None, 5), KeepRules(None, None, 2)):
@@ -143,7 +145,7 @@ class RulesTest(unittest.TestCase):
 
     @parameterized.expand([("word", "high"), ("list", [1.0])])
     def test_a_metric_that_is_none(self, _: str, given: Any) -> None:
-        check_refused("metric", [error_text(lambda: metric_of(given))], "StateError", "metric has to be a number")
+        check_refused("metric", [error_text(lambda: metric_of(given))], "StateError", "metric must be a number")
 
     def test_names_sort_as_steps(self) -> None:
         steps = [0, 5, 10, 999, 12345678]
@@ -156,7 +158,7 @@ class RhythmTest(unittest.TestCase):
     def seconds_between(self, num_ranks: int, seconds_per_step: float, num_steps: int = 100_000) -> tuple[float, int]:
         """How far meetings are apart in the end, and how many steps the first three of them are apart in all."""
         clock, step, gaps = itertools.count(), 0, []
-        rhythm = Rhythm(num_ranks, None)
+        rhythm = MeetingInterval(num_ranks, None)
         with mock.patch.object(agreeing.time, "monotonic", side_effect=lambda: step * seconds_per_step):
             while step < num_steps and next(clock) < 200:
                 gaps.append(rhythm.steps_to_next(step))
@@ -172,12 +174,12 @@ class RhythmTest(unittest.TestCase):
         self.assertLessEqual(first, 1 + 2 + 4)
 
     def test_a_number_that_was_given_stays(self) -> None:
-        rhythm = Rhythm(4, 7)
+        rhythm = MeetingInterval(4, 7)
         self.assertEqual([rhythm.steps_to_next(step) for step in (1, 8, 15)], [7, 7, 7])
-        self.assertEqual(Rhythm(1, 7).steps_to_next(1), 1, "one rank asks nobody")
+        self.assertEqual(MeetingInterval(1, 7).steps_to_next(1), 1, "one rank asks nobody")
 
     def test_a_clock_that_stands_still(self) -> None:
-        rhythm = Rhythm(2, None)
+        rhythm = MeetingInterval(2, None)
         with mock.patch.object(agreeing.time, "monotonic", return_value=5.0):
             gaps = [rhythm.steps_to_next(step) for step in range(40)]
         self.assertEqual(gaps[:4], [1, 2, 4, 8])

@@ -369,7 +369,7 @@ def test_replicas_of_unlike_size_are_refused(replicas: tuple[tuple[int, ...], ..
 
 @pytest.mark.parametrize(("start", "chunk_numel"), [(-1, 2), (0, -2)])
 def test_negative_numbers_are_refused(start: int, chunk_numel: int) -> None:
-    with pytest.raises(LayoutError, match="start and chunk_numel have to be at least 0"):
+    with pytest.raises(LayoutError, match="start and chunk_numel must be at least 0"):
         FlatChunks((4,), start, chunk_numel, ((0, 1),))
 
 

@@ -18,8 +18,8 @@ from kit.managed import names_in
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.formats.own.probe import JUDGE
-from fsdp_optim.storage.posix import directory as shelf
+from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.storage.posix import directory as directory
 from fsdp_optim.storage.posix import folder, writer
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.store import Folder
@@ -40,7 +40,7 @@ def open_in(folder: Path) -> list[str]:
 
 class StagingTest(InFolder):
     def begin(self, **options: Any) -> FolderStaging:
-        staging = FolderStaging.begin(self.path, JUDGE, **{"overwrite": False, "durable": False, **options})
+        staging = FolderStaging.begin(self.path, PROBE, **{"overwrite": False, "durable": False, **options})
         self.addCleanup(staging.abandon)
         return staging
 
@@ -121,7 +121,7 @@ class StagingTest(InFolder):
 
 class ListingTest(InFolder):
     def names(self) -> list[str]:
-        return [Path(one.where).name for one in Folder(self.root / "_", JUDGE).shelf().listed()]
+        return [Path(one.where).name for one in Folder(self.root / "_", PROBE).directory().listed()]
 
     def save(self, *names: str) -> None:
         for name in names:
@@ -131,36 +131,36 @@ class ListingTest(InFolder):
     def test_a_checkpoint_that_can_never_be_read_is_listed(self) -> None:
         """The newest one, whose manifest another machine has replaced, as far as this one can see."""
         self.save("step-1", "step-2")
-        real = shelf.standing_of
+        real = directory.status_of
 
         def moved(folder: Path, *args: Any, **kwargs: Any) -> Any:
-            standing = real(folder, *args, **kwargs)
+            status = real(folder, *args, **kwargs)
             if folder.name != "step-2":
-                return standing
-            return type(standing)(None, True, False, True, "stale")
+                return status
+            return type(status)(None, True, False, True, "stale")
 
-        with mock.patch.object(shelf, "standing_of", moved):
-            found = Folder(self.root / "_", JUDGE).shelf().listed()
+        with mock.patch.object(directory, "status_of", moved):
+            found = Folder(self.root / "_", PROBE).directory().listed()
         self.assertEqual([Path(one.where).name for one in found], ["step-1", "step-2"])
-        self.assertFalse(found[1].standing.is_sure)
+        self.assertFalse(found[1].status.is_sure)
 
     def test_one_that_went_away_is_not(self) -> None:
         self.save("step-1", "step-2")
-        real = shelf.standing_of
+        real = directory.status_of
 
         def moved(folder: Path, *args: Any, **kwargs: Any) -> Any:
             if folder.name == "step-2":
                 shutil.rmtree(folder, ignore_errors=True)
             return real(folder, *args, **kwargs)
 
-        with mock.patch.object(shelf, "standing_of", moved):
+        with mock.patch.object(directory, "status_of", moved):
             self.assertEqual(self.names(), ["step-1"])
 
     def test_names_that_come_and_go(self) -> None:
         """Other saves are under way all the time."""
         self.save("step-1")
         looks = itertools.count()
-        with mock.patch.object(shelf, "names_in", side_effect=lambda root: {"step-1", f"step-{next(looks)}-gone"}):
+        with mock.patch.object(directory, "names_in", side_effect=lambda root: {"step-1", f"step-{next(looks)}-gone"}):
             self.assertEqual(self.names(), ["step-1"])
         self.assertGreater(next(looks), 1)
 
@@ -172,18 +172,18 @@ class ListingTest(InFolder):
     def test_the_client_is_made_to_list_anew(self) -> None:
         self.save("step-1")
         with (
-            mock.patch.object(shelf, "is_of_one_machine", return_value=False),
-            mock.patch.object(shelf, "refresh", side_effect=shelf.refresh) as refreshed,
+            mock.patch.object(directory, "is_of_one_machine", return_value=False),
+            mock.patch.object(directory, "refresh", side_effect=directory.refresh) as refreshed,
         ):
             self.assertEqual(self.names(), ["step-1"])
             refreshed.assert_called_with(self.root)
-        with mock.patch.object(shelf, "refresh", side_effect=AssertionError("on one machine nothing is made")):
+        with mock.patch.object(directory, "refresh", side_effect=AssertionError("on one machine nothing is made")):
             self.names()
         self.check_only("step-1")
 
     def test_a_beacon_is_no_checkpoint(self) -> None:
         self.save("step-1")
-        with Folder(self.root / "_", JUDGE).beacon():
+        with Folder(self.root / "_", PROBE).beacon():
             self.assertEqual(self.names(), ["step-1"])
             self.assertEqual([one.path.name for one in fsdp_optim.checkpoints(self.root)], ["step-1"])
 

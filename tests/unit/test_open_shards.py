@@ -8,8 +8,8 @@ import pytest
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Whole
-from fsdp_optim.state.merged.global_state import Picture
-from fsdp_optim.state.merged.merge_reports import draw
+from fsdp_optim.state.merged.global_state import GlobalState
+from fsdp_optim.state.merged.merge_reports import merge_reports
 from fsdp_optim.state.merged.reports import LiveParam, RankReport
 from fsdp_optim.state.values.summary import Summary
 
@@ -27,8 +27,8 @@ def report(rank: int, *rows: tuple[int, int]) -> RankReport:
     return RankReport("gather", ("w",), (LiveParam(("w",), (placement,), 0, (), True, SUMMARY),), ((),))
 
 
-def drawn(*reports: RankReport) -> Picture:
-    return draw([(one, (rank,)) for rank, one in enumerate(reports)])
+def drawn(*reports: RankReport) -> GlobalState:
+    return merge_reports([(one, (rank,)) for rank, one in enumerate(reports)])
 
 
 class OpenShardsTest(unittest.TestCase):

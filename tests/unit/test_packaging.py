@@ -109,7 +109,7 @@ class ReleaseTest(unittest.TestCase):
             (root / "fsdp_optim").mkdir()
             (root / "fsdp_optim" / "__init__.py").write_text('__version__ = "1.2.3"\n')
             (root / "CHANGELOG.md").write_text("## Unreleased\n\n## 1.2.30\n")
-            with self.assertRaisesRegex(SystemExit, "the tag has to be v1.2.3"):
+            with self.assertRaisesRegex(SystemExit, "the tag must be v1.2.3"):
                 building.check_tag("v1.2.4", root)
             with self.assertRaisesRegex(SystemExit, "no section '## 1.2.3'"):
                 building.check_tag("v1.2.3", root)

@@ -36,18 +36,18 @@ class TestPlots(unittest.TestCase):
     def test_every_figure_of_the_rows_is_in_the_picture(self) -> None:
         for plot in plots.PLOTS:
             rows = plots.rows_of(plot, PAGE)
-            picture = plots.drawn(plot, rows)
+            global_state = plots.drawn(plot, rows)
             self.assertGreater(len(rows), 2, plot.file)
             for who, figure in rows:
-                self.assertIn(f">{figure} {plot.unit}</text>", picture)
+                self.assertIn(f">{figure} {plot.unit}</text>", global_state)
                 changed = plots.drawn(plot, [(one, "123.0" if one == who else other) for one, other in rows])
-                self.assertNotEqual(changed, picture)
+                self.assertNotEqual(changed, global_state)
 
     def test_bars_are_proportional(self) -> None:
-        picture = plots.drawn(plots.PLOTS[0], [("fsdp_optim", "1"), ("other", "4")])
+        global_state = plots.drawn(plots.PLOTS[0], [("fsdp_optim", "1"), ("other", "4")])
         full = plots.WIDTH - plots.LABELS - 90
-        self.assertIn(f'width="{full:.1f}"', picture)
-        self.assertIn(f'width="{full / 4:.1f}"', picture)
+        self.assertIn(f'width="{full:.1f}"', global_state)
+        self.assertIn(f'width="{full / 4:.1f}"', global_state)
 
     def test_a_row_that_is_gone_is_named(self) -> None:
         with self.assertRaisesRegex(ValueError, "no row 'big, 4 ranks' below 'Gather'"):

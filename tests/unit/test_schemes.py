@@ -16,14 +16,14 @@ import fsdp_optim
 from fsdp_optim.buckets import schemes
 from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
 from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.storage.base import Capabilities, Judge, Store
+from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Store
 
 MEMORY = Memory()
 
 
-def open_store(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:
+def open_store(url: str, probe: CheckpointProbe[Any], options: Mapping[str, Any]) -> Store:
     """A scheme whose objects are in the memory of this process."""
-    return ObjectStore(MemoryBucket(MEMORY, name="mine://x"), url.removeprefix("mine://x/"), judge, **options)
+    return ObjectStore(MemoryBucket(MEMORY, name="mine://x"), url.removeprefix("mine://x/"), probe, **options)
 
 
 def save_and_load() -> None:

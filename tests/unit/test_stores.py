@@ -20,25 +20,25 @@ from fsdp_optim.testing import StoreConformance
 
 
 class TestFolder(StoreConformance, unittest.TestCase):
-    def make_store(self, judge: Any) -> Store:
+    def make_store(self, probe: Any) -> Store:
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.judge = judge
-        return Folder(Path(folder.name) / "run" / "step-1", judge)
+        self.probe = probe
+        return Folder(Path(folder.name) / "run" / "step-1", probe)
 
     def another_handle(self, store: Store) -> Store:
-        return Folder(store.where, self.judge)
+        return Folder(store.where, self.probe)
 
 
 class TestObjects(StoreConformance, unittest.TestCase):
     part_nbytes, parts_by_many = 1000, True
 
-    def make_store(self, judge: Any) -> Store:
-        self.bucket, self.judge = MemoryBucket(parts_by_many=self.parts_by_many), judge
+    def make_store(self, probe: Any) -> Store:
+        self.bucket, self.probe = MemoryBucket(parts_by_many=self.parts_by_many), probe
         return self.another_handle(None)
 
     def another_handle(self, store: Any) -> Store:
-        return ObjectStore(self.bucket, "run/step-1", self.judge, part_nbytes=self.part_nbytes)
+        return ObjectStore(self.bucket, "run/step-1", self.probe, part_nbytes=self.part_nbytes)
 
 
 class TestObjectsOfOneWriter(TestObjects):

@@ -552,7 +552,7 @@ class TestHostile(ArchiveTestCase):
             self.archive(bytes(data))
 
     def test_a_record_that_begins_elsewhere(self) -> None:
-        """Where only the local header can tell, it has to be the right one."""
+        """Where only the local header can tell, it must be the right one."""
         data = bytearray(zipped(written([torch.zeros(3), torch.ones(3)])))
         first, second = (data.rindex(b"PK\1\2", 0, data.rindex(f"archive/data/{i}".encode())) for i in (0, 1))
         data[second + 42 : second + 46] = data[first + 42 : first + 46]

@@ -59,7 +59,7 @@ def problems(workflow: Any) -> list[str]:
             if pattern is not None and not list(ROOT.glob(pattern)):
                 found.append(f"{name}: no file is called {pattern}")
             if ("run" in step) == ("uses" in step):
-                found.append(f"{name}: a step has to have one of run and uses: {step}")
+                found.append(f"{name}: a step must have one of run and uses: {step}")
     return found
 
 
@@ -87,7 +87,7 @@ class TestWorkflows(unittest.TestCase):
             ("file", {"run": "python release/smok.py"}, "there is no release/smok.py"),
             ("script", {"run": ".ci/rum"}, "cannot be executed"),
             ("pins", {"uses": "x", "with": {"cache-dependency-path": "requirements-old.txt"}}, "no file is called"),
-            ("step", {"name": "nothing"}, "has to have one of run and uses"),
+            ("step", {"name": "nothing"}, "must have one of run and uses"),
         ]
     )
     def test_a_fault_is_found(self, _: str, step: dict[str, Any], said: str) -> None:

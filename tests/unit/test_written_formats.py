@@ -17,7 +17,7 @@ from fsdp_optim.formats.base.description import SCALAR
 from fsdp_optim.formats.base.protocols import Format, Half
 from fsdp_optim.storage.base import Opened, Store
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import Written, WrittenConformance
+from fsdp_optim.testing import WrittenConformance, WrittenSample
 from fsdp_optim.testing.foreign_readers import Tensors
 
 STEP = torch.tensor(3.0)
@@ -27,7 +27,7 @@ class InFolders(WrittenConformance):
     num_flips, num_cuts = 40, 6
 
     def make_store(self, folder: Path) -> Store:
-        return Folder(folder, self.make_format().judge)
+        return Folder(folder, self.make_format().probe)
 
     def open_any(self, folder: Path) -> Opened:
         return Folder(folder, NO_JUDGE).open_any()
@@ -69,7 +69,7 @@ class FairscaleShardsTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
         return WrittenFairscaleShards(2, {"": ["große"]})
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenSample:
         written = super().write(folder)
         return replace(written, optim=[*written.optim, STEP])
 

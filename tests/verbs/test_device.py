@@ -108,7 +108,11 @@ class CopiesTest(unittest.TestCase):
     def test_a_copy_of_a_value(self) -> None:
         with Device() as device:
             there = torch.arange(3.0, device=DEVICE)
-            for copied in (memory.own(there), memory.own([there])[0], memory.own({"a": (there,)})["a"][0]):
+            for copied in (
+                memory.detached_copy(there),
+                memory.detached_copy([there])[0],
+                memory.detached_copy({"a": (there,)})["a"][0],
+            ):
                 self.assertEqual((device.has(copied), copied.tolist()), (False, [0.0, 1.0, 2.0]))
 
     def test_a_digest(self) -> None:

@@ -43,7 +43,7 @@ QUICK = [("fairscale flat", 3), ("FSDP1 flat", 4), ("FSDP2", 2), ("plain", 1)]
 Source = tuple[str, int]
 
 TORCH_REFUSES: Mapping[Source, str] = {}
-"""(wrapper, world size) -> torch's words, where torch itself does not build the wrapper. Anything else has to run."""
+"""(wrapper, world size) -> torch's words, where torch itself does not build the wrapper. Anything else must run."""
 
 
 def build(wrapper: str, optimizer: str, steps: int) -> Trained | str:

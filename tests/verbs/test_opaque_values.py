@@ -168,7 +168,7 @@ NUMEL = 200_000
 
 
 def of_rank(param: Any, rank: int) -> dict[str, Any]:
-    return {"codes": (torch.arange(NUMEL) + rank).to(torch.uint8), "own": ["of", rank]}
+    return {"codes": (torch.arange(NUMEL) + rank).to(torch.uint8), "detached_copy": ["of", rank]}
 
 
 def transferred(src: str, dst: str) -> int:
@@ -199,14 +199,14 @@ def copies(wrap: str) -> int:
         trained, target = (Trained(wrap, kept(of_rank), steps, Short) for steps in (1, 0))
         full = trained.gather(0)
         count = 0
-        original = memory.own
+        original = memory.detached_copy
 
         def counted(value: Any) -> Any:
             nonlocal count
             count += isinstance(value, torch.Tensor) and value.numel() == NUMEL
             return original(value)
 
-        with mock.patch("fsdp_optim.state.live.local_dict.own", counted):
+        with mock.patch("fsdp_optim.state.live.local_dict.detached_copy", counted):
             shard = target.scatter(full)
         fsdp_optim.load_optim_state_dict(target.optim, shard)
         _check_back(trained, target)

@@ -74,7 +74,7 @@ def all_of_them(wrap: str) -> list[str]:
 
 @functools.cache
 def wants_muon(cls: type) -> bool:
-    """Whether its groups have to say which of them are for Muon; finding a class's source takes longer than its steps."""
+    """Whether its groups must say which of them are for Muon; finding a class's source takes longer than its steps."""
     return "use_muon" in inspect.getsource(cls)
 
 

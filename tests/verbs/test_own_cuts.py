@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fsdp_optim
-from fsdp_optim.memory import own
+from fsdp_optim.memory import detached_copy
 from fsdp_optim.testing import run_on_ranks
 
 WORLD = 4
@@ -374,7 +374,7 @@ def copies_of_one_rank(folder: str) -> None:
     for spec in (Partial(), Shard(0), Replicate()):
         value = DTensor.from_local(torch.tensor([1.0 + dist.get_rank()]), mesh, [spec], run_check=False)
         if dist.get_rank() == 1:
-            copy = own({"of": [value]})["of"][0]
+            copy = detached_copy({"of": [value]})["of"][0]
             check_same(
                 f"{spec}",
                 (copy.to_local(), copy.placements, copy.shape),

@@ -188,10 +188,10 @@ def test_ids_are_refused_on_all_ranks_if_one_recipient_cannot_have_them() -> Non
     reasons = ("", "the order of rank 1 is unknown")
     for variants, recipients, is_refused in (((1, 2), (0, 1), True), ((1, 2), (0,), False), ((), (0, 1), False)):
         params = {"weight": SimpleNamespace(variants=variants)}
-        picture: Any = SimpleNamespace(
+        global_state: Any = SimpleNamespace(
             params=params, as_seen_by=lambda rank: SimpleNamespace(unknown_order=reasons[rank])
         )
-        name, text, _ = error_of(lambda: _check_ids(picture, recipients))  # noqa: B023
+        name, text, _ = error_of(lambda: _check_ids(global_state, recipients))  # noqa: B023
         assert (name, reasons[1] in text) == (("StateError", True) if is_refused else ("", False)), (name, text)
 
 

@@ -103,11 +103,11 @@ def late(calls: Calls) -> None:
 
 
 def _enters_and_says(path: Path) -> Callable[[RankGroup, JobStore], Meeting]:
-    """Enter a meeting, and make a file for the rank that has to come later; a rank that came earlier would be told so."""
+    """Enter a meeting, and make a file for the rank that must come later; a rank that came earlier would be told so."""
     enter, said = Meeting.enter, []
 
-    def entered(callers: RankGroup, store: JobStore) -> Meeting:
-        meeting = enter(callers, store)
+    def entered(group: RankGroup, store: JobStore) -> Meeting:
+        meeting = enter(group, store)
         if not said:
             said.append(True)
             path.touch()

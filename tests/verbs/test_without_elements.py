@@ -87,7 +87,7 @@ def readers(root: Path, model: nn.Module, optim: torch.optim.Optimizer) -> dict[
     }
 
 
-def takers(full: Any) -> dict[str, Callable[[], Any]]:
+def extra_state_loaders(full: Any) -> dict[str, Callable[[], Any]]:
     model, optim = stepped()
     return {
         "get_shard": lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full),
@@ -122,7 +122,7 @@ class WithoutElementsTest(unittest.TestCase):
         full = fsdp_optim.gather_full_optim_state_dict(*stepped(), None)
         parts = {"state": next(iter(full["state"].values())), "group": full["param_groups"][0], "top": full}
         parts[where]["odd"] = make()
-        for call, take in takers(full).items():
+        for call, take in extra_state_loaders(full).items():
             with self.subTest(call):
                 refused(take, fsdp_optim.StateError, "odd", words)
 

@@ -40,8 +40,8 @@ class Setting:
 
 Case = tuple[str, Callable[[Setting], Any], str, tuple[str, ...]]
 
-MODEL_WANTED = "model has to be a torch.nn.Module, not"
-OPTIM_WANTED = "optim has to be an optimizer, or a list of them, not"
+MODEL_WANTED = "model must be a torch.nn.Module, not"
+OPTIM_WANTED = "optim must be an optimizer, or a list of them, not"
 
 CASES: list[Case] = [
     (
@@ -196,7 +196,7 @@ CASES: list[Case] = [
         "load_optim a path",
         lambda s: F.load_optim_state_dict(s.optim, "optim.pt"),
         "StateError",
-        ("a shard has to be a dict", "'optim.pt'"),
+        ("a shard must be a dict", "'optim.pt'"),
     ),
     (
         "load_optim the state only",
@@ -267,7 +267,7 @@ class WrongArgumentsTest(unittest.TestCase):
 
     def test_one_rank_with_a_wrong_argument_is_heard_by_all(self) -> None:
         for errors in zip(*run_on_ranks(on_one_rank, 2), strict=True):
-            check_refused("on one rank", errors, "WrapperError", "rank 1", "has to be")
+            check_refused("on one rank", errors, "WrapperError", "rank 1", "must be")
 
 
 def on_one_rank() -> list[tuple[str, str]]:

@@ -34,7 +34,7 @@ import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 Full = dict[str, Any]
-ADVICE = re.compile(r"\b(build|wrap|give|use|load|gather|rekey|Is |is it|is this|has to go|check)\b")
+ADVICE = re.compile(r"\b(build|wrap|give|use|load|gather|rekey|Is |is it|is this|must go|check)\b")
 
 
 # ---------------------------------------------------------------------------------------------- what is wrong

@@ -20,13 +20,13 @@ from typing import Any
 
 from fsdp_optim.buckets.fsspec.infos import has_tag, time_of, version_of
 from fsdp_optim.buckets.fsspec.opening import file_system_at, is_local, one_line, secrets_in, split_url, without
-from fsdp_optim.buckets.fsspec.uploads import Upload
+from fsdp_optim.buckets.fsspec.uploads import FileUpload
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Undecided
 
 _WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "webdav", "dbfs"}
-"""On these, files are in folders that have to be made. Elsewhere making one could make a bucket."""
+"""On these, files are in folders that must be made. Elsewhere making one could make a bucket."""
 
 _MISSING = (FileNotFoundError, NotADirectoryError)
 _PUT = ".put-"  # the beginning of the name of a file that takes the name of another one when it is complete
@@ -48,7 +48,7 @@ class FsspecBucket(Bucket):
         self._fs, self._root, self._name, self._secrets = fs, root.rstrip("/"), name, tuple(secrets)
         protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
         self._has_folders, self._is_local = bool(protocols & _WITH_FOLDERS), is_local(fs)
-        self._uploads: dict[str, Upload] = {}
+        self._uploads: dict[str, FileUpload] = {}
         self._numbers = itertools.count(1)
         self._shown: tuple[float, float] | None = None  # the store's time of what was put last, and this process's then
 
@@ -291,10 +291,10 @@ class FsspecBucket(Bucket):
                 return self._in_folder(key, lambda: self._fs.open(self._path(key), "xb" if self._is_local else "wb"))
 
         upload = f"upload-{next(self._numbers)}"
-        self._uploads[upload] = Upload(f"{self.name}/{key}", key, open_file)
+        self._uploads[upload] = FileUpload(f"{self.name}/{key}", key, open_file)
         return upload
 
-    def _upload(self, key: str, upload: str) -> Upload:
+    def _upload(self, key: str, upload: str) -> FileUpload:
         found = self._uploads.get(upload)
         if found is None:
             raise CheckpointError(f"{self.name}/{key}: the upload {upload} is gone")

@@ -16,7 +16,7 @@ from fsdp_optim.errors import CheckpointError
 
 
 @dataclass
-class Upload:
+class FileUpload:
     """An object that is being written. A part that comes before its predecessors waits in memory.
 
     Attributes:

@@ -12,7 +12,15 @@ from fsdp_optim.buckets.objects.keys import Place
 from fsdp_optim.buckets.objects.opened import OpenedObjects, open_place
 from fsdp_optim.buckets.objects.saves import mark_dead, own_keys
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import BriefT, Judge, Listed, Shelf, Shelved, Standing, is_sure_that_not
+from fsdp_optim.storage.base import (
+    CheckpointDirectory,
+    CheckpointEntry,
+    CheckpointProbe,
+    CheckpointStatus,
+    CompleteCheckpoint,
+    SummaryT,
+    is_sure_that_not,
+)
 
 _LOOKED_AT_ONCE = 16
 _MOST_LISTED = 1000  # keys of a place without a manifest
@@ -24,14 +32,14 @@ class LostManifestError(CheckpointError):
     """A place has files of a save, and no manifest."""
 
 
-class ObjectShelf(Shelf[BriefT]):
+class ObjectShelf(CheckpointDirectory[SummaryT]):
     """A prefix, or a whole bucket, whose next parts of keys may each be a checkpoint.
 
     `prefix`: empty, or with a slash at its end.
     """
 
-    def __init__(self, bucket: Bucket, prefix: str, judge: Judge[BriefT]) -> None:
-        self._bucket, self._prefix, self._judge = bucket, prefix, judge
+    def __init__(self, bucket: Bucket, prefix: str, probe: CheckpointProbe[SummaryT]) -> None:
+        self._bucket, self._prefix, self._judge = bucket, prefix, probe
 
     @property
     def where(self) -> str:
@@ -83,57 +91,57 @@ class ObjectShelf(Shelf[BriefT]):
             else None
         )
 
-    def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
+    def complete(self) -> tuple[list[CompleteCheckpoint[SummaryT]], list[str]]:
         found, unread = [], []
         for one in self.listed():
-            standing = one.standing
-            if standing.brief is not None:
-                found.append(Shelved(one.where, one.base, standing.brief))
+            status = one.status
+            if status.summary is not None:
+                found.append(CompleteCheckpoint(one.where, one.base, status.summary))
                 continue
-            if standing.has_manifest:
-                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", one.where, standing.reason)
-            if not standing.is_sure:
-                unread.append(standing.reason)
-        return sorted(found, key=lambda one: one.brief.order), unread
+            if status.has_manifest:
+                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", one.where, status.reason)
+            if not status.is_sure:
+                unread.append(status.reason)
+        return sorted(found, key=lambda one: one.summary.order), unread
 
-    def listed(self) -> list[Listed[BriefT]]:
+    def listed(self) -> list[CheckpointEntry[SummaryT]]:
         found = []
         for place, opened in self._looks(self.places()):
             is_lost = isinstance(opened, LostManifestError)
             if isinstance(opened, CheckpointError):
-                standing: Standing[BriefT] = Standing(
+                status: CheckpointStatus[SummaryT] = CheckpointStatus(
                     has_manifest=False, is_sure=is_lost or is_sure_that_not(opened), reason=str(opened)
                 )
-                if standing.is_sure and not is_lost:
+                if status.is_sure and not is_lost:
                     continue
             else:
-                standing = self._standing_in(opened, whole=False)
-            if standing.is_complete or not standing.has_moved:
-                found.append(Listed(place.where, place.where, standing, can_go=not is_lost))
+                status = self._standing_in(opened, whole=False)
+            if status.is_complete or not status.has_moved:
+                found.append(CheckpointEntry(place.where, place.where, status, can_go=not is_lost))
         return found
 
-    def _standing_in(self, opened: OpenedObjects, *, whole: bool) -> Standing[BriefT]:
+    def _standing_in(self, opened: OpenedObjects, *, whole: bool) -> CheckpointStatus[SummaryT]:
         try:
-            standing: Standing[BriefT] = self._judge.standing_in(opened, whole=whole)
-            if not standing.is_complete and opened.was_replaced():
-                return Standing(is_sure=False, has_moved=True, reason=standing.reason)
+            status: CheckpointStatus[SummaryT] = self._judge.status_in(opened, whole=whole)
+            if not status.is_complete and opened.was_replaced():
+                return CheckpointStatus(is_sure=False, has_moved=True, reason=status.reason)
         except OSError as error:
-            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
-        return standing
+            return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error))
+        return status
 
-    def _place_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Place:
+    def _place_of(self, one: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> Place:
         return Place(one.where, one.where.removeprefix(f"{self._bucket.name}/"))
 
-    def standing_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Standing[BriefT]:
+    def status_of(self, one: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
         try:
             opened = open_place(self._bucket, self._place_of(one), self._judge)
         except MissingObjectError as error:
-            return Standing(has_manifest=False, has_moved=True, reason=str(error))
+            return CheckpointStatus(has_manifest=False, has_moved=True, reason=str(error))
         except CheckpointError as error:
-            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
+            return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error))
         return self._standing_in(opened, whole=True)
 
-    def remove(self, ones: Sequence[Shelved[BriefT] | Listed[BriefT]], reason: str) -> None:
+    def remove(self, ones: Sequence[CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]], reason: str) -> None:
         for one in ones:
             place = self._place_of(one)
             try:

@@ -13,10 +13,10 @@ from fsdp_optim.buckets.objects.base import Bucket, Found, MissingObjectError, O
 from fsdp_optim.buckets.objects.keys import Place
 from fsdp_optim.buckets.objects.opened import OpenedObjects
 from fsdp_optim.buckets.objects.part_notes import KEPT, PARTS
-from fsdp_optim.buckets.objects.saves import Claim, is_ownerless
+from fsdp_optim.buckets.objects.saves import SaveLease, is_ownerless
 from fsdp_optim.buckets.objects.staging import ObjectStaging
 from fsdp_optim.buckets.objects.writer import Address
-from fsdp_optim.storage.base import Capabilities, Judge
+from fsdp_optim.storage.base import Capabilities, CheckpointProbe
 
 _READ_AT_ONCE = 16
 
@@ -41,7 +41,7 @@ def noted_parts(bucket: Bucket, place: Place, address: Address) -> dict[tuple[st
 def resumed(
     bucket: Bucket,
     place: Place,
-    judge: Judge[Any],
+    probe: CheckpointProbe[Any],
     capabilities: Capabilities,
     note: str,
     *,
@@ -62,7 +62,7 @@ def resumed(
         if claim is None:
             continue
         try:
-            staging = ResumedStaging(bucket, place, judge, capabilities, address, claim, before)
+            staging = ResumedStaging(bucket, place, probe, capabilities, address, claim, before)
             if staging.has_uploads():
                 staging.remove_all_but_parts()
                 return staging
@@ -83,7 +83,9 @@ def _kept(bucket: Bucket, place: Place, key: str, token: str, note: str) -> Addr
     return None
 
 
-def _taken_over(bucket: Bucket, place: Place, token: str, notes: Sequence[Found], dead_after: float) -> Claim | None:
+def _taken_over(
+    bucket: Bucket, place: Place, token: str, notes: Sequence[Found], dead_after: float
+) -> SaveLease | None:
     """The claim of a save that nobody goes on with, as this process's own; None if some process may go on with it."""
     if any(found.key == place.tombstone(token) for found in notes):
         return None
@@ -91,7 +93,7 @@ def _taken_over(bucket: Bucket, place: Place, token: str, notes: Sequence[Found]
         found = bucket.look(place.claim(token))
         if found is None or not is_ownerless(bucket.read(found.key)[0], found.age, dead_after):
             return None
-        claim = Claim(bucket, place, token, dead_after, replaces=found.version)
+        claim = SaveLease(bucket, place, token, dead_after, replaces=found.version)
         if claim.is_held():
             return claim
         claim.stop()
@@ -105,15 +107,15 @@ class ResumedStaging(ObjectStaging):
         self,
         bucket: Bucket,
         place: Place,
-        judge: Judge[Any],
+        probe: CheckpointProbe[Any],
         capabilities: Capabilities,
         address: Address,
-        claim: Claim,
+        claim: SaveLease,
         before: OpenedObjects | None,
     ) -> None:
         folder, shared = address.has_folder, address.shared
         super().__init__(
-            *(bucket, place, judge, capabilities, claim), before=before, has_folder=folder, shared=shared, is_kept=True
+            *(bucket, place, probe, capabilities, claim), before=before, has_folder=folder, shared=shared, is_kept=True
         )
         claim.is_plain = not address.has_folder
         for name in self._shared:

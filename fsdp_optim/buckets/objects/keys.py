@@ -94,7 +94,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Files:
+class KeyedFiles:
     """Where the files of one save are. `token`: of the save, where the files have a folder of their own; else None."""
 
     place: Place

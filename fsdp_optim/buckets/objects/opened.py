@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import Bucket, Found, MissingObjectError
-from fsdp_optim.buckets.objects.keys import Files, Place, own_token
+from fsdp_optim.buckets.objects.keys import KeyedFiles, Place, own_token
 from fsdp_optim.buckets.objects.versioned import VersionedObjects
-from fsdp_optim.storage.base import Judge
+from fsdp_optim.storage.base import CheckpointProbe
 
 _HEAD_NBYTES = 64 << 10
 """The beginning of an object is read at once: headers, manifests and small files need one request."""
@@ -22,10 +22,10 @@ class OpenedObjects(VersionedObjects):
     `manifest`: its object, as it was found.
     """
 
-    def __init__(self, bucket: Bucket, place: Place, judge: Judge[Any], manifest: Found) -> None:
+    def __init__(self, bucket: Bucket, place: Place, probe: CheckpointProbe[Any], manifest: Found) -> None:
         super().__init__(bucket)
-        self._place, self._judge, self._manifest = place, judge, manifest
-        self._found[judge.manifest] = manifest
+        self._place, self._judge, self._manifest = place, probe, manifest
+        self._found[probe.manifest] = manifest
         self._heads: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -39,14 +39,14 @@ class OpenedObjects(VersionedObjects):
         return self._manifest.version
 
     @cached_property
-    def files(self) -> Files:
+    def files(self) -> KeyedFiles:
         """Where the files are: the manifest's token says it, where a folder of that name has the same manifest."""
         token = own_token(self._judge.token_in(self))
         if token is not None:
-            own = Files(self._place, token)
+            own = KeyedFiles(self._place, token)
             if self._bucket.look(own.key(self._judge.manifest)) is not None:
                 return own
-        return Files(self._place, None)
+        return KeyedFiles(self._place, None)
 
     def _key(self, name: str) -> str:
         return self._place.manifest(name) if name == self._judge.manifest else self.files.key(name)
@@ -75,15 +75,15 @@ class OpenedObjects(VersionedObjects):
         return found is None or found.version != self._manifest.version
 
 
-def current(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects | None:
+def current(bucket: Bucket, place: Place, probe: CheckpointProbe[Any]) -> OpenedObjects | None:
     """The checkpoint of a place; None where there is no manifest."""
-    found = bucket.look(place.manifest(judge.manifest))
-    return None if found is None else OpenedObjects(bucket, place, judge, found)
+    found = bucket.look(place.manifest(probe.manifest))
+    return None if found is None else OpenedObjects(bucket, place, probe, found)
 
 
-def open_place(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects:
+def open_place(bucket: Bucket, place: Place, probe: CheckpointProbe[Any]) -> OpenedObjects:
     """Open the checkpoint of a place. Raises MissingObjectError where there is none."""
-    opened = current(bucket, place, judge)
+    opened = current(bucket, place, probe)
     if opened is None:
-        raise MissingObjectError(f"{place.where}: there is no checkpoint: no object {judge.manifest}")
+        raise MissingObjectError(f"{place.where}: there is no checkpoint: no object {probe.manifest}")
     return opened

@@ -28,7 +28,7 @@ from fsdp_optim.buckets.objects.opened import OpenedObjects, current
 from fsdp_optim.buckets.objects.watched import BEAT, watched
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.machine import identity_of_process, is_gone
-from fsdp_optim.storage.base import Judge
+from fsdp_optim.storage.base import CheckpointProbe
 
 _BEATS = 5  # in the time after which a claim is that of a dead save
 _SILENT_BEATS = 2  # after which a process on another machine counts as killed where its save can go on
@@ -39,7 +39,7 @@ log = logging.getLogger("fsdp_optim")
 
 
 @dataclass
-class Claim:
+class SaveLease:
     """The claim of one save, held by its leader.
 
     `dead_after`: seconds without a sign of life. `is_plain`: whether `mark_plain` was called. `replaces`: the version of the
@@ -92,9 +92,9 @@ class Claim:
         tokens = {self.place.token_of_note(found.key) for found in self.bucket.list(self.place.saving)}
         return sorted(tokens - {self.token})
 
-    def finish(self, judge: Judge[Any]) -> None:
+    def finish(self, probe: CheckpointProbe[Any]) -> None:
         """Remove the objects that belong neither to the present checkpoint nor to another live save, and the claim."""
-        if not remove_strays(self.bucket, self.place, judge, self.dead_after, self):
+        if not remove_strays(self.bucket, self.place, probe, self.dead_after, self):
             # The other save may have looked already, so that nobody would remove what has become of no use.
             mark_dead(self.bucket, self.place, is_plain=self.is_plain)
         self.release()
@@ -139,7 +139,7 @@ class _Saves:
     dead: frozenset[str]
 
     @classmethod
-    def listed(cls, bucket: Bucket, place: Place, dead_after: float, mine: Claim | None = None) -> _Saves:
+    def listed(cls, bucket: Bucket, place: Place, dead_after: float, mine: SaveLease | None = None) -> _Saves:
         """All but the one with the claim `mine`."""
         ages: dict[str, float] = {}
         for found in bucket.list(place.saving):
@@ -154,18 +154,20 @@ class _Saves:
         return cls(frozenset(ages) - dead, dead)
 
 
-def remove_all_dead(bucket: Bucket, places: Sequence[Place], parent: str, judge: Judge[Any], dead_after: float) -> None:
+def remove_all_dead(
+    bucket: Bucket, places: Sequence[Place], parent: str, probe: CheckpointProbe[Any], dead_after: float
+) -> None:
     """Remove the leftovers of dead saves in several places under `parent`."""
 
     def remove(place: Place) -> bool:
-        saves = remove_dead(bucket, place, judge, dead_after)
+        saves = remove_dead(bucket, place, probe, dead_after)
         return not saves.live
 
     if not places:
         return
     with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
         idle = [place for place, is_idle in zip(places, pool.map(remove, places), strict=True) if is_idle]
-    is_own = judge.is_own(None)
+    is_own = probe.is_own(None)
     for upload in list(bucket.uploads(parent)):
         # Without a claim, only an upload into the folder of a save is surely that of a save.
         its = next((place for place in idle if upload.key.startswith(place.inside)), None)
@@ -175,7 +177,7 @@ def remove_all_dead(bucket: Bucket, places: Sequence[Place], parent: str, judge:
 
 
 def remove_dead(
-    bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float, mine: Claim | None = None
+    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, mine: SaveLease | None = None
 ) -> _Saves:
     """Remove the leftovers of dead saves in a place. Returns the saves that were there, without the one that begins: `mine`."""
     saves = _Saves.listed(bucket, place, dead_after, mine)
@@ -184,7 +186,7 @@ def remove_dead(
         for token in sorted(saves.dead):  # first: a save that is slow, not dead, must not finish any more
             mark_dead(bucket, place, token)
         bucket.delete([place.claim(token) for token in sorted(saves.dead)])
-        remove_strays(bucket, place, judge, dead_after, mine)
+        remove_strays(bucket, place, probe, dead_after, mine)
     return saves
 
 
@@ -202,7 +204,7 @@ def mark_dead(bucket: Bucket, place: Place, token: str | None = None, *, is_plai
 
 
 def remove_strays(
-    bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float, mine: Claim | None = None
+    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, mine: SaveLease | None = None
 ) -> bool:
     """Remove all objects of saves in a place but those of the checkpoint that the manifest names, and of saves that are alive.
 
@@ -215,8 +217,8 @@ def remove_strays(
     mine_token = mine.token if mine is not None else ""
     uploads, objects = list(bucket.uploads(place.inside)), list(bucket.list(place.inside))
     live = _Saves.listed(bucket, place, dead_after, mine).live
-    opened = current(bucket, place, judge)
-    kept, is_own = opened.files.token if opened is not None else None, judge.is_own(None)
+    opened = current(bucket, place, probe)
+    kept, is_own = opened.files.token if opened is not None else None, probe.is_own(None)
 
     notes_of = {found.key: place.token_of_note(found.key) for found in objects if found.key.startswith(place.saving)}
     is_noted = any(key == place.plain(token) for key, token in notes_of.items())
@@ -236,7 +238,7 @@ def remove_strays(
         if found.key.startswith(place.saving):
             if not live and token != mine_token:  # else they tell a later save that there is something to remove
                 notes.append(found.key)
-        elif found.key == place.manifest(judge.manifest) or (opened is not None and token == kept):
+        elif found.key == place.manifest(probe.manifest) or (opened is not None and token == kept):
             continue
         elif is_stray(found):
             strays.append(found.key)
@@ -245,25 +247,25 @@ def remove_strays(
     return not live
 
 
-def own_keys(bucket: Bucket, opened: OpenedObjects, place: Place, judge: Judge[Any]) -> Iterator[str]:
+def own_keys(bucket: Bucket, opened: OpenedObjects, place: Place, probe: CheckpointProbe[Any]) -> Iterator[str]:
     """The keys of the files of a checkpoint that is open, without its manifest."""
     if opened.files.token is not None:
         yield from (found.key for found in bucket.list(f"{place.inside}{opened.files.token}/"))
         return
-    is_own = judge.is_own(opened)
+    is_own = probe.is_own(opened)
     for found in bucket.list(place.inside):
         name = found.key.removeprefix(place.inside)
-        if name != judge.manifest and place.token_in(found.key) is None and is_own(name):
+        if name != probe.manifest and place.token_in(found.key) is None and is_own(name):
             yield found.key
 
 
-def check_held(claim: Claim) -> None:
+def check_held(claim: SaveLease) -> None:
     """Refuse to finish a save that another one has taken for dead, and may have removed."""
     if not claim.is_held():
         raise taken_for_dead(claim)
 
 
-def taken_for_dead(claim: Claim) -> CheckpointError:
+def taken_for_dead(claim: SaveLease) -> CheckpointError:
     """The error of a save that another one has taken for dead."""
     return CheckpointError(
         f"{claim.place.where}: another save took this one for dead, because it gave no sign of life for some time "

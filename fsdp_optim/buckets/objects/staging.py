@@ -13,7 +13,7 @@ from fsdp_optim.buckets.objects.keys import Place, new_token, own_token
 from fsdp_optim.buckets.objects.opened import OpenedObjects, current
 from fsdp_optim.buckets.objects.part_notes import KEPT
 from fsdp_optim.buckets.objects.saves import (
-    Claim,
+    SaveLease,
     check_held,
     mark_dead,
     own_keys,
@@ -23,7 +23,7 @@ from fsdp_optim.buckets.objects.saves import (
 )
 from fsdp_optim.buckets.objects.writer import Address, SharedFile
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Capabilities, Judge, Staging
+from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Staging
 
 log = logging.getLogger("fsdp_optim")
 
@@ -35,9 +35,9 @@ class ObjectStaging(Staging):
         self,
         bucket: Bucket,
         place: Place,
-        judge: Judge[Any],
+        probe: CheckpointProbe[Any],
         capabilities: Capabilities,
-        claim: Claim,
+        claim: SaveLease,
         *,
         before: OpenedObjects | None = None,
         has_folder: bool = True,
@@ -49,7 +49,7 @@ class ObjectStaging(Staging):
         `before`: the checkpoint that it replaces. `has_folder`: whether its files have a folder of their own. `shared`: the files
         that it has begun. `is_kept`: whether another process can go on with it.
         """
-        self._bucket, self._place, self._judge, self._capabilities = bucket, place, judge, capabilities
+        self._bucket, self._place, self._judge, self._capabilities = bucket, place, probe, capabilities
         self._claim, self._token, self._before, self._has_folder = claim, claim.token, before, has_folder
         self._shared, self._sealed = dict(shared), set[str]()
         self._is_kept, self._committed = is_kept, False
@@ -59,7 +59,7 @@ class ObjectStaging(Staging):
         cls,
         bucket: Bucket,
         place: Place,
-        judge: Judge[Any],
+        probe: CheckpointProbe[Any],
         capabilities: Capabilities,
         *,
         overwrite: bool,
@@ -71,12 +71,12 @@ class ObjectStaging(Staging):
 
         The claim comes first: its time tells some buckets what the clock of the store shows, by which others are dead.
         """
-        check_free(bucket, place, judge, overwrite=overwrite)
-        claim = Claim(bucket, place, token or new_token(), dead_after)
-        staging = cls(bucket, place, judge, capabilities, claim)
+        check_free(bucket, place, probe, overwrite=overwrite)
+        claim = SaveLease(bucket, place, token or new_token(), dead_after)
+        staging = cls(bucket, place, probe, capabilities, claim)
         try:
-            remove_all_dead(bucket, siblings, place.parent, judge, dead_after)
-            found = remove_dead(bucket, place, judge, dead_after, claim)
+            remove_all_dead(bucket, siblings, place.parent, probe, dead_after)
+            found = remove_dead(bucket, place, probe, dead_after, claim)
             staging._find_room(overwrite=overwrite, has_dead=bool(found.dead))
         except BaseException:
             staging.abandon()
@@ -205,7 +205,7 @@ class ObjectStaging(Staging):
         if found is None:
             return
         has_files = found.files.token == (self._token if self._has_folder else None)
-        if has_files and self._judge.standing_in(found, whole=True).is_complete:
+        if has_files and self._judge.status_in(found, whole=True).is_complete:
             return
         if before is None:
             self._bucket.delete([self._place.manifest(manifest)])
@@ -255,14 +255,14 @@ class ObjectStaging(Staging):
         return found is not None and own_token(self._judge.token_in(found)) in (self._token, None)
 
 
-def check_free(bucket: Bucket, place: Place, judge: Judge[Any], *, overwrite: bool) -> OpenedObjects | None:
+def check_free(bucket: Bucket, place: Place, probe: CheckpointProbe[Any], *, overwrite: bool) -> OpenedObjects | None:
     """The checkpoint that is there. Raises CheckpointError for one that may not be replaced, and for one of another format."""
-    found = current(bucket, place, judge)
+    found = current(bucket, place, probe)
     if found is not None and not overwrite:
         raise CheckpointError(
             f"{place.where}: a checkpoint is there already: save to another path, or say overwrite=True"
         )
-    for other in judge.others if found is None else ():
+    for other in probe.others if found is None else ():
         if bucket.look(place.manifest(other)) is not None:
             raise CheckpointError(
                 f"{place.where}: has a checkpoint of another format, because {other} is there: save to another path, or remove it"

@@ -14,7 +14,7 @@ from fsdp_optim.buckets.objects.opened_any import OpenedAny
 from fsdp_optim.buckets.objects.staging import ObjectStaging, check_free
 from fsdp_optim.buckets.objects.writer import Address, ObjectWriter
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Capabilities, Judge, Opened, Store, check_not_reserved
+from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Opened, Store, check_not_reserved
 
 PART_NBYTES = 5 << 20
 """The usual size of parts; larger where a file would have too many. As many as fit into memory are sent at a time."""
@@ -37,12 +37,12 @@ class ObjectStore(Store):
         self,
         bucket: Bucket,
         prefix: str,
-        judge: Judge[Any],
+        probe: CheckpointProbe[Any],
         *,
         part_nbytes: int | None = None,
         dead_after: float = DEAD_AFTER,
     ) -> None:
-        self.bucket, self._judge, self._dead_after = bucket, judge, dead_after
+        self.bucket, self._judge, self._dead_after = bucket, probe, dead_after
         prefix = prefix.strip("/")
         if not prefix:
             raise CheckpointError(
@@ -79,7 +79,7 @@ class ObjectStore(Store):
             overwrite=overwrite,
             dead_after=self._dead_after,
             token=token,
-            siblings=[sibling for sibling in self.shelf().places() if sibling != self.place],
+            siblings=[sibling for sibling in self.directory().places() if sibling != self.place],
         )
 
     def resume(self, note: str, *, overwrite: bool) -> ResumedStaging | None:
@@ -101,13 +101,13 @@ class ObjectStore(Store):
     def machine_id(self) -> str:
         return self.where
 
-    def shelf(self) -> ObjectShelf[Any]:
+    def directory(self) -> ObjectShelf[Any]:
         return ObjectShelf(self.bucket, self.place.parent, self._judge)
 
     def siblings(self) -> Iterator[Opened]:
-        shelf = self.shelf()
-        without = {place.where: place for place in shelf.places()}
-        for opened in shelf.opened(tuple(without.values())):
+        directory = self.directory()
+        without = {place.where: place for place in directory.places()}
+        for opened in directory.opened(tuple(without.values())):
             if not isinstance(opened, CheckpointError):
                 del without[opened.where]
                 yield opened

@@ -46,7 +46,7 @@ class Uploads:
         """
         self._raise_failure()
         if self._pool is None:
-            threads = _MOST_AT_ONCE if self.bucket.can.parts_by_many else 1  # else parts have to come in order
+            threads = _MOST_AT_ONCE if self.bucket.can.parts_by_many else 1  # else parts must come in order
             self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fsdp_optim: upload")
         with self._freed:
             self._num_sent += 1

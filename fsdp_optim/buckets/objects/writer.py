@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket
-from fsdp_optim.buckets.objects.keys import Files, Place
+from fsdp_optim.buckets.objects.keys import KeyedFiles, Place
 from fsdp_optim.buckets.objects.multipart import MultipartFile
 from fsdp_optim.buckets.objects.part_notes import PartsNotes
 from fsdp_optim.buckets.objects.uploads import Uploads
@@ -53,9 +53,9 @@ class Address:
         """The size of the parts of a file of `nbytes` bytes."""
         return Capabilities(part_nbytes=self.part_nbytes, most_parts=self.most_parts).part_nbytes_of(nbytes)
 
-    def files(self, place: Place) -> Files:
+    def files(self, place: Place) -> KeyedFiles:
         """Where the files are."""
-        return Files(place, self.token if self.has_folder else None)
+        return KeyedFiles(place, self.token if self.has_folder else None)
 
     def encoded(self) -> str:
         """The address as text."""

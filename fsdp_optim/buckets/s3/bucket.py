@@ -32,7 +32,7 @@ def _least_part_of(name: str, options: Mapping[str, Any]) -> int:
     """The least size of a part. Raises CheckpointError for a size that S3 would refuse only when all parts are there."""
     asked = options.get("part_nbytes", _LEAST_PART)
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-        raise CheckpointError(f"{name}: part_nbytes has to be a number of bytes, not {asked!r}")
+        raise CheckpointError(f"{name}: part_nbytes must be a number of bytes, not {asked!r}")
     if asked < _LEAST_PART and "endpoint_url" not in options:
         raise CheckpointError(
             f"{name}: part_nbytes={asked}: S3 takes parts of at least {_LEAST_PART} bytes; smaller ones are for stores with an "

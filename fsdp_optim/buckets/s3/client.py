@@ -61,7 +61,7 @@ def shared_clients(options: Mapping[str, Any]) -> Clients:
     """
     about = {name: value for name, value in options.items() if name not in ("part_nbytes", "botocore_session")}
     try:
-        key = (_Plain.of(about), _surroundings())
+        key = (_PlainOption.of(about), _surroundings())
         hash(key)
     except TypeError:  # an option that can be changed, or one without an order
         return Clients(options)
@@ -73,22 +73,22 @@ def shared_clients(options: Mapping[str, Any]) -> Clients:
 
 
 @dataclass(frozen=True)
-class _Plain:
+class _PlainOption:
     """A dict of plain values, such as the arguments of a `Config`, that can be compared and is not changed."""
 
     items: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> _Plain:
+    def of(cls, values: Mapping[str, Any]) -> _PlainOption:
         pairs = sorted(values.items(), key=lambda pair: pair[0])
         return cls(tuple((name, cls.of(one) if isinstance(one, dict) else one) for name, one in pairs))
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: one.as_dict() if isinstance(one, _Plain) else one for name, one in self.items}
+        return {name: one.as_dict() if isinstance(one, _PlainOption) else one for name, one in self.items}
 
 
 @functools.lru_cache(maxsize=4)
-def _clients(options: _Plain, surroundings: object) -> Clients:
+def _clients(options: _PlainOption, surroundings: object) -> Clients:
     return Clients(options.as_dict())
 
 

@@ -135,7 +135,9 @@ def line_of_answer(bucket: str, where: str, answered: Answered) -> str:
     if answered.code in _OF_ACCESS:
         on = f"{bucket.replace('s3://', 'arn:aws:s3:::', 1)}{where[len(bucket) :] if where != bucket else ''}"
         missing = " (without s3:ListBucket also where there is none)" if answered.operation == "head_object" else ""
-        return f"{where}: may not {verb}{missing}: the bucket's policy has to allow {action} on {on}; it answered {answered}"
+        return (
+            f"{where}: may not {verb}{missing}: the bucket's policy must allow {action} on {on}; it answered {answered}"
+        )
     if answered.code in _OF_KEYS:
         return f"{where}: the store does not accept the credentials: it answered {answered}"
     if answered.is_of_region:

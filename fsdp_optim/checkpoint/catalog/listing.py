@@ -8,40 +8,42 @@ from pathlib import Path
 
 from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.common.results import CheckpointInfo
-from fsdp_optim.formats.base.summary import Brief
-from fsdp_optim.storage.base import Listed, Shelf, names_checkpoint
+from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.storage.base import CheckpointDirectory, CheckpointEntry, names_checkpoint
 
-ListedCheckpoint = Listed[Brief]
+ListedCheckpoint = CheckpointEntry[ManifestSummary]
 
 
-def checkpoints(*shelves: Shelf[Brief]) -> list[CheckpointInfo]:
+def checkpoints(*directories: CheckpointDirectory[ManifestSummary]) -> list[CheckpointInfo]:
     """All checkpoints on a shelf, the newest first. `shelves`: the same shelf, for each format."""
-    return [info_of(one) for one in newest_first(listed(shelves))]
+    return [info_of(one) for one in newest_first(listed(directories))]
 
 
-def listed(shelves: Sequence[Shelf[Brief]]) -> list[ListedCheckpoint]:
+def listed(directories: Sequence[CheckpointDirectory[ManifestSummary]]) -> list[ListedCheckpoint]:
     """All checkpoints on a shelf that this library has saved. `shelves`: the same shelf, for each format."""
-    return [one for one, _ in listed_with_shelves(shelves)]
+    return [one for one, _ in listed_with_shelves(directories)]
 
 
-def listed_with_shelves(shelves: Sequence[Shelf[Brief]]) -> list[tuple[ListedCheckpoint, Shelf[Brief]]]:
+def listed_with_shelves(
+    directories: Sequence[CheckpointDirectory[ManifestSummary]],
+) -> list[tuple[ListedCheckpoint, CheckpointDirectory[ManifestSummary]]]:
     """As `listed`; each with the shelf, of those given, that can read it.
 
     What cannot be entered counts by its name: one of a checkpoint, or like those of the others. Alone it counts in any case.
     """
-    found: dict[tuple[str, str], tuple[ListedCheckpoint, Shelf[Brief]]] = {}
-    for shelf in shelves:
-        for one in shelf.listed():
-            key = one.where, "" if one.where != shelf.where else one.standing.reason
-            if key not in found or (found[key][0].brief is None and one.brief is not None):
-                found[key] = one, shelf
-    ours = [(one, shelf) for one, shelf in found.values() if one.brief is None or not one.brief.is_foreign]
-    stems = {stem_of(one.base) for one, _ in ours if one.brief is not None}
-    return [(one, shelf) for one, shelf in ours if not stems or _counts(one, stems)]
+    found: dict[tuple[str, str], tuple[ListedCheckpoint, CheckpointDirectory[ManifestSummary]]] = {}
+    for directory in directories:
+        for one in directory.listed():
+            key = one.where, "" if one.where != directory.where else one.status.reason
+            if key not in found or (found[key][0].summary is None and one.summary is not None):
+                found[key] = one, directory
+    ours = [(one, directory) for one, directory in found.values() if one.summary is None or not one.summary.is_foreign]
+    stems = {stem_of(one.base) for one, _ in ours if one.summary is not None}
+    return [(one, directory) for one, directory in ours if not stems or _counts(one, stems)]
 
 
 def _counts(one: ListedCheckpoint, stems: set[str]) -> bool:
-    if one.standing.has_manifest or not one.standing.is_closed:
+    if one.status.has_manifest or not one.status.is_closed:
         return True
     return names_checkpoint(one.base.rpartition("/")[2]) or stem_of(one.base) in stems
 
@@ -53,12 +55,12 @@ def stem_of(where: str) -> str:
 
 def info_of(one: ListedCheckpoint) -> CheckpointInfo:
     """The facts about a checkpoint on a shelf, for users."""
-    brief, path = one.brief, one.where if scheme_of(one.where) is not None else Path(one.where)
-    if brief is None:
-        return CheckpointInfo(path, None, 0, 0, False, one.standing.reason)
-    nbytes, metric = sum(brief.files.values()), brief.manager.metric if brief.manager is not None else None
+    summary, path = one.summary, one.where if scheme_of(one.where) is not None else Path(one.where)
+    if summary is None:
+        return CheckpointInfo(path, None, 0, 0, False, one.status.reason)
+    nbytes, metric = sum(summary.files.values()), summary.manager.metric if summary.manager is not None else None
     return CheckpointInfo(
-        path, brief.step, brief.world_size, nbytes, one.standing.is_complete, one.standing.reason, metric
+        path, summary.step, summary.world_size, nbytes, one.status.is_complete, one.status.reason, metric
     )
 
 
@@ -69,10 +71,10 @@ def newest_first(ones: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
     before the first one with a lower step. Without a number it comes first, because it may be the newest.
     """
     readable = sorted(
-        ((one.brief.order, one) for one in ones if one.brief is not None), key=lambda pair: pair[0], reverse=True
+        ((one.summary.order, one) for one in ones if one.summary is not None), key=lambda pair: pair[0], reverse=True
     )
     found = [one for _, one in readable]
-    others = sorted((one for one in ones if one.brief is None), key=lambda one: (number_in(one) or 0, one.base))
+    others = sorted((one for one in ones if one.summary is None), key=lambda one: (number_in(one) or 0, one.base))
     for one in others:
         number = number_in(one)
         place = (i for i, other in enumerate(found) if number is None or _is_before(number, other))
@@ -81,7 +83,7 @@ def newest_first(ones: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
 
 
 def _is_before(number: int, other: ListedCheckpoint) -> bool:
-    step = other.brief.step if other.brief is not None else number_in(other)
+    step = other.summary.step if other.summary is not None else number_in(other)
     return step is None or number > step
 
 

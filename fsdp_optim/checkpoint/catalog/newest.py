@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fsdp_optim.checkpoint.catalog.listing import listed_with_shelves, stem_of
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.formats.base.summary import Brief
-from fsdp_optim.storage.base import Shelf, Shelved, Store
+from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.storage.base import CheckpointDirectory, CompleteCheckpoint, Store
 from fsdp_optim.storage.posix.store import Folder
 
 _ATTEMPTS = 10
@@ -35,15 +35,15 @@ class Series:
         return cls(content, stem_of(where), step is not None and keep_last is not None)
 
     @classmethod
-    def of_shelved(cls, one: Shelved[Brief]) -> Series:
-        return cls.of(one.base, one.brief.content, one.brief.step, one.brief.keep_last)
+    def of_complete(cls, one: CompleteCheckpoint[ManifestSummary]) -> Series:
+        return cls.of(one.base, one.summary.content, one.summary.step, one.summary.keep_last)
 
     def is_alike(self, other: Series) -> bool:
         """Whether both are of one series."""
         return self.content == other.content and (self.stem == other.stem or (self.rotates and other.rotates))
 
 
-def latest(*shelves: Shelf[Brief]) -> str | None:
+def latest(*directories: CheckpointDirectory[ManifestSummary]) -> str | None:
     """The place of the newest complete checkpoint on a shelf; None where there is none.
 
     Checkpoints of other libraries do not count. `shelves`: the same shelf, for each format.
@@ -52,25 +52,29 @@ def latest(*shelves: Shelf[Brief]) -> str | None:
     """
     unread: list[str] = []
     for attempt in range(_ATTEMPTS):
-        looks = listed_with_shelves(shelves)
-        unread = [one.standing.reason for one, _ in looks if not one.standing.is_sure]
+        looks = listed_with_shelves(directories)
+        unread = [one.status.reason for one, _ in looks if not one.status.is_sure]
         for one, _ in looks:
-            if not one.standing.is_complete:
-                log.warning("%s is no checkpoint that can be read: %s", one.where, one.standing.reason)
-        found = [(one.standing.brief.order, one, shelf) for one, shelf in looks if one.standing.brief is not None]
-        for _, one, shelf in sorted(found, key=lambda candidate: candidate[0], reverse=True):
-            standing = shelf.standing_of(one)  # by the whole manifest, not its beginning alone
-            if standing.is_complete:
+            if not one.status.is_complete:
+                log.warning("%s is no checkpoint that can be read: %s", one.where, one.status.reason)
+        found = [
+            (one.status.summary.order, one, directory) for one, directory in looks if one.status.summary is not None
+        ]
+        for _, one, directory in sorted(found, key=lambda candidate: candidate[0], reverse=True):
+            status = directory.status_of(one)  # by the whole manifest, not its beginning alone
+            if status.is_complete:
                 return one.where
-            if standing.has_moved and attempt < _ATTEMPTS - 1:
+            if status.has_moved and attempt < _ATTEMPTS - 1:
                 break  # another checkpoint replaced this one since the shelf was listed
-            log.warning("%s is no complete checkpoint: %s", one.where, standing.reason)
-            if not standing.is_sure:
-                unread.append(standing.reason)
+            log.warning("%s is no complete checkpoint: %s", one.where, status.reason)
+            if not status.is_sure:
+                unread.append(status.reason)
         else:
             break
     if unread:
-        raise CheckpointError(f"{shelves[0].where}: has checkpoints, but none that can be read: {'; '.join(unread)}")
+        raise CheckpointError(
+            f"{directories[0].where}: has checkpoints, but none that can be read: {'; '.join(unread)}"
+        )
     return None
 
 
@@ -83,8 +87,8 @@ def next_sequence(store: Store, formats: Collection[Format]) -> int:
     highest = 0 if isinstance(store, Folder) else time.time_ns() // 1_000_000 - 1
     siblings = store.siblings()
     if isinstance(store, Folder):
-        briefs = {one.where: one.brief for one in store.shelf().listed() if one.brief is not None}
-        highest = max((brief.order[0] for brief in briefs.values()), default=0)
+        briefs = {one.where: one.summary for one in store.directory().listed() if one.summary is not None}
+        highest = max((summary.order[0] for summary in briefs.values()), default=0)
         siblings = store.siblings({where.rpartition("/")[2] for where in briefs})
     for opened in siblings:
         with opened:
@@ -92,31 +96,33 @@ def next_sequence(store: Store, formats: Collection[Format]) -> int:
     return highest + 1
 
 
-def outdated(store: Store, series: Series, keep_last: int, *, is_saved: bool = False) -> list[Shelved[Brief]]:
+def outdated(
+    store: Store, series: Series, keep_last: int, *, is_saved: bool = False
+) -> list[CompleteCheckpoint[ManifestSummary]]:
     """The checkpoints of the series of `store`, its newest, that are older than the newest `keep_last` of them.
 
     Those that are kept instead are read whole: a damaged checkpoint does not count. `is_saved`: that of `store` is there, and
     what is newer does not count: another job has gone on, while this one was stopped or cut off.
     """
-    shelf: Shelf[Brief] = store.shelf()
+    directory: CheckpointDirectory[ManifestSummary] = store.directory()
     kept, older = 1, []
-    listed = shelf.complete()[0]
-    own = next((one.brief.order for one in listed if is_saved and one.base == store.where), None)
+    listed = directory.complete()[0]
+    own = next((one.summary.order for one in listed if is_saved and one.base == store.where), None)
     alike = [
         one
         for one in reversed(listed)
         if one.base != store.where
         and one.can_go
-        and one.brief.manager is None
-        and (own is None or one.brief.order <= own)
-        and Series.of_shelved(one).is_alike(series)
+        and one.summary.manager is None
+        and (own is None or one.summary.order <= own)
+        and Series.of_complete(one).is_alike(series)
     ]
     if len(alike) < keep_last:  # all stay, whole or not
         return []
     for one in alike:
         if kept >= keep_last:
             older.append(one)
-        elif shelf.standing_of(one).is_complete:
+        elif directory.status_of(one).is_complete:
             kept += 1
     return older
 
@@ -131,4 +137,4 @@ def keep_newest(store: Store, series: Series, keep_last: int) -> None:
     except OSError as error:
         log.warning("nothing was removed for keep_last=%d: %s", keep_last, error)
         return
-    store.shelf().remove(older, f"keep_last={keep_last}, and {store.where} is newer")
+    store.directory().remove(older, f"keep_last={keep_last}, and {store.where} is newer")

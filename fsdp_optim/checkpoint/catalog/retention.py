@@ -11,9 +11,9 @@ from typing import Literal, TypeAlias
 
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, number_in
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.formats.base.summary import Brief, ManagerRecord
+from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary
 from fsdp_optim.options import Arguments, check_at_least, check_one_of
-from fsdp_optim.storage.base import Shelf, Store
+from fsdp_optim.storage.base import CheckpointDirectory, Store
 from fsdp_optim.storage.posix.directory import FolderShelf
 from fsdp_optim.storage.posix.store import Folder
 
@@ -44,7 +44,7 @@ class KeepRules(Arguments):
                 check_at_least(name, getattr(self, name), 1)
         check_one_of("best", self.best, ("min", "max"))
 
-    def counted(self, entries: Sequence[Entry]) -> set[str]:
+    def counted(self, entries: Sequence[ManagedCheckpoint]) -> set[str]:
         """The names of the checkpoints that `keep_last` and `keep_best` keep."""
         in_order = sorted(entries, key=lambda entry: entry.order, reverse=True)
         kept = {entry.name for entry in in_order[: self.keep_last or 1]}
@@ -54,7 +54,7 @@ class KeepRules(Arguments):
         )  # stable: of equal ones the newest is the best
         return kept | {entry.name for _, entry in scored[: self.keep_best or 0]}
 
-    def kept(self, entries: Sequence[Entry]) -> set[str]:
+    def kept(self, entries: Sequence[ManagedCheckpoint]) -> set[str]:
         """The names of the checkpoints that stay."""
         if self.keep_last is None and self.keep_every is None and self.keep_best is None:
             return {entry.name for entry in entries}
@@ -64,7 +64,7 @@ class KeepRules(Arguments):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManagedCheckpoint:
     """A complete checkpoint of a manager, as the rules see it. `after`: as in `ManagerRecord`."""
 
     name: str
@@ -74,11 +74,11 @@ class Entry:
     metric: float | None = None
 
     @classmethod
-    def of(cls, name: str, brief: Brief, record: ManagerRecord) -> Entry:
-        return cls(name, brief.step or 0, brief.order, record.after, record.metric)
+    def of(cls, name: str, summary: ManifestSummary, record: ManagerRecord) -> ManagedCheckpoint:
+        return cls(name, summary.step or 0, summary.order, record.after, record.metric)
 
 
-def left_behind(entries: Iterable[Entry]) -> set[str]:
+def left_behind(entries: Iterable[ManagedCheckpoint]) -> set[str]:
     """The names of the checkpoints that the run has left behind: the newest one does not go back to them, step by step.
 
     Each one says which step it was saved after. Where that checkpoint is not there, every older one of an earlier step may be
@@ -100,7 +100,7 @@ def left_behind(entries: Iterable[Entry]) -> set[str]:
 def is_named(one: ListedCheckpoint) -> bool:
     """Whether a checkpoint has the name that a manager gives to its step."""
     name = one.base.rpartition("/")[2]
-    step = one.brief.step if one.brief is not None else number_in(one)
+    step = one.summary.step if one.summary is not None else number_in(one)
     return _NAME.fullmatch(name) is not None and step is not None and name == name_of_step(step)
 
 
@@ -109,7 +109,7 @@ def is_own(one: ListedCheckpoint) -> bool:
 
     Where the manifest cannot be read, the name decides.
     """
-    return is_named(one) and (one.brief is None or one.brief.manager is not None)
+    return is_named(one) and (one.summary is None or one.summary.manager is not None)
 
 
 def own_in(listed: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
@@ -119,10 +119,10 @@ def own_in(listed: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
     return [one for one in own if one.where not in behind]
 
 
-def entries_of(ones: Iterable[ListedCheckpoint]) -> list[Entry]:
+def entries_of(ones: Iterable[ListedCheckpoint]) -> list[ManagedCheckpoint]:
     """The complete ones of these checkpoints, as the rules see them."""
-    briefs = ((one.where, one.standing.brief) for one in ones)
-    return [Entry.of(where, b, b.manager) for where, b in briefs if b is not None and b.manager is not None]
+    briefs = ((one.where, one.status.summary) for one in ones)
+    return [ManagedCheckpoint.of(where, b, b.manager) for where, b in briefs if b is not None and b.manager is not None]
 
 
 @dataclass
@@ -135,14 +135,14 @@ class KnownSaves:
     tokens: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
     sequence: int = 0  # the highest of them: a later listing may still be one of before them
-    shelf: FolderShelf[Brief] | None = None  # of a folder, as the last save has looked at it
+    directory: FolderShelf[ManifestSummary] | None = None  # of a folder, as the last save has looked at it
 
     def look_as_before(self, store: Store) -> None:
         """Let a save look only at what is new in the folder since the one before."""
         if isinstance(store, Folder):
-            if self.shelf is not None:
-                store.share_looks(self.shelf)
-            self.shelf = store.shelf()
+            if self.directory is not None:
+                store.share_looks(self.directory)
+            self.directory = store.directory()
 
     def see(self, listed: Iterable[ListedCheckpoint]) -> None:
         """The run resumes, and knows the checkpoints in the folder."""
@@ -156,12 +156,12 @@ class KnownSaves:
                 self._add(one)
 
     def _add(self, one: ListedCheckpoint) -> None:
-        if one.brief is None:
+        if one.summary is None:
             self.unread.add(one.base)
             return
         self.unread.discard(one.base)
-        self.tokens.add(one.brief.token)
-        self.sequence = max(self.sequence, one.brief.sequence)
+        self.tokens.add(one.summary.token)
+        self.sequence = max(self.sequence, one.summary.sequence)
 
     def saves(self, where: str, token: str) -> None:
         """The run saves a checkpoint of its own."""
@@ -169,7 +169,7 @@ class KnownSaves:
         self.tokens.add(token)
 
     def has(self, one: ListedCheckpoint) -> bool:
-        return one.brief is not None and (one.brief.token in self.tokens or one.base in self.unread)
+        return one.summary is not None and (one.summary.token in self.tokens or one.base in self.unread)
 
 
 @dataclass(frozen=True)
@@ -194,13 +194,11 @@ class ManagedSave:
         Returns the checkpoints in the folder.
         """
         self.known.look_as_before(store)
-        listed: list[ListedCheckpoint] = store.shelf().listed()
+        listed: list[ListedCheckpoint] = store.directory().listed()
         here = next((one for one in listed if one.base == store.where), None)
         self.known.see_unread(listed)
-        if here is not None and not here.standing.is_sure and not here.standing.is_closed:
-            raise CheckpointError(
-                f"{store.where}: is there already, and cannot be read just now: {here.standing.reason}"
-            )
+        if here is not None and not here.status.is_sure and not here.status.is_closed:
+            raise CheckpointError(f"{store.where}: is there already, and cannot be read just now: {here.status.reason}")
         if here is not None and not is_own(here):
             raise CheckpointError(
                 f"{store.where}: is there already, and no CheckpointManager made it, so it is not replaced: move it away, or "
@@ -212,7 +210,7 @@ class ManagedSave:
                 f"{store.where}: the folder has checkpoints of an earlier run, {len(others)} of them, and this manager has not "
                 "resumed: call manager.resume() before the first step, or give another folder"
             )
-        newer = [(one.brief.order, one.where) for one in others if one.brief is not None]
+        newer = [(one.summary.order, one.where) for one in others if one.summary is not None]
         if newer:
             raise CheckpointError(
                 f"{store.where}: another run saves into this folder: it has made {max(newer)[1]} since this manager resumed. "
@@ -223,21 +221,21 @@ class ManagedSave:
     def outdated(
         self, store: Store, listed: Iterable[ListedCheckpoint], content: str, step: int, sequence: int | None = None
     ) -> list[ListedCheckpoint]:
-        """The checkpoints that this one, that of `store`, makes superfluous. `content`: as in `Brief`.
+        """The checkpoints that this one, that of `store`, makes superfluous. `content`: as in `ManifestSummary`.
 
         `sequence`: that of this save; None: above all others. Those that are counted in the place of others are read whole,
         because a damaged one does not count.
         """
-        shelf: Shelf[Brief] = store.shelf()
+        directory: CheckpointDirectory[ManifestSummary] = store.directory()
         others = [one for one in listed if is_own(one) and one.base != store.where and one.can_go]
-        own = [one for one in others if one.brief is None or (one.brief.content == content and self.known.has(one))]
-        highest = max((one.brief.sequence for one in own if one.brief is not None), default=0)
+        own = [one for one in others if one.summary is None or (one.summary.content == content and self.known.has(one))]
+        highest = max((one.summary.sequence for one in own if one.summary is not None), default=0)
         number = highest + 1 if sequence is None else sequence
         order = (number, step, 0, "")
-        new = Entry(store.where, step, order, self.record.after, self.record.metric)
+        new = ManagedCheckpoint(store.where, step, order, self.record.after, self.record.metric)
         entries = [entry for entry in entries_of(own) if entry.order < order]
         behind = left_behind([*entries, new])
-        behind |= {one.where for one in own if not one.standing.is_complete and self._is_behind(one, number)}
+        behind |= {one.where for one in own if not one.status.is_complete and self._is_behind(one, number)}
         entries = [entry for entry in entries if entry.name not in behind]
         by_name = {one.where: one for one in own}
         while True:
@@ -245,7 +243,7 @@ class ManagedSave:
             if not gone:
                 break
             counted = self.rules.counted([*entries, new]) - {new.name}
-            damaged = {name for name in counted if not shelf.standing_of(by_name[name]).is_complete}
+            damaged = {name for name in counted if not directory.status_of(by_name[name]).is_complete}
             if not damaged:
                 break
             entries = [entry for entry in entries if entry.name not in damaged]
@@ -253,28 +251,28 @@ class ManagedSave:
 
     def _is_behind(self, one: ListedCheckpoint, sequence: int) -> bool:
         """Whether a damaged checkpoint is of steps that this save takes back."""
-        if not one.standing.is_sure:
+        if not one.status.is_sure:
             return False
-        if one.brief is None:
+        if one.summary is None:
             return (number_in(one) or 0) > self.record.after
-        return one.brief.sequence < sequence and (one.brief.step or 0) > self.record.after
+        return one.summary.sequence < sequence and (one.summary.step or 0) > self.record.after
 
     def remove_outdated(self, store: Store, content: str, step: int, sequence: int) -> None:
         """Remove the checkpoints that the save of `store` makes superfluous. Warns of those that cannot be removed."""
         try:
-            outdated = self.outdated(store, store.shelf().listed(), content, step, sequence)
+            outdated = self.outdated(store, store.directory().listed(), content, step, sequence)
         except OSError as error:
             log.warning("nothing was removed after %s: %s", store.where, error)
             return
         taken_back = [one for one in outdated if (number_in(one) or 0) > self.record.after]
         rest = [one for one in outdated if one not in taken_back]
-        shelf = store.shelf()
+        directory = store.directory()
         if taken_back:
-            shelf.remove(
+            directory.remove(
                 taken_back, f"the run went back to step {max(self.record.after, 0)}, and {store.where} is newer"
             )
         if rest:
-            shelf.remove(
+            directory.remove(
                 rest,
                 f"no rule of the CheckpointManager keeps it, and {store.where} is newer",
             )
@@ -289,7 +287,7 @@ def metric_of(metric: object) -> float | None:
     except OverflowError:  # an integer beyond all floats
         value = math.inf
     except (TypeError, ValueError, RuntimeError) as error:
-        raise StateError(f"metric has to be a number or None, not {metric!r}: {error}") from error
+        raise StateError(f"metric must be a number or None, not {metric!r}: {error}") from error
     if not math.isfinite(value):
         log.warning("metric is %s: this checkpoint does not count among the best", value)
         return None

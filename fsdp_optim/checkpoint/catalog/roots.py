@@ -53,7 +53,7 @@ def _format_of_manifest(root: str | os.PathLike[str], options: StorageOptions) -
     """The name of the format of the checkpoint that a path is, by its manifest; empty if it has none."""
     for format in SAVED:
         with contextlib.suppress(CheckpointError), store_at(_as_place(root), format, options).open() as opened:
-            if opened.has(format.judge.manifest):
+            if opened.has(format.probe.manifest):
                 return format.name
     return ""
 
@@ -76,7 +76,7 @@ def _passed_by(root: str | os.PathLike[str], options: StorageOptions) -> Iterato
     for format in SAVED:
         for one in shelf_at(root, options, format).listed():
             seen.add(one.where)
-            if one.brief is not None and one.brief.is_foreign:
+            if one.summary is not None and one.summary.is_foreign:
                 yield one.where
     if is_url(str(root)):
         return

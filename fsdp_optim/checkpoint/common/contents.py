@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.adapters.buffers import TwinsHandle
+from fsdp_optim.adapters.buffers import StageCopiesHandle
 from fsdp_optim.checkpoint.common import module_values
 from fsdp_optim.elements import check_weight
 from fsdp_optim.errors import StateError, WrapperError
@@ -20,13 +20,13 @@ from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.options import CAST_DTYPES, Arguments, Options, WhichWeights
 from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
-from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS, elements_of
 from fsdp_optim.state.values.opaque import OpaqueShards
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import Local, meet, read_local
+from fsdp_optim.verbs.call import Local, agree_on_state, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather_opaque import OpaqueValues, gather_opaque
 from fsdp_optim.verbs.replicas import compare_shards
@@ -77,7 +77,7 @@ class SavedHalf:
     """
 
     local: Local
-    picture: Picture
+    global_state: GlobalState
     tensors: tuple[SavedValue, ...]
     opaque: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     module_values: Mapping[str, Any] = field(default_factory=dict)
@@ -122,17 +122,17 @@ def checked_weights_of(
     """The same. Raises StateError where the pipeline stages of this rank have different buffers under one name."""
     local = weights_of(reader, ranks, options, which)
     for param in local.optim.params:
-        if isinstance(param.handle, TwinsHandle) and param.state is not None:
+        if isinstance(param.handle, StageCopiesHandle) and param.state is not None:
             param.handle.check_equal(param.named.fqns[0])
     return local
 
 
-def check_not_empty(picture: Picture, reader: ModelReader) -> None:
+def check_not_empty(global_state: GlobalState, reader: ModelReader) -> None:
     """Refuse a model without parameters and buffers on any rank, such as a module whose wrapper has flattened all of them.
 
     Raises WrapperError, the same on all ranks.
     """
-    if not picture.params:
+    if not global_state.params:
         raise WrapperError(
             f"the {reader.name} that was given has no parameters and no buffers on any rank: where a wrapper has flattened "
             "them, pass the wrapped root instead of a module inside it"
@@ -160,7 +160,7 @@ def _group_of(param: torch.Tensor, which: WhichWeights) -> int:
 
 def read_weights(
     reader: ModelReader,
-    callers: RankGroup,
+    group: RankGroup,
     asked: Arguments,
     options: Options,
     about: str,
@@ -171,9 +171,9 @@ def read_weights(
 
     `saved_as`: the dtype in which floating ones are saved; None: each in its own.
     """
-    local, picture = meet(
-        callers,
-        lambda: _loadable(checked_weights_of(reader, callers.ranks, options, which), callers.rank),
+    local, global_state = agree_on_state(
+        group,
+        lambda: _loadable(checked_weights_of(reader, group.ranks, options, which), group.rank),
         asked,
         f"the model, {about}",
         with_state=True,
@@ -181,14 +181,14 @@ def read_weights(
         every_replica=True,
         what=ELEMENTS,
     )
-    check_not_empty(picture, reader)
-    picture = compare_shards(callers, local, picture, options.on_replica_mismatch, ELEMENTS)
+    check_not_empty(global_state, reader)
+    global_state = compare_shards(group, local, global_state, options.on_replica_mismatch, ELEMENTS)
     buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
     if which == "trainable":
-        _check_trains(picture)
+        _check_trains(global_state)
     tensors = []
-    for fqn in _by_unit(picture):
-        param = picture.params[fqn]
+    for fqn in _by_unit(global_state):
+        param = global_state.params[fqn]
         if param.group_index == LEFT_OUT:
             continue
         dtypes = param.summary.dtypes if param.summary is not None else {}
@@ -206,13 +206,16 @@ def read_weights(
                 value = replace(value, dtype=saved_as, cast_from=dtype)
             tensors.append(value)
     return SavedHalf(
-        local, picture, _aligned(tensors), module_values=module_values.collect(callers, local.module_values, picture)
+        local,
+        global_state,
+        _aligned(tensors),
+        module_values=module_values.collect(group, local.module_values, global_state),
     )
 
 
-def _check_trains(picture: Picture) -> None:
+def _check_trains(global_state: GlobalState) -> None:
     """Refuse a model without a parameter to train, which is frozen by mistake. The same on all ranks."""
-    if not any(param.group_index == _PARAMS for param in picture.params.values()):
+    if not any(param.group_index == _PARAMS for param in global_state.params.values()):
         raise StateError(
             'weights="trainable": no parameter of the model requires gradients: call requires_grad_(True) on those to save, or '
             'give weights="all"'
@@ -235,76 +238,76 @@ def is_buffer(param: torch.Tensor) -> bool:
 
 
 def read_state(
-    reader: ModelReader, optim: Optimizers, callers: RankGroup, asked: Arguments, options: Options, about: str
+    reader: ModelReader, optim: Optimizers, group: RankGroup, asked: Arguments, options: Options, about: str
 ) -> SavedHalf:
     """Agree with the other ranks on the optimizer's state. Called by all ranks."""
     everything = replace(options, collect="all")
-    synchronize(callers, optim)
-    local, picture = meet(
-        callers,
-        lambda: _loadable(read_local(reader, optim, everything, callers.ranks), callers.rank),
+    synchronize(group, optim)
+    local, global_state = agree_on_state(
+        group,
+        lambda: _loadable(read_local(reader, optim, everything, group.ranks), group.rank),
         asked,
         f"the optimizer, {about}",
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
         every_replica=True,
     )
-    picture = compare_shards(callers, local, picture, options.on_replica_mismatch)
+    global_state = compare_shards(group, local, global_state, options.on_replica_mismatch)
     tensors, scalars = [], []
-    for fqns in _units(picture):
-        for name in dict.fromkeys(name for fqn in fqns for name in _names_of(picture, fqn)):
+    for fqns in _units(global_state):
+        for name in dict.fromkeys(name for fqn in fqns for name in _names_of(global_state, fqn)):
             for fqn in fqns:
-                summary = picture.params[fqn].summary
+                summary = global_state.params[fqn].summary
                 if summary is not None and name in summary.dtypes:
-                    tensors.append(_tensor(fqn, name, summary.dtypes[name], picture.params[fqn].placement))
+                    tensors.append(_tensor(fqn, name, summary.dtypes[name], global_state.params[fqn].placement))
         for fqn in fqns:
-            summary = picture.params[fqn].summary
+            summary = global_state.params[fqn].summary
             for name, (dtype, placement) in summary.placed if summary is not None else ():
                 tensors.append(_tensor(fqn, name, dtype_named(dtype), placement))
             for name, scalar in summary.scalars if summary is not None else ():
                 if isinstance(scalar.value, torch.Tensor):
-                    where = Whole((), callers.ranks[:1])
+                    where = Whole((), group.ranks[:1])
                     scalars.append(replace(_tensor(fqn, name, scalar.value.dtype, where), constant=scalar.value))
-    opaque = _opaque(callers, local, picture)
-    return SavedHalf(local, picture, _aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
+    opaque = _opaque(group, local, global_state)
+    return SavedHalf(local, global_state, _aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
 
 
 def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> SavedValue:
     return SavedValue(fqn, name, dtype, placement, stored_name=f"state.{fqn}.{name}")
 
 
-def _opaque(callers: RankGroup, local: Local, picture: Picture) -> Mapping[tuple[str, str], Any]:
+def _opaque(group: RankGroup, local: Local, global_state: GlobalState) -> Mapping[tuple[str, str], Any]:
     """The opaque values of all ranks, on the lowest rank."""
     parts = [
-        OpaqueValues(p.fqn, tuple(name for name, _ in p.summary.opaque), p.placement, callers.ranks[:1])
-        for p in picture.params.values()
+        OpaqueValues(p.fqn, tuple(name for name, _ in p.summary.opaque), p.placement, group.ranks[:1])
+        for p in global_state.params.values()
         if p.summary is not None and p.summary.opaque
     ]
     if not parts:
         return {}
     failure = Failure()
-    gathered = gather_opaque(callers, local, parts, failure)
-    agree(callers, "opaque", failure.error, fatal=failure.fatal)
+    gathered = gather_opaque(group, local, parts, failure)
+    agree(group, "opaque", failure.error, fatal=failure.fatal)
     return gathered
 
 
-def _names_of(picture: Picture, fqn: str) -> tuple[str, ...]:
-    summary = picture.params[fqn].summary
+def _names_of(global_state: GlobalState, fqn: str) -> tuple[str, ...]:
+    summary = global_state.params[fqn].summary
     return tuple(summary.names) if summary is not None else ()
 
 
-def _units(picture: Picture) -> Iterator[tuple[str, ...]]:
+def _units(global_state: GlobalState) -> Iterator[tuple[str, ...]]:
     """The FQNs of each live parameter, each FQN once, so that values which are adjacent on a rank are adjacent in the file."""
     seen: set[str] = set()
-    for live in picture.live:
-        fqns = tuple(fqn for fqn in live.fqns if fqn in picture.params and fqn not in seen)
+    for live in global_state.live:
+        fqns = tuple(fqn for fqn in live.fqns if fqn in global_state.params and fqn not in seen)
         seen.update(fqns)
         if fqns:
             yield fqns
 
 
-def _by_unit(picture: Picture) -> Iterator[str]:
-    return (fqn for fqns in _units(picture) for fqn in fqns)
+def _by_unit(global_state: GlobalState) -> Iterator[str]:
+    return (fqn for fqns in _units(global_state) for fqn in fqns)
 
 
 def _with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:

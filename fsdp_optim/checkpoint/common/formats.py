@@ -20,7 +20,7 @@ from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.foreign.torch.writer import WrittenTorchFiles
 from fsdp_optim.formats.base.protocols import Format, FormatReader, replaced_error
-from fsdp_optim.formats.own.format import OURS, Ours
+from fsdp_optim.formats.own.format import OURS, OwnFormat
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import Opened, Store, is_sure_that_not
 
@@ -46,7 +46,7 @@ class FormatChoices:
     Attributes:
         world_size: the number of ranks whose shards are written; None for a format with one copy of each tensor.
         key_by: whether parameters of the optimizer are called by "id" or by "name"; None: as the format does it by itself.
-        weights_name, beside: as for `Ours`, for that format.
+        weights_name, beside: as for `OwnFormat`, for that format.
         units, flattens: how parameters are flattened, for a format with flat parameters; None: as the source says.
     """
 
@@ -76,7 +76,7 @@ def _ours(wanted: FormatChoices) -> Format:
         )
     if wanted.key_by == "id":
         raise CheckpointError('a checkpoint of the format "safetensors" calls parameters by name: leave key_by out')
-    return Ours(wanted.weights_name, wanted.beside)
+    return OwnFormat(wanted.weights_name, wanted.beside)
 
 
 def _dcp(wanted: FormatChoices, format: Format) -> Format:
@@ -116,7 +116,7 @@ WRITTEN: Mapping[str, Callable[[FormatChoices], Format]] = {
 def format_named(name: str, wanted: FormatChoices = FormatChoices()) -> Format:
     """The format that a caller has named. Raises CheckpointError for an unknown name, and for choices it does not have."""
     if not isinstance(name, str) or name not in WRITTEN:
-        raise CheckpointError(f"format has to be one of {', '.join(map(repr, WRITTEN))}, not {name!r}")
+        raise CheckpointError(f"format must be one of {', '.join(map(repr, WRITTEN))}, not {name!r}")
     if wanted.units is not None and WRITTEN[name] is not _shards:
         raise CheckpointError(f'units= is for formats with flat parameters ("fairscale_shards"), not for {name!r}')
     if wanted.flattens is not None and WRITTEN[name] is not _shards:

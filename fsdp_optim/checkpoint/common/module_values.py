@@ -12,10 +12,10 @@ import torch
 from fsdp_optim.adapters.module_values import put
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import MODULES, FormatReader
-from fsdp_optim.memory import own
-from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.memory import detached_copy
+from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.values.same import same
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
@@ -27,27 +27,27 @@ log = logging.getLogger("fsdp_optim")
 
 
 def collect(
-    callers: RankGroup, local: ModuleValues, picture: Picture, recipients: tuple[int, ...] = ()
+    group: RankGroup, local: ModuleValues, global_state: GlobalState, recipients: tuple[int, ...] = ()
 ) -> dict[str, list[Any]]:
     """The values of all ranks by FQN, each with the version of its module's code, on the recipients. Called by all ranks.
 
     No rank sends anything if every recipient has all modules itself. `recipients` (): the lowest rank.
     """
-    recipients = recipients or callers.ranks[:1]
-    if callers.rank == callers.ranks[0]:
+    recipients = recipients or group.ranks[:1]
+    if group.rank == group.ranks[0]:
         _warn_of_the_rest(local)
     sources = {
         fqn: (ranks[0], tuple(rank for rank in recipients if rank not in ranks))
-        for fqn, ranks in picture.module_values.items()
+        for fqn, ranks in global_state.module_values.items()
     }
     away = [fqn for fqn, (_, lacking) in sources.items() if lacking]
     arrived: dict[int, Any] = {}
     if away:
         failure = Failure()
         parcels = [Parcel(*sources[fqn]) for fqn in away]
-        arrived = send(callers, parcels, lambda index: _versioned(local, away[index]), failure)
-        agree(callers, "module values", failure.error, fatal=failure.fatal)
-    if callers.rank not in recipients:
+        arrived = send(group, parcels, lambda index: _versioned(local, away[index]), failure)
+        agree(group, "module values", failure.error, fatal=failure.fatal)
+    if group.rank not in recipients:
         return {}
     from_away = {away[index]: value for index, value in arrived.items()}
     return {fqn: _versioned(local, fqn) if fqn in local.values else from_away[fqn] for fqn in sources}
@@ -92,7 +92,7 @@ class StoredModuleValues:
     def find(
         cls,
         local: ModuleValues,
-        picture: Picture,
+        global_state: GlobalState,
         checkpoint: FormatReader,
         *,
         verify: bool,
@@ -109,15 +109,17 @@ class StoredModuleValues:
         aliases = checkpoint.aliases
         stored: dict[str, tuple[Any, Any]] = {}
         withheld, used = [], set()
-        names: dict[str, tuple[str | None, ...]] = {fqn: (fqn, aliases.get(fqn)) for fqn in picture.module_values}
+        names: dict[str, tuple[str | None, ...]] = {fqn: (fqn, aliases.get(fqn)) for fqn in global_state.module_values}
         names.update({fqn: (fqn, aliases.get(fqn), *live.others) for fqn, live in local.values.items()})
-        names.update({fqn: (fqn,) for fqn in by_name if fqn not in names and _is_taken(fqn, picture.module_takers)})
+        names.update(
+            {fqn: (fqn,) for fqn in by_name if fqn not in names and _is_taken(fqn, global_state.extra_state_loaders)}
+        )
         for fqn, candidates in names.items():
             name = next((name for name in candidates if name in by_name), None)
             if name is None:
                 continue
             used.add(name)
-            if fqn not in local.values and local.taker_of(fqn) is None:
+            if fqn not in local.values and local.extra_state_loader_of(fqn) is None:
                 continue  # other ranks have it
             if isinstance(by_name[name], Withheld):
                 withheld.append(fqn)
@@ -125,12 +127,12 @@ class StoredModuleValues:
                     raise CheckpointError(f"{by_name[name].why}; strict=False keeps the value of the model")
             else:
                 stored[fqn] = by_name[name]
-        lacking = [fqn for fqn in picture.module_values if not any(name in by_name for name in names[fqn])]
+        lacking = [fqn for fqn in global_state.module_values if not any(name in by_name for name in names[fqn])]
         return cls(local, stored, (*lacking, *withheld), tuple(name for name in by_name if name not in used))
 
     def before(self) -> dict[str, Any]:
         """Copies of the live values that `install` replaces, by FQN."""
-        return {fqn: own(live.value) for fqn, live in self.local.values.items() if fqn in self.stored}
+        return {fqn: detached_copy(live.value) for fqn, live in self.local.values.items() if fqn in self.stored}
 
     def install(self) -> None:
         """Load the stored values into the modules. Raises StateError if a module refuses its values."""
@@ -147,9 +149,9 @@ class StoredModuleValues:
         by_module: dict[Any, tuple[str, dict[str, Any], Any]] = {}
         for fqn, value in values.items():
             live = self.local.values.get(fqn)
-            taker = self.local.taker_of(fqn) if live is None else None
+            taker = self.local.extra_state_loader_of(fqn) if live is None else None
             if live is not None:
-                modules = (live.module, *(twin.module for twin in live.twins))
+                modules = (live.module, *(twin.module for twin in live.stage_copies))
                 key, value = live.key, _on_device_of(live.value, value)
             elif taker is not None:
                 modules, key = taker[:1], taker[1]
@@ -164,7 +166,7 @@ class StoredModuleValues:
     def check(self, now: ModuleValues) -> None:
         """Raise CheckpointError if a live value differs from the saved one. `now`: the values of the modules after the load."""
         for fqn, (_, value) in self.stored.items():
-            if fqn not in now.values or not same(own(now.values[fqn].value), own(value)):
+            if fqn not in now.values or not same(detached_copy(now.values[fqn].value), detached_copy(value)):
                 raise CheckpointError(f"{fqn}: the value in the live model differs from the saved value")
 
 
@@ -174,7 +176,7 @@ def _stored(checkpoint: FormatReader, *, verify: bool, allow_pickle: bool) -> di
         return {}
     saved = checkpoint.extra(MODULES, verify=verify).decoded_each(allow_pickle=allow_pickle)
     by_name: dict[str, Any] = {}
-    with distrusted(f"{checkpoint.where}: the values of its modules"):
+    with as_checkpoint_error(f"{checkpoint.where}: the values of its modules"):
         for fqn, versioned in saved.items():
             if isinstance(versioned, Withheld):
                 by_name[fqn] = versioned

@@ -37,11 +37,11 @@ def describe(state: SavedHalf) -> OptimDescription:
         for name in hyper:
             if not isinstance(name, str):
                 raise CheckpointError(
-                    f"param group {index}: the name of a hyperparameter is {name!r}, but has to be a str"
+                    f"param group {index}: the name of a hyperparameter is {name!r}, but must be a str"
                 )
     keys = {(tensor.fqn, tensor.name): tensor.stored_name for tensor in state.tensors}
     params = {}
-    for fqn, param in state.picture.params.items():
+    for fqn, param in state.global_state.params.items():
         values: list[tuple[Any, str, Any]] = []
         summary = param.summary
         scalars = dict(summary.scalars) if summary is not None else {}
@@ -55,7 +55,7 @@ def describe(state: SavedHalf) -> OptimDescription:
         params[fqn] = ParamDescription(param.placement.shape, tuple(values), summary is not None)
     return OptimDescription(
         groups=tuple(
-            GroupDescription(tuple(hyper.items()), state.picture.group_fqns(index))
+            GroupDescription(tuple(hyper.items()), state.global_state.group_fqns(index))
             for index, hyper in enumerate(state.local.optim.groups)
         ),
         other_keys=dict(state.local.optim.other_keys),

@@ -111,7 +111,7 @@ def _seconds(timeout: object) -> float | None:
         return None
     if isinstance(timeout, (int, float)) and timeout >= 0:
         return min(timeout, threading.TIMEOUT_MAX)
-    raise StateError(f"timeout has to be a number of seconds that is not negative, or None, not {timeout!r}")
+    raise StateError(f"timeout must be a number of seconds that is not negative, or None, not {timeout!r}")
 
 
 def _call_before_pools_end(call: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.storage.base import Store
-from fsdp_optim.transport.agree import agree, compare, tell
+from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 
@@ -45,14 +45,14 @@ def check_shared(group: RankGroup, store: Store, where: str = "") -> None:
 
     On one machine nothing is made. A place in which the lowest rank may not write is not checked. `where`: as above.
     """
-    if compare(group, "machines", store.machine_id().encode()):
+    if all_equal(group, "machines", store.machine_id().encode()):
         return
     with contextlib.ExitStack() as held:
         address = b""
         if group.rank == group.ranks[0]:
             with contextlib.suppress(CheckpointError):
                 address = held.enter_context(store.beacon()).encode(errors="surrogateescape")
-        found = tell(group, "a beacon", address).content_of(group.ranks[0]).decode(errors="surrogateescape")
+        found = all_gather_bytes(group, "a beacon", address).content_of(group.ranks[0]).decode(errors="surrogateescape")
         if found:
             check_seen_by_all(group, store, found, where)
 
@@ -60,7 +60,7 @@ def check_shared(group: RankGroup, store: Store, where: str = "") -> None:
 def is_there(store: Store, format: Format, token: str) -> bool:
     """Whether a place has the checkpoint with this token, as far as this rank can see."""
     with contextlib.suppress(CheckpointError), store.open() as opened:
-        return format.judge.token_in(opened) == token
+        return format.probe.token_in(opened) == token
     return False
 
 

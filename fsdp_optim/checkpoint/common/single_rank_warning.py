@@ -11,19 +11,19 @@ from fsdp_optim.transport.job.launched import launched_ranks as launched_ranks
 log = logging.getLogger("fsdp_optim")
 
 
-def warn_if_alone(callers: RankGroup, path: str, *, has_group: bool) -> None:
+def warn_if_alone(group: RankGroup, path: str, *, has_group: bool) -> None:
     """Warn if one rank saves alone although several were launched. `has_group`: the caller gave process_group=."""
-    if len(callers.ranks) > 1 or has_group:
+    if len(group.ranks) > 1 or has_group:
         return
-    if callers.world.is_initialized:
-        if callers.world.size > 1:
+    if group.world.is_initialized:
+        if group.world.size > 1:
             log.warning(
                 "%s: rank %d saves alone, because no other of the %d ranks shares its model. If others hold the rest or a "
                 "copy of the model, give process_group= with all of them; else give each rank a path of its own, and "
                 "process_group= with that rank only",
                 path,
-                callers.rank,
-                callers.world.size,
+                group.rank,
+                group.world.size,
             )
         return
     launched = os.environ.get("WORLD_SIZE", "1")

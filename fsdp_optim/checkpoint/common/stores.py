@@ -13,7 +13,7 @@ from fsdp_optim.buckets.schemes import scheme_of, store_of_url
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.storage.base import Shelf, Store
+from fsdp_optim.storage.base import CheckpointDirectory, Store
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.store import Folder
 
@@ -26,14 +26,12 @@ StorageOptions: TypeAlias = "Mapping[str, Any] | None"
 def store_at(place: Place, format: Format = OURS, options: StorageOptions = None) -> Store:
     """The store of a place. Raises CheckpointError for a path that no file system takes, and for a URL that nothing handles."""
     if options is not None and not isinstance(options, Mapping):
-        raise CheckpointError(
-            f"storage_options has to be a dict of options for the store, not {type(options).__name__}"
-        )
+        raise CheckpointError(f"storage_options must be a dict of options for the store, not {type(options).__name__}")
     if isinstance(place, str) and scheme_of(place) is not None:
-        return store_of_url(place.rstrip("/"), format.judge, dict(options or {}))
+        return store_of_url(place.rstrip("/"), format.probe, dict(options or {}))
     if options:
         raise CheckpointError(f"{name_of(place)}: storage_options are for URLs (s3://...): a path has none")
-    return Folder(place, format.judge) if _is_path(place) else place  # type: ignore[arg-type, return-value]
+    return Folder(place, format.probe) if _is_path(place) else place  # type: ignore[arg-type, return-value]
 
 
 def is_url(place: Place) -> bool:
@@ -54,13 +52,15 @@ def with_cache(store: Store, folder: str | os.PathLike[str] | None, format: Form
     """The same store, read through a cache in a folder of this machine; a folder's checkpoints need none."""
     if folder is None or isinstance(store, Folder):
         return store
-    return CachedStore(store, BlockFolder(folder), format.judge.manifest)
+    return CachedStore(store, BlockFolder(folder), format.probe.manifest)
 
 
-def shelf_at(root: str | os.PathLike[str], options: StorageOptions = None, format: Format = OURS) -> Shelf[Any]:
+def shelf_at(
+    root: str | os.PathLike[str], options: StorageOptions = None, format: Format = OURS
+) -> CheckpointDirectory[Any]:
     """The shelf that a folder, or a prefix of a bucket, is."""
     inside = f"{root}/_" if isinstance(root, str) and scheme_of(root) is not None else absolute(root) / "_"
-    return store_at(inside, format, options).shelf()
+    return store_at(inside, format, options).directory()
 
 
 def name_of(place: Place) -> str:

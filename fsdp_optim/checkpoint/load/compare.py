@@ -25,7 +25,7 @@ from fsdp_optim.state.live.local_dict import opaque_values
 from fsdp_optim.state.values.kinds import is_scalar
 from fsdp_optim.state.values.same import same
 from fsdp_optim.state.values.summary import Scalar
-from fsdp_optim.transport.agree import compare
+from fsdp_optim.transport.agree import all_equal
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
@@ -35,7 +35,7 @@ from fsdp_optim.verbs.call import Local, read_local
 def check_bitwise(
     reader: ModelReader,
     optim: Optimizers | None,
-    callers: RankGroup,
+    group: RankGroup,
     loaded_from: FormatReader,
     weights: Weights,
     state: State | None,
@@ -49,14 +49,14 @@ def check_bitwise(
     values: list[StoredValue] = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
     if state is not None:
         values = [value for value in values if not value.is_state or value.fqn not in state.fit.missing]
-    target, loaded = _CompareEnd(callers.rank, {}, frozenset()), None
+    target, loaded = _CompareEnd(group.rank, {}, frozenset()), None
     with failure:
         if state is not None and optim is not None:
-            loaded = read_local(reader, optim, replace(options.call, collect="all"), callers.ranks)
-    values = _cut_as_live(callers, loaded, values, failure)
+            loaded = read_local(reader, optim, replace(options.call, collect="all"), group.ranks)
+    values = _cut_as_live(group, loaded, values, failure)
     with failure:
         checkpoint = loaded_from.verified()
-        model = weights_of(reader, callers.ranks, options.call)
+        model = weights_of(reader, group.ranks, options.call)
         live: dict[Key, torch.Tensor | None] = {
             value.key: _held(model, value) for value in values if not value.is_state
         }
@@ -78,13 +78,13 @@ def check_bitwise(
             _check_opaque(state, loaded)
             _check_groups(state, loaded, options.keep)
             _check_other_keys(state, loaded)
-        target = _CompareEnd(callers.rank, live, cast)
-        budget = callers.budget.share(
+        target = _CompareEnd(group.rank, live, cast)
+        budget = group.budget.share(
             4, "what the files have, and the live tensors: windows of them, on the host, and during the comparison"
         )
-        source = CheckpointEnd(checkpoint, callers.rank, budget, as_needed=True, plans=callers.world.plans)
-        move(values, source, target, callers, budget, failure)
-    nbytes_of_ranks = exchange_reports(callers, b"%d" % target.nbytes, failure.error)
+        source = CheckpointEnd(checkpoint, group.rank, budget, as_needed=True, plans=group.world.plans)
+        move(values, source, target, group, budget, failure)
+    nbytes_of_ranks = exchange_reports(group, b"%d" % target.nbytes, failure.error)
     total, expected = sum(map(int, nbytes_of_ranks)), sum(value.nbytes for value in values)
     if total != expected:
         raise CheckpointError(
@@ -93,7 +93,7 @@ def check_bitwise(
 
 
 def _cut_as_live(
-    callers: RankGroup, loaded: Local | None, values: list[StoredValue], failure: Failure
+    group: RankGroup, loaded: Local | None, values: list[StoredValue], failure: Failure
 ) -> list[StoredValue]:
     """The values where the live optimizer has them: DTensors in the state of parameters that are none have cuts of their own.
 
@@ -108,8 +108,8 @@ def _cut_as_live(
             mine.update({value.key: where} if where is not None else {})
     content = pickle.dumps(mine) if mine else b""
     places = dict(mine)
-    if not compare(callers, "cuts of the state", content, failure.error):
-        for report in exchange_reports(callers, content):
+    if not all_equal(group, "cuts of the state", content, failure.error):
+        for report in exchange_reports(group, content):
             for key, where in (pickle.loads(report) if report else {}).items():
                 places[key] = places.get(key, where).join(where) or where
     return [replace(value, placement=places[value.key]) if value.key in places else value for value in values]

@@ -47,17 +47,17 @@ class Trainers:
         objects.check(restored)
         self._previous = objects.before(restored)
 
-    def install(self, callers: RankGroup, undo: ExitStack) -> None:
+    def install(self, group: RankGroup, undo: ExitStack) -> None:
         """Load the objects on all ranks. `undo` gives them back their previous states."""
         undo.callback(self._objects.put_back, self._previous)
         failure = Failure()
         with failure:
             self._objects.install(self._restored)
-        agree(callers, "objects loaded", failure.error)
+        agree(group, "objects loaded", failure.error)
 
 
 def install_all(
-    callers: RankGroup,
+    group: RankGroup,
     weights: Weights,
     reader: ModelReader,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
@@ -67,36 +67,36 @@ def install_all(
 ) -> None:
     """Install everything. If a rank fails, all but the weights are as they were, on all ranks."""
     with ExitStack() as undo:
-        undo.callback(weights.module_values.put_back, install_values(callers, weights))
+        undo.callback(weights.module_values.put_back, install_values(group, weights))
         if trainers is not None:
-            trainers.install(callers, undo)
+            trainers.install(group, undo)
         if optim is not None and shard is not None:
             before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
-            load_on_all(callers, optim, shard, keep, before)
+            load_on_all(group, optim, shard, keep, before)
             undo.callback(before.put_back)
-        _install_weights(callers, weights, reader)
+        _install_weights(group, weights, reader)
         undo.pop_all()
 
 
-def install_values(callers: RankGroup, weights: Weights) -> dict[str, Any]:
+def install_values(group: RankGroup, weights: Weights) -> dict[str, Any]:
     """Load the values of modules on all ranks. If a module refuses on any rank, all modules get back their previous values.
 
     Returns the previous values.
     """
-    if not weights.picture.module_values and not weights.picture.module_takers:
+    if not weights.global_state.module_values and not weights.global_state.extra_state_loaders:
         return {}
     failure, previous = Failure(), weights.module_values.before()
     with failure:
         weights.module_values.install()
     try:
-        agree(callers, "modules loaded", failure.error)
+        agree(group, "modules loaded", failure.error)
     except BaseException:
         weights.module_values.put_back(previous)
         raise
     return previous
 
 
-def _install_weights(callers: RankGroup, weights: Weights, reader: ModelReader) -> None:
+def _install_weights(group: RankGroup, weights: Weights, reader: ModelReader) -> None:
     """Write the weights into the model on all ranks."""
     try:
         weights.install()
@@ -108,10 +108,10 @@ def _install_weights(callers: RankGroup, weights: Weights, reader: ModelReader) 
             "have their previous state: load again before you train or save"
         )
         try:
-            agree(callers, "installed", mixture)
+            agree(group, "installed", mixture)
         finally:
             if not isinstance(error, Exception):
                 error.on_all_ranks = True  # type: ignore[union-attr]
                 raise error
         raise
-    agree(callers, "installed")
+    agree(group, "installed")

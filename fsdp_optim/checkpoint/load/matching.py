@@ -19,7 +19,7 @@ from fsdp_optim.state.dicts.names import Names
 
 _COMPARED_NBYTES = 8 << 20  # at once
 
-Twins = Sequence[tuple[StoredTensor, StoredTensor]]
+TiedCopies = Sequence[tuple[StoredTensor, StoredTensor]]
 """Stored tensors of one tied parameter, each with the one that is loaded."""
 
 
@@ -68,7 +68,7 @@ def names_in(checkpoint: FormatReader) -> Collection[str]:
 
 def find_stored(
     fqns: Collection[str], names: Names, live_aliases: Mapping[str, str], checkpoint: FormatReader
-) -> tuple[dict[str, StoredTensor], Twins]:
+) -> tuple[dict[str, StoredTensor], TiedCopies]:
     """The stored tensor of each parameter, found by any of its names, and stored tensors of parameters that are tied here.
 
     `live_aliases`: other names of the model's parameters, each with the FQN.
@@ -85,7 +85,7 @@ def find_stored(
                 by_fqn[fqn] = stored[name]
                 break
     used = {one.key for one in by_fqn.values()}
-    twins = []
+    tied_copies = []
     for key, tensor in stored.items():
         if key in used:
             continue
@@ -93,19 +93,21 @@ def find_stored(
         if fqn in by_fqn and names.are_one(key, by_fqn[fqn].key):
             continue  # two tensors of the checkpoint, and the model has one of them
         if fqn in by_fqn:
-            twins.append((tensor, by_fqn[fqn]))
+            tied_copies.append((tensor, by_fqn[fqn]))
         elif fqn in fqns:
             by_fqn[fqn] = tensor
-    return by_fqn, twins
+    return by_fqn, tied_copies
 
 
-def differing_twins(checkpoint: FormatReader, twins: Twins, rank: int, ranks: Sequence[int]) -> dict[str, str]:
+def differing_tied_copies(
+    checkpoint: FormatReader, tied_copies: TiedCopies, rank: int, ranks: Sequence[int]
+) -> dict[str, str]:
     """The names of stored tensors of tied parameters that differ from the one that is loaded, with the difference in words.
 
     Each of `ranks` compares some of the elements, and finds differences in these only.
     """
     found = {}
-    for twin, loaded in twins:
+    for twin, loaded in tied_copies:
         if (twin.file, twin.start, twin.chunks) == (loaded.file, loaded.start, loaded.chunks) and twin.file:
             continue
         tied = f"the model ties it to {loaded.key}"

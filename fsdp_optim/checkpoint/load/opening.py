@@ -16,7 +16,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.reader import ForeignReader
 from fsdp_optim.formats.base.protocols import Format, FormatReader
 from fsdp_optim.storage.base import VISIBLE_WITHIN, Store
-from fsdp_optim.transport.agree import MeetingResult, agree, compare, tell
+from fsdp_optim.transport.agree import MeetingResult, agree, all_equal, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 
@@ -44,7 +44,7 @@ def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, form
         try:
             result = _compare(group, call, checkpoint, failure)
             num_failed = sum(bool(result.content_of(rank)) for rank in group.ranks)
-            is_same = result.alike and checkpoint is not None and not num_failed
+            is_same = result.all_equal and checkpoint is not None and not num_failed
         finally:
             if checkpoint is not None and not is_same:
                 checkpoint.close()
@@ -57,7 +57,7 @@ def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, form
         if num_failed == len(group.ranks):
             agree(group, "opened", failure.error)
         if one_machine is None:
-            one_machine = compare(group, "machines", store.machine_id().encode())
+            one_machine = all_equal(group, "machines", store.machine_id().encode())
             if not one_machine:
                 check_shared(group, store)
         if (one_machine and (num_failed or looks == _LOOKS)) or _is_over(group, begun):
@@ -74,7 +74,7 @@ def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, form
 def _compare(group: RankGroup, call: str, checkpoint: FormatReader | None, failure: Failure) -> MeetingResult:
     """Compare what the ranks have opened. A rank that failed has a content."""
     opened = json.dumps(checkpoint.identity, sort_keys=True).encode() if checkpoint is not None else b""
-    return tell(group, f"opened with {call}", b"failed" if failure.error is not None else b"", opened)
+    return all_gather_bytes(group, f"opened with {call}", b"failed" if failure.error is not None else b"", opened)
 
 
 def _unseen(error: BaseException | None) -> CheckpointError | None:
@@ -86,4 +86,4 @@ def _is_over(group: RankGroup, begun: float) -> bool:
     """Whether the ranks have looked for long enough, by the clock of the lowest."""
     is_lowest = group.rank == group.ranks[0]
     over = b"over" if is_lowest and time.monotonic() - begun > VISIBLE_WITHIN else b""
-    return bool(tell(group, "looked", over).content_of(group.ranks[0]))
+    return bool(all_gather_bytes(group, "looked", over).content_of(group.ranks[0]))

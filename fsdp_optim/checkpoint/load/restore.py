@@ -28,7 +28,7 @@ from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
-from fsdp_optim.verbs.call import calling
+from fsdp_optim.verbs.call import collective_call
 from fsdp_optim.verbs.load_state import LoadableOptimizer
 
 _LOOKS = 5  # times, for a path where another checkpoint replaces the one that is being loaded
@@ -75,37 +75,37 @@ def _restore(
             restored.summary = LoadSummary(world_size=checkpoint.world_size, step=checkpoint.step)
             return restored
     with (
-        calling("load", [model], options, options.call, all_of_plain=True) as ((reader,), callers),
+        collective_call("load", [model], options, options.call, all_of_plain=True) as ((reader,), group),
         ExitStack() as stack,
     ):
         about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
         pending.settle()
-        store = with_cache(common_store(callers, path, options.storage_options), options.local_cache)
-        opened = open_on_all(callers, store, options.compared_text(), verify=options.verify, format=format)
+        store = with_cache(common_store(group, path, options.storage_options), options.local_cache)
+        opened = open_on_all(group, store, options.compared_text(), verify=options.verify, format=format)
         checkpoint = stack.enter_context(closing(opened))
         check_halves(checkpoint, optim, options.weights)
-        weights = Weights.meet(reader, callers, checkpoint, options, about)
-        state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
-        restored = read_extras(checkpoint, store, callers.position, options, format)
+        weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
+        state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
+        restored = read_extras(checkpoint, store, group.position, options, format)
         trainers = Trainers(objects, restored) if objects is not None else None
         values = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
-        total = sum(value.nbytes_on(callers.rank) for value in values)
+        total = sum(value.nbytes_on(group.rank) for value in values)
         failure = Failure()
-        with Progress(options.progress, "loading", total, shown=callers.rank == callers.ranks[0]) as progress:
-            host = callers.budget.share(2, "copies of device memory on the host")
-            source = CheckpointEnd(checkpoint, callers.rank, host, progress.up_to, plans=callers.world.plans)
-            move(values, source, FlatsEnd(), callers, callers.budget, failure)
+        with Progress(options.progress, "loading", total, shown=group.rank == group.ranks[0]) as progress:
+            host = group.budget.share(2, "copies of device memory on the host")
+            source = CheckpointEnd(checkpoint, group.rank, host, progress.up_to, plans=group.world.plans)
+            move(values, source, FlatsEnd(), group, group.budget, failure)
             shard = None
             with failure:
                 if failure.error is None:
                     checkpoint.check_unchanged()
                     shard = state.dict_of() if state is not None else None
-            agree(callers, "read", failure.error, fatal=failure.fatal)
+            agree(group, "read", failure.error, fatal=failure.fatal)
             progress.done()
-        install_all(callers, weights, reader, optim, shard, options.keep, trainers)
+        install_all(group, weights, reader, optim, shard, options.keep, trainers)
         if options.check == "bitwise":
-            check_bitwise(reader, optim, callers, checkpoint, weights, state, options)
-    return _summarized(restored, checkpoint, weights, state, options, source.nbytes, callers, len(values), begun)
+            check_bitwise(reader, optim, group, checkpoint, weights, state, options)
+    return _summarized(restored, checkpoint, weights, state, options, source.nbytes, group, len(values), begun)
 
 
 def _position(options: LoadOptions) -> int:
@@ -127,7 +127,7 @@ def _summarized(
     state: State | None,
     options: LoadOptions,
     nbytes: int,
-    callers: RankGroup,
+    group: RankGroup,
     num_tensors: int,
     begun: float,
 ) -> Restored:
@@ -140,12 +140,12 @@ def _summarized(
     restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
     restored.unexpected = _each_once(weights.unexpected, state.fit.unexpected if state is not None else ())
     restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.world_size, checkpoint.step)
-    if callers.rank == callers.ranks[0]:
+    if group.rank == group.ranks[0]:
         log.info(
             "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank, in %s; without optimizer state: %s",
             checkpoint.where,
             restored.summary.world_size,
-            len(callers.ranks),
+            len(group.ranks),
             num_tensors,
             nbytes,
             speed_of(nbytes, begun),

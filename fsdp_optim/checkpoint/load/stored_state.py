@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.foreign.archive.tree import unread_in
 from fsdp_optim.foreign.reader import tensors_in
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
@@ -62,7 +62,7 @@ class StoredState:
         keys: dict[tuple[str, str], str] = {}
         description = checkpoint.description(allow_pickle=allow_pickle, records=RECORDS)
         names = renamed_names(names, checkpoint, rename, description.params)
-        with distrusted(f"{checkpoint.where}: the optimizer"):
+        with as_checkpoint_error(f"{checkpoint.where}: the optimizer"):
             as_dict = full_dict(_CheckpointFiles(checkpoint), description, names, keys, off_mesh)
         return cls(normalize(as_dict, names), {place: _stored(checkpoint, key) for place, key in keys.items()})
 
@@ -94,7 +94,7 @@ def _of_foreign(checkpoint: FormatReader, names: Names, shapes: Mapping[str, Sha
     where = f"{checkpoint.where}: the optimizer"
     tree: Any = checkpoint.full_dict
     stand_ins = _StandIns(checkpoint, [stored for stored in tensors_in(tree) if _numel(stored) <= 1])
-    with distrusted(where):
+    with as_checkpoint_error(where):
         full = normalize(stand_ins.in_place_of_stored(tree), names)
         _check_read(where, full)
         evidence = full.evidence(shapes)

@@ -12,7 +12,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.checkpoint.common.module_values import StoredModuleValues
-from fsdp_optim.checkpoint.load.matching import differing_twins, find_stored, renamed_names, renamer
+from fsdp_optim.checkpoint.load.matching import differing_tied_copies, find_stored, renamed_names, renamer
 from fsdp_optim.checkpoint.load.reading import StoredValue
 from fsdp_optim.checkpoint.load.stored_names import why_names_differ
 from fsdp_optim.checkpoint.load.stored_state import StoredState
@@ -27,12 +27,12 @@ from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fits import Fit
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, Summaries, allocate, summarize
-from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
-from fsdp_optim.transport.agree import tell
+from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.verbs.call import Local, meet, names_of_picture, read_local
+from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state, read_local
 from fsdp_optim.verbs.load_plan import LoadPlan, plan_load
 
 _MOST_NAMED = 20  # differences in one error
@@ -47,7 +47,7 @@ class Weights:
     """
 
     local: Local
-    picture: Picture
+    global_state: GlobalState
     stored: Mapping[str, StoredTensor]
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
     missing: tuple[str, ...]
@@ -55,10 +55,10 @@ class Weights:
     module_values: StoredModuleValues
 
     @classmethod
-    def meet(
+    def agree_on_state(
         cls,
         reader: ModelReader,
-        callers: RankGroup,
+        group: RankGroup,
         checkpoint: FormatReader,
         asked: LoadOptions,
         about: str,
@@ -70,37 +70,37 @@ class Weights:
         unsaved = reader.unsaved_buffers() if asked.weights != "none" else {}
 
         def read() -> Local:
-            found = weights_of(reader, callers.ranks, options, asked.weights)
-            check_memory(unsaved, callers.rank)
+            found = weights_of(reader, group.ranks, options, asked.weights)
+            check_memory(unsaved, group.rank)
             return found
 
-        local, picture = meet(
-            callers,
+        local, global_state = agree_on_state(
+            group,
             read,
             asked,
             f"the model, {about}",
             with_state=False,
             what=ELEMENTS,
         )
-        check_not_empty(picture, reader)
+        check_not_empty(global_state, reader)
         if asked.weights == "none":
-            return cls(local, picture, {}, {}, (), (), StoredModuleValues(local.module_values))
-        names = renamed_names(names_of_picture(picture, local.view), checkpoint, asked.rename)
-        stored, twins = find_stored(picture.params, names, local.view.aliases, checkpoint)
+            return cls(local, global_state, {}, {}, (), (), StoredModuleValues(local.module_values))
+        names = renamed_names(names_of_global_state(global_state, local.view), checkpoint, asked.rename)
+        stored, tied_copies = find_stored(global_state.params, names, local.view.aliases, checkpoint)
         differing = {}
-        if any(key not in picture.params for key in checkpoint.model):  # the same on all ranks
-            by_ranks = callers.ranks if readers is None else readers
-            differing = _of_all_ranks(callers, differing_twins(checkpoint, twins, callers.rank, by_ranks))
-        used = {one.key for one in stored.values()} | {twin.key for twin, _ in twins if twin.key not in differing}
-        left_out = {fqn for fqn, param in picture.params.items() if param.group_index == LEFT_OUT}
-        frozen = {fqn: stored.pop(fqn).key for fqn in picture.params if fqn in left_out and fqn in stored}
+        if any(key not in global_state.params for key in checkpoint.model):  # the same on all ranks
+            by_ranks = group.ranks if readers is None else readers
+            differing = _of_all_ranks(group, differing_tied_copies(checkpoint, tied_copies, group.rank, by_ranks))
+        used = {one.key for one in stored.values()} | {twin.key for twin, _ in tied_copies if twin.key not in differing}
+        left_out = {fqn for fqn, param in global_state.params.items() if param.group_index == LEFT_OUT}
+        frozen = {fqn: stored.pop(fqn).key for fqn in global_state.params if fqn in left_out and fqn in stored}
         if weights_in(checkpoint).which != "trainable":
             frozen = {}  # of all weights, those of frozen parameters are left out as asked
-        missing = [fqn for fqn in picture.params if fqn not in stored and fqn not in left_out]
+        missing = [fqn for fqn in global_state.params if fqn not in stored and fqn not in left_out]
         unexpected = [key for key in checkpoint.model if key not in used and not (options.strict and key in differing)]
         values = StoredModuleValues.find(
             local.module_values,
-            picture,
+            global_state,
             checkpoint,
             verify=asked.verify,
             allow_pickle=asked.allow_pickle,
@@ -111,8 +111,8 @@ class Weights:
         unexpected += values.unexpected
         why = why_names_differ(reader, checkpoint, missing, unexpected)
         one_sided = _OneSided(lacking, unexpected, frozen, differing, why) if options.strict else _OneSided()
-        _check_model(checkpoint, local, picture, stored, one_sided, cast=asked.cast, which=asked.weights)
-        _check_some(checkpoint, stored, [fqn for fqn in picture.params if fqn not in left_out], why)
+        _check_model(checkpoint, local, global_state, stored, one_sided, cast=asked.cast, which=asked.weights)
+        _check_some(checkpoint, stored, [fqn for fqn in global_state.params if fqn not in left_out], why)
         unexpected += frozen.values()
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
@@ -120,13 +120,13 @@ class Weights:
             flats[param.local_id] = {}
             for dtype in dict.fromkeys(stored[fqn].dtype for fqn in param.named.fqns if fqn in stored):
                 summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
-                flat = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
+                flat = allocate(param, summary, group.rank, frozenset(missing), slabs)[WEIGHT]
                 flats[param.local_id][dtype] = flat
-        warn_of_unfilled(unsaved, local.view.handles, callers.rank)
-        return cls(local, picture, stored, flats, lacking, tuple(unexpected), values)
+        warn_of_unfilled(unsaved, local.view.handles, group.rank)
+        return cls(local, global_state, stored, flats, lacking, tuple(unexpected), values)
 
     def stored_values(self) -> Iterator[StoredValue]:
-        for fqn, param in self.picture.params.items():
+        for fqn, param in self.global_state.params.items():
             if fqn in self.stored:
                 mine = self.local.by_fqn.get(fqn)
                 flat = self.flats[mine.local_id][self.stored[fqn].dtype] if mine is not None else None
@@ -143,11 +143,11 @@ class Weights:
                 param.handle.install(merged(param, flats, self.stored, self.local.view.rank))
 
 
-def _of_all_ranks(callers: RankGroup, differing: Mapping[str, str]) -> dict[str, str]:
+def _of_all_ranks(group: RankGroup, differing: Mapping[str, str]) -> dict[str, str]:
     """The differences that any rank has found, by name. Called by all ranks."""
-    result = tell(callers, "tied weights", json.dumps(differing).encode())
+    result = all_gather_bytes(group, "tied weights", json.dumps(differing).encode())
     found: dict[str, str] = {}
-    for rank in callers.ranks:
+    for rank in group.ranks:
         found.update(json.loads(result.content_of(rank)))
     return found
 
@@ -228,7 +228,7 @@ class _OneSided:
 def _check_model(
     checkpoint: FormatReader,
     local: Local,
-    picture: Picture,
+    global_state: GlobalState,
     stored: Mapping[str, StoredTensor],
     one_sided: _OneSided,
     *,
@@ -254,7 +254,7 @@ def _check_model(
         ways_out |= {one_sided.why} - {""}
         ways_out.add("strict=False loads the parameters that both sides have")
     for fqn, tensor in stored.items():
-        shape = picture.params[fqn].placement.shape
+        shape = global_state.params[fqn].placement.shape
         mine = local.by_fqn.get(fqn)
         held = mine.handle.weights() if mine is not None else None
         if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
@@ -282,7 +282,7 @@ class State:
     """The optimizer state to load, with memory for its elements: `flats`, 1-D tensors by local id and name."""
 
     local: Local
-    picture: Picture
+    global_state: GlobalState
     full: FullState
     tensors: Mapping[tuple[str, str], StoredTensor]
     fit: Fit
@@ -291,24 +291,24 @@ class State:
     weights: Mapping[str, StoredTensor]  # state values may follow their dtypes; empty without `cast`
 
     @classmethod
-    def meet(
+    def agree_on_state(
         cls,
         reader: ModelReader,
         optim: Optimizers,
-        callers: RankGroup,
+        group: RankGroup,
         checkpoint: FormatReader,
         options: LoadOptions,
         weights: Weights,
     ) -> State:
         everything = replace(options.call, collect="all")
-        local, picture = meet(
-            callers,
-            lambda: read_local(reader, optim, everything, callers.ranks),
+        local, global_state = agree_on_state(
+            group,
+            lambda: read_local(reader, optim, everything, group.ranks),
             options,
             "the optimizer",
             with_state=False,
         )
-        live = local.live_optimizer(picture)
+        live = local.live_optimizer(global_state)
         found = StoredState.of(
             checkpoint,
             live.names,
@@ -323,14 +323,13 @@ class State:
         load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
         slabs = Slabs()
         flats = {
-            p.local_id: allocate(p, summary, callers.rank, load_plan.missing, slabs)
-            for p, summary in load_plan.receiving
+            p.local_id: allocate(p, summary, group.rank, load_plan.missing, slabs) for p, summary in load_plan.receiving
         }
         stored = weights.stored if options.cast else {}
-        return cls(local, picture, full, found.tensors, fit, load_plan, flats, stored)
+        return cls(local, global_state, full, found.tensors, fit, load_plan, flats, stored)
 
     def stored_values(self) -> Iterator[StoredValue]:
-        for fqn, param in self.picture.params.items():
+        for fqn, param in self.global_state.params.items():
             for name, value in self.full.state.get(fqn, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     mine = self.local.by_fqn.get(fqn)
@@ -341,7 +340,7 @@ class State:
     @property
     def absent(self) -> tuple[str, ...]:
         """The optimizer's parameters that have no state in the checkpoint."""
-        return tuple(fqn for fqn in self.picture.params if fqn not in self.full.state)
+        return tuple(fqn for fqn in self.global_state.params if fqn not in self.full.state)
 
     @property
     def cast(self) -> frozenset[tuple[str, str]]:

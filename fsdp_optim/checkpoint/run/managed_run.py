@@ -31,7 +31,7 @@ from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.load.restored import Restored
-from fsdp_optim.checkpoint.run.meeting_interval import Rhythm
+from fsdp_optim.checkpoint.run.meeting_interval import MeetingInterval
 from fsdp_optim.checkpoint.run.preemption import Signals
 from fsdp_optim.checkpoint.run.resuming import Candidate, candidates_on_all, load_newest
 from fsdp_optim.checkpoint.run.trainer_state import LoadedState, TrainerState
@@ -48,11 +48,11 @@ from fsdp_optim.options import (
     is_integer,
 )
 from fsdp_optim.storage.posix.files import absolute, checkpoint_errors
-from fsdp_optim.transport.agree import agree, all_hear, in_turn, tell
+from fsdp_optim.transport.agree import agree, all_gather_bytes, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
-from fsdp_optim.verbs.call import calling
+from fsdp_optim.verbs.call import collective_call
 from fsdp_optim.verbs.load_state import LoadableOptimizer
 
 _CALL = "CheckpointManager"
@@ -80,7 +80,7 @@ class ManagerOptions(Arguments):
         known = {int(number) for number in signal.Signals}
         numbers = self.signals if isinstance(self.signals, (list, tuple, set, frozenset)) else [None]
         if not all(is_integer(number) and number in known for number in numbers):
-            raise StateError(f"signals has to be a list of signals, as in [signal.SIGTERM], not {self.signals!r}")
+            raise StateError(f"signals must be a list of signals, as in [signal.SIGTERM], not {self.signals!r}")
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,15 @@ class ManagedRun:
         options: ManagerOptions,
     ) -> None:
         call = options.saving.call
-        with checkpoint_errors(root), calling(_CALL, [model], options, call, all_of_plain=True) as (_, callers):
+        with checkpoint_errors(root), collective_call(_CALL, [model], options, call, all_of_plain=True) as (_, group):
             is_url = scheme_of(root) is not None
             content = b"" if is_url else os.fsencode(absolute(root))
-            result = tell(callers, f"made with {options.compared_text()}", content)
-            self._root = str(root).rstrip("/") if is_url else os.fsdecode(result.content_of(callers.ranks[0]))
+            result = all_gather_bytes(group, f"made with {options.compared_text()}", content)
+            self._root = str(root).rstrip("/") if is_url else os.fsdecode(result.content_of(group.ranks[0]))
             inside = store_at(f"{self._root}/_", options=options.saving.storage_options)
-            check_shared(callers, inside, self._root)
-        self._model, self._optim, self._options, self._ranks = model, optim, options, callers.ranks
-        self._rhythm = Rhythm(len(callers.ranks), options.agree_every)
+            check_shared(group, inside, self._root)
+        self._model, self._optim, self._options, self._ranks = model, optim, options, group.ranks
+        self._rhythm = MeetingInterval(len(group.ranks), options.agree_every)
         self._saving: _Saving | None = None
         self._known = KnownSaves()
         self._at: int | None = None  # the step of the checkpoint that this run goes on from
@@ -136,7 +136,7 @@ class ManagedRun:
                 content["stop"] = True
             if group.rank == group.ranks[0]:
                 content["next"] = self._rhythm.steps_to_next(step)
-            result = tell(group, f"step {step}", json.dumps(content).encode() if content else b"")
+            result = all_gather_bytes(group, f"step {step}", json.dumps(content).encode() if content else b"")
             reports = [json.loads(report) for report in map(result.content_of, group.ranks) if report]
             has_to_stop = any("stop" in report for report in reports)
             self._next_meeting = step + next(report["next"] for report in reports if "next" in report)
@@ -287,14 +287,14 @@ class ManagedRun:
         name = name_of_step(to)
         chosen = [one for one in own if one.base.rpartition("/")[2] == name]
         if not chosen:
-            steps = sorted(one.brief.step for one in own if one.brief is not None and one.brief.step is not None)
+            steps = sorted(one.summary.step for one in own if one.summary is not None and one.summary.step is not None)
             has = f"those of the steps {', '.join(map(str, steps))}" if steps else "none"
             raise CheckpointError(f"{self._root}: has no checkpoint of step {to}; of a CheckpointManager it has {has}")
         return [Candidate.of(one) for one in chosen]
 
     def _check_others(self, listed: Sequence[ListedCheckpoint]) -> None:
         """Raise CheckpointError where a resume would pass by checkpoints, because no manager made them."""
-        others = newest_first([one for one in listed if one.standing.is_complete or not one.standing.is_sure])
+        others = newest_first([one for one in listed if one.status.is_complete or not one.status.is_sure])
         if others:
             raise CheckpointError(
                 f"{self._root}: has {counted_noun(len(others), 'checkpoint')} that no CheckpointManager made, the newest is "

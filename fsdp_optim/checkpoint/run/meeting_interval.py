@@ -8,7 +8,7 @@ _SECONDS, _SECONDS_PER_RANK, _MOST_SECONDS = 1.0, 0.05, 10.0
 _MOST_STEPS = 1_000_000
 
 
-class Rhythm:
+class MeetingInterval:
     """The number of steps to the next meeting, which the lowest rank chooses by its clock and tells the others.
 
     A meeting takes about half a millisecond for each rank, because all ranks talk to one store. So they meet about once a second

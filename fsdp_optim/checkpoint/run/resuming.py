@@ -20,9 +20,9 @@ from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.options import Model, OnDamage, ResumeOptions
-from fsdp_optim.transport.agree import tell
+from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.verbs.call import calling
+from fsdp_optim.verbs.call import collective_call
 from fsdp_optim.verbs.load_state import LoadableOptimizer
 
 Root = str | os.PathLike[str]
@@ -39,8 +39,8 @@ class Candidate:
 
     @classmethod
     def of(cls, one: ListedCheckpoint) -> Candidate:
-        standing = one.standing
-        return cls(one.where, "" if standing.is_complete else standing.reason or "it is not complete")
+        status = one.status
+        return cls(one.where, "" if status.is_complete else status.reason or "it is not complete")
 
 
 def resume(
@@ -52,28 +52,28 @@ def resume(
     """Load the newest checkpoint of a folder. Called by all ranks of the model."""
 
     def listed() -> list[Candidate]:
-        shelves = [shelf_at(root, options.storage_options, format) for format in SAVED]
-        found = [Candidate.of(one) for one in newest_first(all_listed(shelves))]
+        directories = [shelf_at(root, options.storage_options, format) for format in SAVED]
+        found = [Candidate.of(one) for one in newest_first(all_listed(directories))]
         if not found:
             begin_anew(root, options.storage_options)
         return found
 
-    with calling("resume", [model], options, options.call, all_of_plain=True) as (_, callers):
+    with collective_call("resume", [model], options, options.call, all_of_plain=True) as (_, group):
         pending.settle()
-        found = candidates_on_all(callers, f"{str(root)!r}, {options.compared_text()}", listed)
+        found = candidates_on_all(group, f"{str(root)!r}, {options.compared_text()}", listed)
         if not found:  # what is not in the folder of the lowest rank may be in that of another one
             inside = store_at(f"{root}/_", options=options.storage_options)
-            check_shared(callers, inside, str(root))
+            check_shared(group, inside, str(root))
     return load_newest(str(root), found, options.on_damage, lambda where: restore(where, model, optim, options))
 
 
-def candidates_on_all(callers: RankGroup, about: str, listed: Callable[[], list[Candidate]]) -> list[Candidate]:
+def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Candidate]]) -> list[Candidate]:
     """The checkpoints that the lowest rank has listed, on all ranks. `about`: a description of the call, which ranks compare."""
     content = b""
-    if callers.rank == callers.ranks[0]:
+    if group.rank == group.ranks[0]:
         content = json.dumps([[one.where, one.damage] for one in listed()]).encode()
-    result = tell(callers, f"newest of {about}", content)
-    return [Candidate(where, damage) for where, damage in json.loads(result.content_of(callers.ranks[0]))]
+    result = all_gather_bytes(group, f"newest of {about}", content)
+    return [Candidate(where, damage) for where, damage in json.loads(result.content_of(group.ranks[0]))]
 
 
 def load_newest(

@@ -16,7 +16,7 @@ import torch
 
 from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.errors import StateError
-from fsdp_optim.memory import is_plain, own
+from fsdp_optim.memory import detached_copy, is_plain
 
 STATE, RANDOM, RANK = "state", "random", "rank"
 """The keys of `extra` and `per_rank_extra`."""
@@ -52,7 +52,7 @@ class TrainerState:
         for argument, objects in (("state", self.common), ("per_rank_state", self.per_rank)):
             if not isinstance(objects, Mapping) or not all(isinstance(name, str) for name in objects):
                 raise StateError(
-                    f"{argument} has to be a dict from names to objects, as in {argument}={{'scheduler': scheduler}}, not "
+                    f"{argument} must be a dict from names to objects, as in {argument}={{'scheduler': scheduler}}, not "
                     f"{objects!r}"
                 )
             for name, one in objects.items():
@@ -75,7 +75,7 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class LoadedState:
-    """The objects of one manager during a load. `position`: the index of this rank. `strict`: names have to be the saved ones."""
+    """The objects of one manager during a load. `position`: the index of this rank. `strict`: names must be the saved ones."""
 
     objects: TrainerState
     position: int
@@ -117,7 +117,7 @@ class LoadedState:
             for name, one in objects.items():
                 if name in saved:
                     with suppress(Exception):
-                        previous[argument, name] = own(one.state_dict())
+                        previous[argument, name] = detached_copy(one.state_dict())
         return previous
 
     def put_back(self, previous: Any) -> None:

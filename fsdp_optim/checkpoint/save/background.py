@@ -31,7 +31,7 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.completion import Completion
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure
-from fsdp_optim.verbs.call import calling
+from fsdp_optim.verbs.call import collective_call
 
 log = logging.getLogger("fsdp_optim")
 
@@ -49,8 +49,8 @@ def async_save(
 ) -> SaveHandle:
     """Copy the state, start writing, return. `format` None: that of the options. `managed`: a CheckpointManager's part."""
     with ExitStack() as held:
-        with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
-            job, live = begin(path, reader, callers, optim, options, format, managed)
+        with collective_call("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
+            job, live = begin(path, reader, group, optim, options, format, managed)
             with abandoned_on_failure(job):
                 failure = Failure()
                 writer = job.rank_writer()
@@ -63,8 +63,8 @@ def async_save(
 
                 with failure:
                     completion = held.enter_context(closing(job.completion()))
-                move(job.moved, live, job.target(keep), job.callers, job.budget, failure)
-                agree(job.callers, "snapshot", failure.error, fatal=failure.fatal)
+                move(job.moved, live, job.target(keep), job.group, job.budget, failure)
+                agree(job.group, "snapshot", failure.error, fatal=failure.fatal)
                 if completion is None:  # agree() has raised
                     raise RuntimeError("unreachable: a rank without a completion has failed, and cannot agree")
         held.pop_all()
@@ -85,7 +85,7 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
     """Write this rank's part in the background, and wait for the end of the save."""
     with closing(completion):
         failed: str | None = None
-        total, num = job.saved(0).nbytes, len(job.callers.ranks)
+        total, num = job.saved(0).nbytes, len(job.group.ranks)
         with Progress(job.options.progress, "saving", total, shown=job.leads, alone=False) as progress:
             try:
                 job.start(writer.store_writer)
@@ -119,7 +119,7 @@ def _why(job: Job, error: BaseException) -> str:
 
 
 def _lost(job: Job, error: StoreLostError) -> str:
-    return f"rank {job.callers.rank}: {job.callers.turn.call} of {job.path}: {error}"
+    return f"rank {job.group.rank}: {job.group.turn.call} of {job.path}: {error}"
 
 
 def _wait(job: Job, completion: Completion) -> None:
@@ -148,14 +148,14 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> list[str]:
     """
     try:
         if failed is not None:
-            raise CheckpointError(f"rank {job.callers.rank}: {failed.removeprefix(f'rank {job.callers.rank}: ')}")
+            raise CheckpointError(f"rank {job.group.rank}: {failed.removeprefix(f'rank {job.group.rank}: ')}")
         try:
             small = finish(job, completion.wait_for_all(), completion.commit)
         except StoreLostError as error:
             raise CheckpointError(_lost(job, error)) from error
     except RANK_ERRORS as error:
         ours = isinstance(error, FsdpOptimError)
-        text = str(error) if ours else f"rank {job.callers.rank}: {type(error).__name__}: {error}"
+        text = str(error) if ours else f"rank {job.group.rank}: {type(error).__name__}: {error}"
         all_have_stopped = completion.not_saved(text)
         _clean_up(job, late=not all_have_stopped)
         raise CheckpointError(text) from error

@@ -30,7 +30,7 @@ from fsdp_optim.checkpoint.save.file_plan import (
 from fsdp_optim.checkpoint.save.job import Job
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
 from fsdp_optim.checkpoint.save.renaming import SavedNames
-from fsdp_optim.checkpoint.save.upload import Upload
+from fsdp_optim.checkpoint.save.upload import FolderUpload
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.protocols import (
     COMMON,
@@ -47,7 +47,7 @@ from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Staging, Store
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.transport.agree import agree, tell
+from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.verbs.ends import LiveEnd
@@ -58,7 +58,7 @@ log = logging.getLogger("fsdp_optim")
 def begin(
     path: Place,
     reader: ModelReader,
-    callers: RankGroup,
+    group: RankGroup,
     optim: Optimizers | None,
     options: SaveOptions,
     format: Format | None,
@@ -74,32 +74,34 @@ def begin(
     store = store_at(path, format, to_store)
     if options.upload_to is not None and not isinstance(store, Folder):
         raise CheckpointError(f"{store.where}: upload_to= is for saves to a folder")
-    warn_if_alone(callers, store.where, has_group=options.call.process_group is not None)
+    warn_if_alone(group, store.where, has_group=options.call.process_group is not None)
     pending.settle(managed.known if managed is not None else None)
-    saved = _ToSave.read(name_of(path), reader, callers, optim, options, format.writer())
+    saved = SaveContents.read(name_of(path), reader, group, optim, options, format.writer())
     with ExitStack() as undo:
-        leading: _Leading | None = None
-        if callers.rank == callers.ranks[0]:
-            leading = _Leading.begin(saved, callers, store, managed, undo)
-        result = tell(callers, "folder", leading.words if leading else b"", compared=store.machine_id().encode())
-        agreed = _Agreed.decode(result.content_of(callers.ranks[0]))
-        if leading is not None and not result.alike:
+        leading: LeaderSetup | None = None
+        if group.rank == group.ranks[0]:
+            leading = LeaderSetup.begin(saved, group, store, managed, undo)
+        result = all_gather_bytes(
+            group, "folder", leading.words if leading else b"", compared=store.machine_id().encode()
+        )
+        agreed = SaveDecision.decode(result.content_of(group.ranks[0]))
+        if leading is not None and not result.all_equal:
             agreed.warn_of_strategy()
         store = store_of_leader(path, store, agreed.place, format, to_store)
-        if not result.alike:
-            check_seen_by_all(callers, store, agreed.address)
+        if not result.all_equal:
+            check_seen_by_all(group, store, agreed.address)
         plan = leading.plan if leading is not None else None
         if agreed.strategy == BY_MACHINES:
-            agreed = replace(agreed, strategy=IN_PLACE if result.alike else PER_RANK)
+            agreed = replace(agreed, strategy=IN_PLACE if result.all_equal else PER_RANK)
             if agreed.strategy == IN_PLACE:
                 if leading is not None:
-                    plan = saved.planned(callers, agreed)
+                    plan = saved.planned(group, agreed)
                     make_files(leading.staging, plan.files)
-                agree(callers, "files are made")
-        plan = saved.planned(callers, agreed) if plan is None else plan
+                agree(group, "files are made")
+        plan = saved.planned(group, agreed) if plan is None else plan
         options = replace(options, durable=agreed.durable)
         job = Job(
-            callers,
+            group,
             options,
             store,
             format,
@@ -112,7 +114,7 @@ def begin(
             leading.prepared if leading is not None else None,
             leading.staging if leading is not None else None,
             leading.claim if leading is not None else None,
-            Upload.begin(callers, options, format, plan.files, agreed.token),
+            FolderUpload.begin(group, options, format, plan.files, agreed.token),
             managed,
         )
         undo.pop_all()
@@ -120,7 +122,7 @@ def begin(
 
 
 @dataclass(frozen=True)
-class _Agreed:
+class SaveDecision:
     """The decisions of the leader about a save, which all ranks follow.
 
     `place`, `address`, `token`: the store, and the staging in it. `shared`: the string from `Prepared`. `ranges`, `part_nbytes`,
@@ -154,12 +156,12 @@ class _Agreed:
         return json.dumps(astuple(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> _Agreed:
+    def decode(cls, data: bytes) -> SaveDecision:
         return cls(*json.loads(data))
 
 
 @dataclass(frozen=True)
-class _ToSave:
+class SaveContents:
     """The content that a rank saves, as all ranks read it together: weights and state under the saved names, and small files."""
 
     options: SaveOptions
@@ -174,21 +176,21 @@ class _ToSave:
         cls,
         name: str,
         reader: ModelReader,
-        callers: RankGroup,
+        group: RankGroup,
         optim: Optimizers | None,
         options: SaveOptions,
         writer: FormatWriter,
-    ) -> _ToSave:
+    ) -> SaveContents:
         about = f"{name!r}, {'an' if optim is not None else 'no'} optimizer"
         if options.weights == "none" and optim is None:
             raise StateError(
                 'weights="none" without an optimizer leaves nothing to save: give optim= too, or other weights='
             )
-        weights = read_weights(reader, callers, options, options.call, about, options.weights, options.weights_dtype)
-        state = read_state(reader, optim, callers, options, options.call, about) if optim is not None else None
-        names = SavedNames.of(callers, options.rename, weights, state)
+        weights = read_weights(reader, group, options, options.call, about, options.weights, options.weights_dtype)
+        state = read_state(reader, optim, group, options, options.call, about) if optim is not None else None
+        names = SavedNames.of(group, options.rename, weights, state)
         weights, state = names.of_half(weights), names.of_half(state) if state is not None else None
-        return cls(options, writer, names, weights, state, _encode_extras(writer, options, callers))
+        return cls(options, writer, names, weights, state, _encode_extras(writer, options, group))
 
     @property
     def live(self) -> HalvesEnd:
@@ -198,25 +200,25 @@ class _ToSave:
     @property
     def absent(self) -> tuple[str, ...]:
         """The parameters without optimizer state."""
-        params = self.state.picture.params.values() if self.state is not None else ()
+        params = self.state.global_state.params.values() if self.state is not None else ()
         return tuple(param.fqn for param in params if param.summary is None)
 
-    def planned(self, callers: RankGroup, agreed: _Agreed) -> FilePlan:
+    def planned(self, group: RankGroup, agreed: SaveDecision) -> FilePlan:
         halves = self.weights, self.state
         strategy, shared, can = agreed.strategy, agreed.shared, agreed.capabilities
-        return FilePlan.of(self.writer, self.options, *halves, callers.ranks, strategy, shared, can)
+        return FilePlan.of(self.writer, self.options, *halves, group.ranks, strategy, shared, can)
 
     def contents(self, world_size: int) -> CheckpointContents:
         """The contents of the checkpoint, without tensor elements."""
-        picture, local = self.weights.picture, self.weights.local
-        left_out = {fqn for fqn, param in picture.params.items() if param.group_index == LEFT_OUT}
+        global_state, local = self.weights.global_state, self.weights.local
+        left_out = {fqn for fqn, param in global_state.params.items() if param.group_index == LEFT_OUT}
         aliases = {alias: fqn for alias, fqn in local.view.aliases.items() if fqn not in left_out}
         dtype = self.options.weights_dtype
         made = CheckpointContents(
             world_size=world_size,
             params={
                 **{tensor.fqn: tensor.placement.shape for tensor in self.weights.tensors},
-                **{fqn: param.placement.shape for fqn, param in picture.params.items() if fqn in left_out},
+                **{fqn: param.placement.shape for fqn, param in global_state.params.items() if fqn in left_out},
             },
             aliases={**aliases, **local.module_values.aliases},
             optim=describe(self.state) if self.state is not None else None,
@@ -227,10 +229,10 @@ class _ToSave:
 
 
 @dataclass(frozen=True)
-class _Leading:
+class LeaderSetup:
     """The work of the lowest rank alone at the begin of a save.
 
-    `plan`: None if the machines of the other ranks decide the strategy. `small_files`: those of `_ToSave`, and the format's.
+    `plan`: None if the machines of the other ranks decide the strategy. `small_files`: those of `SaveContents`, and the format's.
     """
 
     prepared: Prepared
@@ -242,13 +244,13 @@ class _Leading:
 
     @classmethod
     def begin(
-        cls, saved: _ToSave, callers: RankGroup, store: Store, managed: ManagedSave | None, undo: ExitStack
-    ) -> _Leading:
+        cls, saved: SaveContents, group: RankGroup, store: Store, managed: ManagedSave | None, undo: ExitStack
+    ) -> LeaderSetup:
         """Begin the save in the store. Refuses values that cannot be loaded. `undo` gets the steps to undo after a failure."""
         options = saved.options
-        prepared, small_files = _prepared(saved, len(callers.ranks))
+        prepared, small_files = _prepared(saved, len(group.ranks))
         listed = managed.check(store) if managed is not None else ()
-        claim = Claim.lay(callers, store.where)
+        claim = Claim.lay(group, store.where)
         undo.callback(claim.release)
         staging = store.begin(overwrite=options.overwrite, durable=options.durable)
         undo.callback(staging.abandon)
@@ -259,7 +261,7 @@ class _Leading:
             durable = bool(managed.outdated(store, listed, prepared.content, options.step or 0))
         elif not durable:
             durable = _removes(store, options, prepared.content)
-        agreed = _Agreed(
+        agreed = SaveDecision(
             place=store.where,
             address=staging.address,
             token=staging.token,
@@ -272,13 +274,13 @@ class _Leading:
         )
         plan: FilePlan | None = None
         if agreed.strategy in (IN_PLACE, IN_PARTS):
-            plan = saved.planned(callers, agreed)
+            plan = saved.planned(group, agreed)
             make_files(staging, plan.files)
         agreed = replace(agreed, address=staging.address)  # which names the uploads that the new files have begun
         return cls(prepared, small_files, claim, staging, plan, agreed.encode())
 
 
-def _prepared(saved: _ToSave, world_size: int) -> tuple[Prepared, Mapping[str, bytes]]:
+def _prepared(saved: SaveContents, world_size: int) -> tuple[Prepared, Mapping[str, bytes]]:
     """The prepared save of the format, and all small files of the lowest rank. Refuses values that could not be loaded."""
     small_files, allow_pickle = dict(saved.small_files), saved.options.allow_pickle
     contents = saved.contents(world_size)
@@ -299,12 +301,12 @@ def _removes(store: Store, options: SaveOptions, content: str) -> bool:
     return bool(outdated(store, series, options.keep_last))
 
 
-def _encode_extras(writer: FormatWriter, options: SaveOptions, callers: RankGroup) -> dict[str, bytes]:
+def _encode_extras(writer: FormatWriter, options: SaveOptions, group: RankGroup) -> dict[str, bytes]:
     """The extras of this rank as files; `extra` is taken from the lowest rank. Raises CheckpointError for an unsavable value."""
     encoded = []
-    if callers.rank == callers.ranks[0] and options.extra is not None:
+    if group.rank == group.ranks[0] and options.extra is not None:
         encoded.append(writer.extra(COMMON, options.extra, allow_pickle=options.allow_pickle))
     if options.per_rank_extra is not None:
-        name = rank_extra_name(callers.position)
+        name = rank_extra_name(group.position)
         encoded.append(writer.extra(name, options.per_rank_extra, allow_pickle=options.allow_pickle))
     return dict(encoded)

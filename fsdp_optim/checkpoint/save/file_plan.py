@@ -13,7 +13,7 @@ from fsdp_optim.checkpoint.save.part_ranges import (
     FramesOfParts,
     HeadOfParts,
     PartedFile,
-    Stretch,
+    PartRange,
     cuts_of,
     stretches_on,
 )
@@ -100,7 +100,7 @@ class FilePlan:
         """The parts of the frames of files that a rank uploads, by file."""
         return {parted.file.name: parted.frames_on(rank) for parted in self.parted if parted.file.plan.between}
 
-    def stretches_on(self, rank: int) -> Mapping[Key, Sequence[Stretch]]:
+    def stretches_on(self, rank: int) -> Mapping[Key, Sequence[PartRange]]:
         """The stretches of each value that a rank uploads, of the files in parts."""
         return {} if self.is_alone else stretches_on(self.parted, rank)
 

@@ -36,7 +36,7 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
     for name, data in job.writer.last(
         job.prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp
     ):
-        if name != job.format.judge.manifest:
+        if name != job.format.probe.manifest:
             staging.put(name, data, durable=durable)
             small.append(name)
         else:

@@ -12,23 +12,23 @@ from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
 from fsdp_optim.checkpoint.save.finish import finish
 from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written, log_saved
-from fsdp_optim.checkpoint.save.upload import Upload
+from fsdp_optim.checkpoint.save.upload import FolderUpload
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.move import End, Slice, move
 from fsdp_optim.options import Model, SaveOptions
 from fsdp_optim.state.live.local import Optimizers
-from fsdp_optim.transport.agree import MeetingResult, agree, tell
+from fsdp_optim.transport.agree import MeetingResult, agree, all_gather_bytes
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import calling
+from fsdp_optim.verbs.call import collective_call
 
 
 def save(
     path: Place, model: Model, optim: Optimizers | None, options: SaveOptions, format: Format | None = None
 ) -> Saved:
     """Write one full checkpoint. Called by all ranks of the model. `format` None: that of the options."""
-    with calling("save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
-        job, live = begin(path, reader, callers, optim, options, format)
+    with collective_call("save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
+        job, live = begin(path, reader, group, optim, options, format)
         with abandoned_on_failure(job):
             writer = job.rank_writer()
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
@@ -36,15 +36,15 @@ def save(
                 small: Sequence[str] = ()
                 with failure:
                     if job.leads:
-                        small = finish(job, [result.content_of(rank) for rank in job.callers.ranks])
-                agree(job.callers, "committed", failure.error)
+                        small = finish(job, [result.content_of(rank) for rank in job.group.ranks])
+                agree(job.group, "committed", failure.error)
                 progress.done()
     log_saved(job)
     saved = job.saved(writer.nbytes)
     return saved if job.upload is None else replace(saved, upload=_upload(job, job.upload, saved, small))
 
 
-def _upload(job: Job, upload: Upload, saved: Saved, small: Sequence[str]) -> SaveHandle:
+def _upload(job: Job, upload: FolderUpload, saved: Saved, small: Sequence[str]) -> SaveHandle:
     """Begin to send the finished checkpoint. The next save of this process waits for the end."""
 
     def run() -> Saved:
@@ -62,16 +62,16 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
 
     def write(parts: Sequence[Slice]) -> None:
         writer.write(writer.extents_of(parts))
-        progress.up_to(writer.nbytes * len(job.callers.ranks))
+        progress.up_to(writer.nbytes * len(job.group.ranks))
 
     try:
         with failure:
             job.start(writer.store_writer)
         with failure:
-            move(job.moved, live, job.target(write), job.callers, job.budget, failure)
+            move(job.moved, live, job.target(write), job.group, job.budget, failure)
         with failure:
             if failure.error is None:
                 writer.finish()
     finally:
         writer.discard()
-    return tell(job.callers, "written", encode_written(job, writer), error=failure.error, fatal=failure.fatal)
+    return all_gather_bytes(job.group, "written", encode_written(job, writer), error=failure.error, fatal=failure.fatal)

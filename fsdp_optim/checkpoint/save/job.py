@@ -20,7 +20,7 @@ from fsdp_optim.checkpoint.common.formats import SAVED
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.stores import path_of
 from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
-from fsdp_optim.checkpoint.save.upload import Upload
+from fsdp_optim.checkpoint.save.upload import FolderUpload
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
@@ -43,7 +43,7 @@ log = logging.getLogger("fsdp_optim")
 class Job:
     """A save that all ranks have agreed on: its files, and the rank and place of each value."""
 
-    callers: RankGroup
+    group: RankGroup
     options: SaveOptions
     store: Store
     format: Format
@@ -56,7 +56,7 @@ class Job:
     prepared: Prepared | None = None  # on the lowest rank
     staging: Staging | None = None  # on the rank that began the save in the store
     claim: Claim | None = None  # on the same rank
-    upload: Upload | None = None  # of the finished checkpoint to another store
+    upload: FolderUpload | None = None  # of the finished checkpoint to another store
     managed: ManagedSave | None = None
     begun: float = field(default_factory=time.monotonic, compare=False)
     _sequence: list[int] = field(default_factory=list, compare=False)
@@ -67,11 +67,11 @@ class Job:
 
     @property
     def _cast_budget(self) -> Budget:
-        return self.callers.budget.share(4, "what elements are cast to, part by part")
+        return self.group.budget.share(4, "what elements are cast to, part by part")
 
     @property
     def _whole_budget(self) -> Budget:
-        whole = self.callers.budget
+        whole = self.group.budget
         return Budget(whole.nbytes - self._cast_budget.nbytes, "all but what is cast") if self.cast else whole
 
     @property
@@ -92,7 +92,7 @@ class Job:
 
     @property
     def leads(self) -> bool:
-        return self.callers.rank == self.callers.ranks[0]
+        return self.group.rank == self.group.ranks[0]
 
     @property
     def path(self) -> Path | str:
@@ -119,10 +119,10 @@ class Job:
         return self._sequence[0]
 
     def completion(self) -> Completion:
-        return Completion.join(self.callers, self.token[-16:], str(self.path))
+        return Completion.join(self.group, self.token[-16:], str(self.path))
 
     def rank_writer(self) -> RankWriter:
-        rank, budget = self.callers.rank, self.budget
+        rank, budget = self.group.rank, self.budget
         of_writer = self._whole_budget.nbytes - budget.nbytes if self.plan.parted else budget.nbytes
         store_writer = self.store.join(
             self.address, durable=self.options.durable, who=f"rank {rank}", budget_nbytes=of_writer
@@ -136,7 +136,7 @@ class Job:
             stretches=self.plan.stretches_on(rank),
             heads=self.plan.heads_on(rank),
             frames=self.plan.frames_on(rank),
-            plans=self.callers.world.plans,
+            plans=self.group.world.plans,
         )
 
     @property
@@ -164,7 +164,7 @@ class Job:
         """
         if self.leads:
             self.choose_sequence()
-        make_files(writer, self.plan.own_files(self.callers.rank))
+        make_files(writer, self.plan.own_files(self.group.rank))
         for name, data in self.extras.items():
             writer.put(name, data)
 
@@ -231,7 +231,7 @@ def log_saved(job: Job) -> None:
             job.path,
             saved.num_tensors,
             saved.nbytes,
-            len(job.callers.ranks),
+            len(job.group.ranks),
             speed_of(saved.nbytes, job.begun),
             shortened(saved.absent) or "none",
         )

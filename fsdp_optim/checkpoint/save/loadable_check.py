@@ -12,7 +12,7 @@ from fsdp_optim.checkpoint.common.optim_description import full_dict
 from fsdp_optim.checkpoint.load.targets import check_filled
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.base.description import OptimDescription
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.dicts.dialects import normalize
@@ -47,9 +47,9 @@ def prove_loadable(state: SavedHalf, description: OptimDescription, given: Mappi
     Raises CheckpointError that names the value which could not be loaded.
     """
     try:
-        live = state.local.live_optimizer(state.picture)
+        live = state.local.live_optimizer(state.global_state)
         live = replace(live, names=replace(live.names, given={**live.names.given, **given}))
-        with distrusted("the optimizer"):
+        with as_checkpoint_error("the optimizer"):
             by_key = {value.stored_name: value for value in state.tensors}
             as_dict = full_dict(_PlannedFiles(by_key), description, live.names, {}, live.off_mesh)
         full, _ = live.fit(normalize(as_dict, live.names), strict=True)

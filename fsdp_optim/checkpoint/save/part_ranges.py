@@ -31,7 +31,7 @@ FramesOfParts: TypeAlias = dict[int, list[tuple[int, memoryview]]]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PartRange:
     """A value's bytes [start, stop) of the data that one rank puts, and the elements that have them: the outer two in part."""
 
     start: int
@@ -81,22 +81,22 @@ class PartedFile:
             if self.owners[number] == rank and first < last:
                 yield first, memory[first - start : last - start]
 
-    def stretches(self) -> Iterator[tuple[StateValue, list[tuple[int, Stretch]]]]:
+    def stretches(self) -> Iterator[tuple[StateValue, list[tuple[int, PartRange]]]]:
         """Each value of the file, with its stretches, each with the rank that puts it, in the order of the elements."""
         borders = _borders(self.file, self.part_nbytes)
         for value, begin in zip(self.file.values, self.file.plan.starts, strict=True):
             yield value, self._stretches_of(value, begin, borders)
 
-    def _stretches_of(self, value: StateValue, begin: int, borders: Sequence[int]) -> list[tuple[int, Stretch]]:
+    def _stretches_of(self, value: StateValue, begin: int, borders: Sequence[int]) -> list[tuple[int, PartRange]]:
         size, end = value.dtype.itemsize, begin + value.nbytes
-        found: list[tuple[int, Stretch]] = []
+        found: list[tuple[int, PartRange]] = []
         if begin == end:
             return found
         numbers = range(_part_with(begin, borders), _part_with(end - 1, borders) + 1)
         for owner, its in itertools.groupby(numbers, self.owners.__getitem__):
             listed = list(its)
             start, stop = max(borders[listed[0]], begin), min(borders[listed[-1] + 1], end)
-            found.append((owner, Stretch(start, stop, (start - begin) // size, -((begin - stop) // size))))
+            found.append((owner, PartRange(start, stop, (start - begin) // size, -((begin - stop) // size))))
         return found
 
 
@@ -123,7 +123,7 @@ def cuts_of(files: Sequence[PartedFile]) -> dict[Key, FlatRuns | SplitRuns]:
     return found
 
 
-def stretches_on(files: Sequence[PartedFile], rank: int) -> Mapping[Key, tuple[Stretch, ...]]:
+def stretches_on(files: Sequence[PartedFile], rank: int) -> Mapping[Key, tuple[PartRange, ...]]:
     """The stretches of each value that one rank puts, if any, in the order in which its local tensor has their elements."""
     found = {}
     for file in files:

@@ -12,7 +12,7 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.description import OptimDescription
 from fsdp_optim.formats.base.protocols import CheckpointContents
 from fsdp_optim.options import Rename
-from fsdp_optim.transport.agree import compare
+from fsdp_optim.transport.agree import all_equal
 from fsdp_optim.transport.base import RankGroup
 
 
@@ -23,7 +23,7 @@ class SavedNames:
     new: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, callers: RankGroup, rename: Rename | None, weights: SavedHalf, state: SavedHalf | None) -> SavedNames:
+    def of(cls, group: RankGroup, rename: Rename | None, weights: SavedHalf, state: SavedHalf | None) -> SavedNames:
         """The names that `rename` gives, the same on all ranks. Called by all ranks.
 
         Raises StateError, the same on all ranks, for two parameters of one name, and for ranks that give different names.
@@ -32,11 +32,11 @@ class SavedNames:
             return cls()
         view, values = weights.local.view, weights.local.module_values
         aliases = {**view.aliases, **values.aliases}
-        fqns = dict.fromkeys([*weights.picture.params, *weights.picture.module_values])
-        fqns.update(dict.fromkeys(state.picture.params if state is not None else ()))
+        fqns = dict.fromkeys([*weights.global_state.params, *weights.global_state.module_values])
+        fqns.update(dict.fromkeys(state.global_state.params if state is not None else ()))
         new = _new_names(renamer(rename), [*fqns, *aliases])
         text = json.dumps({fqn: new.get(fqn, fqn) for fqn in fqns}, sort_keys=True)  # aliases may differ between stages
-        is_same = compare(callers, "renamed", text.encode())
+        is_same = all_equal(group, "renamed", text.encode())
         if not is_same:
             raise StateError("rename= gives other names on some ranks than on others: give the same one on all ranks")
         _check_distinct(new, fqns, aliases)

@@ -21,7 +21,7 @@ from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.storage.base import VISIBLE_WITHIN, Capabilities, Opened, Staging, Store, StoreWriter
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.transport.agree import tell
+from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.completion import Completion
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure
@@ -33,7 +33,7 @@ _LOOK_EVERY = 0.1  # seconds
 
 
 @dataclass(frozen=True)
-class Upload:
+class FolderUpload:
     """An upload that all ranks have agreed on. `staging`: on the rank that leads it."""
 
     group: RankGroup
@@ -50,7 +50,7 @@ class Upload:
     @classmethod
     def begin(
         cls, group: RankGroup, options: SaveOptions, format: Format, files: Sequence[File], token: str
-    ) -> Upload | None:
+    ) -> FolderUpload | None:
         """Begin an upload where one is asked for; nothing is sent yet. Called by all ranks.
 
         `token`: that of the save in the folder.
@@ -59,9 +59,7 @@ class Upload:
             return None
         store, content = store_at(options.upload_to, format, options.storage_options), b""
         if isinstance(store, Folder):
-            raise CheckpointError(
-                f"upload_to={options.upload_to!r}: has to be a URL, such as s3://bucket/run/step-1000"
-            )
+            raise CheckpointError(f"upload_to={options.upload_to!r}: must be a URL, such as s3://bucket/run/step-1000")
         staging: Staging | None = None
         try:
             if group.rank == group.ranks[0]:
@@ -71,9 +69,9 @@ class Upload:
                     for file in files:
                         staging.create(file.name, file.plan.nbytes, b"")
                 content = json.dumps([staging.address, can.writes_ranges, can.part_nbytes, can.most_parts]).encode()
-            result = tell(group, "upload", content, compared=store.machine_id().encode())
+            result = all_gather_bytes(group, "upload", content, compared=store.machine_id().encode())
             address, ranges, part_nbytes, most_parts = json.loads(result.content_of(group.ranks[0]))
-            if not result.alike:
+            if not result.all_equal:
                 check_seen_by_all(group, store, address)
             can = Capabilities(ranges, renames=False, part_nbytes=part_nbytes, most_parts=most_parts)
             completion = Completion.join(group, f"{token[-16:]} uploaded", store.where)
@@ -116,7 +114,7 @@ class Upload:
             failure = Failure()
             with failure:
                 opened = source.open()
-                if self.format.judge.token_in(opened) == self.token:
+                if self.format.probe.token_in(opened) == self.token:
                     return opened
                 opened.close()
             if time.monotonic() > deadline:
@@ -156,7 +154,7 @@ class Upload:
             staging.seal([file.name for file in self.files], receipts, durable=True)
             self.completion.commit()
             with self._opened(source) as opened:
-                manifest = self.format.judge.manifest
+                manifest = self.format.probe.manifest
                 staging.commit(manifest, opened.read_whole(manifest), durable=True)
         except RANK_ERRORS as error:
             ours = isinstance(error, FsdpOptimError)

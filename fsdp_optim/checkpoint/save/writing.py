@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.common.local_extents import (
     in_host_memory,
     ranges_of,
 )
-from fsdp_optim.checkpoint.save.part_ranges import FramesOfParts, HeadOfParts, Stretch
+from fsdp_optim.checkpoint.save.part_ranges import FramesOfParts, HeadOfParts, PartRange
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Rows, rows_of
 from fsdp_optim.formats.base.extents import DataSection, write_extents
@@ -45,7 +45,7 @@ class RankWriter:
         *,
         checksums: bool,
         budget: Budget,
-        stretches: Mapping[Key, Sequence[Stretch]],
+        stretches: Mapping[Key, Sequence[PartRange]],
         heads: Mapping[str, HeadOfParts] = {},
         frames: Mapping[str, FramesOfParts] = {},
         plans: Plans,
@@ -71,7 +71,7 @@ class RankWriter:
         return {name: numpy.concatenate([rows_of(()), *tables]) for name, tables in self._rows.items()}
 
     def extents_of(self, parts: Sequence[Slice]) -> dict[str, list[LocalExtent]]:
-        """The extents that this rank has to write of some parts, by file."""
+        """The extents that this rank must write of some parts, by file."""
         extents: dict[str, list[LocalExtent]] = {}
         for part in parts:
             if part.flat is None and part.start:
@@ -85,7 +85,7 @@ class RankWriter:
             for base, copy in self._copies(part, begin):
                 if memory is None or part.flat is None:
                     raise CheckpointError(
-                        f"{part.value.fqn}: {part.value.name}: rank {self._rank} has no elements of this value, but has to write "
+                        f"{part.value.fqn}: {part.value.name}: rank {self._rank} has no elements of this value, but must write "
                         f"{copy.numel}"
                     )
                 extents.setdefault(name, []).extend(

@@ -39,7 +39,7 @@ from fsdp_optim.storage.posix.files import absolute, checkpoint_errors
 from fsdp_optim.storage.posix.filled import FilledFolder
 from fsdp_optim.storage.posix.filling import Filling, complete_part, make_part
 from fsdp_optim.storage.posix.small_files import has_file, sizes_in
-from fsdp_optim.transport.agree import agree, all_hear, in_turn, tell
+from fsdp_optim.transport.agree import agree, all_gather_bytes, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure, is_interrupt
 from fsdp_optim.transport.world import world_here
@@ -253,7 +253,7 @@ class FolderSave:
                     filling = Filling.make(path, lambda name: _OUTDATED.fullmatch(name) is not None)
                     told = [str(filling.path), str(filling.folder)]
                 content = json.dumps([store.machine_id(), *told]).encode()
-                result = tell(group, f"save {Path(path).name}", content)
+                result = all_gather_bytes(group, f"save {Path(path).name}", content)
                 machines = [json.loads(result.content_of(rank))[0] for rank in group.ranks]
                 _, where, folder = json.loads(result.content_of(leader))
                 filling = filling or Filling(Path(where), Path(folder), lambda _: False)
@@ -300,11 +300,11 @@ class FolderSave:
                     raise self.failure.error
                 if self.failure.error is not None:
                     raise CheckpointError(f"{self.path}: {self._reason()}") from self.failure.error
-                result = tell(group, "the trainer's files are written", b"waits" if waits else b"")
+                result = all_gather_bytes(group, "the trainer's files are written", b"waits" if waits else b"")
                 is_there = is_there or any(result.content_of(rank) for rank in group.ranks)
                 if self.has_others:
                     self._tell_files(group)
-            store, options = FilledFolder(self.filling, OURS.judge), self.settings.saving(step, weights)
+            store, options = FilledFolder(self.filling, OURS.probe), self.settings.saving(step, weights)
             with checkpoint_errors(self.path):
                 if is_there:
                     saving.save(store, model, optim, options)
@@ -320,7 +320,7 @@ class FolderSave:
         if group.rank == self.machine != leader:
             with failure:
                 content = json.dumps(complete_part(self.files, durable=self.settings.durable)).encode()
-        result = tell(group, "the files of each machine", content, error=failure.error)
+        result = all_gather_bytes(group, "the files of each machine", content, error=failure.error)
         for rank in group.ranks if group.rank == leader else ():
             if result.content_of(rank):
                 self.filling.note(rank, json.loads(result.content_of(rank)))
@@ -370,4 +370,4 @@ def check_settings(settings: Settings) -> None:
     settings.loading().validate()
     for name in ("background", "durable", "checksums", "allow_pickle", "cast"):
         if not isinstance(getattr(settings, name), bool):
-            raise StateError(f"{name} has to be True or False, not {getattr(settings, name)!r}")
+            raise StateError(f"{name} must be True or False, not {getattr(settings, name)!r}")

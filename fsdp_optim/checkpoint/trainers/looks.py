@@ -19,7 +19,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import VISIBLE_WITHIN
 from fsdp_optim.storage.posix.files import checkpoint_errors
 from fsdp_optim.storage.posix.small_files import has_file, has_size
-from fsdp_optim.transport.agree import agree, tell
+from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 
@@ -38,7 +38,7 @@ def by_lowest(group: RankGroup, what: str, do: Callable[[], FoundT]) -> FoundT:
     if group.rank == group.ranks[0]:
         with failure, checkpoint_errors(what):
             content = json.dumps(do()).encode()
-    result = tell(group, what, content, error=failure.error)
+    result = all_gather_bytes(group, what, content, error=failure.error)
     return json.loads(result.content_of(group.ranks[0]))  # type: ignore[no-any-return]
 
 

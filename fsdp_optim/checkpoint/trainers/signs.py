@@ -22,7 +22,7 @@ class _MissingStorage:
     """Stands for a storage of a file of `torch.save` that is not in the file."""
 
 
-class _Pickler(pickle.Pickler):
+class _SignPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, says: str) -> None:
         super().__init__(file, protocol=2)
         self._says = says
@@ -35,7 +35,7 @@ class _Pickler(pickle.Pickler):
 def sign(says: str) -> bytes:
     """A file that `torch.load` opens, and whose load fails on any device with the sentence `says`, which has no slash."""
     content, file = io.BytesIO(), io.BytesIO()
-    _Pickler(content, says).dump(_MissingStorage())
+    _SignPickler(content, says).dump(_MissingStorage())
     with zipfile.ZipFile(file, "w") as archive:
         for name, data in (("data.pkl", content.getvalue()), ("version", b"3\n"), ("byteorder", b"little")):
             archive.writestr(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.pickle_table import Known, Table, Unread, checked_keys
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 
 MOST_NBYTES = 256 << 20
 """The most bytes that a pickle may have. A pickle with a million tensors has some 120 MB."""
@@ -66,7 +66,7 @@ class Unpickler:
         self._memo: dict[int, Any] = {}
         self._num_containers = self._num_copied = 0
         start = file.tell()
-        with distrusted(self._where), _without_warnings():
+        with as_checkpoint_error(self._where), _without_warnings():
             for code, argument, position in pickletools.genops(file):  # type: ignore[arg-type]  # it needs these methods only
                 self._nbytes = (position or start) - start
                 name = code.name

@@ -15,7 +15,7 @@ from fsdp_optim.foreign.archive.inert_pickle import MOST_NBYTES, Unpickler
 from fsdp_optim.foreign.archive.torch_globals import Storage, storage_of
 from fsdp_optim.foreign.archive.zip_records import FilePart
 from fsdp_optim.foreign.reader import Source
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.storage.base import Opened
 
 _MAGIC_NUMBER, _VERSION = 0x1950A86A20F9469CFC6C, 1001
@@ -55,7 +55,7 @@ class LegacyStorages:
         value = unpickler.load(file)
         keys = plain.load(file)
         self.digest = sha256(file.at(0, file.tell())).hexdigest()
-        with distrusted(self._where):
+        with as_checkpoint_error(self._where):
             self._place([str(key) for key in keys], file.tell())
         return value
 

@@ -20,7 +20,7 @@ _SMALL = 64 << 10  # bytes of an archive; of equal ones, such as thousands of le
 
 
 @dataclass
-class Sums:
+class RecordSums:
     """Compares the records of archives in several threads.
 
     Attributes:

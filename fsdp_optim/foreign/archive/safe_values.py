@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 
 KINDS = "fsdp_optim_kinds"
 """The key of the list of what values were: pairs of a place, which is a tuple of keys and indices, and a kind."""
@@ -105,7 +105,7 @@ def restored(where: str, value: Any, kinds: Any, at: tuple[Any, ...] = ()) -> An
             for part in path[len(at) :]:
                 below = below.setdefault(part, {})
             below[_Kind] = kind
-    with distrusted(f"{where}: {KINDS}"):
+    with as_checkpoint_error(f"{where}: {KINDS}"):
         return _restored(value, tree)
 
 

@@ -25,7 +25,7 @@ from fsdp_optim.foreign.archive.torch_globals import Storage, Tensors, View, sto
 from fsdp_optim.foreign.archive.tree import check_tree, mapped
 from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
 from fsdp_optim.foreign.reader import Source
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.memory import dtype_named, in_pages
 from fsdp_optim.storage.base import Opened
@@ -231,7 +231,7 @@ def _in_row_major_order(opened: Opened, name: str, source: Source, view: View) -
         made = read.numpy().data
         opened.read_into(source.file, [made], source.first_byte + first)
         first = 0
-    with distrusted(opened.named(name)):
+    with as_checkpoint_error(opened.named(name)):
         flat = torch.frombuffer(made[first:][:nbytes], dtype=dtype_named(view.dtype))
         tensor = torch.as_strided(flat, view.shape, view.stride)
         if view.is_conj:
@@ -258,5 +258,5 @@ def read_tensor(opened: Opened, sources: Mapping[str, Source], stored: StoredTen
         data = memoryview(opened.read(source.file, source.first_byte + stored.start, nbytes))
     else:
         data = data[stored.start : stored.start + nbytes]
-    with distrusted(opened.named(source.file or stored.file)):
+    with as_checkpoint_error(opened.named(source.file or stored.file)):
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(stored.shape)

@@ -133,7 +133,7 @@ class ArchiveFrames:
     _records: list[_Record] = field(default_factory=list)
 
     def header(self, name: str, nbytes: int, crc: int = 0) -> bytes:
-        """The header of a record, whose content has to begin right after it."""
+        """The header of a record, whose content must begin right after it."""
         path = f"{_ROOT}/{name}".encode()
         self._records.append(_Record(path, nbytes, crc, self.at))
         is_big = nbytes >= _MOST_32

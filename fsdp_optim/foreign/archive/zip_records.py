@@ -15,7 +15,7 @@ import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.reader import Source
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.memory import in_pages
 from fsdp_optim.storage.base import Opened
 
@@ -244,8 +244,8 @@ def _encoded_name(info: zipfile.ZipInfo) -> bytes:
 
 @contextmanager
 def _trusting_nothing(where: str) -> Iterator[None]:
-    """As `distrusted`, with the errors of the modules that read zip archives."""
-    with distrusted(where):
+    """As `as_checkpoint_error`, with the errors of the modules that read zip archives."""
+    with as_checkpoint_error(where):
         try:
             yield
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:

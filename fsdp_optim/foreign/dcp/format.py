@@ -17,7 +17,7 @@ class WrittenDcp(Format):
     """A folder of torch.distributed.checkpoint. `is_flat`: with the weights at the top level, as torchtitan has them."""
 
     is_flat: bool = False
-    judge = DCP_JUDGE
+    probe = DCP_JUDGE
 
     @property
     def name(self) -> str:
@@ -34,8 +34,8 @@ class WrittenDcp(Format):
 
     def sequence_in(self, opened: Opened) -> int:
         with contextlib.suppress(OSError):
-            brief = brief_of(opened)
-            return brief.sequence if brief is not None else 0
+            summary = brief_of(opened)
+            return summary.sequence if summary is not None else 0
         return 0
 
 

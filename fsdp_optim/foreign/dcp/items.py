@@ -17,7 +17,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, Unread, read_archive
 from fsdp_optim.foreign.archive.tree import children
 from fsdp_optim.foreign.dcp.metadata import Tensor
-from fsdp_optim.foreign.dcp.metadata_pickle import Item
+from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
 from fsdp_optim.foreign.dcp.safetensors_items import SafetensorsInside
 from fsdp_optim.foreign.reader import Archive, Source
 from fsdp_optim.formats.base.protocols import StoredTensor
@@ -32,7 +32,7 @@ _AHEAD = 4  # heads for each request that is best under way
 
 
 @dataclass(frozen=True)
-class _Head:
+class _ItemHead:
     """The bytes of an item before its elements. Items of equal length with equal heads have their elements at the same place."""
 
     data: bytes
@@ -44,14 +44,14 @@ class Items:
     def __init__(self, opened: Opened, tensors: Mapping[str, Tensor]) -> None:
         self._opened = opened
         self._tensors = tensors
-        self._heads: dict[tuple[int, str, Shape], _Head] = {}
-        self._found: dict[Item, tuple[str, int]] = {}
-        self._ahead: dict[Item, bytes] = {}
-        self._order: dict[str, list[Item]] | None = None
+        self._heads: dict[tuple[int, str, Shape], _ItemHead] = {}
+        self._found: dict[ItemPlace, tuple[str, int]] = {}
+        self._ahead: dict[ItemPlace, bytes] = {}
+        self._order: dict[str, list[ItemPlace]] | None = None
         self._safetensors = SafetensorsInside(opened)
         self.sources: dict[str, Source] = {}
 
-    def place(self, name: str, item: Item, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
+    def place(self, name: str, item: ItemPlace, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
         """The file, or the name in `sources`, and the byte at which the elements of a chunk begin. `name`: for errors."""
         found = self._found.get(item)
         if found is None:
@@ -73,7 +73,7 @@ class Items:
                 found[key] = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(sizes)
         return found
 
-    def _place(self, name: str, item: Item, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
+    def _place(self, name: str, item: ItemPlace, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
         kind = (item.nbytes, dtype, sizes)
         head = self._heads.get(kind)
         if head is not None and self._head_of(item, len(head.data)) == head.data:
@@ -94,29 +94,29 @@ class Items:
             return f"{item.file} from {item.start}", stored.start
         start = stored.start + (source.first_byte if source is not None else 0)
         if 0 < start - item.start <= _MOST_HEAD_NBYTES:
-            self._heads[kind] = _Head(self._opened.read(item.file, item.start, start - item.start))
+            self._heads[kind] = _ItemHead(self._opened.read(item.file, item.start, start - item.start))
         return item.file, start
 
-    def _head_of(self, item: Item, nbytes: int) -> bytes:
+    def _head_of(self, item: ItemPlace, nbytes: int) -> bytes:
         if self._opened.num_requests == 1:
             return self._opened.read(item.file, item.start, nbytes)
         if item not in self._ahead or len(self._ahead[item]) < nbytes:
             self._read_ahead(item, nbytes)
         return self._ahead.pop(item)[:nbytes]
 
-    def _read_ahead(self, item: Item, nbytes: int) -> None:
+    def _read_ahead(self, item: ItemPlace, nbytes: int) -> None:
         """Read the heads of the next items of a file at the same time, where each request takes long."""
         order = self._items_of(item.file)
         at = bisect.bisect_left(order, item.start, key=lambda one: one.start)
         some = [one for one in order[at:] if one not in self._found][: _AHEAD * self._opened.num_requests]
 
-        def read(one: Item) -> bytes:
+        def read(one: ItemPlace) -> bytes:
             return self._opened.read(one.file, one.start, min(nbytes, one.nbytes))
 
         with ThreadPoolExecutor(self._opened.num_requests, thread_name_prefix="fsdp_optim: read") as pool:
             self._ahead.update(zip(some, pool.map(read, some), strict=True))
 
-    def _items_of(self, file: str) -> list[Item]:
+    def _items_of(self, file: str) -> list[ItemPlace]:
         """The items of tensors in one file, in the order of their bytes."""
         if self._order is None:
             self._order = {}
@@ -128,7 +128,7 @@ class Items:
         return self._order[file]
 
 
-class At(Mapping[int, tuple[str, int]]):
+class LazyChunkPlaces(Mapping[int, tuple[str, int]]):
     """By rank of storage, the file of a chunk and the byte at which its elements begin, found out when it is asked for."""
 
     def __init__(self, items: Items, name: str, tensor: Tensor) -> None:
@@ -149,7 +149,7 @@ class At(Mapping[int, tuple[str, int]]):
         return len(self._tensor.items)
 
 
-def read_values(opened: Opened, items: Mapping[str, Item], *, allow_pickle: bool = False) -> dict[str, Any]:
+def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle: bool = False) -> dict[str, Any]:
     """The values of items by key, tensors included. Several items are read at once.
 
     `allow_pickle`: make objects of all classes; else those of unknown classes are inert.
@@ -174,7 +174,7 @@ def read_values(opened: Opened, items: Mapping[str, Item], *, allow_pickle: bool
 
 
 def archives_in(
-    opened: Opened, tensors: Mapping[str, Tensor], values: Mapping[str, Item], beside: str
+    opened: Opened, tensors: Mapping[str, Tensor], values: Mapping[str, ItemPlace], beside: str
 ) -> list[Archive]:
     """All items, in the order of their bytes, as archives that may have checksums. `beside`: a file that is one too, if there."""
     by_key = [(item, key) for key, tensor in tensors.items() for item in tensor.items]
@@ -188,11 +188,11 @@ def archives_in(
     ]
 
 
-def _are_close(item: Item, following: Item) -> bool:
+def _are_close(item: ItemPlace, following: ItemPlace) -> bool:
     return item.file == following.file and 0 <= following.start - item.start - item.nbytes <= _GAP_NBYTES
 
 
-def _archive(name: str, opened: Opened, item: Item) -> TorchArchive:
+def _archive(name: str, opened: Opened, item: ItemPlace) -> TorchArchive:
     """The archive of an item. Raises CheckpointError that names `name`, which is in the item."""
     try:
         return read_archive(opened, item.file, start=item.start, nbytes=item.nbytes)

@@ -13,7 +13,7 @@ import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.metadata_pickle import (
-    Item,
+    ItemPlace,
     SavedBytes,
     SavedIndex,
     SavedMetadata,
@@ -23,7 +23,7 @@ from fsdp_optim.foreign.dcp.metadata_pickle import (
     load,
 )
 from fsdp_optim.formats.base.checksums import Digest
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.storage.base import Opened
@@ -42,7 +42,7 @@ class Tensor:
     dtype: str
     shape: Shape
     boxes: tuple[tuple[Shape, Shape], ...]
-    items: tuple[Item, ...]
+    items: tuple[ItemPlace, ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Metadata:
     """
 
     tensors: Mapping[str, Tensor]
-    values: Mapping[str, Item]
+    values: Mapping[str, ItemPlace]
     paths: Mapping[str, Path]
     digest: str = ""
 
@@ -74,7 +74,7 @@ def read_metadata(opened: Opened, name: str, folder: str = "") -> Metadata:
             yield piece
 
     saved = load(where, pieces())
-    with distrusted(where):
+    with as_checkpoint_error(where):
         if not isinstance(saved, SavedMetadata):
             raise CheckpointError(
                 f"{where}: has {in_words(saved)} in the place of the metadata of torch.distributed.checkpoint"
@@ -86,9 +86,9 @@ def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadat
     listed, stored = saved.state_dict_metadata, saved.storage_data
     if not isinstance(listed, dict) or not isinstance(stored, dict):
         raise CheckpointError(f"{where}: does not list {'keys' if not isinstance(listed, dict) else 'files'}")
-    items: dict[tuple[str, Shape | None], Item] = {}
+    items: dict[tuple[str, Shape | None], ItemPlace] = {}
     for index, item in stored.items():
-        if not isinstance(index, SavedIndex) or not isinstance(item, Item):
+        if not isinstance(index, SavedIndex) or not isinstance(item, ItemPlace):
             raise CheckpointError(
                 f"{where}: lists {in_words(index)} in {in_words(item)}; only the writers of torch.distributed.checkpoint and of "
                 "OLMo-core are known"
@@ -98,7 +98,7 @@ def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadat
         item.key = index.fqn
         items[index.fqn, index.offset] = item
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Item] = {}
+    values: dict[str, ItemPlace] = {}
     for key, value in listed.items():
         if not isinstance(key, str):
             raise CheckpointError(f"{where}: has the key {key!r}, which is no str")
@@ -113,7 +113,7 @@ def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadat
     return Metadata(tensors, values, _paths(where, saved.planner_data, listed), digest)
 
 
-def _tensor(where: str, key: str, value: SavedTensor, items: Mapping[tuple[str, Shape | None], Item]) -> Tensor:
+def _tensor(where: str, key: str, value: SavedTensor, items: Mapping[tuple[str, Shape | None], ItemPlace]) -> Tensor:
     dtype = value.properties.dtype if isinstance(value.properties, SavedProperties) else None
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{where}: {key}: has {in_words(dtype)} in the place of a dtype")

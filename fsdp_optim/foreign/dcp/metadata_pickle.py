@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.foreign.dcp.pickle_operations import Operations
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 
 _OF_TORCH = (
     "torch.distributed.checkpoint.metadata",
@@ -33,11 +33,11 @@ _SHARDED_TENSORS = "torch.distributed._shard.sharded_tensor.metadata"  # torch 2
 _MOST_IN_TUPLE = 4096
 
 
-class _Record:
+class _PickledRecord:
     """An object of the pickle: its attributes, and no behaviour."""
 
 
-class SavedMetadata(_Record):
+class SavedMetadata(_PickledRecord):
     """The metadata of torch: all keys, what a planner adds, and the place of each chunk."""
 
     state_dict_metadata: Any = None
@@ -45,7 +45,7 @@ class SavedMetadata(_Record):
     storage_data: Any = None
 
 
-class SavedTensor(_Record):
+class SavedTensor(_PickledRecord):
     """A tensor: its dtype, shape and chunks."""
 
     properties: Any = None
@@ -53,18 +53,18 @@ class SavedTensor(_Record):
     chunks: Any = None
 
 
-class SavedChunk(_Record):
+class SavedChunk(_PickledRecord):
     """One chunk of a tensor: a box."""
 
     offsets: Any = None
     sizes: Any = None
 
 
-class SavedBytes(_Record):
+class SavedBytes(_PickledRecord):
     """A value that is no tensor."""
 
 
-class SavedProperties(_Record):
+class SavedProperties(_PickledRecord):
     """The properties of a tensor; the dtype is needed."""
 
     dtype: Any = None
@@ -73,14 +73,14 @@ class SavedProperties(_Record):
         self.dtype = state.get("dtype") if isinstance(state, dict) else state[0]
 
 
-class SavedIndex(_Record):
+class SavedIndex(_PickledRecord):
     """The key of one chunk in a dict: equal to itself only, so that a file has no say in comparisons."""
 
     fqn: Any = None
     offset: Any = None
 
 
-class Item:
+class ItemPlace:
     """A range of a file: an archive of torch.save. Equal to itself only.
 
     Attributes:
@@ -103,7 +103,7 @@ class Item:
         self.transforms = tuple(state.get("transform_descriptors") or ())
 
 
-class _StorageMeta(_Record):
+class _StorageMeta(_PickledRecord):
     pass
 
 
@@ -153,7 +153,7 @@ WORDS = frozenset(
 
 CLASSES: Mapping[str, type] = {
     **{f"{module}.{name}": made for module in _OF_TORCH for name, made in _OF_METADATA.items()},
-    **{f"{module}._StorageInfo": Item for module in _OF_WRITERS},
+    **{f"{module}._StorageInfo": ItemPlace for module in _OF_WRITERS},
     f"{_SHARDED_TENSORS}.TensorProperties": SavedProperties,
 }
 
@@ -194,7 +194,7 @@ class _Unpickler(pickle.Unpickler):
         if what in WORDS:
             return lambda *args: ""
         parent = CLASSES.get(what, Unknown)
-        return type(parent.__name__, (parent,), {"__slots__": ()} if parent is Item else {"what": what})
+        return type(parent.__name__, (parent,), {"__slots__": ()} if parent is ItemPlace else {"what": what})
 
 
 def load(where: str, pieces: Iterable[bytes]) -> Any:
@@ -202,7 +202,7 @@ def load(where: str, pieces: Iterable[bytes]) -> Any:
 
     Raises CheckpointError, which names `where`, for a pickle that is cut short or damaged.
     """
-    with distrusted(where):
+    with as_checkpoint_error(where):
         file = io.BytesIO()
         for piece in Operations().checked(pieces):
             file.write(piece)

@@ -17,11 +17,11 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Digest, hex_of
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import parse_json
-from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.own.manifest import NAME as OUR_NAME
-from fsdp_optim.storage.base import Judge, Opened, Standing, is_sure_that_not
+from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, is_sure_that_not
 
 NAME = ".metadata"
 VERSION = 1
@@ -35,32 +35,32 @@ _OWN = re.compile(r"(model|optim)(-\d{5}-of-\d{5})?\.distcp|(values|extra|module
 _OF_TORCH = re.compile(r"__\d+_\d+\.distcp")
 
 
-def with_brief(brief: Brief, pickle: bytes) -> bytes:
+def with_brief(summary: ManifestSummary, pickle: bytes) -> bytes:
     """The content of `.metadata`. `pickle`: that of torch's Metadata."""
-    values = {"brief": brief.to_json(), "metadata_xxh3_64": hex_of(pickle)}
+    values = {"brief": summary.to_json(), "metadata_xxh3_64": hex_of(pickle)}
     text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
     return _BEGIN + len(text).to_bytes(_LENGTH, "little") + text + _POP + pickle
 
 
 @dataclass(frozen=True)
-class _Found:
+class _DcpManifest:
     """The brief of a manifest, the hash of the rest, and the byte at which the rest begins."""
 
-    brief: Brief
+    summary: ManifestSummary
     rest: str
     start: int
 
 
-def brief_of(opened: Opened) -> Brief | None:
+def brief_of(opened: Opened) -> ManifestSummary | None:
     """The brief of a checkpoint; None if torch.distributed.checkpoint itself has written it.
 
     Raises CheckpointError if the manifest is damaged or cannot be read.
     """
     found = _found(opened)
-    return found.brief if found is not None else None
+    return found.summary if found is not None else None
 
 
-def _found(opened: Opened) -> _Found | None:
+def _found(opened: Opened) -> _DcpManifest | None:
     where, size = opened.named(NAME), opened.size_of(NAME)
     first = opened.read(NAME, 0, min(size, _FIRST_NBYTES))
     if not first.startswith(_BEGIN) or not first[len(_BEGIN) + _LENGTH :].startswith(b'{"brief":'):
@@ -73,48 +73,54 @@ def _found(opened: Opened) -> _Found | None:
         raise CheckpointError(f"{where}: was cut short")
     text = first[begin:end] if end <= len(first) else opened.read(NAME, begin, end - begin)
     values = parse_json(where, text)
-    with distrusted(where):
-        return _Found(Brief.from_json(where, values["brief"]), str(values["metadata_xxh3_64"]), end + len(_POP))
+    with as_checkpoint_error(where):
+        return _DcpManifest(
+            ManifestSummary.from_json(where, values["brief"]), str(values["metadata_xxh3_64"]), end + len(_POP)
+        )
 
 
-_OLDEST = Brief(VERSION, 0, None, None, 0, "", "", 0, {})
+_OLDEST = ManifestSummary(VERSION, 0, None, None, 0, "", "", 0, {})
 """Stands for the brief of a checkpoint that torch.distributed.checkpoint itself has written: it is older than all others."""
 
 
-class DcpJudge(Judge[Brief]):
-    """The `Judge` of DCP checkpoints. Those of other writers count as complete; their token is empty."""
+class DcpJudge(CheckpointProbe[ManifestSummary]):
+    """The `CheckpointProbe` of DCP checkpoints. Those of other writers count as complete; their token is empty."""
 
     manifest = NAME
     others: tuple[str, ...] = (OUR_NAME, "torch_files.json")
 
-    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:
             found = _found(opened)
             if found is None:
-                return Standing(_OLDEST)
-            if found.brief.version > VERSION:
-                return Standing(
-                    is_sure=False, reason=f"{opened.named(NAME)} has the schema version {found.brief.version}"
+                return CheckpointStatus(_OLDEST)
+            if found.summary.version > VERSION:
+                return CheckpointStatus(
+                    is_sure=False, reason=f"{opened.named(NAME)} has the schema version {found.summary.version}"
                 )
             if whole:
                 digest, size = Digest(), opened.size_of(NAME)
                 for start in range(found.start, size, _PIECE_NBYTES):
                     digest.add(opened.read(NAME, start, min(_PIECE_NBYTES, size - start)))
                 if digest.hex != found.rest:
-                    return Standing(reason=f"{opened.named(NAME)} is not the file that was saved: its checksum differs")
-            for name, nbytes in found.brief.files.items():
+                    return CheckpointStatus(
+                        reason=f"{opened.named(NAME)} is not the file that was saved: its checksum differs"
+                    )
+            for name, nbytes in found.summary.files.items():
                 if opened.nbytes_of(name) != nbytes:
-                    return Standing(reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved")
+                    return CheckpointStatus(
+                        reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved"
+                    )
         except (OSError, MemoryError) as error:
-            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
-        return Standing(found.brief)
+            return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error))
+        return CheckpointStatus(found.summary)
 
     def token_in(self, opened: Opened) -> str | None:
         try:
             found = _found(opened)
         except (OSError, MemoryError):
             return None
-        return found.brief.token if found is not None else None
+        return found.summary.token if found is not None else None
 
     def is_trace(self, name: str) -> bool:
         return _OWN.fullmatch(name) is not None
@@ -125,7 +131,7 @@ class DcpJudge(Judge[Brief]):
         if opened is not None:
             try:
                 found = _found(opened)
-                listed, is_torchs = set(found.brief.files) if found is not None else None, found is None
+                listed, is_torchs = set(found.summary.files) if found is not None else None, found is None
             except (OSError, MemoryError):
                 pass
 
@@ -139,4 +145,4 @@ class DcpJudge(Judge[Brief]):
         return is_own
 
 
-DCP_JUDGE: Judge[Any] = DcpJudge()
+DCP_JUDGE: CheckpointProbe[Any] = DcpJudge()

@@ -18,19 +18,19 @@ from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.foreign.dcp.full_dict import filled, full_dict, keys_in
-from fsdp_optim.foreign.dcp.items import At, Items, archives_in, read_values, unread_in
+from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces, archives_in, read_values, unread_in
 from fsdp_optim.foreign.dcp.keys import GROUPS, meaning_of
 from fsdp_optim.foreign.dcp.metadata import Metadata, Path, Tensor, read_metadata
-from fsdp_optim.foreign.dcp.metadata_pickle import Item
+from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
 from fsdp_optim.foreign.dcp.probe import NAME as METADATA
 from fsdp_optim.foreign.dcp.probe import brief_of
 from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, with_keys
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import COMMON, Chunks, SavedWeights, StoredTensor, rank_extra_name
-from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
 
@@ -54,8 +54,8 @@ class Dcp(ForeignFormat):
             return False
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
-        with _without_collections(), distrusted(opened.where):
-            return _reader(opened, _Saved.read(opened))
+        with _without_collections(), as_checkpoint_error(opened.where):
+            return _reader(opened, _DcpContents.read(opened))
 
 
 DCP = Dcp()
@@ -74,17 +74,17 @@ def _without_collections() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _DcpContents:
     """The metadata of all folders of a checkpoint together: as `Metadata`, and every key has a path."""
 
     tensors: Mapping[str, Tensor]
-    values: Mapping[str, Item]
+    values: Mapping[str, ItemPlace]
     paths: Mapping[str, Path]
     digest: str
     files: tuple[str, ...]
 
     @classmethod
-    def read(cls, opened: Opened) -> _Saved:
+    def read(cls, opened: Opened) -> _DcpContents:
         """Read the metadata of a place. Raises CheckpointError where it has several checkpoints."""
         folders = _folders(opened)
         each = {
@@ -137,7 +137,7 @@ def _joined(found: Sequence[Metadata]) -> Metadata:
         only = found[0]
         return replace(only, paths={key: only.paths.get(key, (key,)) for key in (*only.tensors, *only.values)})
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Item] = {}
+    values: dict[str, ItemPlace] = {}
     paths: dict[str, Path] = {}
     for one in found:
         for key, tensor in one.tensors.items():
@@ -165,7 +165,7 @@ def _has_both(found: Metadata) -> bool:
 # ------------------------------------------------------------------------------------------- the reader
 
 
-def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
+def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
     meaning = meaning_of(opened.where, saved.paths, {key: len(tensor.shape) for key, tensor in saved.tensors.items()})
     files = _checked_files(opened, saved)
     items = Items(opened, saved.tensors)
@@ -180,12 +180,12 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
                 f"{opened.where}: {key}: has an object of the class {what}, which is not loaded into an optimizer: load the "
                 "checkpoint as it was saved, and save the optimizer without it"
             )
-    brief = _own_brief(opened)
+    summary = _own_brief(opened)
 
     def pickled() -> Mapping[str, Any]:
-        return extra.pickled() if brief is None else _of_ranks(opened.where, extra.pickled())[0]
+        return extra.pickled() if summary is None else _of_ranks(opened.where, extra.pickled())[0]
 
-    given, rank_extras = _of_ranks(opened.where, extra.values if brief is not None else {})
+    given, rank_extras = _of_ranks(opened.where, extra.values if summary is not None else {})
     return ForeignReader(
         opened,
         DCP.name,
@@ -194,22 +194,22 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
             opened.where, [filled(tree, lambda key: values.get(key, stored.get(key))) for tree in meaning.optimizers]
         ),
         items.sources,
-        extra_values={**(extra.values if brief is None else given), **_of_lightning(opened)},
+        extra_values={**(extra.values if summary is None else given), **_of_lightning(opened)},
         rank_extras=rank_extras,
         module_values={
             name: value if isinstance(value, Withheld) else [None, value] for name, value in of_modules.values.items()
         },
         pickled=pickled if any(isinstance(value, Withheld) for value in extra.values.values()) else None,
-        world_size=brief.world_size if brief is not None else _world_size(opened),
-        step=brief.step if brief is not None else None,
-        weights=SavedWeights(brief.weights, brief.weights_dtype) if brief is not None else SavedWeights(),
+        world_size=summary.world_size if summary is not None else _world_size(opened),
+        step=summary.step if summary is not None else None,
+        weights=SavedWeights(summary.weights, summary.weights_dtype) if summary is not None else SavedWeights(),
         metadata_digest=saved.digest,
         files=(*saved.files, *files),
         archives=partial(archives_in, opened, saved.tensors, saved.values, _OF_LIGHTNING),
     )
 
 
-def _own_brief(opened: Opened) -> Brief | None:
+def _own_brief(opened: Opened) -> ManifestSummary | None:
     """The brief of a checkpoint that this library has saved."""
     if opened.selected or not opened.has(METADATA):
         return None
@@ -246,7 +246,7 @@ class _Extra:
 
     opened: Opened
     trees: Mapping[str, Any]
-    items: Mapping[str, Item]
+    items: Mapping[str, ItemPlace]
     apart: Mapping[str, torch.Tensor]
     values: Mapping[str, Any]
 
@@ -254,7 +254,7 @@ class _Extra:
     def of(
         cls,
         opened: Opened,
-        saved: _Saved,
+        saved: _DcpContents,
         stored: Mapping[str, StoredTensor],
         places: Items,
         trees: Mapping[str, Any],
@@ -302,7 +302,7 @@ def _withheld(opened: Opened, name: object, what: str) -> Withheld:
     )
 
 
-def _checked_files(opened: Opened, saved: _Saved) -> list[str]:
+def _checked_files(opened: Opened, saved: _DcpContents) -> list[str]:
     """The files that have items. Raises CheckpointError that names a file which is missing or too short, and one of its keys."""
     ends: dict[str, tuple[int, str]] = {}
     items = ((item, key) for key, tensor in saved.tensors.items() for item in tensor.items)
@@ -327,7 +327,7 @@ def _checked_files(opened: Opened, saved: _Saved) -> list[str]:
     return list(ends)
 
 
-def _stored(opened: Opened, saved: _Saved, items: Items) -> Iterator[tuple[str, StoredTensor]]:
+def _stored(opened: Opened, saved: _DcpContents, items: Items) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor by key, without its elements. Raises CheckpointError where its chunks are not the whole tensor."""
     cuts = Cuts()
     for key, tensor in saved.tensors.items():
@@ -349,12 +349,12 @@ def _stored(opened: Opened, saved: _Saved, items: Items) -> Iterator[tuple[str, 
                 "",
                 tensor.items[0].start if tensor.items else 0,
                 request_nbytes=opened.request_nbytes,
-                chunks=Chunks(placement, At(items, key, tensor), is_checked=True),
+                chunks=Chunks(placement, LazyChunkPlaces(items, key, tensor), is_checked=True),
             ),
         )
 
 
-def _item(saved: _Saved, key: str) -> Item | None:
+def _item(saved: _DcpContents, key: str) -> ItemPlace | None:
     """The item with the whole value; None for a tensor in several chunks or without elements."""
     if key in saved.values:
         return saved.values[key]
@@ -362,7 +362,7 @@ def _item(saved: _Saved, key: str) -> Item | None:
     return items[0] if len(items) == 1 else None
 
 
-def _empty(saved: _Saved, key: str) -> torch.Tensor | None:
+def _empty(saved: _DcpContents, key: str) -> torch.Tensor | None:
     """A tensor without elements, which is in no file; None for all other values."""
     tensor = saved.tensors.get(key)
     if tensor is None or tensor.items or 0 not in tensor.shape:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.dcp.metadata_pickle import Item
+from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
 from fsdp_optim.foreign.dcp.sharding_info import offsets_in
-from fsdp_optim.formats.base.header import Entry, length_of_header, parse_header
+from fsdp_optim.formats.base.header import HeaderEntry, length_of_header, parse_header
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
 
@@ -25,7 +25,7 @@ class _Inside:
 
     start: int
     data: int
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, HeaderEntry]
     offsets: Mapping[str, Shape]
 
 
@@ -36,7 +36,7 @@ class SafetensorsInside:
         self._opened = opened
         self._found: dict[str, _Inside | None] = {}
 
-    def place(self, name: str, item: Item, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int] | None:
+    def place(self, name: str, item: ItemPlace, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int] | None:
         """The file of a chunk and the byte at which its elements begin; None for a file whose tensors are no safetensors.
 
         `name`: for errors. Raises CheckpointError where the file has another tensor than the metadata say.
@@ -60,7 +60,7 @@ class SafetensorsInside:
             )
         return item.file, inside.data + entry.start
 
-    def _read(self, item: Item) -> _Inside | None:
+    def _read(self, item: ItemPlace) -> _Inside | None:
         opened, where, start = self._opened, self._opened.named(item.file), item.start
         size = opened.size_of(item.file)
         head = opened.read(item.file, start, min(_LENGTH + 1, size - start))

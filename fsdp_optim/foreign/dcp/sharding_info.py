@@ -14,8 +14,8 @@ import msgspec
 
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.dcp.boxes import Cuts
-from fsdp_optim.formats.base.distrust import distrusted
-from fsdp_optim.formats.base.header import Entry, Header
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
+from fsdp_optim.formats.base.header import Header, HeaderEntry
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
 from fsdp_optim.layout import Shape
@@ -49,7 +49,7 @@ def offsets_in(path: str, header: Header) -> Mapping[str, Shape] | None:
     if _KEY not in header.metadata:
         return None
     where = f"{path}: {_KEY} in its metadata"
-    with distrusted(where):
+    with as_checkpoint_error(where):
         listed = msgspec.convert(parse_json(where, header.metadata[_KEY].encode()), dict[str, _Chunk])
     found = {}
     for entry in header.entries:
@@ -149,18 +149,18 @@ def num_ranks_of(names: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _FileChunk:
     """One chunk of a tensor: where it begins in the tensor, and in its file."""
 
     file: str
-    entry: Entry
+    entry: HeaderEntry
     first: Shape
     start: int
 
 
 def joined_chunks(opened: Opened, files: Sequence[OpenFile]) -> Iterator[StoredTensor]:
     """The tensors in the files of all ranks. Raises CheckpointError where chunks overlap, or elements are in no file."""
-    found: dict[str, list[_Part]] = {}
+    found: dict[str, list[_FileChunk]] = {}
     for file in files:
         path = opened.named(file.name)
         offsets = offsets_in(path, file.header)
@@ -169,14 +169,14 @@ def joined_chunks(opened: Opened, files: Sequence[OpenFile]) -> Iterator[StoredT
                 f"{path}: has no {_KEY} in its metadata, so its tensors have no place: it was changed"
             )
         for entry in file.header.entries:
-            part = _Part(file.name, entry, offsets[entry.key], file.start + entry.start)
+            part = _FileChunk(file.name, entry, offsets[entry.key], file.start + entry.start)
             found.setdefault(entry.key, []).append(part)
     cuts, doubts = Cuts(), _doubts([file.name for file in files])
     for key, parts in found.items():
         yield _joined(opened, key, parts, cuts, doubts)
 
 
-def _joined(opened: Opened, key: str, parts: Sequence[_Part], cuts: Cuts, doubts: str) -> StoredTensor:
+def _joined(opened: Opened, key: str, parts: Sequence[_FileChunk], cuts: Cuts, doubts: str) -> StoredTensor:
     name, one = f"{opened.where}: {key}", parts[0].entry
     for other in parts:
         if (other.entry.dtype, len(other.first)) != (one.dtype, len(one.shape)):

@@ -48,7 +48,7 @@ from fsdp_optim.formats.base.protocols import (
     Stamp,
     WrittenFiles,
 )
-from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
 
@@ -153,7 +153,7 @@ class DcpWriter(FormatWriter):
         self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
     ) -> Iterator[tuple[str, bytes]]:
         contents: CheckpointContents = prepared.document
-        listed = Listed(stamp.folder)
+        listed = WrittenItem(stamp.folder)
         paths = _paths_of(contents.optim)
         others: dict[str, list[str]] = {}
         for other, stored in contents.aliases.items():
@@ -172,7 +172,7 @@ class DcpWriter(FormatWriter):
             for item in map(ValueItem.from_json, info["items"]):
                 listed.add_value(item, name)
         sizes = {file.name: file.nbytes for file in files} | {name: i["nbytes"] for name, i in written.extras.items()}
-        brief = Brief(
+        summary = ManifestSummary(
             version=VERSION,
             sequence=stamp.sequence,
             step=stamp.step,
@@ -186,7 +186,7 @@ class DcpWriter(FormatWriter):
             weights=contents.weights,
             weights_dtype=contents.weights_dtype,
         )
-        yield NAME, with_brief(brief, pickle.dumps(listed.metadata(stamp.token)))
+        yield NAME, with_brief(summary, pickle.dumps(listed.metadata(stamp.token)))
 
 
 # ------------------------------------------------------------------------------------------- tensors
@@ -318,7 +318,7 @@ def _paths_of(optim: OptimDescription | None) -> dict[str, Path]:
 
 
 @dataclass
-class Listed:
+class WrittenItem:
     """Torch's Metadata on its way. `folder`: the folder of the files, counted from that of `.metadata`."""
 
     folder: str

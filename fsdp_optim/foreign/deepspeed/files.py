@@ -20,7 +20,7 @@ _MOST_TAG_NBYTES = 4096
 
 
 @dataclass(frozen=True)
-class Files:
+class DeepSpeedFiles:
     """The files of one tag.
 
     Attributes:
@@ -55,7 +55,7 @@ def is_one(opened: Opened) -> bool:
     return any(_is_state(name) for name in names)
 
 
-def find_files(opened: Opened) -> Files:
+def find_files(opened: Opened) -> DeepSpeedFiles:
     """The files of the checkpoint in a place: of the place itself, of the tag that `latest` names, or of the only tag."""
     names = opened.names()
     folder = _folder(opened, names)
@@ -74,7 +74,7 @@ def find_files(opened: Opened) -> Files:
         raise CheckpointError(
             f"{where}: has no *_model_states.pt, which names the parameters: the checkpoint is not whole"
         )
-    return Files(where, folder, inside, models, {} if params else optims, params)
+    return DeepSpeedFiles(where, folder, inside, models, {} if params else optims, params)
 
 
 def _is_state(name: str) -> bool:

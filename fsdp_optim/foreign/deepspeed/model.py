@@ -24,7 +24,7 @@ from fsdp_optim.foreign.deepspeed.trees import (
 from fsdp_optim.foreign.reader import ForeignValues
 from fsdp_optim.foreign.torch.roles import is_extra_state
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.storage.base import Opened
 
@@ -61,7 +61,7 @@ class ModelFiles:
     def first(self) -> TorchArchive:
         """The file of the first rank."""
         found = read_files(self.opened, self.names[:1])[0]
-        with distrusted(found.where):
+        with as_checkpoint_error(found.where):
             mapping(found.value, "the file")
         return found
 
@@ -87,7 +87,7 @@ class ModelFiles:
         return archive
 
     def _check_beside(self, archive: TorchArchive) -> None:
-        with distrusted(archive.where):
+        with as_checkpoint_error(archive.where):
             saved, first = mapping(archive.value, "the file"), self.saved
             for name in ("global_steps", "dp_world_size", "param_shapes"):
                 if saved.get(name) != first.get(name):
@@ -108,7 +108,7 @@ class ModelFiles:
 
     @property
     def num_ranks(self) -> int:
-        with distrusted(self.file):
+        with as_checkpoint_error(self.file):
             return whole_number(self.saved.get("dp_world_size", 0), "dp_world_size")
 
     @property
@@ -119,7 +119,7 @@ class ModelFiles:
     @cached_property
     def module(self) -> Mapping[str, StoredTensor]:
         """The module's own state dict, as far as it is tensors."""
-        with distrusted(self.file):
+        with as_checkpoint_error(self.file):
             saved = self.saved.get("module")
             if saved is None:
                 raise CheckpointError(
@@ -134,14 +134,14 @@ class ModelFiles:
 
     @property
     def buffers(self) -> Mapping[str, StoredTensor]:
-        with distrusted(self.file):
+        with as_checkpoint_error(self.file):
             names = listed(self.saved.get("buffer_names") or (), "buffer_names")
             return {name: self.module[name] for name in names if isinstance(name, str) and name in self.module}
 
     @property
     def aliases(self) -> Mapping[str, str]:
         """Other names of shared parameters, each with the name that the flat groups have."""
-        with distrusted(self.file):
+        with as_checkpoint_error(self.file):
             return {
                 str(alias): str(name)
                 for alias, name in mapping(self.saved.get("shared_params") or {}, "shared_params").items()
@@ -149,13 +149,13 @@ class ModelFiles:
 
     def frozen(self) -> Mapping[str, StoredTensor]:
         """Weights that are not trained, where DeepSpeed saves them beside the module: from stage 2 of ZeRO on."""
-        with distrusted(self.file):
+        with as_checkpoint_error(self.file):
             shapes = shapes_of(self.saved.get("frozen_param_shapes") or {}, "frozen_param_shapes")
         found = {}
         for name, shape in shapes.items():
             fragments = []
             for archive in self.all:
-                with distrusted(archive.where):
+                with as_checkpoint_error(archive.where):
                     of_rank = mapping(archive.value["frozen_param_fragments"], "frozen_param_fragments")
                     fragments.append(any_tensor(of_rank[name], name))
             files = [archive.where for archive in self.all]
@@ -163,7 +163,7 @@ class ModelFiles:
             if len(fragments) == 1 and fragments[0].shape == shape:
                 found[name] = replace(fragments[0], key=name)
             else:
-                with distrusted(self.file):
+                with as_checkpoint_error(self.file):
                     found[name] = cut_fragments(name, shape, fragments, files)
         return found
 

@@ -21,7 +21,7 @@ from fsdp_optim.foreign.deepspeed.trees import (
     shapes_of,
     whole_number,
 )
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
 
@@ -52,9 +52,9 @@ def read_optimizer(archives: Sequence[TorchArchive], param_shapes: object) -> Op
     ranks = [_Rank.of(archive) for archive in archives]
     first = ranks[0]
     for rank in ranks:
-        with distrusted(rank.file):
+        with as_checkpoint_error(rank.file):
             rank.check_beside(first, len(ranks))
-    with distrusted(first.file):
+    with as_checkpoint_error(first.file):
         groups = [
             shapes_of(shapes, "param_shapes") for shapes in listed(_as_list(param_shapes), "param_shapes of the model")
         ]
@@ -105,7 +105,7 @@ class _Rank:
 
     @classmethod
     def of(cls, archive: TorchArchive) -> _Rank:
-        with distrusted(archive.where):
+        with as_checkpoint_error(archive.where):
             saved = mapping(mapping(archive.value, "the file")["optimizer_state_dict"], "optimizer_state_dict")
             stage = whole_number(saved.get("zero_stage", 1), "zero_stage")
             counts = saved["partition_count"]

@@ -9,13 +9,13 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
-from fsdp_optim.foreign.deepspeed.files import Files, find_files, is_one
+from fsdp_optim.foreign.deepspeed.files import DeepSpeedFiles, find_files, is_one
 from fsdp_optim.foreign.deepspeed.model import ModelFiles
 from fsdp_optim.foreign.deepspeed.optim import Optimizer, read_optimizer
 from fsdp_optim.foreign.deepspeed.trees import mapping, read_files
 from fsdp_optim.foreign.deepspeed.universal import read_universal
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, Source
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.storage.base import Opened
 
@@ -74,11 +74,11 @@ class DeepSpeed(ForeignFormat):
 DEEPSPEED = DeepSpeed()
 
 
-def _stage_3_models(files: Files) -> bool:
+def _stage_3_models(files: DeepSpeedFiles) -> bool:
     return any(name.rpartition("/")[2].startswith(_STAGE_3) for name in files.models.values())
 
 
-def _check_ranks(files: Files, models: ModelFiles) -> None:
+def _check_ranks(files: DeepSpeedFiles, models: ModelFiles) -> None:
     """Raise CheckpointError that names the first missing file, unless there are files of all ranks, and of no others."""
     kinds = [(files.models, "model")] if _stage_3_models(files) else []
     kinds += [(files.optims, "optim")] if files.optims else []
@@ -103,9 +103,9 @@ def _weights(models: ModelFiles, optimizer: Optimizer | None, *, is_cut: bool) -
     return {name: stored for name, stored in found.items() if name not in aliases or aliases[name] not in found}
 
 
-def _without_zero(files: Files, models: ModelFiles) -> Optimizer | None:
+def _without_zero(files: DeepSpeedFiles, models: ModelFiles) -> Optimizer | None:
     """The optimizer of a checkpoint that has no files of ZeRO; None if no optimizer was saved, or its files were taken away."""
-    with distrusted(models.file):
+    with as_checkpoint_error(models.file):
         saved = models.saved.get("optimizer")
         if _stage_3_models(files):
             rank = next(iter(files.models.values())).rpartition("/")[2].replace("model_states.pt", "optim_states.pt")

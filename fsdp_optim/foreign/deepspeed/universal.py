@@ -11,7 +11,7 @@ import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
-from fsdp_optim.foreign.deepspeed.files import Files
+from fsdp_optim.foreign.deepspeed.files import DeepSpeedFiles
 from fsdp_optim.foreign.deepspeed.model import ModelFiles, flat_as
 from fsdp_optim.foreign.deepspeed.optim import Optimizer, with_step
 from fsdp_optim.foreign.deepspeed.trees import (
@@ -23,7 +23,7 @@ from fsdp_optim.foreign.deepspeed.trees import (
     shapes_of,
     whole_number,
 )
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
@@ -33,9 +33,11 @@ _WEIGHT = "fp32"
 _NUM_COMPARED = 64  # elements of each parameter
 
 
-def read_universal(opened: Opened, files: Files, models: ModelFiles) -> tuple[Optimizer, Sequence[TorchArchive]]:
+def read_universal(
+    opened: Opened, files: DeepSpeedFiles, models: ModelFiles
+) -> tuple[Optimizer, Sequence[TorchArchive]]:
     """The fp32 weights of all parameters and the optimizer, and the files that were read."""
-    with distrusted(models.file):
+    with as_checkpoint_error(models.file):
         groups = [shapes_of(shapes, "param_shapes") for shapes in listed(models.saved.get("param_shapes") or (), "")]
     shapes = {name: shape for group in groups for name, shape in group.items()}
     lacking = sorted(set(shapes) - set(files.params))
@@ -59,7 +61,7 @@ def read_universal(opened: Opened, files: Files, models: ModelFiles) -> tuple[Op
             else:
                 state.setdefault(fqn, {})[name] = value
     of_weights = dict(zip(of_params, _firsts(of_params, archives), strict=True))
-    with distrusted(models.file):
+    with as_checkpoint_error(models.file):
         _check_order(files, models, {fqn: weights[fqn] for fqn in shapes}, of_weights)
     for fqn, values in state.items():
         _check_shapes(files, fqn, weights[fqn], values)
@@ -69,7 +71,7 @@ def read_universal(opened: Opened, files: Files, models: ModelFiles) -> tuple[Op
     return Optimizer(weights, full, scaler), archives
 
 
-def _names_by_param(files: Files) -> Mapping[str, Sequence[str]]:
+def _names_by_param(files: DeepSpeedFiles) -> Mapping[str, Sequence[str]]:
     """The names of the values of each parameter, the weight first."""
     found: dict[str, list[str]] = {fqn: [_WEIGHT] for fqn in files.params}
     for path in sorted(files.names):
@@ -81,7 +83,7 @@ def _names_by_param(files: Files) -> Mapping[str, Sequence[str]]:
 
 
 def _value(archive: TorchArchive, fqn: str, name: str, shape: Shape | None) -> Any:
-    with distrusted(archive.where):
+    with as_checkpoint_error(archive.where):
         value = archive.value
         if isinstance(value, dict):  # from stage 1 or 2; stage 3 gives the tensor alone, and flat
             value = value["param"]
@@ -104,7 +106,7 @@ def _firsts(of_params: Mapping[str, Sequence[str]], archives: Sequence[TorchArch
 
 
 def _check_order(
-    files: Files, models: ModelFiles, weights: Mapping[str, StoredTensor], archives: Mapping[str, TorchArchive]
+    files: DeepSpeedFiles, models: ModelFiles, weights: Mapping[str, StoredTensor], archives: Mapping[str, TorchArchive]
 ) -> None:
     """Refuse fp32 weights that are not those of the module, of a run with round robin gradients.
 
@@ -129,7 +131,7 @@ def _check_order(
             )
 
 
-def _check_shapes(files: Files, fqn: str, weight: StoredTensor, values: Mapping[str, Any]) -> None:
+def _check_shapes(files: DeepSpeedFiles, fqn: str, weight: StoredTensor, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, StoredTensor) and value.shape not in ((), weight.shape):
             raise CheckpointError(
@@ -141,7 +143,7 @@ def _common(
     archive: TorchArchive, shapes: Sequence[Mapping[str, Shape]], state: Mapping[str, dict[str, Any]]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The full dict, and the numbers of the loss scaler, from the file of the values that belong to no parameter."""
-    with distrusted(archive.where):
+    with as_checkpoint_error(archive.where):
         saved = mapping(archive.value, "the file")
         steps = _steps(saved)
         groups = []

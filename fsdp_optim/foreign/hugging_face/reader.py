@@ -22,7 +22,7 @@ from fsdp_optim.foreign.dcp.sharding_info import (
     shards_in,
 )
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.header import length_of_header, parse_header
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import StoredTensor
@@ -182,14 +182,14 @@ def _is_whole(opened: Opened, index: str) -> bool:
     return False
 
 
-class _Index(msgspec.Struct, frozen=True):
+class _ShardIndex(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
 def weight_map_of(path: str, text: bytes) -> Mapping[str, str]:
     """The file of each tensor, as an index file says. Raises CheckpointError for a damaged index."""
-    with distrusted(path):
-        listed = msgspec.convert(parse_json(path, text), _Index).weight_map
+    with as_checkpoint_error(path):
+        listed = msgspec.convert(parse_json(path, text), _ShardIndex).weight_map
         for file in listed.values():
             check_inside(path, file)
         return listed

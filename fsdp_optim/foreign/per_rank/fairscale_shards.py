@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError, LayoutError, shortened
 from fsdp_optim.foreign.per_rank.id_order import live_of_ids
-from fsdp_optim.foreign.per_rank.local_optim import LiveParam, Original, groups_of, joined
+from fsdp_optim.foreign.per_rank.local_optim import RankOriginal, RankParam, groups_of, joined
 from fsdp_optim.foreign.per_rank.rank_files import (
     RankFiles,
     UnreadableOptimError,
@@ -25,7 +25,7 @@ from fsdp_optim.foreign.per_rank.rank_files import (
 )
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.foreign.torch.roles import is_extra_state
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
@@ -51,7 +51,7 @@ class FairscaleShards(ForeignFormat):
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         files = RankFiles.read(opened, _names(opened))
-        with distrusted(opened.where):
+        with as_checkpoint_error(opened.where):
             values = files.dicts([archive.value for archive in files.archives], "the file")
             shards = _Shards.of(files, values)
             model, aliases = shards.model()
@@ -203,7 +203,7 @@ class _Shards:
     def _place(self, stored: StoredTensor) -> tuple[object, ...]:
         return stored.file, stored.start, stored.shape, stored.key
 
-    def _of_ranks(self, unit: _Unit) -> Iterator[tuple[LiveParam, dict[int, StoredTensor]]]:
+    def _of_ranks(self, unit: _Unit) -> Iterator[tuple[RankParam, dict[int, StoredTensor]]]:
         """The live parameters that a unit's parameter is: one of all ranks, or one of each rank; with their weights by rank."""
         tensors = {rank: weights[unit.key] for rank, weights in enumerate(self.weights)}
         for rank, stored in tensors.items():
@@ -213,7 +213,7 @@ class _Shards:
         for live in self._live(unit):
             yield live, {rank: tensors[rank] for rank in live.local_shapes}
 
-    def _live(self, unit: _Unit) -> list[LiveParam]:
+    def _live(self, unit: _Unit) -> list[RankParam]:
         num, chunk = self.files.num, prod(self.weights[0][unit.key].shape)
         each = -(-unit.numel // num)
         padding = tuple(each - min(max(unit.numel - rank * each, 0), each) for rank in range(num))
@@ -239,7 +239,7 @@ class _Shards:
             "renamed, or the unit was on a process group of its own, and the files do not say on which ranks",
         )
 
-    def _cut(self, unit: _Unit, ranks: range, suffix: str) -> LiveParam:
+    def _cut(self, unit: _Unit, ranks: range, suffix: str) -> RankParam:
         """A parameter cut into equal chunks over these ranks."""
         shape = self.weights[0][unit.key].shape
         chunk, start = prod(shape), 0
@@ -251,9 +251,9 @@ class _Shards:
                 if low >= high:
                     break
                 runs.append((ranks[index], low - start, high - start, low - index * chunk))
-            originals.append(Original(f"{fqn}{suffix}", of, tuple(runs)))
+            originals.append(RankOriginal(f"{fqn}{suffix}", of, tuple(runs)))
             start += numel
-        return LiveParam(f"{unit.key}{suffix}", tuple(originals), dict.fromkeys(ranks, shape))
+        return RankParam(f"{unit.key}{suffix}", tuple(originals), dict.fromkeys(ranks, shape))
 
     def optim(self) -> Mapping[str, Any] | None:
         """The optimizer's full dict by name; None if the files have none."""
@@ -293,7 +293,7 @@ class _Shards:
         )
 
 
-def _with_keys(optim: Mapping[str, Any], rank: int, owned: Mapping[Any, Sequence[LiveParam]]) -> dict[str, Any]:
+def _with_keys(optim: Mapping[str, Any], rank: int, owned: Mapping[Any, Sequence[RankParam]]) -> dict[str, Any]:
     """The dict of one rank with keys (id, name of the live parameter)."""
     state = optim.get("state")
     groups = optim["param_groups"]

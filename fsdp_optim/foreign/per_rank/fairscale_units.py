@@ -25,7 +25,7 @@ Units = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Unit:
+class FlatUnit:
     """A flat parameter: the FQNs in it, their shapes, and the common part of their state (None without state).
 
     `is_flat` False: a parameter that is cut by itself.
@@ -70,7 +70,7 @@ class Unit:
             at += prod(shape)
 
 
-def units_of(contents: CheckpointContents, given: Units | None, *, flattens: bool) -> Iterator[Unit]:
+def units_of(contents: CheckpointContents, given: Units | None, *, flattens: bool) -> Iterator[FlatUnit]:
     """The units, checked against the weights and the state."""
     units = given if given is not None else contents.units
     if units is None:
@@ -95,7 +95,7 @@ def units_of(contents: CheckpointContents, given: Units | None, *, flattens: boo
         for its in [fqns] if flattens or not fqns else [[fqn] for fqn in fqns]:
             state = _common_state(path, its, optim.params) if optim is not None and its else None
             shapes = tuple(contents.params[fqn] for fqn in its)
-            yield Unit(path, tuple(its), shapes, state, aliases if flattens else (), flattens)
+            yield FlatUnit(path, tuple(its), shapes, state, aliases if flattens else (), flattens)
     listed = [fqn for group in optim.groups for fqn in group.params] if optim is not None else []
     left = [fqn for fqn in listed if fqn not in seen]
     if left:

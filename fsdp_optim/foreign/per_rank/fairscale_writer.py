@@ -19,7 +19,7 @@ import torch
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun, shortened
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
-from fsdp_optim.foreign.per_rank.fairscale_units import Unit, Units, units_of
+from fsdp_optim.foreign.per_rank.fairscale_units import FlatUnit, Units, units_of
 from fsdp_optim.foreign.torch.folder import TorchFilesJudge, sequence_of
 from fsdp_optim.foreign.torch.writer import SmallTensors, check_safe, manifest_of
 from fsdp_optim.formats.base.description import TENSOR
@@ -40,7 +40,7 @@ from fsdp_optim.formats.base.protocols import (
 )
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
-from fsdp_optim.storage.base import Judge, Opened
+from fsdp_optim.storage.base import CheckpointProbe, Opened
 
 log = logging.getLogger("fsdp_optim")
 
@@ -49,7 +49,7 @@ _RESERVED = ("model", "shard_metadata", "fsdp_metadata", "last_optimizer_state")
 
 
 class FairscaleFilesJudge(TorchFilesJudge):
-    """The `Judge` of folders of fairscale's shards."""
+    """The `CheckpointProbe` of folders of fairscale's shards."""
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
         return lambda name: name == self.manifest or (name.startswith(f"{STEM}-shard") and name.endswith(".pt"))
@@ -66,11 +66,11 @@ class WrittenFairscaleShards(Format):
     units: Units | None = field(default=None, hash=False)
     flattens: bool | None = None
     name: str = "fairscale_shards"
-    judge: Judge[Any] = FairscaleFilesJudge()  # noqa: RUF009  # it has no state
+    probe: CheckpointProbe[Any] = FairscaleFilesJudge()  # noqa: RUF009  # it has no state
     needs_names: bool = True
 
     def recognises(self, opened: Opened) -> bool:
-        return opened.has(self.judge.manifest) and opened.has(f"{STEM}-shard0.pt")
+        return opened.has(self.probe.manifest) and opened.has(f"{STEM}-shard0.pt")
 
     def open(self, opened: Opened, *, verify: bool) -> FormatReader:
         return FAIRSCALE_SHARDS.open(opened, verify=verify)
@@ -91,7 +91,7 @@ class FairscaleShardsWriter(FormatWriter):
     flattens: bool | None = None
     needs_scalars: bool = True
     _contents: CheckpointContents | None = None
-    _units: tuple[Unit, ...] = ()
+    _units: tuple[FlatUnit, ...] = ()
     _extras: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
@@ -161,7 +161,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 @dataclass
-class _Record:
+class _ShardRecord:
     """A tensor of a file: its slices of tensors of the source, and the bytes of zeros after them."""
 
     dtype: str
@@ -177,7 +177,7 @@ class _RankFile:
     contents: CheckpointContents
     tensors: Mapping[tuple[Half, str], PlannedTensor]
     rank: int
-    records: list[_Record] = field(default_factory=list)
+    records: list[_ShardRecord] = field(default_factory=list)
 
     def planned(self) -> PlannedFile:
         units = self.writer._units
@@ -193,7 +193,7 @@ class _RankFile:
             tree["last_optimizer_state"] = self._optim()
         return self._file(f"{STEM}-shard{self.rank}.pt", tree)
 
-    def _in_order(self, units: Sequence[Unit]) -> list[Unit]:
+    def _in_order(self, units: Sequence[FlatUnit]) -> list[FlatUnit]:
         """The units in the order of the wrapped model's parameters: that of the ids, where parameters are cut by themselves."""
         optim = self.contents.optim
         if optim is None or all(unit.is_flat for unit in units):
@@ -208,7 +208,7 @@ class _RankFile:
         own = self.writer._extras.get(f"rank-{self.rank:05}", {})
         return {**self.writer._extras.get(COMMON, {}), **_as_dict(own)}
 
-    def _flat(self, unit: Unit, key_of: Callable[[str], tuple[Half, str]]) -> TensorStub:
+    def _flat(self, unit: FlatUnit, key_of: Callable[[str], tuple[Half, str]]) -> TensorStub:
         """This rank's shard of a tensor for each element of a unit."""
         start, stop, each = unit.shard(self.rank, self.writer.world_size)
         dtypes = {self.tensors[key_of(fqn)].dtype: fqn for fqn in unit.fqns}
@@ -219,13 +219,13 @@ class _RankFile:
             )
         slices = [(self.tensors[key_of(fqn)], first, last) for fqn, first, last in unit.slices(start, stop)]
         (dtype,) = dtypes
-        return self._record(_Record(dtype, slices, each - (stop - start)), (each,))
+        return self._record(_ShardRecord(dtype, slices, each - (stop - start)), (each,))
 
     def _whole(self, half: Half, key: str) -> TensorStub:
         tensor = self.tensors[half, key]
-        return self._record(_Record(tensor.dtype, [(tensor, 0, prod(tensor.shape))]), tensor.shape)
+        return self._record(_ShardRecord(tensor.dtype, [(tensor, 0, prod(tensor.shape))]), tensor.shape)
 
-    def _record(self, record: _Record, shape: Shape) -> TensorStub:
+    def _record(self, record: _ShardRecord, shape: Shape) -> TensorStub:
         self.records.append(record)
         return TensorStub(record.dtype, tuple(shape), len(self.records) - 1)
 
@@ -282,7 +282,7 @@ class _RankFile:
         state = {ids[unit.key]: self._state(unit) for unit in self.writer._units if unit.state is not None}
         return {**optim.other_keys, "state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _state(self, unit: Unit) -> dict[str, Any]:
+    def _state(self, unit: FlatUnit) -> dict[str, Any]:
         params = self.contents.optim.params if self.contents.optim is not None else {}
         keys = {fqn: {name: value for name, _, value in params[fqn].values} for fqn in unit.fqns}
 

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.foreign.per_rank.rank_files import Part, RankFiles, UnreadableOptimError, first_unread, in_runs
+from fsdp_optim.foreign.per_rank.rank_files import RankFile, RankFiles, UnreadableOptimError, first_unread, in_runs
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
 
@@ -16,7 +16,7 @@ _RESERVED = frozenset({"state", "param_groups"})
 
 
 @dataclass(frozen=True)
-class Original:
+class RankOriginal:
     """An original parameter inside a live parameter. `runs`: (rank, start, stop, offset in the rank's local tensor)."""
 
     fqn: str
@@ -25,7 +25,7 @@ class Original:
 
 
 @dataclass(frozen=True)
-class LiveParam:
+class RankParam:
     """One parameter of the optimizers that saved, which each rank had a shard of.
 
     Attributes:
@@ -35,7 +35,7 @@ class LiveParam:
     """
 
     name: str
-    originals: tuple[Original, ...]
+    originals: tuple[RankOriginal, ...]
     local_shapes: Mapping[int, Shape] = field(repr=False)
 
     def stored(self, keys: Sequence[str], tensors: Mapping[int, StoredTensor]) -> Iterator[StoredTensor]:
@@ -46,13 +46,13 @@ class LiveParam:
             try:
                 if lacking:
                     raise LayoutError(f"rank {lacking[0]} does not have it")
-                parts = [Part(start, stop, tensors[rank], offset) for rank, start, stop, offset in original.runs]
+                parts = [RankFile(start, stop, tensors[rank], offset) for rank, start, stop, offset in original.runs]
                 yield in_runs(key, original.shape, parts, like)
             except LayoutError as error:
                 raise LayoutError(f"{original.fqn}: {error}") from error
 
 
-def joined(files: RankFiles, dicts: Sequence[Any], live: Mapping[Any, LiveParam], what: str) -> dict[str, Any]:
+def joined(files: RankFiles, dicts: Sequence[Any], live: Mapping[Any, RankParam], what: str) -> dict[str, Any]:
     """The full dict by name. `live`: the live parameter of each id that the groups list; `what`: the dicts, for errors.
 
     Raises CheckpointError for files that contradict each other, and UnreadableOptimError for values of unknown classes.
@@ -93,7 +93,7 @@ def groups_of(files: RankFiles, dicts: Sequence[Mapping[Any, Any]], what: str) -
 
 
 def _groups(
-    files: RankFiles, dicts: Sequence[Mapping[Any, Any]], live: Mapping[Any, LiveParam], what: str
+    files: RankFiles, dicts: Sequence[Mapping[Any, Any]], live: Mapping[Any, RankParam], what: str
 ) -> list[dict[str, Any]]:
     made = []
     for index, group in enumerate(groups_of(files, dicts, what)):
@@ -124,7 +124,7 @@ def with_keys(tree: Any, key: str) -> Any:
 
 
 def _state_of(
-    files: RankFiles, live: LiveParam, key: Any, by_rank: Mapping[int, Mapping[str, Any]]
+    files: RankFiles, live: RankParam, key: Any, by_rank: Mapping[int, Mapping[str, Any]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The values of one live parameter, for each of its originals."""
     values: dict[str, dict[str, Any]] = {original.fqn: {} for original in live.originals}

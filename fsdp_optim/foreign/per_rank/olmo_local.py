@@ -15,10 +15,10 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, LayoutError
-from fsdp_optim.foreign.per_rank.local_optim import LiveParam, Original, groups_of, joined
+from fsdp_optim.foreign.per_rank.local_optim import RankOriginal, RankParam, groups_of, joined
 from fsdp_optim.foreign.per_rank.rank_files import RankFiles, UnreadableOptimError, by_rank, complete, unreadable
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
@@ -56,7 +56,7 @@ class OlmoLocal(ForeignFormat):
         files = RankFiles.read(opened, _files(opened, "model"), _STAND_INS)
         parts = [files, *(_read(opened, half) for half in ("optim", "train") if _has(opened, half))]
         of_half = dict(zip(("model", *(half for half in ("optim", "train") if _has(opened, half))), parts, strict=True))
-        with distrusted(opened.where):
+        with as_checkpoint_error(opened.where):
             params = _Params.of(files)
             train = of_half.get("train")
             extras = train.extras(frozenset()) if train is not None else []
@@ -113,7 +113,7 @@ class _Handle:
 
     prefix: str
     data: tuple[StoredTensor, ...]
-    originals: tuple[Original, ...] = field(repr=False)
+    originals: tuple[RankOriginal, ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Params:
     def of(cls, files: RankFiles) -> _Params:
         of_ranks = []
         for name, archive in zip(files.names, files.archives, strict=True):
-            with distrusted(files.opened.named(name)):
+            with as_checkpoint_error(files.opened.named(name)):
                 of_ranks.append(
                     [
                         (str(module["name"]), handle)
@@ -151,7 +151,7 @@ class _Params:
         runs: list[list[tuple[int, int, int, int]]] = [[] for _ in fqns]
         data = []
         for rank, (_, handle) in enumerate(of_ranks):
-            with distrusted(files.opened.named(files.names[rank])):
+            with as_checkpoint_error(files.opened.named(files.names[rank])):
                 data.append(_tensor(handle[f"{_OF_FLAT}data"]))
                 for place, start, stop, offset in _runs(handle, len(fqns)):
                     runs[place].append((rank, start, stop, offset))
@@ -160,7 +160,7 @@ class _Params:
             prefix,
             tuple(data),
             tuple(
-                Original(_clean(name), _shape(shape), tuple(of))
+                RankOriginal(_clean(name), _shape(shape), tuple(of))
                 for name, shape, of in zip(names, shapes, runs, strict=True)
             ),
         )
@@ -169,7 +169,7 @@ class _Params:
         model: dict[str, StoredTensor] = {}
         for handle in self.handles:
             tensors = dict(enumerate(handle.data))
-            live = LiveParam(handle.prefix, handle.originals, {rank: one.shape for rank, one in tensors.items()})
+            live = RankParam(handle.prefix, handle.originals, {rank: one.shape for rank, one in tensors.items()})
             keys = [original.fqn for original in handle.originals]
             try:
                 for key, stored in zip(keys, live.stored(keys, tensors), strict=True):
@@ -182,7 +182,7 @@ class _Params:
     def optim(self, files: RankFiles) -> Mapping[str, Any]:
         dicts = files.dicts([archive.value for archive in files.archives], "the file")
         known = {live.name: live for live in self._live()}
-        live: dict[Any, LiveParam] = {}
+        live: dict[Any, RankParam] = {}
         try:
             for group in groups_of(files, dicts, "the optimizer"):
                 names = group.get("param_names")
@@ -199,11 +199,11 @@ class _Params:
         except UnreadableOptimError as reason:
             return unreadable(reason)
 
-    def _live(self) -> Iterator[LiveParam]:
+    def _live(self) -> Iterator[RankParam]:
         """The parameters that an optimizer may have had: flat ones, or (use_orig_params) the part of each original on a rank."""
         for handle in self.handles:
             flat = f"{handle.prefix}.{_FLAT}" if handle.prefix else _FLAT
-            yield LiveParam(flat, handle.originals, {rank: one.shape for rank, one in enumerate(handle.data)})
+            yield RankParam(flat, handle.originals, {rank: one.shape for rank, one in enumerate(handle.data)})
             for original in handle.originals:
                 numel = prod(original.shape)
                 held = {rank: stop - start for rank, start, stop, _ in original.runs}
@@ -212,7 +212,7 @@ class _Params:
                     for rank in range(self.files.num)
                 }
                 runs = tuple((rank, start, stop, 0) for rank, start, stop, _ in original.runs)
-                yield LiveParam(original.fqn, (Original(original.fqn, original.shape, runs),), shapes)
+                yield RankParam(original.fqn, (RankOriginal(original.fqn, original.shape, runs),), shapes)
 
 
 def _runs(handle: Mapping[str, Any], num: int) -> Iterator[tuple[int, int, int, int]]:

@@ -119,7 +119,7 @@ class RankFiles:
         return self.damaged(rank, f"{what} than in {self.names[other]}: the files are not of one save")
 
     def dicts(self, values: Sequence[Any], what: str) -> list[Mapping[Any, Any]]:
-        """The same values. Each value has to be a dict."""
+        """The same values. Each value must be a dict."""
         for rank, value in enumerate(values):
             if not isinstance(value, Mapping):
                 raise self.damaged(rank, f"{what} is a {type(value).__name__}, not a dict")
@@ -224,7 +224,7 @@ def _shown(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankFile:
     """The row-major elements [start, stop) of a parameter, which begin `offset` elements into a tensor of one file."""
 
     start: int
@@ -233,7 +233,7 @@ class Part:
     offset: int = 0
 
 
-def in_runs(key: str, shape: Shape, parts: Sequence[Part], like: StoredTensor) -> StoredTensor:
+def in_runs(key: str, shape: Shape, parts: Sequence[RankFile], like: StoredTensor) -> StoredTensor:
     """A tensor whose elements are runs in several files. `like`: any of their tensors, for a tensor without elements.
 
     Raises LayoutError for elements that are in no part, in two parts, or outside of a part's tensor.

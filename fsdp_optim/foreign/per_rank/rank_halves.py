@@ -11,9 +11,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.foreign.per_rank.rank_files import Part, RankFiles, bits_of, in_chunks, in_runs, place_of
-from fsdp_optim.foreign.per_rank.torch_shards import DTensorFields, Fields, ShardedTensorFields, Shards, shards_of
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.foreign.per_rank.rank_files import RankFile, RankFiles, bits_of, in_chunks, in_runs, place_of
+from fsdp_optim.foreign.per_rank.torch_shards import DTensorFields, Fields, ShardedTensorFields, TorchShards, shards_of
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Block, Box, Boxes, Shape, bounds_of_box
 
@@ -46,13 +46,13 @@ class Half:
     def __init__(self, files: RankFiles, values: Values) -> None:
         self.files = files
         self.values: dict[int, Mapping[Any, Any]] = dict(values)
-        self._known: dict[tuple[int, int], Shards] = {}
+        self._known: dict[tuple[int, int], TorchShards] = {}
 
-    def shards(self, rank: int, value: Fields, name: object) -> Shards:
+    def shards(self, rank: int, value: Fields, name: object) -> TorchShards:
         """The shards in a stand-in, which is looked at once."""
         known = self._known.get((rank, id(value)))
         if known is None:
-            with distrusted(f"{self.files.opened.named(self.files.names[rank])}: {name}"):
+            with as_checkpoint_error(f"{self.files.opened.named(self.files.names[rank])}: {name}"):
                 known = shards_of(value, rank, partial(numbers_in, self.files, rank))
             if known.rank not in (None, rank):
                 raise self.files.damaged(rank, f"was saved by rank {known.rank}: it was renamed")
@@ -62,9 +62,9 @@ class Half:
         return known
 
     @cached_property
-    def _cuts(self) -> dict[Any, dict[Any, dict[int, Shards]]]:
+    def _cuts(self) -> dict[Any, dict[Any, dict[int, TorchShards]]]:
         """By name, by cut, the shards of each rank."""
-        found: dict[Any, dict[Any, dict[int, Shards]]] = {}
+        found: dict[Any, dict[Any, dict[int, TorchShards]]] = {}
         for rank, values in self.values.items():
             for name, value in values.items():
                 fields = first_shards(value)
@@ -181,7 +181,7 @@ class Half:
     def tensor(self, key: str, by: Mapping[int, Any], *, strictly: bool) -> StoredTensor:
         """One tensor of all ranks.
 
-        `strictly`: a tensor that is not cut has to be equal on all ranks; else the lowest rank's counts.
+        `strictly`: a tensor that is not cut must be equal on all ranks; else the lowest rank's counts.
         """
         sharded = {rank: self.shards(rank, value, key) for rank, value in by.items() if isinstance(value, Fields)}
         odd = next((rank for rank, value in by.items() if isinstance(value, Fields) != bool(sharded)), None)
@@ -195,7 +195,7 @@ class Half:
         self.files.agreed(by, f"the shape or dtype of {key}")
         return replace(next(iter(whole.values())), key=key)
 
-    def _joined(self, key: str, sharded: Mapping[int, Shards]) -> StoredTensor:
+    def _joined(self, key: str, sharded: Mapping[int, TorchShards]) -> StoredTensor:
         (first, some), *others = sharded.items()
         for rank, other in others:
             if other.cut != some.cut:
@@ -215,7 +215,7 @@ def in_order(partition: Partition) -> list[list[int]]:
     return sorted(map(sorted, partition))
 
 
-def _owners(by: Mapping[int, Shards]) -> frozenset[int]:
+def _owners(by: Mapping[int, TorchShards]) -> frozenset[int]:
     """The ranks that share a tensor; those whose shard is empty are not among its shards. `by`: its shards by rank."""
     return frozenset(by) | next(iter(by.values())).ranks
 
@@ -235,7 +235,7 @@ def _placed(key: str, shape: Shape, pieces: Sequence[tuple[Box, StoredTensor]]) 
     full = [(box, tensor) for box, tensor in pieces if box.numel]
     bounds = [bounds_of_box(shape, box) for box, _ in full]
     if all(stop - start == box.numel for (start, stop), (box, _) in zip(bounds, full, strict=True)):
-        parts = [Part(start, stop, tensor) for (start, stop), (_, tensor) in zip(bounds, full, strict=True)]
+        parts = [RankFile(start, stop, tensor) for (start, stop), (_, tensor) in zip(bounds, full, strict=True)]
         return in_runs(key, shape, parts, pieces[0][1])
     dtypes = {tensor.dtype for _, tensor in full}
     if len(dtypes) > 1:

@@ -27,7 +27,7 @@ from fsdp_optim.foreign.per_rank.rank_halves import Half, Values, first_shards, 
 from fsdp_optim.foreign.per_rank.torch_shards import DTensorFields, Fields, ShardedTensorFields, shards_of, stand_ins
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.foreign.torch.roles import is_extra_state
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.storage.base import Opened
 
@@ -49,7 +49,7 @@ class RankTensors(ForeignFormat):
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         families = {key: found for key, found in _families(opened).items() if _is_sharded(opened, found)}
-        read = [_Saved.of(opened, found) for found in families.values()]
+        read = [_RankContents.of(opened, found) for found in families.values()]
         models = [one for one in read if one.model is not None]
         optims = [one for one in read if one.optim is not None]
         if len(models) > 1 or len(optims) > 1:
@@ -57,7 +57,7 @@ class RankTensors(ForeignFormat):
             raise CheckpointError(
                 f"{opened.where}: has the files of several checkpoints, {names}: give the path of one file"
             )
-        with distrusted(opened.where):
+        with as_checkpoint_error(opened.where):
             merged = _Merged(models[0] if models else None, optims[0] if optims else None)
             main = read[0]
             but = frozenset(key for key in (main.model_key, main.optim_key) if key is not None)
@@ -115,7 +115,7 @@ def _is_sharded(opened: Opened, found: Mapping[int, str]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _RankContents:
     """The files of all ranks. `model_key`, `optim_key`: the keys of the halves; "": the file is the half; None: there is none."""
 
     files: RankFiles
@@ -123,10 +123,10 @@ class _Saved:
     optim_key: Any
 
     @classmethod
-    def of(cls, opened: Opened, found: Mapping[int, str]) -> _Saved:
+    def of(cls, opened: Opened, found: Mapping[int, str]) -> _RankContents:
         first = min(found)
         probe = RankFiles.read(opened, [found[first]], stand_ins())
-        with distrusted(opened.named(found[first])):
+        with as_checkpoint_error(opened.named(found[first])):
             fields = first_shards(probe.archives[0].value)
             world_size = 0
             if fields is not None:
@@ -198,7 +198,7 @@ def _halves(files: RankFiles, values: Sequence[Mapping[Any, Any]]) -> tuple[Any,
 class _Merged:
     """The model and the optimizer of all ranks, as if one rank had saved them."""
 
-    def __init__(self, model: _Saved | None, optim: _Saved | None) -> None:
+    def __init__(self, model: _RankContents | None, optim: _RankContents | None) -> None:
         self._model = Half(model.files, model.model or {}) if model is not None else None
         self._optim = Half(optim.files, _states(optim.optim or {})) if optim is not None else None
         self._groups: Values = dict(optim.optim or {}) if optim is not None else {}

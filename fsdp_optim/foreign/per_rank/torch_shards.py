@@ -108,7 +108,7 @@ def stand_ins() -> Mapping[str, Callable[..., Any]]:
 
 
 @dataclass(frozen=True)
-class Shards:
+class TorchShards:
     """One rank's shards of a tensor.
 
     Attributes:
@@ -128,7 +128,7 @@ class Shards:
     world_size: int = 0
 
 
-def shards_of(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequence[int]]) -> Shards:
+def shards_of(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequence[int]]) -> TorchShards:
     """The shards in a stand-in. `rank`: the rank of the file; `numbers`: reads a tensor of ranks.
 
     Raises ValueError, TypeError or LookupError for a stand-in that torch does not write.
@@ -136,7 +136,7 @@ def shards_of(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequen
     return _of_sharded(value) if isinstance(value, ShardedTensorFields) else _of_dtensor(value, rank, numbers)
 
 
-def _of_sharded(value: Fields) -> Shards:
+def _of_sharded(value: Fields) -> TorchShards:
     shards, metadata, group = value.state[0], value.state[1], value.state[2]
     shape = _shape(metadata["size"])
     listed = tuple(_listed(one) for one in metadata["shards_metadata"])
@@ -146,7 +146,7 @@ def _of_sharded(value: Fields) -> Shards:
         _check_local(box, tensor)
         boxes.append((box, tensor))
     ranks = frozenset(rank for _, rank in listed)
-    return Shards(shape, (shape, listed), ranks, tuple(boxes), group["global_rank"], group["global_world_size"])
+    return TorchShards(shape, (shape, listed), ranks, tuple(boxes), group["global_rank"], group["global_world_size"])
 
 
 def _listed(metadata: Fields) -> tuple[Box, int]:
@@ -164,13 +164,13 @@ def _check_local(box: Box, tensor: Any) -> None:
         raise ValueError(f"a shard has the shape {list(tensor.shape)}, and its metadata say {list(box.sizes)}")
 
 
-def _of_dtensor(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequence[int]]) -> Shards:
+def _of_dtensor(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequence[int]]) -> TorchShards:
     spec, local = value["_spec"], value["_local_tensor"]
     meta = spec["tensor_meta"]
     shape = _shape(meta.arguments[0] if meta.arguments else meta["shape"])
     own_rank, mesh_shape, ranks = _mesh(spec["mesh"], rank, numbers)
     if own_rank not in (None, rank):
-        return Shards(shape, None, frozenset(), (), own_rank)  # the file was renamed; the caller says so
+        return TorchShards(shape, None, frozenset(), (), own_rank)  # the file was renamed; the caller says so
     splits = _splits(shape, mesh_shape, spec["placements"])
     grid = numpy.array(ranks, numpy.int64).reshape(mesh_shape)
     if any(not (numpy.diff(grid, axis=mesh_dim) > 0).all() for mesh_dim, _ in splits):
@@ -183,7 +183,7 @@ def _of_dtensor(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequ
     if min(placement.holders(shard)) == rank:  # of copies, those of the lowest rank count
         _check_local(placement.box(shard), local)
         boxes = ((placement.box(shard), local),)
-    return Shards(shape, placement, frozenset(ranks), boxes, own_rank)
+    return TorchShards(shape, placement, frozenset(ranks), boxes, own_rank)
 
 
 def _mesh(

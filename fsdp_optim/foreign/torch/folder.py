@@ -6,12 +6,12 @@ import contextlib
 import re
 from collections.abc import Callable
 
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import COMMON
-from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.own.manifest import NAME as OUR_NAME
-from fsdp_optim.storage.base import Judge, Opened, Standing, is_sure_that_not
+from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, is_sure_that_not
 
 NAME = "torch_files.json"
 ONE = "checkpoint.pt"
@@ -34,21 +34,23 @@ def rank_in(name: str) -> int | None:
     return int(matched[1]) if matched is not None else None
 
 
-class TorchFilesJudge(Judge[Brief]):
-    """The `Judge` of folders of torch files, whose manifest has the sizes of the files."""
+class TorchFilesJudge(CheckpointProbe[ManifestSummary]):
+    """The `CheckpointProbe` of folders of torch files, whose manifest has the sizes of the files."""
 
     manifest = NAME
     others: tuple[str, ...] = (OUR_NAME, ".metadata")
 
-    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:
-            brief = brief_of(opened)
-            for name, nbytes in brief.files.items():
+            summary = brief_of(opened)
+            for name, nbytes in summary.files.items():
                 if opened.nbytes_of(name) != nbytes:
-                    return Standing(reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved")
+                    return CheckpointStatus(
+                        reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved"
+                    )
         except (OSError, MemoryError) as error:
-            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
-        return Standing(brief)
+            return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error))
+        return CheckpointStatus(summary)
 
     def token_in(self, opened: Opened) -> str | None:
         with contextlib.suppress(OSError, MemoryError):
@@ -59,12 +61,12 @@ class TorchFilesJudge(Judge[Brief]):
         return lambda name: name in _OWN or (name.startswith("rank-") and name.endswith(".pt"))
 
 
-def brief_of(opened: Opened) -> Brief:
+def brief_of(opened: Opened) -> ManifestSummary:
     """The brief in the manifest. Raises CheckpointError if it is damaged."""
     where = opened.named(NAME)
     values = parse_json(where, opened.read_whole(NAME, most_nbytes=_MOST_NBYTES))
-    with distrusted(where):
-        return Brief.from_json(where, values["brief"])
+    with as_checkpoint_error(where):
+        return ManifestSummary.from_json(where, values["brief"])
 
 
 def sequence_of(opened: Opened) -> int:

@@ -20,7 +20,7 @@ from fsdp_optim.foreign.torch.folder import NAME as OUR_MANIFEST
 from fsdp_optim.foreign.torch.roles import TorchParts, is_extra_state, is_no_tensor, joined_optims, parts_of
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import COMMON, SavedWeights, StoredTensor
-from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.own.manifest import NAME
 from fsdp_optim.formats.own.reader import MOST_INDEX_NBYTES
 from fsdp_optim.storage.base import Opened
@@ -74,7 +74,7 @@ class TorchFile(ForeignFormat):
             content.add(files.model)
         if files.optim:
             content.add(files.optim)
-        content.brief = _brief(opened)
+        content.summary = _brief(opened)
         for name in files.extras:
             content.add_extra(name)
         for rank, name in files.of_ranks.items():
@@ -146,7 +146,7 @@ class _Content:
     digests: list[str] = field(default_factory=list)
     pickled: list[Callable[[], Mapping[str, Any]]] = field(default_factory=list)
     ranks: dict[int, Any] = field(default_factory=dict)
-    brief: Brief | None = None
+    summary: ManifestSummary | None = None
 
     def add(self, name: str) -> None:
         """Add all parts of a file."""
@@ -166,7 +166,7 @@ class _Content:
     def add_extra(self, name: str) -> None:
         """Add a file of the trainer under the first part of its name."""
         archive, stem = self._archive(name), name.partition(".")[0]
-        if self.brief is not None:  # the file has the values themselves, as they were given to save
+        if self.summary is not None:  # the file has the values themselves, as they were given to save
             self._add_own(archive)
             return
         self.extras[stem] = _value(archive, stem, archive.value)
@@ -226,10 +226,10 @@ class _Content:
             module_values=self.modules,
             num_optims=self.num_optims,
             rank_extras=[self.ranks.get(rank) for rank in range(max(self.ranks, default=-1) + 1)],
-            world_size=self.brief.world_size if self.brief is not None else len(self.ranks),
-            step=self.brief.step if self.brief is not None else None,
-            weights=SavedWeights(self.brief.weights, self.brief.weights_dtype)
-            if self.brief is not None
+            world_size=self.summary.world_size if self.summary is not None else len(self.ranks),
+            step=self.summary.step if self.summary is not None else None,
+            weights=SavedWeights(self.summary.weights, self.summary.weights_dtype)
+            if self.summary is not None
             else SavedWeights(),
             pickled=self._unpickled if self.pickled else None,
             metadata_digest=sha256(" ".join(self.digests).encode()).hexdigest(),
@@ -316,7 +316,7 @@ def _inside(tree: Any, path: Sequence[Any]) -> Any:
     return tree
 
 
-def _brief(opened: Opened) -> Brief | None:
+def _brief(opened: Opened) -> ManifestSummary | None:
     """The brief of a folder that this library has written; None for all others, and for a file by itself."""
     if opened.selected or not opened.has(OUR_MANIFEST):
         return None

@@ -41,9 +41,9 @@ from fsdp_optim.formats.base.protocols import (
     Stamp,
     WrittenFiles,
 )
-from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.memory import bytes_in_memory, dtype_name, dtype_named
-from fsdp_optim.storage.base import Judge, Opened
+from fsdp_optim.storage.base import CheckpointProbe, Opened
 
 _VERSION = 1
 _KEYS: Mapping[Half, str] = {"model": "model", "optim": "optimizer"}
@@ -60,7 +60,7 @@ class WrittenTorchFiles(Format):
     by_id: bool = True
     is_fairscales: bool = False
     in_one: bool = False
-    judge: Judge[Any] = TorchFilesJudge()  # noqa: RUF009  # it has no state
+    probe: CheckpointProbe[Any] = TorchFilesJudge()  # noqa: RUF009  # it has no state
     needs_names: bool = True
 
     @property
@@ -206,7 +206,7 @@ def manifest_of(
     """The manifest of a folder of torch files. Raises CheckpointError where a byte was not written."""
     for file in files:
         join_tables(file.name, written.rows[file.name], file.nbytes_of_data)
-    brief = Brief(
+    summary = ManifestSummary(
         version=_VERSION,
         sequence=stamp.sequence,
         step=stamp.step,
@@ -219,7 +219,7 @@ def manifest_of(
         weights=contents.weights,
         weights_dtype=contents.weights_dtype,
     )
-    return NAME, json.dumps({"brief": brief.to_json()}, indent=1).encode() + b"\n"
+    return NAME, json.dumps({"brief": summary.to_json()}, indent=1).encode() + b"\n"
 
 
 def _saved(value: Any) -> bytes:

@@ -10,14 +10,14 @@ import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.header import Entry
+from fsdp_optim.formats.base.header import HeaderEntry
 from fsdp_optim.memory import is_plain
 
 BOOL = "BOOL"
 """The name of the bool dtype in a header."""
 
 
-def check_bools(path: str, entries: Sequence[Entry], extents: Sequence[Extent]) -> None:
+def check_bools(path: str, entries: Sequence[HeaderEntry], extents: Sequence[Extent]) -> None:
     """Refuse bytes other than 0 and 1 in ranges of a file's data section. `entries`: the bool tensors in the order of their
     bytes.
 

@@ -23,7 +23,7 @@ from fsdp_optim.dtensors import as_local, is_dtensor
 from fsdp_optim.elements import MOST_DEEP, check_elements
 from fsdp_optim.errors import CheckpointError, WrapperError
 from fsdp_optim.formats.base.bools import check_bools_of
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.header import code_of
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
@@ -223,7 +223,7 @@ class Decoder:
 
     def decode(self, encoded: Any) -> Any:
         """The value. Raises CheckpointError for JSON that no Encoder writes, and for a pickle unless pickles are allowed."""
-        with distrusted(self._where):
+        with as_checkpoint_error(self._where):
             value = self._or_withheld("", encoded)
         if isinstance(value, Withheld):
             raise CheckpointError(value.why)
@@ -231,7 +231,7 @@ class Decoder:
 
     def decode_each(self, encoded: Any) -> Any:
         """As `decode`, but with Withheld in the place of a dict item, or of the whole value, that is a pickle and not allowed."""
-        with distrusted(self._where):
+        with as_checkpoint_error(self._where):
             if not isinstance(encoded, dict):
                 return self._or_withheld("", encoded)
             tag = next((key for key in encoded if key.startswith("$")), None)

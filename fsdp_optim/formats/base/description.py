@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from fsdp_optim.formats.base.codec import Decoder, Encoder
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 
 TENSOR = "tensor"
 """The kind of a stored tensor that has the shape of its parameter and is cut like it."""
@@ -97,7 +97,7 @@ class _Plain(msgspec.Struct, frozen=True):
 
 def from_plain(where: str, plain: Any) -> OptimDescription:
     """The inverse of `to_plain`. Raises CheckpointError if a value has the wrong type."""
-    with distrusted(where):
+    with as_checkpoint_error(where):
         values = msgspec.convert(plain, _Plain)
         description = OptimDescription(values.groups, values.extra, values.params, values.optimizer_class)
         for param in description.params.values():

@@ -11,7 +11,7 @@ from fsdp_optim.errors import CheckpointError, FsdpOptimError
 
 
 @contextmanager
-def distrusted(where: str) -> Iterator[None]:
+def as_checkpoint_error(where: str) -> Iterator[None]:
     """Raise every exception that wrong types, numbers and names can cause as a CheckpointError that names `where`."""
     try:
         yield

@@ -120,7 +120,7 @@ def read_extents(
             raise ValueError(f"bytes [{following.start}, {extent.stop}) would be read twice at once")
     segments = sums.segments_in(ordered[0].start, ordered[-1].stop) if sums is not None else None
     covered = _with_rest_of_segments(ordered, segments.borders) if segments is not None else ordered
-    check = _Check(section, segments) if segments is not None else None
+    check = _SumCheck(section, segments) if segments is not None else None
     for batch in _read(section, _batches(covered)):
         if check is not None:
             for extent in batch:
@@ -184,7 +184,7 @@ def _batches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
     )
 
 
-class _Check:
+class _SumCheck:
     """Verifies segments from bytes that arrive in order. A segment may arrive in several parts."""
 
     def __init__(self, section: DataSection, segments: SegmentRange) -> None:

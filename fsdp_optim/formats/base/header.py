@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fsdp_optim.errors import CheckpointError, shortened
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import check_density, parse_json
 
 _LENGTH = struct.Struct("<Q")
@@ -66,7 +66,7 @@ def code_of(key: str, dtype: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HeaderEntry:
     """One tensor of a file, with the bytes [start, stop) of the data section."""
 
     key: str
@@ -88,7 +88,7 @@ class Entry:
 class Header:
     """The tensors of one file, in the order of their bytes, and its metadata."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -112,7 +112,7 @@ class Header:
                     f"{key}: is a tensor of {dtype} without dimensions, which safetensors cannot store"
                 )
             stop = at + prod(shape) * DTYPES[code][1]
-            entries.append(Entry(key, code, shape, at, stop))
+            entries.append(HeaderEntry(key, code, shape, at, stop))
             at = stop
         return cls(tuple(entries), metadata)
 
@@ -153,7 +153,7 @@ class Header:
         yield num
 
 
-def _shown_shape(entry: Entry) -> tuple[int, ...]:
+def _shown_shape(entry: HeaderEntry) -> tuple[int, ...]:
     return (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.code == _IN_PAIRS else entry.shape
 
 
@@ -162,7 +162,7 @@ def _nbytes_of_metadata(metadata: Mapping[str, str]) -> int:
     return 1 + (len(_JSON.encode({_METADATA: dict(metadata)}).encode()) - 1 if metadata else 0)
 
 
-def _nbytes_of_entry(entry: Entry, first: int) -> int:
+def _nbytes_of_entry(entry: HeaderEntry, first: int) -> int:
     """The bytes of a tensor in the JSON of a header, and of what follows it, in a file whose data are those from `first` on."""
     shape = ",".join(map(str, _shown_shape(entry)))
     rest = f':{{"dtype":"{entry.code}","shape":[{shape}],"data_offsets":[{entry.start - first},{entry.stop - first}]}},'
@@ -185,7 +185,7 @@ def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
     values = parse_json(f"{name}: its header", text)
     if not isinstance(values, dict):
         raise CheckpointError(f"{name}: its header is a {type(values).__name__}, not an object")
-    with distrusted(f"{name}: the metadata in its header"):
+    with as_checkpoint_error(f"{name}: the metadata in its header"):
         metadata = msgspec.convert(values.pop(_METADATA, {}), dict[str, str])
     entries = sorted((_entry(name, key, value) for key, value in values.items()), key=lambda e: (e.start, e.stop))
     at = 0
@@ -212,7 +212,7 @@ class _Tensor(Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[_Size, _Size]
 
 
-def _entry(name: str, key: str, value: Any) -> Entry:
+def _entry(name: str, key: str, value: Any) -> HeaderEntry:
     try:
         tensor = msgspec.convert(value, _Tensor)
     except msgspec.ValidationError as error:
@@ -231,4 +231,4 @@ def _entry(name: str, key: str, value: Any) -> Entry:
             f"{name}: {key} is {code} of shape {list(shape)}, {prod(shape) * DTYPES[code][1]} bytes, but has the bytes "
             f"[{start}, {stop}), {stop - start}"
         )
-    return Entry(key, code, shape, start, stop)
+    return HeaderEntry(key, code, shape, start, stop)

@@ -49,7 +49,7 @@ from fsdp_optim.formats.base.records import (
     WrittenFiles,
     rank_extra_name,
 )
-from fsdp_optim.storage.base import Judge, Opened
+from fsdp_optim.storage.base import CheckpointProbe, Opened
 
 __all__ = [
     "COMMON",
@@ -251,7 +251,7 @@ class Format(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def judge(self) -> Judge[Any]: ...
+    def probe(self) -> CheckpointProbe[Any]: ...
 
     def recognises(self, opened: Opened) -> bool:
         """Whether an open checkpoint is of this format, damaged or not. Raises nothing."""

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import without_duplicates
 from fsdp_optim.storage.base import check_name
 
@@ -40,7 +40,7 @@ class ManagerRecord(Struct, frozen=True):
     metric: float | None
 
 
-class Brief(Struct, frozen=True, omit_defaults=True):
+class ManifestSummary(Struct, frozen=True, omit_defaults=True):
     """The summary of a manifest.
 
     Attributes:
@@ -86,16 +86,16 @@ class Brief(Struct, frozen=True, omit_defaults=True):
         return values | {"xxh3_64": hex_of(_canonical(values))}
 
     @classmethod
-    def from_json(cls, where: str, values: Any) -> Brief:
+    def from_json(cls, where: str, values: Any) -> ManifestSummary:
         """The inverse of `to_json`. Raises CheckpointError if the checksum or a type is wrong."""
-        with distrusted(where):
+        with as_checkpoint_error(where):
             rest = {name: value for name, value in values.items() if name != "xxh3_64"}
             if hex_of(_canonical(rest)) != values["xxh3_64"]:
                 raise CheckpointError(f"{where}: is not what was saved: the checksum of its brief differs")
-            brief = msgspec.convert(rest, cls)
-            for name in brief.files:
+            summary = msgspec.convert(rest, cls)
+            for name in summary.files:
                 check_name(where, name)
-            return brief
+            return summary
 
 
 def content_of(
@@ -110,7 +110,7 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-def brief_in(where: str, beginning: bytes) -> Brief | None:
+def summary_in(where: str, beginning: bytes) -> ManifestSummary | None:
     """The brief in the first bytes of a manifest; None if these bytes hold no whole brief."""
     text = beginning.decode("latin-1")  # a brief is ASCII, wherever the bytes were cut
     begins = _BEGINS.match(text)
@@ -120,4 +120,4 @@ def brief_in(where: str, beginning: bytes) -> Brief | None:
         values, _ = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode(text, begins.end())
     except (ValueError, RecursionError, MemoryError):
         return None
-    return Brief.from_json(where, values)
+    return ManifestSummary.from_json(where, values)

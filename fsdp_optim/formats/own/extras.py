@@ -13,7 +13,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.bools import BOOL, check_bytes
 from fsdp_optim.formats.base.checksums import hash_of, hex_of
 from fsdp_optim.formats.base.codec import Decoder, Encoder
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.header import Header, length_of_header, parse_header
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.own.manifest import FileInfo
@@ -68,7 +68,7 @@ def read_extra(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> Ex
     text = header.metadata.get("json")
     if text is None:
         raise CheckpointError(f"{path}: its metadata has no key json, so it is not the file of an extra")
-    with distrusted(path):
+    with as_checkpoint_error(path):
         encoded = text.encode()
         if verify and header.metadata.get("xxh3_64") != f"{hash_of(encoded):016x}{hash_of(data):016x}":
             raise CheckpointError(

@@ -43,7 +43,7 @@ from fsdp_optim.formats.own.manifest import (
     manifest_in,
     version_for,
 )
-from fsdp_optim.formats.own.probe import JUDGE, CheckpointJudge, read_brief
+from fsdp_optim.formats.own.probe import PROBE, OwnProbe, read_summary
 from fsdp_optim.formats.own.reader import DESCRIPTION_FILE, INDEX, Checkpoint, file_of_extra
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
@@ -53,7 +53,7 @@ _PLAIN = {"format": "pt"}  # the metadata of every safetensors file: its tensors
 
 
 @dataclass(frozen=True)
-class Ours(Format):
+class OwnFormat(Format):
     """The format of this library: safetensors files with one copy of each tensor, tables of checksums, and a manifest.
 
     Attributes:
@@ -65,7 +65,7 @@ class Ours(Format):
     beside: tuple[tuple[str, bytes], ...] = ()
 
     name: ClassVar[str] = "fsdp_optim"
-    judge: ClassVar[CheckpointJudge] = JUDGE
+    probe: ClassVar[OwnProbe] = PROBE
 
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
@@ -78,21 +78,21 @@ class Ours(Format):
 
     def sequence_in(self, opened: Opened) -> int:
         for read in (
-            read_brief,
-            lambda opened: manifest_in(opened).effective_brief,
+            read_summary,
+            lambda opened: manifest_in(opened).effective_summary,
         ):  # for a damaged brief the rest may do
             with contextlib.suppress(OSError):
-                brief = read(opened)
-                return brief.sequence if brief is not None else 0
+                summary = read(opened)
+                return summary.sequence if summary is not None else 0
         return 0
 
 
-OURS = Ours()
+OURS = OwnFormat()
 
 
 @dataclass(frozen=True)
 class OurWriter(FormatWriter):
-    """The `FormatWriter` of this library's own format. The attributes are those of `Ours`."""
+    """The `FormatWriter` of this library's own format. The attributes are those of `OwnFormat`."""
 
     weights_name: str = MODEL
     beside: tuple[tuple[str, bytes], ...] = ()
@@ -128,7 +128,7 @@ class OurWriter(FormatWriter):
         metadata = reader.files[first].header.metadata if first is not None else {}
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
         model = replace(reader.manifest.model, weights_name=self.weights_name)
-        manifest = replace(reader.manifest, model=model, version=version_for(model), brief=None)
+        manifest = replace(reader.manifest, model=model, version=version_for(model), summary=None)
         content = manifest.model.content(has_optim=manifest.has_optim)
         return Prepared(content, metadata.get("param_groups", ""), files, None, manifest)
 
@@ -182,8 +182,8 @@ class OurWriter(FormatWriter):
             yield name, data
             infos[name] = FileInfo(len(data), hex_of(data), None)
         manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
-        brief = manifest.made_brief(stamp.sequence, stamp.step, stamp.keep_last, stamp.manager)
-        yield NAME, replace(manifest, brief=brief).encoded()
+        summary = manifest.made_summary(stamp.sequence, stamp.step, stamp.keep_last, stamp.manager)
+        yield NAME, replace(manifest, summary=summary).encoded()
 
 
 def _has_no_weight(tensors: Sequence[PlannedTensor]) -> bool:

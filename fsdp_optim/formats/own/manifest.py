@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import check_density, parse_json
-from fsdp_optim.formats.base.summary import Brief, ManagerRecord, content_of
+from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary, content_of
 from fsdp_optim.storage.base import Opened, Undecided, check_name
 
 NAME = "fsdp_optim.json"
@@ -84,23 +84,23 @@ class Manifest(Struct, frozen=True, kw_only=True):
     token: str = ""
     format: str = FORMAT
     version: int = 0
-    brief: Brief | None = None
+    summary: ManifestSummary | None = field(default=None, name="brief")
     checksum: str = ""
 
     @property
-    def effective_brief(self) -> Brief:
+    def effective_summary(self) -> ManifestSummary:
         """The brief or, for a manifest without one, a brief that is made of the rest."""
-        return self.brief if self.brief is not None else self.made_brief(0)
+        return self.summary if self.summary is not None else self.made_summary(0)
 
-    def made_brief(
+    def made_summary(
         self,
         sequence: int,
         step: int | None = None,
         keep_last: int | None = None,
         manager: ManagerRecord | None = None,
-    ) -> Brief:
+    ) -> ManifestSummary:
         """A brief that agrees with the rest of the manifest."""
-        return Brief(
+        return ManifestSummary(
             version=self.version,
             sequence=sequence,
             step=step,
@@ -119,7 +119,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
         """The bytes of the file."""
         values = msgspec.to_builtins(self)
         del values["checksum"]
-        values["brief"] = self.effective_brief.to_json()
+        values["brief"] = self.effective_summary.to_json()
         body = _canonical(values)
         check_density(NAME, body)  # refuses a text that no reader accepts
         return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
@@ -157,7 +157,7 @@ def manifest_in(opened: Opened) -> Manifest:
     text = opened.read_whole(NAME, most_nbytes=MOST_NBYTES)
     check_density(path, text)
     values = parse_json(path, text)
-    with distrusted(path):
+    with as_checkpoint_error(path):
         document = msgspec.convert(values, _Document)
         head = msgspec.convert(document.checkpoint, _Head)
         if head.format != FORMAT:
@@ -171,20 +171,20 @@ def manifest_in(opened: Opened) -> Manifest:
             raise CheckpointError(
                 f"{path}: is not the manifest that was saved: its checksum differs; load another checkpoint"
             )
-        brief = document.checkpoint.get("brief")
+        summary = document.checkpoint.get("brief")
         manifest = msgspec.convert({**document.checkpoint, "checksum": checksum}, Manifest)
         for name in manifest.files:
             check_name(path, name)
             if name.startswith(RANK_EXTRA) and int(name.removeprefix(RANK_EXTRA)[:5]) >= manifest.world_size:
                 raise ValueError(f"{name} is of a rank beyond the {manifest.world_size} ranks that saved")
-        if brief is not None:
-            _check_brief(path, manifest, Brief.from_json(path, brief))
+        if summary is not None:
+            _check_summary(path, manifest, ManifestSummary.from_json(path, summary))
         return manifest
 
 
-def _check_brief(path: str, manifest: Manifest, brief: Brief) -> None:
+def _check_summary(path: str, manifest: Manifest, summary: ManifestSummary) -> None:
     """Raise CheckpointError unless the brief agrees with the rest, because some readers read only the brief."""
-    if manifest.made_brief(brief.sequence, brief.step, brief.keep_last, brief.manager) != brief:
+    if manifest.made_summary(summary.sequence, summary.step, summary.keep_last, summary.manager) != summary:
         raise CheckpointError(f"{path}: its brief and the rest contradict each other; load another checkpoint")
 
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 
 from fsdp_optim.formats.base.checksums import sums_of
-from fsdp_optim.formats.base.summary import MOST_NBYTES, Brief, brief_in
+from fsdp_optim.formats.base.summary import MOST_NBYTES, ManifestSummary, summary_in
 from fsdp_optim.formats.own.manifest import NAME, VERSION, manifest_in
-from fsdp_optim.storage.base import Opened, Standing, is_sure_that_not
+from fsdp_optim.storage.base import CheckpointStatus, Opened, is_sure_that_not
 
 _FIRST_NBYTES = 4096  # of a manifest, read first for its brief
 _TIMES = 16  # as many bytes are read next, if the brief is longer
@@ -22,27 +22,27 @@ _TRACE = re.compile(
 )
 
 
-class CheckpointJudge:
+class OwnProbe:
     """The `Judge` of this library's own format."""
 
     manifest = NAME
     others: tuple[str, ...] = (".metadata", "torch_files.json")
 
-    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         """Whether the place has all files of the manifest with their sizes."""
-        brief: Brief | None = None
+        summary: ManifestSummary | None = None
         try:
-            brief = (None if whole else read_brief(opened)) or manifest_in(opened).effective_brief
-            if brief.version > VERSION:
-                reason = f"{opened.named(NAME)} has the schema version {brief.version}"
-                return Standing(is_sure=False, reason=reason, partial=brief)
-            for name, nbytes in brief.files.items():
+            summary = (None if whole else read_summary(opened)) or manifest_in(opened).effective_summary
+            if summary.version > VERSION:
+                reason = f"{opened.named(NAME)} has the schema version {summary.version}"
+                return CheckpointStatus(is_sure=False, reason=reason, partial=summary)
+            for name, nbytes in summary.files.items():
                 if opened.nbytes_of(name) != nbytes:
                     reason = f"{opened.named(name)} does not have the {nbytes} bytes that were saved"
-                    return Standing(reason=reason, partial=brief)
+                    return CheckpointStatus(reason=reason, partial=summary)
         except (OSError, MemoryError) as error:
-            return Standing(is_sure=is_sure_that_not(error), reason=str(error), partial=brief)
-        return Standing(brief)
+            return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error), partial=summary)
+        return CheckpointStatus(summary)
 
     def token_in(self, opened: Opened) -> str | None:
         """The token of a checkpoint; None if it cannot be read."""
@@ -72,19 +72,19 @@ class CheckpointJudge:
         return is_own
 
 
-JUDGE = CheckpointJudge()
+PROBE = OwnProbe()
 
 
-def read_brief(opened: Opened) -> Brief | None:
+def read_summary(opened: Opened) -> ManifestSummary | None:
     """The brief of a manifest; None if it has none. Raises CheckpointError if the brief is damaged or unreadable."""
     nbytes, size = _FIRST_NBYTES, opened.size_of(NAME)
     while True:
-        brief = brief_in(opened.named(NAME), opened.read(NAME, 0, min(nbytes, size)))
-        if brief is not None or nbytes >= min(size, MOST_NBYTES):
-            return brief
+        summary = summary_in(opened.named(NAME), opened.read(NAME, 0, min(nbytes, size)))
+        if summary is not None or nbytes >= min(size, MOST_NBYTES):
+            return summary
         nbytes *= _TIMES
 
 
-def any_brief(opened: Opened) -> Brief:
+def any_brief(opened: Opened) -> ManifestSummary:
     """The brief of a manifest or, for a manifest without one, a brief that is made of the rest."""
-    return read_brief(opened) or manifest_in(opened).effective_brief
+    return read_summary(opened) or manifest_in(opened).effective_summary

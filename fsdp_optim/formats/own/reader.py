@@ -15,9 +15,9 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.bools import BOOL, check_bools
 from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.base.description import OptimDescription, decoded
-from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
-from fsdp_optim.formats.base.header import Entry, Header, length_of_header, parse_header
+from fsdp_optim.formats.base.header import Header, HeaderEntry, length_of_header, parse_header
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import SavedWeights, StoredTensor, replaced_error
 from fsdp_optim.formats.own.extras import Extra, read_extra
@@ -56,7 +56,7 @@ class StoredFile:
     num_segments: int = 0
 
     @cached_property
-    def bools(self) -> tuple[Entry, ...]:
+    def bools(self) -> tuple[HeaderEntry, ...]:
         """The bool tensors, in the order of their bytes."""
         return tuple(entry for entry in self.header.entries if entry.code == BOOL)
 
@@ -151,7 +151,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        return self.manifest.effective_brief.step
+        return self.manifest.effective_summary.step
 
     @property
     def weights(self) -> SavedWeights:
@@ -313,7 +313,7 @@ def _check_index(
     info = manifest.files.get(name)
     if verify and (info is None or (len(text), hex_of(text)) != (info.nbytes, info.header)):
         raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
-    with distrusted(path):
+    with as_checkpoint_error(path):
         weight_map = msgspec.convert(parse_json(path, text), _Index).weight_map
         for file in weight_map.values():
             check_name(path, file)

@@ -75,7 +75,7 @@ class NoFullDict:
         return [key for key in ("state", "param_groups") if key not in full]
 
 
-class Ours:
+class OwnDialect:
     """A dict that this library gathered, or read from a checkpoint."""
 
     def recognises(self, full: Mapping[str, Any]) -> bool:
@@ -127,7 +127,7 @@ class Plain:
         return read(full, to_name, lambda key: _is_non_param(key, to_name, names))
 
 
-DIALECTS: tuple[Dialect, ...] = (Flattened(), NoFullDict(), Ours(), Fairscale(), Named(), Plain())
+DIALECTS: tuple[Dialect, ...] = (Flattened(), NoFullDict(), OwnDialect(), Fairscale(), Named(), Plain())
 
 
 # ------------------------------------------------------------------------------------------- names

@@ -36,7 +36,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Listed:
+class OrderedParam:
     """One live parameter in an optimizer's group: its index in the wrapped model's parameters(), and its originals."""
 
     position: int
@@ -47,9 +47,9 @@ Mixed = Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
 """For each module from which a wrapper took only some parameters: the parameters that it took, and those that it left."""
 
 
-def count(listed: Sequence[Listed], place: Mapping[str, int], mixed: Mixed) -> Counted:
+def count(listed: Sequence[OrderedParam], place: Mapping[str, int], mixed: Mixed) -> Counted:
     """The order of one group of an optimizer. `place`: FQN -> index in the unwrapped model's parameters()."""
-    sequences: list[list[Listed]] = []
+    sequences: list[list[OrderedParam]] = []
     for unit in listed:
         if sequences and sequences[-1][-1].position < unit.position:
             sequences[-1].append(unit)
@@ -76,7 +76,7 @@ def _lost_order(members: frozenset[str], mixed: Mixed) -> str:
     return ""
 
 
-def _torn_unit(sequences: Sequence[Sequence[Listed]], place: Mapping[str, int]) -> str:
+def _torn_unit(sequences: Sequence[Sequence[OrderedParam]], place: Mapping[str, int]) -> str:
     """Why the order is not known, if a parameter of one sequence lies inside a flat parameter of another; else ""."""
     sequence_of = {fqn: number for number, sequence in enumerate(sequences) for unit in sequence for fqn in unit.fqns}
     by_model = sorted(sequence_of, key=place.__getitem__) if len(sequences) > 1 else []

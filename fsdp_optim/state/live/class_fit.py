@@ -62,7 +62,7 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
             shared_with.setdefault(index, set())  # a group without parameters is compared with the one at its place
         for place, shared in sorted(shared_with.items()):
             group = live[place]
-            saved = _Saved(
+            saved = _SavedState(
                 full.class_of(index), hyper, frozenset(str(n) for f in shared for n in full.state.get(f, {}))
             )
             if not saved.is_of_another_class(group):
@@ -179,7 +179,7 @@ def _own(hyperparameters: Iterable[str]) -> frozenset[str]:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedState:
     """A group of a saved state: the optimizer's class ("" where not recorded), hyperparameters, names of the state values."""
 
     name: str

@@ -20,7 +20,7 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class LiveOptimizer:
-    """The live optimizer that a full state has to fit.
+    """The live optimizer that a full state must fit.
 
     Attributes:
         optim: the optimizer on this rank.

@@ -359,7 +359,7 @@ def _check_master(named: NamedHandle, state: Mapping[str, Any] | None, optim: Op
     if master is not None and master not in (state or {}):
         raise WrapperError(
             f"{named.fqns[0]}: {type(optim).__name__} holds a master of this parameter, and its state_dict() has no {master!r} "
-            "in the state of this parameter, so the master would be neither saved nor loaded: state_dict() has to contain the "
+            "in the state of this parameter, so the master would be neither saved nor loaded: state_dict() must contain the "
             "master, also before the first step"
         )
 

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Shape, Whole
-from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain, own
+from fsdp_optim.memory import Slabs, copy_in_memory, detached_copy, empty, flatten, is_plain
 from fsdp_optim.plan import copies_into
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, FullState
 from fsdp_optim.state.dicts.packed import LocalId
@@ -129,7 +129,11 @@ def local_values(
         return value if cut is None else cut
 
     return {
-        name: in_live_form(name) if name in tensors else opaque[name] if name in opaque else own(scalars[name].value)
+        name: in_live_form(name)
+        if name in tensors
+        else opaque[name]
+        if name in opaque
+        else detached_copy(scalars[name].value)
         for name in summary.names
         if name in tensors or name in opaque or name in scalars
     }
@@ -152,7 +156,7 @@ def opaque_values(
         depends_on_cut(value) for value, cut in values.values() if not cut and not isinstance(value, OpaqueShards)
     )
     return {
-        name: _opaque(param, name, value, cut, rank, is_free, (lambda value: value) if is_own else own)
+        name: _opaque(param, name, value, cut, rank, is_free, (lambda value: value) if is_own else detached_copy)
         for name, (value, cut) in values.items()
         if not isinstance(value, OpaqueShards) or value.has(placements, rank)
     }
@@ -263,14 +267,14 @@ def _shard_dict(
 ) -> Shard:
     param_groups = []
     for group, ids, names in zip(groups, local.group_ids, local.group_param_names, strict=True):
-        kept = {key: own(value) for key, value in group.items()}
+        kept = {key: detached_copy(value) for key, value in group.items()}
         param_groups.append(
             {**kept, "params": list(ids), **({"param_names": list(names)} if names is not None else {})}
         )
     found = {INCOMPATIBLE: fit.as_plain()} if fit.as_plain() else {}
     return {
-        **{key: own(value) for key, value in other_keys.items() if key != NON_PARAM_STATE},
-        "state": {**state, **own(other_keys.get(NON_PARAM_STATE, {}))},
+        **{key: detached_copy(value) for key, value in other_keys.items() if key != NON_PARAM_STATE},
+        "state": {**state, **detached_copy(other_keys.get(NON_PARAM_STATE, {}))},
         "param_groups": param_groups,
         **found,
     }

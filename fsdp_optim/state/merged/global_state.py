@@ -37,7 +37,7 @@ class Param:
 
 
 @dataclass(frozen=True)
-class Picture:
+class GlobalState:
     """The model and the optimizer state of all ranks together, an equal value on all ranks.
 
     Attributes:
@@ -62,7 +62,7 @@ class Picture:
     values: Mapping[str, frozenset[str]] = field(default_factory=dict)
     stateless: frozenset[str] = frozenset()
     module_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    module_takers: tuple[str, ...] = ()
+    extra_state_loaders: tuple[str, ...] = ()
 
     @property
     def with_state(self) -> frozenset[str]:
@@ -86,7 +86,7 @@ class Picture:
     def group_fqns(self, group_index: int) -> tuple[str, ...]:
         return self.counted[group_index].fqns
 
-    def as_seen_by(self, rank: int) -> Picture:
+    def as_seen_by(self, rank: int) -> GlobalState:
         """The picture for one recipient, without the variants of other ranks."""
         if not any(param.variants for param in self.params.values()):
             return self

@@ -25,7 +25,7 @@ class Seen(NamedTuple):
 
     @property
     def is_sure(self) -> bool:
-        """Whether nothing has to be settled if all holders of the parameter give this report."""
+        """Whether nothing must be settled if all holders of the parameter give this report."""
         live, summary = self.live, self.live.summary
         return live.collected and (summary is None or not summary.unsure)
 
@@ -116,7 +116,7 @@ def merge_param(seen: list[Seen], *, take_lowest_rank: bool) -> Param:
             if first.live.what == ELEMENTS:
                 raise StateError(
                     f'{first.fqn}: weights="trainable" takes this parameter on one of {format_ranks(first.ranks)} and '
-                    f"{format_ranks(other.ranks)} only: requires_grad has to be the same on all ranks"
+                    f"{format_ranks(other.ranks)} only: requires_grad must be the same on all ranks"
                 )
             raise StateError(
                 f"{first.fqn}: in param group {first.live.group_index} on {format_ranks(first.ranks)}, in group "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import RankSet, Whole
 from fsdp_optim.state.dicts.order import merge_lists
-from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.merge_param import (
     Seen,
     all_listed,
@@ -21,7 +21,7 @@ from fsdp_optim.state.merged.reports import LiveParam, ReportsByRanks, first_dif
 _MOST_SHOWN = 200  # characters of a value in an error
 
 
-def draw(reports: ReportsByRanks, *, take_lowest_rank: bool = False) -> Picture:
+def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) -> GlobalState:
     """Merge the reports of all ranks. The result, or the error, is equal on all ranks.
 
     `take_lowest_rank`: of replicas that differ, only those of the lowest rank count; else differing replicas are an error.
@@ -59,7 +59,7 @@ def draw(reports: ReportsByRanks, *, take_lowest_rank: bool = False) -> Picture:
     }
     _check_classes(reports)  # last, because the other errors say more
     module_values, differing = _merge_module_values(reports, take_lowest_rank=take_lowest_rank)
-    return Picture(
+    return GlobalState(
         params=params,
         live=tuple(live),
         num_groups=len(reports[0][0].groups),
@@ -69,7 +69,7 @@ def draw(reports: ReportsByRanks, *, take_lowest_rank: bool = False) -> Picture:
         values=values,
         stateless=frozenset(fqn for report, _ in reports for fqn in report.stateless),
         module_values=module_values,
-        module_takers=tuple(dict.fromkeys(path for report, _ in reports for path in report.module_takers)),
+        extra_state_loaders=tuple(dict.fromkeys(path for report, _ in reports for path in report.extra_state_loaders)),
     )
 
 

@@ -44,7 +44,7 @@ def print_of_value(param: LocalParam, name: str, rank: int) -> str:
         return fold_of(held) if is_folded(held) else fingerprint_of(held)
     except Incomparable as error:
         raise StateError(
-            f"{param.named.fqns[0]}: {name!r} of its state has to be equal on the ranks that hold the same part of the "
+            f"{param.named.fqns[0]}: {name!r} of its state must be equal on the ranks that hold the same part of the "
             f"parameter, and cannot be compared: {error}: store plain values or tensors in the optimizer's state"
         ) from None
 

@@ -72,7 +72,7 @@ class RankReport:
     values: tuple[tuple[str, tuple[str, ...]], ...] = ()
     stateless: tuple[str, ...] = ()
     module_values: tuple[tuple[str, str], ...] = ()
-    module_takers: tuple[str, ...] = ()
+    extra_state_loaders: tuple[str, ...] = ()
 
     def text(self) -> str:
         """A text that is equal for equal reports only. Placements and summaries that parameters share are written once."""

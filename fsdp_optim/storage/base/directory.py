@@ -9,18 +9,18 @@ from typing import Generic, Protocol, TypeVar
 from fsdp_optim.storage.base.opened import Opened
 
 
-class BriefLike(Protocol):
+class SummaryLike(Protocol):
     """The summary of a manifest, as a store needs it. `order` sorts the checkpoints of one place by age, the oldest first."""
 
     @property
     def order(self) -> tuple[int, int, int, str]: ...
 
 
-BriefT = TypeVar("BriefT", bound=BriefLike)
+SummaryT = TypeVar("SummaryT", bound=SummaryLike)
 
 
 @dataclass(frozen=True)
-class Standing(Generic[BriefT]):
+class CheckpointStatus(Generic[SummaryT]):
     """The state of a place: a complete checkpoint, surely none, or undecided.
 
     Attributes:
@@ -33,21 +33,21 @@ class Standing(Generic[BriefT]):
         is_closed: whether this user may not enter the place, or not read its manifest.
     """
 
-    brief: BriefT | None = None
+    summary: SummaryT | None = None
     has_manifest: bool = True
     is_sure: bool = True
     has_moved: bool = False
     reason: str = ""
-    partial: BriefT | None = None
+    partial: SummaryT | None = None
     is_closed: bool = False
 
     @property
     def is_complete(self) -> bool:
-        return self.brief is not None
+        return self.summary is not None
 
 
 @dataclass(frozen=True)
-class Shelved(Generic[BriefT]):
+class CompleteCheckpoint(Generic[SummaryT]):
     """A complete checkpoint on a shelf, as far as the beginning of its manifest shows.
 
     Attributes:
@@ -58,59 +58,62 @@ class Shelved(Generic[BriefT]):
 
     where: str
     base: str
-    brief: BriefT
+    summary: SummaryT
     can_go: bool = True
 
 
 @dataclass(frozen=True)
-class Listed(Generic[BriefT]):
-    """A place on a shelf that is a checkpoint, complete or not, or that may be one. The rest: as for `Shelved`."""
+class CheckpointEntry(Generic[SummaryT]):
+    """A place on a shelf that is a checkpoint, complete or not, or that may be one. The rest: as for `CompleteCheckpoint`."""
 
     where: str
     base: str
-    standing: Standing[BriefT]
+    status: CheckpointStatus[SummaryT]
     can_go: bool = True
 
     @property
-    def brief(self) -> BriefT | None:
+    def summary(self) -> SummaryT | None:
         """The summary, also of a checkpoint that is not complete; None where it cannot be read."""
-        return self.standing.brief or self.standing.partial
+        return self.status.summary or self.status.partial
 
     @classmethod
-    def of_shelved(cls, one: Shelved[BriefT]) -> Listed[BriefT]:
-        return cls(one.where, one.base, Standing(one.brief), one.can_go)
+    def of_complete(cls, one: CompleteCheckpoint[SummaryT]) -> CheckpointEntry[SummaryT]:
+        return cls(one.where, one.base, CheckpointStatus(one.summary), one.can_go)
 
 
-class Shelf(Protocol[BriefT]):
+class CheckpointDirectory(Protocol[SummaryT]):
     """All checkpoints of one folder, or under one prefix. `where`: its name, for errors."""
 
     @property
     def where(self) -> str: ...
 
-    def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
+    def complete(self) -> tuple[list[CompleteCheckpoint[SummaryT]], list[str]]:
         """The complete checkpoints, the oldest first, and why others that have a manifest could not be read just now.
 
         Raises CheckpointError where the shelf cannot be listed.
         """
 
-    def listed(self) -> list[Listed[BriefT]]:
+    def listed(self) -> list[CheckpointEntry[SummaryT]]:
         """All places with a manifest, in no order, damaged checkpoints included where the shelf can tell: those that have lost
         their manifest, and what cannot be entered, too.
 
         Raises CheckpointError where the shelf cannot be listed.
         """
         complete, unread = self.complete()
-        undecided = [Listed[BriefT](self.where, self.where, Standing(is_sure=False, reason=why)) for why in unread]
-        return [*map(Listed.of_shelved, complete), *undecided]
+        undecided = [
+            CheckpointEntry[SummaryT](self.where, self.where, CheckpointStatus(is_sure=False, reason=why))
+            for why in unread
+        ]
+        return [*map(CheckpointEntry.of_complete, complete), *undecided]
 
-    def standing_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Standing[BriefT]:
+    def status_of(self, one: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
         """The state of a checkpoint by the whole of its manifest."""
 
-    def remove(self, ones: Sequence[Shelved[BriefT] | Listed[BriefT]], reason: str) -> None:
+    def remove(self, ones: Sequence[CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]], reason: str) -> None:
         """Remove checkpoints. Each removal is logged with the reason; a checkpoint that cannot be removed is warned about."""
 
 
-class Judge(Protocol[BriefT]):
+class CheckpointProbe(Protocol[SummaryT]):
     """The questions that a store asks a format before it removes or replaces anything.
 
     `manifest`: the name of the file whose presence makes a place a checkpoint. `others`: the manifests of other formats in which
@@ -120,7 +123,7 @@ class Judge(Protocol[BriefT]):
     manifest: str
     others: tuple[str, ...] = ()
 
-    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[BriefT]:
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[SummaryT]:
         """Whether the checkpoint is complete. `whole`: verify the whole manifest, not only its beginning."""
 
     def token_in(self, opened: Opened) -> str | None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base.directory import Shelf
+from fsdp_optim.storage.base.directory import CheckpointDirectory
 from fsdp_optim.storage.base.opened import Opened
 from fsdp_optim.storage.base.staging import Staging, StoreWriter
 
@@ -64,7 +64,7 @@ class Store(Protocol):
         """
         return nullcontext(self.where)
 
-    def shelf(self) -> Shelf[Any]:
+    def directory(self) -> CheckpointDirectory[Any]:
         """The folder, or the prefix, that this place and its siblings are in."""
 
     def siblings(self) -> Iterator[Opened]:

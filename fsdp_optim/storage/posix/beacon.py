@@ -1,7 +1,7 @@
 """Whether two processes have the same folder before them: one makes a file that no process has ever looked for, the others look.
 
 Network file systems show what another host has done after some seconds, because clients keep names and attributes for a time,
-also that a name is *not* there. They have to ask the server for a name that is new to them.
+also that a name is *not* there. They must ask the server for a name that is new to them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fsdp_optim.storage.base import NOT_THERE, Judge
+from fsdp_optim.storage.base import NOT_THERE, CheckpointProbe
 from fsdp_optim.storage.posix.beacon import refresh
 from fsdp_optim.storage.posix.filesystem import is_of_one_machine
 from fsdp_optim.storage.posix.filling import Filling
@@ -25,8 +25,8 @@ log = logging.getLogger("fsdp_optim")
 class FilledFolder(Folder):
     """A folder as a store, whose checkpoint gets the files of a trainer at the moment in which it gets its name."""
 
-    def __init__(self, filling: Filling, judge: Judge[Any]) -> None:
-        super().__init__(filling.path, judge)
+    def __init__(self, filling: Filling, probe: CheckpointProbe[Any]) -> None:
+        super().__init__(filling.path, probe)
         self._filling = filling
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> FolderStaging:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import VISIBLE_WITHIN, Judge
+from fsdp_optim.storage.base import VISIBLE_WITHIN, CheckpointProbe
 from fsdp_optim.storage.posix.beacon import is_somebodys
 from fsdp_optim.storage.posix.claim import LOCK, claim
 from fsdp_optim.storage.posix.files import (
@@ -79,7 +79,7 @@ class Filling:
         """Note the files of another machine, as its lowest rank has seen them when they were complete (`sizes_in`)."""
         self.parts[rank] = dict(sizes)
 
-    def carry_into(self, new: Path, judge: Judge[Any], *, durable: bool) -> None:
+    def carry_into(self, new: Path, probe: CheckpointProbe[Any], *, durable: bool) -> None:
         """Put the files into the folder of a save, and those at the path that are not outdated.
 
         Where several machines have written a file of one name, that of the lowest rank counts. Files of other machines are
@@ -99,7 +99,7 @@ class Filling:
         if durable and self.parts:
             for folder, _, _ in os.walk(new):
                 sync_folder(Path(folder))
-        self.carry_from(self.path, new, judge)
+        self.carry_from(self.path, new, probe)
 
     def _own_names(self) -> list[str]:
         """The names of the files and folders of this machine."""
@@ -121,19 +121,19 @@ class Filling:
             (new / name).parent.mkdir(parents=True, exist_ok=True)
         carry_over(part, new, names)
 
-    def carry_from(self, old: Path, new: Path, judge: Judge[Any]) -> None:
+    def carry_from(self, old: Path, new: Path, probe: CheckpointProbe[Any]) -> None:
         """Put the files of an old folder into a new one, but for those that the new one has, and outdated ones."""
         if old.is_symlink() or not old.is_dir():
             return
         theirs = (
-            filter(is_somebodys, os.listdir(old)) if self.is_trainers(old, judge) else strangers_in(old, LOCK, judge)
+            filter(is_somebodys, os.listdir(old)) if self.is_trainers(old, probe) else strangers_in(old, LOCK, probe)
         )
         names = set(theirs) - {LOCK}
         carry_over(old, new, sorted(name for name in names - set(os.listdir(new)) if not self.is_outdated(name)))
 
-    def is_trainers(self, folder: Path, judge: Judge[Any]) -> bool:
+    def is_trainers(self, folder: Path, probe: CheckpointProbe[Any]) -> bool:
         """Whether a folder is no checkpoint."""
-        return folder.is_dir() and not is_there(folder / judge.manifest)
+        return folder.is_dir() and not is_there(folder / probe.manifest)
 
     def _sync(self) -> None:
         for name in self._own_names():  # each machine flushes its own files

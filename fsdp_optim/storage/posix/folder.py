@@ -18,7 +18,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import (
     UNTIL_COMMIT,
     Capabilities,
-    Judge,
+    CheckpointProbe,
     ResumableStaging,
 )
 from fsdp_optim.storage.posix.claim import LOCK, claim
@@ -54,11 +54,11 @@ class _Seen:
     token: str | None
 
     @classmethod
-    def at(cls, path: Path, judge: Judge[Any]) -> _Seen | None:
+    def at(cls, path: Path, probe: CheckpointProbe[Any]) -> _Seen | None:
         if not is_there(path):
             return None
         found = os.lstat(path)
-        return cls((found.st_dev, found.st_ino), token_of(path, judge))
+        return cls((found.st_dev, found.st_ino), token_of(path, probe))
 
     def is_same(self, other: _Seen | None) -> bool:
         if other is None or self.token is None or other.token is None:
@@ -72,7 +72,7 @@ class FolderStaging(ResumableStaging):
 
     path: Path
     folder: Path
-    judge: Judge[Any] = field(repr=False)
+    probe: CheckpointProbe[Any] = field(repr=False)
     overwrite: bool
     lock: int = field(repr=False)
     before: _Seen | None = None  # the folder at the path when this save began
@@ -84,7 +84,7 @@ class FolderStaging(ResumableStaging):
     def begin(
         cls,
         path: Path,
-        judge: Judge[Any],
+        probe: CheckpointProbe[Any],
         *,
         overwrite: bool,
         durable: bool = True,
@@ -96,17 +96,17 @@ class FolderStaging(ResumableStaging):
         check_name(path)
         filled = filling is not None
         try:
-            check_free(path, judge, overwrite=overwrite, filled=filled)
+            check_free(path, probe, overwrite=overwrite, filled=filled)
             _make_parents(path.parent, durable=durable)
-            restore_old(path, judge, overwrite=overwrite)
-            remove_leftovers(path, judge)
+            restore_old(path, probe, overwrite=overwrite)
+            remove_leftovers(path, probe)
             check_free(
-                path, judge, overwrite=overwrite, filled=filled
+                path, probe, overwrite=overwrite, filled=filled
             )  # restore_old may have brought a checkpoint back
-            before = _Seen.at(path, judge)
+            before = _Seen.at(path, probe)
             for attempt in range(_ATTEMPTS):
                 try:
-                    return cls._make(path, judge, overwrite, before, token or secrets.token_hex(8), filling)
+                    return cls._make(path, probe, overwrite, before, token or secrets.token_hex(8), filling)
                 except FileNotFoundError:  # another save took the unlocked folder for a leftover
                     if attempt == _ATTEMPTS - 1:
                         raise
@@ -115,21 +115,21 @@ class FolderStaging(ResumableStaging):
             raise _failed(path, "cannot be saved", error) from None
 
     @classmethod
-    def resume(cls, path: Path, judge: Judge[Any], note: str, *, overwrite: bool) -> FolderStaging | None:
+    def resume(cls, path: Path, probe: CheckpointProbe[Any], note: str, *, overwrite: bool) -> FolderStaging | None:
         """Take over the folder of a dead save that was kept with this note. Raises CheckpointError where `path` is taken."""
         path = Path(os.path.abspath(path))
         check_name(path)
         try:
-            check_free(path, judge, overwrite=overwrite)
-            restore_old(path, judge, overwrite=overwrite)
+            check_free(path, probe, overwrite=overwrite)
+            restore_old(path, probe, overwrite=overwrite)
             found = take_over(path, note)
             if found is None:
                 return None
             folder, lock = found
-            staging = cls(path, folder, judge, overwrite, lock, _Seen.at(path, judge), is_resumed=True)
+            staging = cls(path, folder, probe, overwrite, lock, _Seen.at(path, probe), is_resumed=True)
             try:
-                remove_leftovers(path, judge)
-                check_free(path, judge, overwrite=overwrite)
+                remove_leftovers(path, probe)
+                check_free(path, probe, overwrite=overwrite)
             except BaseException:
                 staging.leave()
                 raise
@@ -141,7 +141,7 @@ class FolderStaging(ResumableStaging):
     def _make(
         cls,
         path: Path,
-        judge: Judge[Any],
+        probe: CheckpointProbe[Any],
         overwrite: bool,
         before: _Seen | None,
         token: str,
@@ -160,7 +160,7 @@ class FolderStaging(ResumableStaging):
                 close_quietly(lock)
             remove_tree(new)
             raise
-        return cls(path, folder, judge, overwrite, lock, before, filling)
+        return cls(path, folder, probe, overwrite, lock, before, filling)
 
     @property
     def replaces(self) -> bool:
@@ -230,9 +230,9 @@ class FolderStaging(ResumableStaging):
         """Rename the folder; return the new path of the earlier checkpoint, or None if there was none."""
         old = None
         try:
-            check_free(self.path, self.judge, overwrite=self.overwrite, filled=self.filling is not None)
+            check_free(self.path, self.probe, overwrite=self.overwrite, filled=self.filling is not None)
             if self.filling is not None:
-                self.filling.carry_into(self.folder, self.judge, durable=durable)
+                self.filling.carry_into(self.folder, self.probe, durable=durable)
             else:
                 self._carry_over()
             with contextlib.suppress(OSError):  # the folder has files
@@ -242,11 +242,11 @@ class FolderStaging(ResumableStaging):
             if self.overwrite and is_there(self.path):
                 old = self.path.with_name(f"{self.path.name}{OLD}{self.folder.name.rsplit('-', 1)[-1]}")
                 self.path.rename(old)
-                if self.filling is not None and self.filling.is_trainers(old, self.judge):
-                    self.filling.carry_from(old, self.folder, self.judge)  # files that were put there meanwhile
-                elif self.before is None or not self.before.is_same(_Seen.at(old, self.judge)):
+                if self.filling is not None and self.filling.is_trainers(old, self.probe):
+                    self.filling.carry_from(old, self.folder, self.probe)  # files that were put there meanwhile
+                elif self.before is None or not self.before.is_same(_Seen.at(old, self.probe)):
                     raise _overtaken(self.path, "cannot be put in place")
-            check_free(self.path, self.judge, overwrite=False)
+            check_free(self.path, self.probe, overwrite=False)
             self.folder.rename(self.path)
         except OSError as error:
             if old is not None and not os.path.lexists(self.path):
@@ -273,7 +273,7 @@ class FolderStaging(ResumableStaging):
         if not self.overwrite or is_nothing(self.path):
             return
         try:
-            strangers = strangers_in(self.path, LOCK, self.judge)
+            strangers = strangers_in(self.path, LOCK, self.probe)
         except PermissionError:
             return
         if strangers:

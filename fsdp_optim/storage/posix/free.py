@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Judge, check_not_reserved, names_checkpoint
+from fsdp_optim.storage.base import CheckpointProbe, check_not_reserved, names_checkpoint
 from fsdp_optim.storage.posix.beacon import is_somebodys
 from fsdp_optim.storage.posix.looks import closed, has_lost_manifest, is_empty_folder, is_there
 
 
-def check_free(path: Path, judge: Judge[Any], *, overwrite: bool, filled: bool = False) -> None:
+def check_free(path: Path, probe: CheckpointProbe[Any], *, overwrite: bool, filled: bool = False) -> None:
     """Raise CheckpointError where `path` is taken. `filled`: a folder that is no checkpoint is the trainer's, and may stay."""
     if path.is_symlink():
         raise CheckpointError(f"{path}: is a symbolic link: save to the folder that the link leads to")
@@ -20,16 +20,16 @@ def check_free(path: Path, judge: Judge[Any], *, overwrite: bool, filled: bool =
         return
     if not overwrite:
         raise CheckpointError(f"{path}: exists already: save to another path, or give overwrite=True")
-    if not (filled and path.is_dir()) and not _is_checkpoint(path, judge):
+    if not (filled and path.is_dir()) and not _is_checkpoint(path, probe):
         raise CheckpointError(
             f"{path}: is not a checkpoint, so overwrite=True does not replace it: remove it, or save to another path"
         )
 
 
-def _is_checkpoint(path: Path, judge: Judge[Any]) -> bool:
+def _is_checkpoint(path: Path, probe: CheckpointProbe[Any]) -> bool:
     """Whether a folder is a checkpoint, damaged or not: where this user may not enter it, its name decides."""
     try:
-        return is_there(path / judge.manifest) or has_lost_manifest(path, judge)
+        return is_there(path / probe.manifest) or has_lost_manifest(path, probe)
     except PermissionError as error:
         if names_checkpoint(path.name):
             return True

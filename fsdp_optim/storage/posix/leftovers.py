@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import UNTIL_COMMIT, BriefT, Judge, Standing
+from fsdp_optim.storage.base import UNTIL_COMMIT, CheckpointProbe, CheckpointStatus, SummaryT
 from fsdp_optim.storage.posix.claim import LOCK, is_held, write_claim
 from fsdp_optim.storage.posix.files import close_quietly, remove_tree, sync_folder
-from fsdp_optim.storage.posix.looks import is_nothing, may_be_there, standing_of
+from fsdp_optim.storage.posix.looks import is_nothing, may_be_there, status_of
 
 NOTE = f"{UNTIL_COMMIT}note"
 """The file with the note of a save that can be resumed."""
@@ -109,7 +109,7 @@ def remove_gone(folders: Sequence[Path]) -> None:
         remove_tree(folder)
 
 
-def remove_leftovers(path: Path, judge: Judge[BriefT]) -> None:
+def remove_leftovers(path: Path, probe: CheckpointProbe[SummaryT]) -> None:
     """Remove the folders that dead saves have left next to `path`: those that nobody claims, and replaced checkpoints."""
     remove_gone([folder for folder, _ in aside(path.parent, GONE)])
     for mark in UNFINISHED:
@@ -117,7 +117,7 @@ def remove_leftovers(path: Path, judge: Judge[BriefT]) -> None:
             if mark != GONE and not is_held(folder):
                 _remove_leftover(folder, base)
     for folder, base in aside(path.parent, OLD):
-        if _is_replaced(folder, base, judge):
+        if _is_replaced(folder, base, probe):
             _remove_leftover(folder, base)
 
 
@@ -132,14 +132,14 @@ def _remove_leftover(folder: Path, base: Path) -> None:
     remove_tree(gone)
 
 
-def _is_replaced(folder: Path, base: Path, judge: Judge[BriefT]) -> bool:
+def _is_replaced(folder: Path, base: Path, probe: CheckpointProbe[SummaryT]) -> bool:
     """Whether an earlier checkpoint of `base` can be removed: the present one is complete and on the disk, or this one has lost
     its manifest already. False where the system cannot tell, because `folder` may be the only copy.
     """
-    standing = standing_of(folder, judge)
-    if standing.is_sure and not standing.has_manifest:
-        return not any(may_be_there(folder / other) for other in judge.others)
-    if not standing_of(base, judge).is_complete:
+    status = status_of(folder, probe)
+    if status.is_sure and not status.has_manifest:
+        return not any(may_be_there(folder / other) for other in probe.others)
+    if not status_of(base, probe).is_complete:
         return False
     try:
         sync_folder(base.parent)
@@ -186,39 +186,41 @@ def _note_in(folder: Path) -> bytes | None:
         close_quietly(note)
 
 
-def restore_old(path: Path, judge: Judge[BriefT], *, overwrite: bool) -> None:
+def restore_old(path: Path, probe: CheckpointProbe[SummaryT], *, overwrite: bool) -> None:
     """Give an earlier checkpoint its name back, where a save was killed between its two renames."""
     if not is_nothing(path):
         return
-    old, standing = _old_of(path, judge)
-    if old is None or standing is None:
+    old, status = _old_of(path, probe)
+    if old is None or status is None:
         return
-    if standing.is_complete:
+    if status.is_complete:
         old.rename(path)  # over an empty folder too
     elif not overwrite:
         raise CheckpointError(
             f"{path}: {old} may be the checkpoint of this path, left by a save that died, and cannot be read just now: "
-            f"{standing.reason}; save to another path, or give overwrite=True"
+            f"{status.reason}; save to another path, or give overwrite=True"
         )
 
 
-def _old_of(path: Path, judge: Judge[BriefT]) -> tuple[Path, Standing[BriefT]] | tuple[None, None]:
+def _old_of(
+    path: Path, probe: CheckpointProbe[SummaryT]
+) -> tuple[Path, CheckpointStatus[SummaryT]] | tuple[None, None]:
     """The earlier checkpoint that a save to `path` has renamed: the newest complete one, or else one that may be complete."""
-    looked_at = [(old, standing_of(old, judge)) for old in _siblings(path, OLD)]
-    complete = [(standing.brief.order, old, standing) for old, standing in looked_at if standing.brief is not None]
+    looked_at = [(old, status_of(old, probe)) for old in _siblings(path, OLD)]
+    complete = [(status.summary.order, old, status) for old, status in looked_at if status.summary is not None]
     if complete:
-        _, old, standing = max(complete, key=lambda candidate: candidate[0])
-        return old, standing
-    return next(((old, standing) for old, standing in looked_at if not standing.is_sure), (None, None))
+        _, old, status = max(complete, key=lambda candidate: candidate[0])
+        return old, status
+    return next(((old, status) for old, status in looked_at if not status.is_sure), (None, None))
 
 
-def existing(path: Path, judge: Judge[BriefT]) -> Path:
+def existing(path: Path, probe: CheckpointProbe[SummaryT]) -> Path:
     """The folder of a path's checkpoint: the path, or another name where a save was killed between its two renames."""
     path = Path(os.path.abspath(path))
     for _ in range(_ATTEMPTS):
         if not is_nothing(path):
             return path
-        old, _ = _old_of(path, judge)
+        old, _ = _old_of(path, probe)
         if old is not None:  # if that folder cannot be read, the reader raises the reason
             return old
         if not any(_siblings(path, SAVING)):

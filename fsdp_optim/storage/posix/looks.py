@@ -10,48 +10,50 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError, causes_of
-from fsdp_optim.storage.base import NOT_THERE, BriefT, Judge, Standing, is_sure_that_not
+from fsdp_optim.storage.base import NOT_THERE, CheckpointProbe, CheckpointStatus, SummaryT, is_sure_that_not
 from fsdp_optim.storage.posix.beacon import is_somebodys
 from fsdp_optim.storage.posix.opened import OpenFolder
 
 _IS_CLOSED = (errno.EACCES, errno.EPERM)  # a folder that this user may not enter, such as lost+found
 
 
-def standing_of(folder: Path, judge: Judge[BriefT], *, whole: bool = True) -> Standing[BriefT]:
+def status_of(folder: Path, probe: CheckpointProbe[SummaryT], *, whole: bool = True) -> CheckpointStatus[SummaryT]:
     """Whether a folder has a manifest, and all files in the manifest with their sizes.
 
     Args:
         whole: read and verify the whole manifest. False: read only its beginning, where that suffices.
     """
-    manifest = folder / judge.manifest
+    manifest = folder / probe.manifest
     try:
         if not stat.S_ISREG(os.lstat(manifest).st_mode):
-            return Standing(reason=f"{manifest} is not a regular file")
+            return CheckpointStatus(reason=f"{manifest} is not a regular file")
     except OSError as error:
         if error.errno in _IS_CLOSED:
-            return Standing(None, False, False, reason=closed(folder, error), is_closed=True)
+            return CheckpointStatus(None, False, False, reason=closed(folder, error), is_closed=True)
         if error.errno not in NOT_THERE:
-            return Standing(None, True, False, reason=f"{manifest}: cannot be read: {error.strerror or error}")
+            return CheckpointStatus(None, True, False, reason=f"{manifest}: cannot be read: {error.strerror or error}")
         moved = not may_be_there(folder)
-        return Standing(None, False, True, moved, f"{manifest}: is missing; the checkpoint is not whole")
+        return CheckpointStatus(None, False, True, moved, f"{manifest}: is missing; the checkpoint is not whole")
     try:
         with OpenFolder(folder) as opened:
-            standing = judge.standing_in(opened, whole=whole)
-            if standing.is_complete:
-                return standing
+            status = probe.status_in(opened, whole=whole)
+            if status.is_complete:
+                return status
             if opened.was_replaced():
-                return replace(standing, is_sure=False, has_moved=True)
-            return replace(standing, is_closed=not standing.is_sure and not may_read(manifest))
+                return replace(status, is_sure=False, has_moved=True)
+            return replace(status, is_closed=not status.is_sure and not may_read(manifest))
     except OSError as error:
         is_closed = any(isinstance(cause, OSError) and cause.errno in _IS_CLOSED for cause in causes_of(error))
         moved = not may_be_there(folder)
-        return Standing(is_sure=is_sure_that_not(error), has_moved=moved, reason=str(error), is_closed=is_closed)
+        return CheckpointStatus(
+            is_sure=is_sure_that_not(error), has_moved=moved, reason=str(error), is_closed=is_closed
+        )
 
 
-def version_of(folder: Path, judge: Judge[BriefT]) -> tuple[int, ...] | None:
+def version_of(folder: Path, probe: CheckpointProbe[SummaryT]) -> tuple[int, ...] | None:
     """Numbers that change when another save writes the manifest of a folder. None: it cannot be asked."""
     try:
-        found = os.lstat(f"{folder}/{judge.manifest}")
+        found = os.lstat(f"{folder}/{probe.manifest}")
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
@@ -74,23 +76,23 @@ def may_read(path: Path) -> bool:
     return True
 
 
-def has_lost_manifest(folder: Path, judge: Judge[BriefT]) -> bool:
+def has_lost_manifest(folder: Path, probe: CheckpointProbe[SummaryT]) -> bool:
     """Whether a folder without a manifest of any format has files that only a save of this format writes."""
     try:
         names = os.listdir(folder)
         inside = [f"extra/{name}" for name in os.listdir(folder / "extra")] if "extra" in names else []
     except OSError:
         return False
-    if not any(map(judge.is_trace, [*names, *inside])):
+    if not any(map(probe.is_trace, [*names, *inside])):
         return False
-    return not any(may_be_there(folder / manifest) for manifest in (judge.manifest, *judge.others))
+    return not any(may_be_there(folder / manifest) for manifest in (probe.manifest, *probe.others))
 
 
-def token_of(folder: Path, judge: Judge[BriefT]) -> str | None:
+def token_of(folder: Path, probe: CheckpointProbe[SummaryT]) -> str | None:
     """The token of a checkpoint; None where the token cannot be read."""
     try:
         with OpenFolder(folder) as opened:
-            return judge.token_in(opened)
+            return probe.token_in(opened)
     except OSError:
         return None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, causes_of
-from fsdp_optim.storage.base import Judge, ResumableStore
+from fsdp_optim.storage.base import CheckpointProbe, ResumableStore
 from fsdp_optim.storage.posix.beacon import beacon_above, sees
 from fsdp_optim.storage.posix.directory import FolderShelf
 from fsdp_optim.storage.posix.files import absolute
@@ -29,10 +29,10 @@ _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two r
 class Folder(ResumableStore):
     """The checkpoint of a path. `judge`: answers of the format about the files there."""
 
-    def __init__(self, path: str | os.PathLike[str], judge: Judge[Any]) -> None:
+    def __init__(self, path: str | os.PathLike[str], probe: CheckpointProbe[Any]) -> None:
         self.path = absolute(path)
-        self._judge = judge
-        self._shelf: FolderShelf[Any] = FolderShelf(self.path.parent, judge)
+        self._judge = probe
+        self._shelf: FolderShelf[Any] = FolderShelf(self.path.parent, probe)
 
     @property
     def where(self) -> str:
@@ -92,13 +92,13 @@ class Folder(ResumableStore):
     def beacon(self) -> AbstractContextManager[str]:
         return beacon_above(self.path)
 
-    def shelf(self) -> FolderShelf[Any]:
+    def directory(self) -> FolderShelf[Any]:
         return self._shelf
 
-    def share_looks(self, shelf: FolderShelf[Any]) -> None:
+    def share_looks(self, directory: FolderShelf[Any]) -> None:
         """Look at the siblings by a shelf that has looked at them before. Does nothing for the shelf of another folder."""
-        if shelf.where == self._shelf.where:
-            self._shelf = shelf
+        if directory.where == self._shelf.where:
+            self._shelf = directory
 
     def siblings(self, known: Collection[str] = ()) -> Iterator[OpenFolder]:
         """All folders in the same folder, including unfinished saves and renamed earlier checkpoints.

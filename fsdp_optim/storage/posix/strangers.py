@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Judge
+from fsdp_optim.storage.base import CheckpointProbe
 from fsdp_optim.storage.posix.beacon import is_somebodys
 from fsdp_optim.storage.posix.files import sync_file, sync_folder
 from fsdp_optim.storage.posix.opened import OpenFolder
@@ -22,13 +22,13 @@ from fsdp_optim.storage.posix.opened import OpenFolder
 _NOT_FOR_LACK_OF_LINKS = (errno.ENOENT, errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
-def strangers_in(folder: Path, lock: str, judge: Judge[Any]) -> list[str]:
+def strangers_in(folder: Path, lock: str, probe: CheckpointProbe[Any]) -> list[str]:
     """The names of the files and folders in a checkpoint's folder that no save has written. `lock`: the name of a save's lock
     file.
 
     Where the manifest cannot be read, every name that a save could give counts as written by a save.
     """
-    is_own = _is_own(folder, judge)
+    is_own = _is_own(folder, probe)
     strangers = []
     for name in sorted(filter(is_somebodys, os.listdir(folder))):
         if name == "extra" and stat.S_ISDIR(os.lstat(folder / name).st_mode):
@@ -39,13 +39,13 @@ def strangers_in(folder: Path, lock: str, judge: Judge[Any]) -> list[str]:
     return strangers
 
 
-def _is_own(folder: Path, judge: Judge[Any]) -> Callable[[str], bool]:
+def _is_own(folder: Path, probe: CheckpointProbe[Any]) -> Callable[[str], bool]:
     try:
         opened = OpenFolder(folder)
     except OSError:
-        return judge.is_own(None)
+        return probe.is_own(None)
     with opened:
-        return judge.is_own(opened)
+        return probe.is_own(opened)
 
 
 def carry_over(old: Path, new: Path, names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The process that serves the rendezvous store leaves last: the others may still have to read the result of their last call.
+"""The process that serves the rendezvous store leaves last: the others may still must read the result of their last call.
 
 Every rank notes that it leaves, when it makes no more calls: its process group is gone, or the interpreter ends.
 """

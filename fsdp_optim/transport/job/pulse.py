@@ -108,7 +108,7 @@ class Watch:
 
     Args:
         ranks: the ranks to look at.
-        beats: whether all of them are in a call, and so have to beat. False: only processes that have ended count as lost.
+        beats: whether all of them are in a call, and so must beat. False: only processes that have ended count as lost.
     """
 
     def __init__(self, store: JobStore, ranks: Sequence[int], *, beats: bool) -> None:

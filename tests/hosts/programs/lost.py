@@ -82,7 +82,7 @@ def around(owner: Any, name: str, phase: str, *, after: bool, when: Callable[...
 def arm(phase: str) -> None:
     """Have this process stop in a phase of the next save."""
     if phase == "begun":  # the values are read, and no file is made
-        around(begin._ToSave, "read", phase, after=True)
+        around(begin.SaveContents, "read", phase, after=True)
     elif phase == "writing":
         around(RankWriter, "write", phase, after=True)
     elif phase == "written":  # and not reported yet
