@@ -330,6 +330,7 @@ LIBRARY = str(Path(fsdp_optim.__file__).parent) + os.sep
 NOT_BROKEN = (
     "errors.py",
     "machine.py",
+    "wire.py",
     *(
         f"transport/{name}.py"
         for name in (
