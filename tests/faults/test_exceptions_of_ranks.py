@@ -95,27 +95,13 @@ LIBRARY = str(Path(fsdp_optim.__file__).parent) + os.sep
 
 # What tells the others of a failure cannot itself fail.
 NOT_BROKEN = (
-    "errors.py",
-    "machine.py",
+    *("errors.py", "machine.py"),
     *(
         f"transport/{name}.py"
-        for name in (
-            "agree",
-            "meeting",
-            "turns",
-            "reports",
-            "base",
-            "failure",
-            "verdict",
-            "world",
-            "store_control",
-            "rendezvous",
-            "job_store",
-            "pulse",
-            "attempt",
-            "stored_verdict",
-        )
+        for name in ("agree", "meeting", "turns", "reports", "base", "failure", "verdict", "world")
     ),
+    *(f"transport/{name}.py" for name in ("store_control", "stored_verdict")),
+    *(f"transport/job/{name}.py" for name in ("rendezvous", "job_store", "pulse", "attempt")),
 )
 
 # What catches the failure of a step, or of a call, cannot itself fail either, nor what enters torch's modes around a call, nor
