@@ -12,8 +12,10 @@ OLDEST_VENV ?= .venv-oldest
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 # What needs no other package, and every wrapper of torch and fairscale. The two that are left out test the site and the distributions.
 NOT_ON_OLDEST := website packaging
+SAVE_AND_LOAD := save_load_matrix saved_states load_while_training bytes_of_ranks extra load_refused load_fails check_of_load
 TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) tests/checkpoint/test_training_resumes.py \
-	tests/checkpoint/test_checkpoint.py tests/adapters/test_torch_wrappers.py tests/adapters/test_fairscale_reshard.py
+	$(SAVE_AND_LOAD:%=tests/checkpoint/test_%.py) tests/adapters/test_torch_wrappers.py tests/adapters/test_torch_names.py \
+	tests/adapters/test_torch_mixes.py tests/adapters/test_fairscale_reshard.py
 # Processes that run tests, each a file at a time, on ranks of its own. Three keep two cores busy, because some tests wait.
 JOBS ?= 3
 
@@ -57,7 +59,7 @@ $(OLDEST_INSTALLED): requirements-oldest.txt pyproject.toml setup.cfg
 	@touch $@
 
 test-long: venv  ## run what takes minutes: all pairs of wrappers, every optimizer, many deaths, many random layouts
-	EXAMPLES=20 $(BIN)/python -m pytest tests/unit/test_plan.py tests/unit/test_layout.py
+	EXAMPLES=20 $(BIN)/python -m pytest tests/unit/test_plan.py tests/unit/test_boxes.py tests/unit/test_placements.py tests/unit/test_layout.py
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --no-loadscope-reorder --random-order-bucket=class
 
 check: venv  ## formatting, linting, types, and the examples in the docs

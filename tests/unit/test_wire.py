@@ -1,4 +1,4 @@
-"""Records that ranks send each other arrive as they were sent, whatever characters a message has; nothing else is taken for one."""
+"""Records that ranks send each other arrive as they were sent, whatever characters a message has; others are refused."""
 
 from __future__ import annotations
 
