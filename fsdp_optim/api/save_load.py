@@ -51,7 +51,6 @@ def save(
     max_file_size: int = 4_000_000_000,
     checksums: bool = True,
     durable: bool = True,
-    keep_last: int | None = None,
     allow_pickle: bool = False,
     progress: bool | None = None,
     name_of: NameOf | None = None,
@@ -88,11 +87,8 @@ def save(
         max_file_size: the most bytes of a file with tensors, with its header. A larger half is split into several files with an
             index, as Hugging Face does. A tensor that is larger than that is in a file of its own.
         checksums: write a table of checksums next to each file, so that readers can verify the bytes that they read.
-        durable: return only when the bytes are on the disk. A save that replaces or removes another checkpoint is flushed to the
-            disk before that in any case.
-        keep_last: remove older complete checkpoints in the same folder until this number is left. Only checkpoints of one series
-            with the same content count: names that differ only in their digits, or both saved with `step` and `keep_last`; the
-            same names of parameters, and both with or both without an optimizer. Each removal is logged.
+        durable: return only when the bytes are on the disk. A save that replaces another checkpoint is flushed to the disk
+            before that in any case.
         allow_pickle: pickle values that are neither JSON nor tensors, in the extras, in the state, and in values of modules.
             False: such a value is an error that names it.
         progress: show a bar on the lowest rank. None: for long saves, a bar on a terminal, and lines in the log elsewhere.
@@ -100,8 +96,8 @@ def save(
         on_replica_mismatch: as for `gather_full_optim_state_dict`, and also for weights and buffers, BatchNorm statistics
             included, which must be equal on all ranks that hold the same part.
         upload_to: a URL to which all ranks upload the finished folder in the background. `result.upload.wait()` waits for the
-            end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`,
-            `keep_last` and `storage_options` count for the URL too.
+            end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`
+            and `storage_options` count for the URL too.
         format: the form of the files. "safetensors": this library's own. "dcp": a folder of torch.distributed.checkpoint, which
             a job without this library resumes by `dcp.load({"model": ..., "optimizer": ...})` and `set_state_dict`;
             "torchtitan": the same with the weights at the top level. These two have no checksums, take no `upload_to`, and
@@ -143,7 +139,6 @@ def save(
             max_file_size=max_file_size,
             checksums=checksums,
             durable=durable,
-            keep_last=keep_last,
             allow_pickle=allow_pickle,
             progress=progress,
             upload_to=upload_to,
@@ -170,7 +165,6 @@ def async_save(
     max_file_size: int = 4_000_000_000,
     checksums: bool = True,
     durable: bool = True,
-    keep_last: int | None = None,
     allow_pickle: bool = False,
     progress: bool | None = None,
     name_of: NameOf | None = None,
@@ -194,7 +188,7 @@ def async_save(
 
     Args:
         path, model, optim, weights, weights_dtype, rename, step, extra, per_rank_extra, overwrite, strategy, max_file_size,
-            checksums, durable, keep_last, allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes,
+            checksums, durable, allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes,
             on_replica_mismatch, upload_to, format, storage_options: as for `save`.
 
     Returns:
@@ -217,7 +211,6 @@ def async_save(
             max_file_size=max_file_size,
             checksums=checksums,
             durable=durable,
-            keep_last=keep_last,
             allow_pickle=allow_pickle,
             progress=progress,
             upload_to=upload_to,

@@ -107,7 +107,7 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
             progress.done()
     log_saved(job)
     if job.upload is not None:
-        job.upload.run(job.store, small, job.content)
+        job.upload.run(job.store, small)
     return job.saved(writer.nbytes)
 
 

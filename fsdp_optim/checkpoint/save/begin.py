@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.checkpoint.catalog.newest import Series, outdated
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.formats import format_named
@@ -259,8 +258,6 @@ class LeaderSetup:
         can, durable = staging.capabilities, options.durable or staging.replaces
         if not durable and managed is not None:
             durable = bool(managed.outdated(store, listed, prepared.content, options.step or 0))
-        elif not durable:
-            durable = _removes(store, options, prepared.content)
         agreed = SaveDecision(
             place=store.where,
             address=staging.address,
@@ -291,14 +288,6 @@ def _prepared(saved: SaveContents, world_size: int) -> tuple[Prepared, Mapping[s
     if saved.state is not None and prepared.description is not None:
         prove_loadable(saved.state, prepared.description, saved.names.given)
     return prepared, {**small_files, **prepared.files}
-
-
-def _removes(store: Store, options: SaveOptions, content: str) -> bool:
-    """Whether keep_last removes a checkpoint. Then the new one is flushed to the disk first, even with durable=False."""
-    if options.keep_last is None:
-        return False
-    series = Series.of(store.where, content, options.step, options.keep_last)
-    return bool(outdated(store, series, options.keep_last))
 
 
 def _encode_extras(writer: FormatWriter, options: SaveOptions, group: RankGroup) -> dict[str, bytes]:

@@ -48,7 +48,7 @@ def _upload(job: Job, upload: FolderUpload, saved: Saved, small: Sequence[str]) 
     """Begin to send the finished checkpoint. The next save of this process waits for the end."""
 
     def run() -> Saved:
-        upload.run(job.store, small, job.content)
+        upload.run(job.store, small)
         return saved
 
     handle = SaveHandle(upload.store.where, run, logs_waits=job.leads)

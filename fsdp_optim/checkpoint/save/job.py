@@ -86,11 +86,6 @@ class Job:
         )
 
     @property
-    def content(self) -> str:
-        """The content that checkpoints of one series have in common, on the lowest rank."""
-        return self.prepared.content if self.prepared is not None else ""
-
-    @property
     def leads(self) -> bool:
         return self.group.rank == self.group.ranks[0]
 

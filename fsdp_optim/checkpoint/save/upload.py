@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from fsdp_optim.checkpoint.catalog.newest import Series, keep_newest
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
 from fsdp_optim.checkpoint.common.stores import store_at
@@ -87,12 +86,11 @@ class FolderUpload:
         if self.staging is not None:
             self.staging.abandon()
 
-    def run(self, source: Store, small: Sequence[str], content: str) -> None:
+    def run(self, source: Store, small: Sequence[str]) -> None:
         """Upload this rank's share, and wait for the end. Called in the background, when the checkpoint is in the folder.
 
         Args:
             small: the names of all files but those with tensors and the manifest, on the leader.
-            content: the text that tells the series of the checkpoint, on the leader.
         """
         with closing(self.completion):
             failed: str | None = None
@@ -103,7 +101,7 @@ class FolderUpload:
                 failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
                 self.completion.failed(failed)
             if self.staging is not None:
-                self._lead(self.staging, source, failed, content)
+                self._lead(self.staging, source, failed)
             else:
                 self.completion.wait_for_end()
 
@@ -145,7 +143,7 @@ class FolderUpload:
         start, stop = num * position // ranks * size, num * (position + 1) // ranks * size
         _send(opened, writer, file.name, start, min(stop, file.plan.nbytes))
 
-    def _lead(self, staging: Staging, source: Store, failed: str | None, content: str) -> None:
+    def _lead(self, staging: Staging, source: Store, failed: str | None) -> None:
         """Finish the upload when all ranks have sent their shares, and announce the result."""
         try:
             if failed is not None:
@@ -164,9 +162,6 @@ class FolderUpload:
             staging.abandon(late=not all_have_stopped)
             raise CheckpointError(text) from error
         self.completion.saved()
-        if self.options.keep_last is not None:
-            series = Series.of(self.store.where, content, self.options.step, self.options.keep_last)
-            keep_newest(self.store, series, self.options.keep_last)
 
 
 def _send(opened: Opened, writer: StoreWriter, name: str, start: int, stop: int) -> None:
