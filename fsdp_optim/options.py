@@ -230,7 +230,6 @@ class SaveOptions(Arguments):
     durable: bool = True
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
-    upload_to: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
     format: SavedFormat = "safetensors"
     weights: WhichWeights = "all"
@@ -243,11 +242,6 @@ class SaveOptions(Arguments):
         check_rename(self.rename)
         check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
         check_one_of("format", self.format, ("safetensors", "dcp", "torchtitan"), CheckpointError)
-        if self.upload_to is not None and self.format != "safetensors":
-            raise CheckpointError(
-                f'upload_to= takes checkpoints of the format "safetensors": save with format="{self.format}" to {self.upload_to} '
-                "itself"
-            )
         check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
         if self.step is not None:

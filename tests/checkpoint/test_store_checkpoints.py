@@ -205,17 +205,6 @@ class InOneProcessTest(unittest.TestCase):
             self.assertEqual(number, max(found[root] + 1, now))
             found[root] = number
 
-    def test_an_upload_is_the_newest_where_it_goes(self) -> None:
-        """The folder counts its checkpoints from 1, the place of the uploads has higher numbers."""
-        run, root = self.trained, f"memory://{self.id()}/run"
-        with tempfile.TemporaryDirectory() as folder:
-            asked: dict[str, Any] = {"durable": False}
-            fsdp_optim.save(f"{root}/step-1", run.model, run.optim, **asked)
-            saved = fsdp_optim.save(f"{folder}/step-2", run.model, run.optim, upload_to=f"{root}/step-2", **asked)
-            self.assertIsNotNone(saved.upload)
-            saved.upload.wait()
-        self.assertEqual(fsdp_optim.latest(root), f"{root}/step-2")
-
     def test_a_save_that_fails_leaves_nothing(self) -> None:
         class Full(Memory):
             def put(self, key: str, data: bytes, only_if: str | None) -> str | None:

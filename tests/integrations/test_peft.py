@@ -199,9 +199,7 @@ class OneProcessTest(unittest.TestCase):
     def test_a_url_and_a_conversion(self) -> None:
         fsdp_peft.save(f"file://{self.folder}/a", self.model, self.optim)
         fsdp_peft.load(f"file://{self.folder}/a", *self.fresh(), check="bitwise")
-        done = fsdp_peft.save(self.folder / "here", self.model, self.optim, upload_to=f"file://{self.folder}/there")
-        if done.upload is not None:
-            done.upload.wait()
+        fsdp_peft.async_save(f"file://{self.folder}/there", self.model, self.optim).wait()
         self.assertTrue((self.folder / "there" / "adapter_config.json").exists())
         fsdp_peft.load(self.folder / "there", *self.fresh(), check="bitwise")
         fsdp_optim.convert(self.folder / "a", self.folder / "b")

@@ -176,7 +176,7 @@ class OtherDoorsTest(unittest.TestCase):
 
 WITHOUT_OPTIONS = {"wait"}  # its `timeout` is no option of a collective call
 
-SET_BY_MANAGER = {"step", "extra", "per_rank_extra", "overwrite", "upload_to"}
+SET_BY_MANAGER = {"step", "extra", "per_rank_extra", "overwrite"}
 NOT_OF_MANAGER = {"format", "rename", "weights_dtype"}  # a manager's checkpoints are for its own resume
 
 

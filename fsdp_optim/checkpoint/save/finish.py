@@ -9,11 +9,10 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Stamp, WrittenFiles
 
 
-def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> list[str]:
+def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> None:
     """Write the remaining files and commit, on the leader. `written`: the results of `encode_written` of all ranks.
 
-    `commits`: called before the files become the checkpoint; raises an error where they must not. Returns the names of the files
-    without those of tensors and the manifest.
+    `commits`: called before the files become the checkpoint; raises an error where they must not.
     """
     if job.staging is None or job.prepared is None:
         raise CheckpointError("only the rank that began the save in the store can finish it")
@@ -30,16 +29,13 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
         folder=staging.inner_folder,
         manager=job.managed.record if job.managed is not None else None,
     )
-    small = list(extras)
     for name, data in job.writer.last(
         job.prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp
     ):
         if name != job.format.probe.manifest:
             staging.put(name, data, durable=durable)
-            small.append(name)
         else:
             commits()
             staging.commit(name, data, durable=durable)
     if job.managed is not None and durable:  # otherwise there was nothing to remove at the beginning
         job.managed.remove_outdated(job.store, job.prepared.content, stamp.step or 0, stamp.sequence)
-    return small
