@@ -60,9 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         loss.backward()
         optim.step()
         if step % asked.every == 0 or step == asked.last:
-            handle = fsdp_peft.async_save(
-                f"{asked.root}/step-{step}", model, optim, step=step, keep_last=2, overwrite=True
-            )
+            handle = fsdp_peft.async_save(f"{asked.root}/step-{step}", model, optim, step=step, overwrite=True)
     if asked.last > first:
         handle.wait()
     if rank == 0:

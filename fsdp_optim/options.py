@@ -228,10 +228,8 @@ class SaveOptions(Arguments):
     max_file_size: int = 4_000_000_000
     checksums: bool = True
     durable: bool = True
-    keep_last: int | None = None
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
-    upload_to: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
     format: SavedFormat = "safetensors"
     weights: WhichWeights = "all"
@@ -244,15 +242,8 @@ class SaveOptions(Arguments):
         check_rename(self.rename)
         check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
         check_one_of("format", self.format, ("safetensors", "dcp", "torchtitan"), CheckpointError)
-        if self.upload_to is not None and self.format != "safetensors":
-            raise CheckpointError(
-                f'upload_to= takes checkpoints of the format "safetensors": save with format="{self.format}" to {self.upload_to} '
-                "itself"
-            )
         check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
-        if self.keep_last is not None:
-            check_at_least("keep_last", self.keep_last, 1, error=CheckpointError)
         if self.step is not None:
             check_at_least("step", self.step, 0, error=CheckpointError)
             if self.step >= _MOST_STEPS:

@@ -51,7 +51,6 @@ def save(
     max_file_size: int = 4_000_000_000,
     checksums: bool = True,
     durable: bool = True,
-    keep_last: int | None = None,
     allow_pickle: bool = False,
     progress: bool | None = None,
     name_of: NameOf | None = None,
@@ -59,7 +58,6 @@ def save(
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
-    upload_to: str | None = None,
     format: SavedFormat = "safetensors",
     weights: WhichWeights = "all",
     rename: Rename | None = None,
@@ -88,24 +86,18 @@ def save(
         max_file_size: the most bytes of a file with tensors, with its header. A larger half is split into several files with an
             index, as Hugging Face does. A tensor that is larger than that is in a file of its own.
         checksums: write a table of checksums next to each file, so that readers can verify the bytes that they read.
-        durable: return only when the bytes are on the disk. A save that replaces or removes another checkpoint is flushed to the
-            disk before that in any case.
-        keep_last: remove older complete checkpoints in the same folder until this number is left. Only checkpoints of one series
-            with the same content count: names that differ only in their digits, or both saved with `step` and `keep_last`; the
-            same names of parameters, and both with or both without an optimizer. Each removal is logged.
+        durable: return only when the bytes are on the disk. A save that replaces another checkpoint is flushed to the disk
+            before that in any case.
         allow_pickle: pickle values that are neither JSON nor tensors, in the extras, in the state, and in values of modules.
             False: such a value is an error that names it.
         progress: show a bar on the lowest rank. None: for long saves, a bar on a terminal, and lines in the log elsewhere.
         name_of, process_group, timeout, bucket_nbytes: as for `gather_full_optim_state_dict`.
         on_replica_mismatch: as for `gather_full_optim_state_dict`, and also for weights and buffers, BatchNorm statistics
             included, which must be equal on all ranks that hold the same part.
-        upload_to: a URL to which all ranks upload the finished folder in the background. `result.upload.wait()` waits for the
-            end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`,
-            `keep_last` and `storage_options` count for the URL too.
         format: the form of the files. "safetensors": this library's own. "dcp": a folder of torch.distributed.checkpoint, which
             a job without this library resumes by `dcp.load({"model": ..., "optimizer": ...})` and `set_state_dict`;
-            "torchtitan": the same with the weights at the top level. These two have no checksums, take no `upload_to`, and
-            their extras are flattened as torch flattens dicts: keys become str for other readers, and come back in `load`.
+            "torchtitan": the same with the weights at the top level. These two have no checksums, and their
+            extras are flattened as torch flattens dicts: keys become str for other readers, and come back in `load`.
         weights: "all": all parameters and buffers, and the values of modules. "trainable": the parameters that require
             gradients (adapters, say), and all buffers and values of modules, because training changes these too. "none": the
             optimizer alone, beside model files that the trainer has elsewhere. The checkpoint records the choice; `load` has an
@@ -143,10 +135,8 @@ def save(
             max_file_size=max_file_size,
             checksums=checksums,
             durable=durable,
-            keep_last=keep_last,
             allow_pickle=allow_pickle,
             progress=progress,
-            upload_to=upload_to,
             format=format,
             weights=weights,
             rename=rename,
@@ -170,7 +160,6 @@ def async_save(
     max_file_size: int = 4_000_000_000,
     checksums: bool = True,
     durable: bool = True,
-    keep_last: int | None = None,
     allow_pickle: bool = False,
     progress: bool | None = None,
     name_of: NameOf | None = None,
@@ -178,7 +167,6 @@ def async_save(
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
-    upload_to: str | None = None,
     format: SavedFormat = "safetensors",
     weights: WhichWeights = "all",
     rename: Rename | None = None,
@@ -188,14 +176,13 @@ def async_save(
     """As `save`, but returns when the state is copied to host memory, so that training may go on and change the state.
 
     Called by all ranks of the model. One thread of each rank writes the copy, without collective calls. `handle.wait()` and the
-    next save or async_save of this process wait for this save, with `upload_to` also for the upload, and raise its error; the
-    exit of the process waits too. Memory: one copy of the part that this rank writes (its shard, or its share of replicated
-    values), until that part is written.
+    next save or async_save of this process wait for this save, and raise its error; the exit of the process waits too. Memory:
+    one copy of the part that this rank writes (its shard, or its share of replicated values), until that part is written.
 
     Args:
         path, model, optim, weights, weights_dtype, rename, step, extra, per_rank_extra, overwrite, strategy, max_file_size,
-            checksums, durable, keep_last, allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes,
-            on_replica_mismatch, upload_to, format, storage_options: as for `save`.
+            checksums, durable, allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes,
+            on_replica_mismatch, format, storage_options: as for `save`.
 
     Returns:
         A `SaveHandle` for this save.
@@ -217,10 +204,8 @@ def async_save(
             max_file_size=max_file_size,
             checksums=checksums,
             durable=durable,
-            keep_last=keep_last,
             allow_pickle=allow_pickle,
             progress=progress,
-            upload_to=upload_to,
             format=format,
             weights=weights,
             rename=rename,

@@ -57,8 +57,8 @@ class CachedStore(Store):
             opened.close()
             raise
 
-    def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> Staging:
-        return self.store.begin(overwrite=overwrite, durable=durable, token=token)
+    def begin(self, *, overwrite: bool, durable: bool) -> Staging:
+        return self.store.begin(overwrite=overwrite, durable=durable)
 
     def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> StoreWriter:
         return self.store.join(address, durable=durable, who=who, budget_nbytes=budget_nbytes)

@@ -49,7 +49,7 @@ except ImportError as error:
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _OF_LIGHTNING = ("path", "model", "optim", "step", "extra", "overwrite", "process_group", "strict")
-_NOT_HERE = (*_OF_LIGHTNING, "per_rank_extra", "keep_last", "upload_to", "format")
+_NOT_HERE = (*_OF_LIGHTNING, "per_rank_extra", "format")
 _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
 _RANDOM_ONLY, _MID_EPOCH = TrainerState({}, {}, rng=True), "mid_epoch"
 

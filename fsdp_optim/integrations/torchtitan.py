@@ -25,6 +25,7 @@ from torch import nn
 
 from fsdp_optim import api
 from fsdp_optim.buckets.schemes import scheme_of
+from fsdp_optim.checkpoint.common.stores import shelf_at
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, StateError, shortened
@@ -169,7 +170,8 @@ class FsdpOptimCheckpointManager(_Base):
             self._save_last(curr_step)
             return True
         if config.hf_weights and self._adapter is not None:
-            self._save_hf(curr_step, self._weights.state_dict(), keep_last=config.keep_latest_k or None)
+            self._save_hf(curr_step, self._weights.state_dict())
+            by_lowest("retention", _CALLS, self._remove_older_hf)
         self._manager.save(curr_step)
         self.save_future = _Background(self._manager)
         if last_step or config.async_mode == "disabled":
@@ -185,21 +187,27 @@ class FsdpOptimCheckpointManager(_Base):
         if not step or not self._config.last_save_in_hf:
             self._save_tensors(f"{self.folder}/{_WEIGHTS}/step-{step}", step, tensors)
 
-    def _save_hf(self, step: int, tensors: Mapping[str, Any], *, keep_last: int | None = None) -> None:
+    def _save_hf(self, step: int, tensors: Mapping[str, Any]) -> None:
         """Save weights in the names and shapes of Hugging Face, and the model's config beside them."""
         place = f"{self.folder}/{_HF}/step-{step}"
-        self._save_tensors(place, step, self._adapter.to_hf(dict(tensors)), keep_last=keep_last)
+        self._save_tensors(place, step, self._adapter.to_hf(dict(tensors)))
         assets = getattr(self._adapter, "hf_assets_path", None)
         if assets and scheme_of(place) is None:
             by_lowest("assets", _CALLS, lambda: copy_beside(assets, place, without=_WEIGHT_FILES))
 
-    def _save_tensors(self, place: str, step: int, tensors: Mapping[str, Any], *, keep_last: int | None = None) -> None:
+    def _remove_older_hf(self) -> None:
+        """Remove the oldest exports until `keep_latest_k` are left. Called on one rank."""
+        directory = shelf_at(f"{self.folder}/{_HF}")
+        complete, _ = directory.complete()
+        if self._config.keep_latest_k:
+            directory.remove(complete[: -self._config.keep_latest_k], f"keep_latest_k={self._config.keep_latest_k}")
+
+    def _save_tensors(self, place: str, step: int, tensors: Mapping[str, Any]) -> None:
         config = self._config
         api.save(
             place,
             module_of(tensors),
             step=step,
-            keep_last=keep_last,
             overwrite=True,  # of the same step, which a run that went back reaches again
             durable=config.durable,
             process_group=self._group,

@@ -14,6 +14,7 @@ import logging
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,7 +92,7 @@ class FsdpOptimCheckpointManager(_Own):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Save the parts that `save_contents` lists into `local_path`, and upload them to `hdfs_path`, if that is a URL."""
+        """Save the parts that `save_contents` lists into `local_path`, and also to `hdfs_path`, if that is a URL."""
         if local_path is None:
             return
         self.wait()
@@ -101,24 +102,22 @@ class FsdpOptimCheckpointManager(_Own):
             step=global_step,
             weights=self._weights_to_save(),
             overwrite=True,  # of the same step, which a run that went back reaches again
-            upload_to=f"{hdfs_path}/{_FOLDER}" if hdfs_path else None,
         )
         if self.should_save_extra:
             options = with_objects(self.model, options, self._objects())
         optim = self.optimizer if self.should_save_optimizer else None
-        place = f"{local_path}/{_FOLDER}"
+        places = [f"{path}/{_FOLDER}" for path in (local_path, hdfs_path) if path]
         if not self._writes_in_background(local_path):
-            saved = save(place, self.model, optim, options)
-            if saved.upload is not None:
-                saved.upload.wait()
+            for place in places:
+                save(place, self.model, optim, options)
             if self.rank == 0:
                 self._finish(local_path, max_ckpt_to_keep)
             return
-        handle = async_save(place, self.model, optim, options)
+        handles = [async_save(place, self.model, optim, options) for place in places]
         if self.rank == 0:
             # No daemon, so that the process does not end before the config is written beside the weights.
             self._finisher = threading.Thread(
-                target=self._finish_later, args=(handle, local_path, global_step, max_ckpt_to_keep)
+                target=self._finish_later, args=(handles, local_path, global_step, max_ckpt_to_keep)
             )
             self._finisher.start()
 
@@ -152,10 +151,13 @@ class FsdpOptimCheckpointManager(_Own):
             )
         return False
 
-    def _finish_later(self, handle: SaveHandle, local_path: str, step: int, max_ckpt_to_keep: int | None) -> None:
+    def _finish_later(
+        self, handles: Sequence[SaveHandle], local_path: str, step: int, max_ckpt_to_keep: int | None
+    ) -> None:
         """The steps after the manifest, in a thread of rank 0."""
         try:
-            handle.wait()
+            for handle in handles:
+                handle.wait()
             self._finish(local_path, max_ckpt_to_keep)
             write_tracker(local_path, step)
         except Exception:

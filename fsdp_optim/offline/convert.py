@@ -325,19 +325,19 @@ class _Work:
             durable=begun.durable,
         )
         return Job(
-            self.group,
-            as_save,
-            begun.store,
-            self.format,
-            begun.address,
-            "",
-            FilePlan(self.files, owners, is_alone=len(ranks) == 1),
-            (),
-            self.writer,
-            self.transcript.files if self.leads else {},
-            self.transcript.prepared if self.leads else None,
-            begun.staging,
-            begun.claim,
+            group=self.group,
+            options=as_save,
+            store=begun.store,
+            format=self.format,
+            address=begun.address,
+            token="",
+            plan=FilePlan(self.files, owners, is_alone=len(ranks) == 1),
+            absent=(),
+            writer=self.writer,
+            extras=self.transcript.files if self.leads else {},
+            prepared=self.transcript.prepared if self.leads else None,
+            staging=begun.staging,
+            claim=begun.claim,
         )
 
     def _units(self, part_nbytes: Mapping[str, int]) -> list[CopyRange]:

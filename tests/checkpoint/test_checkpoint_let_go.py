@@ -1,4 +1,4 @@
-"""Saves let go of paths: that of a save that failed in the background, and folders that keep_last removes."""
+"""Saves let go of paths: that of a save that failed in the background, and folders that a manager removes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from kit.retention import save_managed
 from kit.wrapping import check_refused, check_same, error_text
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.checkpoint.common.pending import Pending
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save.job import Job
@@ -92,28 +94,29 @@ class LetGoTest(unittest.TestCase):
             check_same(f"{name}: another rank saves there", found[1 - first][name][1], ("", ""))
             check_same("there", sorted(path.name for path in self.root.glob(f"{name}*")), [name, f"{name}, alone"])
 
-    def save(self, *steps: int, **options: Any) -> None:
-        for step in steps:
-            fsdp_optim.save(self.root / f"step-{step}", nn.Linear(2, 2), **options)
+    def keep(self, step: int, keep_last: int) -> None:
+        save_managed(self.root, step, nn.Linear(2, 2), keep_last=keep_last)
 
     def test_a_new_name_is_on_the_disk_before_its_folder_is_emptied(self) -> None:
-        self.save(1, 2)
+        self.keep(1, 2)
+        self.keep(2, 2)
         events, rename = Events(), Path.rename
         with (
             mock.patch.object(Path, "rename", events.recorded("rename", rename)),
             mock.patch.object(leftovers, "sync_folder", events.recorded("flush", leftovers.sync_folder)),
             mock.patch.object(shutil, "rmtree", events.recorded("remove", shutil.rmtree)),
         ):
-            self.save(3, keep_last=1)
-        last = events.found.index(("rename", "step-1"))
+            self.keep(3, 1)
+        last = events.found.index(("rename", name_of_step(2)))
         kinds = [name for name, _ in events.found[last - 1 :]]
         check_same("order", kinds, ["rename", "rename", "flush", "remove", "remove"])
         check_same("what is flushed", events.found[-3], ("flush", "run"))
-        check_same("what is there", os.listdir(self.root), ["step-3"])
+        check_same("what is there", os.listdir(self.root), [name_of_step(3)])
 
     def test_a_new_name_that_is_not_on_the_disk(self) -> None:
         """Then nothing is emptied; the next save does it."""
-        self.save(1, 2)
+        self.keep(1, 2)
+        self.keep(2, 2)
         real, calls = leftovers.sync_folder, []
 
         def fails_at_last(path: Path) -> None:
@@ -126,14 +129,14 @@ class LetGoTest(unittest.TestCase):
             mock.patch.object(leftovers, "sync_folder", fails_at_last),
             self.assertLogs("fsdp_optim", "WARNING") as told,
         ):
-            self.save(3, keep_last=1)
+            self.keep(3, 1)
         self.assertRegex(told.output[-1], "is not removed yet.*Input/output error")
         gone = [path for path in self.root.iterdir() if ".gone-" in path.name]
         check_same("whole", [(path / "fsdp_optim.json").exists() for path in gone], [True, True])
         check_same(
             "no checkpoint",
             [Path(one.base).name for one in FolderShelf(self.root, OURS.probe).complete()[0]],
-            ["step-3"],
+            [name_of_step(3)],
         )
-        self.save(4)
-        check_same("gone", sorted(os.listdir(self.root)), ["step-3", "step-4"])
+        self.keep(4, 2)
+        check_same("gone", sorted(os.listdir(self.root)), [name_of_step(3), name_of_step(4)])

@@ -17,11 +17,10 @@ from kit.catalogs import CatalogTest, clock, load, save, sequence_of, unreadable
 from kit.checkpoint_damage import seal
 from kit.checkpoint_format import MANIFEST, check_folder, read_manifest
 from kit.checkpoints import save as save_trained
+from kit.retention import path_of_step
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
-from torch import nn
 
-import fsdp_optim
 from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix.claim import LOCK
 from fsdp_optim.storage.posix.folder import FolderStaging
@@ -247,45 +246,34 @@ class FlushTest(CatalogTest):
         self.check_only("step-1", "step-2")
 
     def test_nothing_is_removed_for_a_name_that_is_not_durable(self) -> None:
-        save(self.root / "step-1", durable=True)
+        self.keep(1, 1, durable=True)
         with failing_flush(self.root):
-            error_text(lambda: save(self.root / "step-2", keep_last=1, durable=True))
-        self.check_only("step-1", "step-2")
+            error_text(lambda: self.keep(2, 1, durable=True))
+        self.check_steps(1, 2)
 
-    @parameterized.expand(
-        (
-            ("overwrite", "step-1", {"overwrite": True}),
-            ("keep_last", "step-2", {"keep_last": 1}),
-            ("keep_last, in the background", "step-2", {"keep_last": 1}),
-        )
-    )
-    def test_the_new_one_is_on_the_disk_before_the_old_one_goes(self, what: str, name: str, options: Any) -> None:
+    @parameterized.expand((("overwrite",), ("keep_last",)))
+    def test_the_new_one_is_on_the_disk_before_the_old_one_goes(self, what: str) -> None:
         """Also with durable=False, because the old one may be the only one that is on the disk."""
-        save(self.path)
+        self.keep(1, 1)
+        new = path_of_step(self.root, 1 if what == "overwrite" else 2)
         with noted() as events:
-            if "background" in what:
-                fsdp_optim.async_save(self.root / name, nn.Linear(3, 2), None, durable=False).wait(LIMIT)
-                save(self.root / "step-3", durable=False)  # of the same content
-                events.clear()
-                fsdp_optim.async_save(self.root / "step-4", nn.Linear(3, 2), None, durable=False, keep_last=1).wait(
-                    LIMIT
-                )
+            if what == "overwrite":
+                save(new, durable=False, overwrite=True)
             else:
-                save(self.root / name, durable=False, **options)
+                self.keep(2, 1)
         first = next(
             i for i, (what, path) in enumerate(events) if what == "rmtree" and (".old-" in path or ".gone-" in path)
         )
         flushed = {Path(path).name for what, path in events[:first] if what == "fsync"}
-        new = self.root / ("step-4" if "background" in what else name)
         lacking = {str(path.name) for path in new.rglob("*") if path.is_file()} - flushed
         check_same("files that are not on the disk", lacking, set())
         check_same("the folder of the checkpoints", ("fsync", str(self.root)) in events[:first], True)
 
     def test_nothing_is_flushed_where_nothing_goes(self) -> None:
         with noted() as events:
-            save(self.root / "step-1", keep_last=2)
-            save(self.root / "step-2", keep_last=2, overwrite=True)
-            save(self.root / "other", keep_last=1)
+            self.keep(1, 2)
+            self.keep(2, 2, overwrite=True)
+            save(self.root / "other")
         check_same("flushed", [path for what, path in events if what == "fsync"], [])
 
     def test_on_all_ranks(self) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kit.catalogs import LOG, load, save
+from kit.catalogs import LOG, CatalogTest, load, save
 from kit.checkpoint_format import MANIFEST, all_bytes, check_folder
-from kit.checkpoints import InFolder
 from kit.checkpoints import save as save_trained
+from kit.retention import path_of_step
 from kit.wrapping import Trained, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
@@ -49,7 +49,7 @@ def save_on_ranks(path: Path, number: int, in_background: bool) -> None:
             save_trained(path, one, overwrite=True, extra={"number": number}, per_rank_extra={"rank": 1})
 
 
-class CarriedOverTest(InFolder):
+class CarriedOverTest(CatalogTest):
     def check_all_there(self, files: dict[str, bytes]) -> None:
         there = all_bytes(self.path)
         check_same("files", {name: there.get(name) for name in files}, files)
@@ -134,21 +134,22 @@ class CarriedOverTest(InFolder):
         check_same("number", fsdp_optim.load(self.path)["number"], 1)
         self.check_only("step-1")
 
-    def test_what_keep_last_removes_is_named(self) -> None:
-        save(self.path)
-        put(self.path)
+    def test_what_a_manager_removes_is_named(self) -> None:
+        self.keep(1, 1)
+        path = path_of_step(self.root, 1)
+        put(path)
         with self.assertLogs(LOG, logging.INFO) as logs:
-            save(self.root / "step-2", keep_last=1)
+            self.keep(2, 1)
         [line] = [line for line in logs.output if "removed" in line]
-        for name in ("config.json", "extra/mine.txt", "tokenizer", str(self.path)):
+        for name in ("config.json", "extra/mine.txt", "tokenizer", str(path)):
             self.assertIn(name, line)
-        self.check_only("step-2")
+        self.check_steps(2)
 
     def test_nothing_is_said_where_nothing_was_put(self) -> None:
-        save(self.path)
+        self.keep(1, 1)
         with self.assertLogs(LOG, logging.INFO) as logs:
-            save(self.path, overwrite=True)
-            save(self.root / "step-2", keep_last=1, extra={"tensor": torch.ones(2)})
+            save(path_of_step(self.root, 1), overwrite=True)
+            self.keep(2, 1, extra={"tensor": torch.ones(2)})
         for line in logs.output:
             self.assertNotIn("carried over", line)
             self.assertNotIn("somebody", line)

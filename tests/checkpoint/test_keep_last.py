@@ -1,4 +1,4 @@
-"""`keep_last` of save and async_save, and `latest`."""
+"""Older checkpoints that go when a new one is complete, and `latest`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from kit.checkpoints import (
     InFolder,
-    async_save,
     before_writes,
-    save,
 )
+from kit.retention import path_of_step, save_managed
 from kit.wrapping import Trained, error_text
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.testing import run_on_ranks
@@ -30,14 +30,11 @@ from fsdp_optim.testing import run_on_ranks
 LIMIT = 60.0  # seconds; reached by nothing but a failure
 
 
-def keep_on_ranks(root: Path, kind: str) -> list[list[str]]:
-    """The files that are there when each save has returned, or its handle was waited for."""
+def keep_on_ranks(root: Path) -> list[list[str]]:
+    """The files that are there when each save has been waited for."""
     trained, found = Trained("FSDP2", steps=1), []
     for step in (8, 9, 10, 11):
-        if kind == "save":
-            save(root / f"step-{step}", trained, keep_last=2, durable=True)
-        else:
-            async_save(root / f"step-{step}", trained, keep_last=2, durable=True).wait(timeout=LIMIT)
+        save_managed(root, step, trained.model, trained.optim, keep_last=2, durable=True)
         newest = fsdp_optim.latest(root)
         dist.barrier()
         found.append([newest.name if newest else "", *sorted(entry.name for entry in root.iterdir())])
@@ -50,55 +47,47 @@ class KeepTest(InFolder):
         model = nn.Linear(3, 2)
         fsdp_optim.save(self.root / name, model, torch.optim.SGD(model.parameters()), **kwargs)
 
-    @parameterized.expand(("save", "async_save"))
-    def test_the_newest_are_kept(self, kind: str) -> None:
-        for found in run_on_ranks(keep_on_ranks, 2, self.root, kind):
-            wanted = [
-                ["step-8", "step-8"],
-                ["step-9", "step-8", "step-9"],
-                ["step-10", "step-10", "step-9"],
-                ["step-11", "step-10", "step-11"],
-            ]
-            self.assertEqual(found, wanted)
+    def keep(self, step: int, **kwargs: Any) -> None:
+        model = nn.Linear(3, 2)
+        save_managed(self.root, step, model, torch.optim.SGD(model.parameters()), keep_last=1, **kwargs)
+
+    def test_the_newest_are_kept(self) -> None:
+        for found in run_on_ranks(keep_on_ranks, 2, self.root):
+            steps = [(8, 8), (9, 8, 9), (10, 9, 10), (11, 10, 11)]
+            self.assertEqual(found, [[*map(name_of_step, each)] for each in steps])
 
     def test_what_is_no_checkpoint_is_left_alone(self) -> None:
         (self.root / "logs").mkdir()
         (self.root / "logs" / "model.safetensors").write_bytes(b"mine")
         (self.root / "notes.txt").write_text("mine")
         (self.root / "fsdp_optim.json").write_text("{}")
-        for name in ("step-2", "step-1", "step-3"):
-            self.save(name, keep_last=1)
-            self.assertEqual(fsdp_optim.latest(self.root), self.root / name)
-            self.check_only("logs", "notes.txt", "fsdp_optim.json", name)
+        for step in (1, 2, 3):
+            self.keep(step)
+            self.assertEqual(fsdp_optim.latest(self.root), path_of_step(self.root, step))
+            self.check_only("logs", "notes.txt", "fsdp_optim.json", name_of_step(step))
 
-    def test_without_keep_last_nothing_is_deleted(self) -> None:
+    def test_a_save_deletes_nothing_by_itself(self) -> None:
         for name in ("step-1", "step-2", "step-3"):
             self.save(name)
         self.check_only("step-1", "step-2", "step-3")
-        self.save("step-4", keep_last=4)
-        self.check_only("step-1", "step-2", "step-3", "step-4")
-        self.save("step-5", keep_last=2)
-        self.check_only("step-4", "step-5")
 
     def test_a_failed_save_deletes_nothing(self) -> None:
-        self.save("step-1")
-        self.save("step-2")
+        self.keep(1)
 
         def fail(file: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with before_writes(fail):
-            kind, text = error_text(lambda: self.save("step-3", keep_last=1))
+            kind, text = error_text(lambda: self.keep(2))
         self.assertEqual(kind, "CheckpointError", text)
-        self.assertEqual(fsdp_optim.latest(self.root), self.root / "step-2")
-        for name in ("step-1", "step-2"):
-            self.assertEqual(fsdp_optim.load(self.root / name, nn.Linear(3, 2)).summary.world_size, 1)
-        self.save("step-3", keep_last=1)
-        self.check_only("step-3")
+        self.assertEqual(fsdp_optim.latest(self.root), path_of_step(self.root, 1))
+        self.assertEqual(fsdp_optim.load(path_of_step(self.root, 1), nn.Linear(3, 2)).summary.world_size, 1)
+        self.keep(3)
+        self.check_only(name_of_step(3))
 
     def test_older_ones_are_deleted_last(self) -> None:
         """Whenever something of an old checkpoint goes, the new one is complete."""
-        self.save("step-1")
+        self.keep(1)
         seen: list[Any] = []
 
         def noting(name: str) -> Any:
@@ -111,9 +100,9 @@ class KeepTest(InFolder):
             return mock.patch.object(os, name, call)
 
         with noting("unlink"), noting("remove"), noting("rmdir"):
-            self.save("step-2", keep_last=1)
-        self.check_only("step-2")
-        self.assertIn(self.root / "step-2", seen)
+            self.keep(2)
+        self.check_only(name_of_step(2))
+        self.assertIn(path_of_step(self.root, 2), seen)
         self.assertNotIn(None, seen)
 
     def test_latest_of_nothing(self) -> None:

@@ -52,7 +52,7 @@ class KeepTest(CatalogTest):
             run.manager.wait()
             save_plain(self.root / "best", run.model, step=1)
             save_plain(self.root / "step-00000000", run.model, step=0)
-            save_plain(self.root / "step-9", run.model, step=9, keep_last=5)
+            save_plain(self.root / "step-9", run.model, step=9)
             shutil.copytree(self.root / "step-00000001", self.root / "kept")
             shutil.copytree(self.root / "step-00000001", self.root / "step-00000007")
             (self.root / "notes").mkdir()
@@ -72,13 +72,6 @@ class KeepTest(CatalogTest):
             words = ("step-00000007: is there already, and no CheckpointManager made it",)
             refused(lambda: run.steps(range(7, 8)), CheckpointError, *words)
         self.assertLessEqual(others - {"step-00000005"}, set(names_in(self.root)))
-
-    def test_keep_last_of_save_does_not_count_those_of_a_manager(self) -> None:
-        run = Run(self.root, "plain", every=1)
-        with run.manager:
-            run.steps(range(1, 4))
-        save_plain(self.root / "step-9", run.model, step=9, keep_last=1)
-        self.assertEqual(steps_in(self.root), [9, 3, 2, 1])
 
     def test_one_that_cannot_be_loaded_does_not_count(self) -> None:
         run = Run(self.root, "plain", every=1, keep_last=2)

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from kit.catalogs import CatalogTest, save
 from kit.compare import refused
+from kit.retention import path_of_step
 from kit.wrapping import check_same
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
@@ -64,13 +66,14 @@ class BytesTest(CatalogTest):
         """Beside checkpoints, and in one that is replaced."""
         (self.root / BAD).write_text("mine")
         (self.root / f"{BAD}.d" / "extra").mkdir(parents=True)
-        save(self.root / "step-1", step=1, keep_last=1)
-        (self.root / "step-1" / BAD).write_text("mine")
-        save(self.root / "step-1", step=1, overwrite=True)
-        self.assertEqual((self.root / "step-1" / BAD).read_text(), "mine")
-        save(self.root / "step-2", step=2, keep_last=1)
-        self.check_only(BAD, f"{BAD}.d", "step-2")
-        self.check_latest("step-2")
+        self.keep(1, 1)
+        first = path_of_step(self.root, 1)
+        (first / BAD).write_text("mine")
+        self.keep(1, 1, overwrite=True)
+        self.assertEqual((first / BAD).read_text(), "mine")
+        self.keep(2, 1)
+        self.check_only(BAD, f"{BAD}.d", name_of_step(2))
+        self.check_latest(name_of_step(2))
 
     def test_one_is_replaced_and_converted(self) -> None:
         folder = self.root / f"{BAD}-1"

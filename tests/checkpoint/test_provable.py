@@ -126,7 +126,7 @@ class TestRefused(Folder):
         fsdp_optim.save(self.path, model, sgd(model.parameters()), durable=False)
         before = {path.name: path.read_bytes() for path in self.path.rglob("*") if path.is_file()}
         with self.assertRaisesRegex(kind, words):
-            fsdp_optim.save(self.path, model, optim, durable=False, overwrite=True, keep_last=1, **kwargs)
+            fsdp_optim.save(self.path, model, optim, durable=False, overwrite=True, **kwargs)
         self.assertEqual([path.name for path in self.path.parent.iterdir()], ["step"])
         self.assertEqual({path.name: path.read_bytes() for path in self.path.rglob("*") if path.is_file()}, before)
 

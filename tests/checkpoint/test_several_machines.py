@@ -27,7 +27,6 @@ from parameterized import parameterized
 import fsdp_optim
 from fsdp_optim.checkpoint.common import seen_by_all as sharing
 from fsdp_optim.checkpoint.load import opening
-from fsdp_optim.checkpoint.save import upload
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix import claim, folder, store, writer
@@ -275,51 +274,6 @@ class SaveTest(InFolder):
         self.assertIn("bytes are lost", line)
         self.assertEqual(found[1], [])
         self.assertTrue((self.path / "model.safetensors").exists())
-
-
-# ------------------------------------------------------------------------------------------ upload
-
-
-def uploads(path: Path, url: str, looks: int | None, older: Path | None = None) -> tuple[list[tuple[str, str]], int]:
-    """Save and upload, where rank 1 sees nothing, or an older checkpoint, at its first looks; how often it has looked."""
-    asked, opened = [0], Folder.open
-
-    def late(self: Folder) -> Any:
-        asked[0] += 1
-        return missing(self) if older is None else opened(Folder(older, PROBE))
-
-    with cpu(), machines(), impatient(upload) if looks is None else contextlib.nullcontext():
-        trained = Trained("FSDP2", **KWARGS)
-        with mock.patch.object(Folder, "open", sees_late(opened, late, looks)):
-            found = []
-            handle: list[Any] = []
-            options = {"durable": False, "progress": False, "upload_to": url}
-            found.append(
-                error_text(lambda: handle.append(fsdp_optim.save(path, trained.model, trained.optim, **options)))
-            )
-            if handle:
-                found.append(error_text(lambda: handle[0].upload.wait(60)))
-    return found, asked[0]
-
-
-class UploadTest(InFolder):
-    @parameterized.expand([("nothing",), ("the one before",)])
-    def test_a_rank_that_sees_the_checkpoint_late(self, sees: str) -> None:
-        url, older = f"file://{self.root}/bucket/step-1", self.root / "older"
-        run_on_ranks(saves, 2, older, 1)
-        before = older if sees == "the one before" else None
-        [(first, _), (second, looks)] = run_on_ranks(uploads, 2, self.path, url, LOOKS, before)
-        self.assertEqual([first, second], [[("", "")] * 2] * 2)
-        self.assertEqual(looks, LOOKS)
-        fsdp_optim.verify(url)
-
-    def test_a_rank_that_never_does(self) -> None:
-        url = f"file://{self.root}/bucket/step-1"
-        found = run_on_ranks(uploads, 2, self.path, url, None)
-        errors = [errors[1] for errors, _ in found]
-        check_refused("never", errors, "CheckpointError", "is saved, but it was not uploaded", "rank 1", "not visible")
-        check_files(self.path, oracle_after(STEPS))
-        self.assertIsNone(fsdp_optim.latest(f"file://{self.root}/bucket"))
 
 
 # ------------------------------------------------------------------------------------------ managers

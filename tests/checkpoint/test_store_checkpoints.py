@@ -18,13 +18,13 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoint_format import MANIFEST
 from kit.checkpoints import everything, mine, scramble
+from kit.retention import save_managed
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
 from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.checkpoint.catalog import newest as catalog
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.checkpoint.save.foreground import save
@@ -184,11 +184,12 @@ class InOneProcessTest(unittest.TestCase):
         self.check_loads(store)
         self.assertEqual(self.bucket.read("run/step-1/config.json")[0], b"{}")
 
-    def test_keep_last(self) -> None:
+    def test_what_a_manager_keeps(self) -> None:
+        root = f"memory://{self.id()}/run"
         for step in range(1, 6):
-            save_to(self.store(f"run/step-{step}"), self.trained, step=step, keep_last=2)
-        self.assertEqual(list(self.bucket.folders("run/")), ["run/step-4", "run/step-5"])
-        self.assertEqual(catalog.latest(self.store().directory()), "memory://bucket/run/step-5")
+            save_managed(root, step, self.trained.model, self.trained.optim, keep_last=2)
+        self.assertEqual([one.step for one in fsdp_optim.checkpoints(root)], [5, 4])
+        self.assertEqual(fsdp_optim.latest(root), f"{root}/step-00000005")
 
     def test_sequence_numbers(self) -> None:
         """Each is above the others under one prefix, whatever the clocks say, and not below the time in milliseconds."""
@@ -203,17 +204,6 @@ class InOneProcessTest(unittest.TestCase):
                 number = OURS.sequence_in(opened)
             self.assertEqual(number, max(found[root] + 1, now))
             found[root] = number
-
-    def test_an_upload_is_the_newest_where_it_goes(self) -> None:
-        """The folder counts its checkpoints from 1, the place of the uploads has higher numbers."""
-        run, root = self.trained, f"memory://{self.id()}/run"
-        with tempfile.TemporaryDirectory() as folder:
-            asked: dict[str, Any] = {"durable": False}
-            fsdp_optim.save(f"{root}/step-1", run.model, run.optim, **asked)
-            saved = fsdp_optim.save(f"{folder}/step-2", run.model, run.optim, upload_to=f"{root}/step-2", **asked)
-            self.assertIsNotNone(saved.upload)
-            saved.upload.wait()
-        self.assertEqual(fsdp_optim.latest(root), f"{root}/step-2")
 
     def test_a_save_that_fails_leaves_nothing(self) -> None:
         class Full(Memory):

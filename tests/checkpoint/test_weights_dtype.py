@@ -161,12 +161,6 @@ class OneProcessTest(unittest.TestCase):
         fsdp_optim.save(self.folder / "b", model, optim)
         self.assertIsNone(fsdp_optim.inspect(self.folder / "b").weights_dtype)
 
-    def test_an_export_is_another_series(self) -> None:
-        model, optim = stepped()
-        for step, dtype in enumerate((None, BF16, torch.float16, BF16)):
-            fsdp_optim.save(self.folder / f"s-{step}", model, optim, weights_dtype=dtype, step=step, keep_last=1)
-        self.assertEqual({path.name for path in self.folder.iterdir()}, {"s-0", "s-2", "s-3"})
-
     def test_a_folder_of_torch(self) -> None:
         model, optim = stepped()
         fsdp_optim.save(self.folder / "a", model, optim, weights_dtype=BF16, format="dcp")

@@ -324,15 +324,6 @@ class OneProcessTest(unittest.TestCase):
         names = {path.name for path in (self.folder / "files").iterdir() if path.is_file()}
         self.assertEqual(names, {"optim.pt", "torch_files.json"})
 
-    def test_other_weights_are_another_series(self) -> None:
-        model, optim = stepped("embed")
-        for step, which in enumerate(("all", "trainable", "none", "none", "trainable")):
-            fsdp_optim.save(self.folder / f"s-{step}", model, optim, weights=which, keep_last=1)
-        self.assertEqual({path.name for path in self.folder.iterdir()}, {"s-0", "s-3", "s-4"})
-        other = nn.Linear(2, 2)
-        fsdp_optim.save(self.folder / "s-9", other, torch.optim.Adam(other.parameters()), weights="none", keep_last=1)
-        self.assertTrue((self.folder / "s-3").exists())
-
     def test_resume_and_the_manager(self) -> None:
         model, optim = stepped("embed")
         with fsdp_optim.CheckpointManager(self.folder, model, optim, every=1, weights="trainable") as manager:

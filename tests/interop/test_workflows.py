@@ -81,7 +81,7 @@ def save_asynchronously(url: str, options: dict[str, Any]) -> None:
         for step in range(1, BEFORE + 1):
             train(model, optim, range(step - 1, step))
             place = f"{url}/step-{step}"
-            handles.append(fsdp_optim.async_save(place, model, optim, step=step, keep_last=2, **options))
+            handles.append(fsdp_optim.async_save(place, model, optim, step=step, **options))
         train(model, optim, range(BEFORE, BEFORE + 1))  # what is written is the snapshot
         for handle in handles:
             handle.wait()

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from kit.checkpoint_format import read_manifest
 from kit.checkpoints import InFolder
+from kit.retention import save_managed
 from kit.wrapping import check_same
 
 HOUR = 3600 * 10**9
@@ -49,6 +51,17 @@ def sequence_of(folder: Path) -> int:
 class CatalogTest(InFolder):
     def names(self) -> list[str]:
         return sorted(path.name for path in self.root.iterdir())
+
+    def keep(
+        self, step: int, keep_last: int, model: nn.Module | None = None, weights_only: bool = False, **options: Any
+    ) -> None:
+        """Save a step as a manager that keeps so many."""
+        model = model or nn.Linear(3, 2)
+        optim = None if weights_only else torch.optim.SGD(model.parameters())
+        save_managed(self.root, step, model, optim, keep_last=keep_last, **options)
+
+    def check_steps(self, *steps: int) -> None:
+        self.check_only(*map(name_of_step, steps))
 
     def check_latest(self, name: str) -> None:
         found = fsdp_optim.latest(self.root)

@@ -27,7 +27,7 @@ import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 from soak.failing import OUTCOMES, SHORT, Calls, Fault
 from soak.power_cuts import Small
-from soak.ranks import LEFTOVER, MODES, check_values, fill, path_of, values
+from soak.ranks import LEFTOVER, check_values, fill, path_of, save_by, values
 from soak.torture import PATIENCE, Torture, temporary
 
 WAITS = 60.0 * PATIENCE  # seconds that a rank waits for another
@@ -57,7 +57,7 @@ class Case:
         functions = OUTCOMES[kind]
         functions = functions if rng.random() < 0.4 else (rng.choice(functions),)
         options = rng.choice(({}, {}, {"max_file_size": 1500}, {"strategy": "per_rank_files"}, {"durable": False}))
-        mode = rng.choice(("steps", "overwrite"))
+        mode = rng.choice(("steps", "overwrite", "managed steps"))
         start = rng.choice(STARTS) if action.endswith("save") else rng.choice(STARTS[:3])
         fault = Fault(kind, functions, 0, rng.random() < 0.4)
         return cls(number, action, mode, start, tuple(options.items()), fault, rng.random(), rng.randrange(world))
@@ -86,11 +86,8 @@ class Subject:
 
     def save(self, case: Case, root: Path, number: int, later: bool = False) -> None:
         fill(self.one, number)
-        function: Any = fsdp_optim.async_save if later else fsdp_optim.save
-        path, options = path_of(root, case.mode, number), {**MODES[case.mode], **dict(case.options)}
-        done = function(path, self.one.model, self.one.optim, extra={"number": number}, timeout=WAITS, **options)
-        if later:
-            done.wait(3 * WAITS)
+        mode = f"async {case.mode}" if later and not case.mode.startswith("managed") else case.mode
+        save_by(mode, root, number, self.one, timeout=WAITS, **dict(case.options))
 
     def load(self, path: Path) -> int:
         """The number of the save in the folder. Raises Differs if its values are of several saves."""

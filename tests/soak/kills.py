@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from kit.wrapping import check_same
 
-import fsdp_optim
 from soak.ranks import (
     LIMIT,
     MODES,
@@ -29,9 +28,9 @@ from soak.ranks import (
     check_root,
     fill,
     leftovers,
-    path_of,
     plain,
     read_notes,
+    save_by,
     told,
     wait_for,
 )
@@ -79,7 +78,7 @@ class Case:
             victims = list(range(ranks)) if ranks == 1 or rng.random() < 0.5 else [rng.randrange(ranks)]
             nth = rng.randrange(MOST_CALLS) if rng.random() < 0.5 else None
             deaths.append(Death(victims, nth, rng.uniform(0.0, 0.12)))
-        return cls(number, root / f"{number}", rng.choice(list(MODES)), ranks, order, deaths)
+        return cls(number, root / f"{number}", rng.choice(MODES), ranks, order, deaths)
 
     @property
     def what(self) -> str:
@@ -128,7 +127,7 @@ class Kills:
 
     def _begun(self, mode: str) -> Path:
         """A folder with one checkpoint, save 1. Cases begin with a copy of this folder."""
-        kind = "overwrite" if mode.endswith("overwrite") else "steps"
+        kind = mode.removeprefix("async ")
         if kind not in self._pristine:
             self._pristine[kind] = self._folder / f"pristine {kind}"
             self._save(self._pristine[kind], kind, 1)
@@ -136,8 +135,7 @@ class Kills:
 
     def _save(self, root: Path, mode: str, number: int) -> None:
         fill(plain(), number)
-        options: Any = MODES[mode.removeprefix("async ")]
-        fsdp_optim.save(path_of(root, mode, number), plain().model, plain().optim, extra={"number": number}, **options)
+        save_by(mode, root, number, plain())
 
     def _kill(self, case: Case, death: Death) -> tuple[list[int], Path]:
         """Let the ranks save until the victims are dead."""

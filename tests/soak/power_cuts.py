@@ -21,7 +21,7 @@ from kit.wrapping import Differs, Trained, adam
 from torch import nn
 
 import fsdp_optim
-from soak.ranks import LEFTOVER, LIMIT, MODES, check_values, fill, leftovers
+from soak.ranks import LEFTOVER, check_values, fill, leftovers, path_of, save_by
 from soak.recording import Disk, Event, Recorder, Tree, at_random_choice, choices, put
 from soak.torture import Torture, temporary
 
@@ -56,17 +56,12 @@ class Way:
     inside: str = ""
 
     def path(self, root: Path, number: int) -> Path:
-        name = "current" if self.mode.endswith("overwrite") else f"step-{number:06}"
-        return root / self.inside / name
+        return Path(path_of(root / self.inside, self.mode, number))
 
     def save(self, root: Path, number: int) -> None:
         one = model()
         fill(one, number)
-        options = {**MODES[self.mode], **dict(self.options)}
-        save: Any = fsdp_optim.async_save if self.mode.startswith("async") else fsdp_optim.save
-        done = save(self.path(root, number), one.model, one.optim, extra={"number": number}, **options)
-        if self.mode.startswith("async"):
-            done.wait(LIMIT)
+        save_by(self.mode, root / self.inside, number, one, **dict(self.options))
 
 
 SPLIT = (("max_file_size", 1500),)
@@ -77,11 +72,11 @@ WAYS = {
     "overwrite twice": Way("overwrite", 1, saves=2),
     "overwrite, split": Way("overwrite", 1, options=SPLIT),
     "overwrite, files of a rank": Way("overwrite", 1, options=(("strategy", "per_rank_files"),)),
-    "keep_last": Way("steps", 2),
-    "keep_last, twice": Way("steps", 1, saves=3),
+    "a manager's": Way("managed steps", 2),
+    "a manager's, twice": Way("managed steps", 1, saves=3),
     "async first save": Way("async steps", 0),
     "async overwrite": Way("async overwrite", 1),
-    "async keep_last": Way("async steps", 2),
+    "async save beside others": Way("async steps", 2),
 }
 
 

@@ -28,7 +28,7 @@ def run(torture: Torture) -> None:
         try:
             for number in torture.numbers():
                 rng = torture.rng(number)
-                mode = rng.choice(("overwrite", "overwrite", "steps", "async overwrite"))
+                mode = rng.choice(("overwrite", "overwrite", "managed steps", "async overwrite"))
                 options: dict[str, Any] = {"strategy": rng.choice(("in_place", "per_rank_files"))}
                 options |= rng.choice(({}, {}, {"max_file_size": 20_000}, {"checksums": False}, {"durable": False}))
                 verify = rng.random() < 0.6

@@ -26,12 +26,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.checkpoint_format import MANIFEST, check_folder
+from kit.retention import save_managed
 from kit.wrapping import Differs, Trained, adam, check_same, local_of
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import fsdp_optim
+from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.checkpoint.load.restore import _LOOKS as LOOKS
+from fsdp_optim.options import Options
 from soak.torture import PATIENCE
 
 WORLD = 2
@@ -83,30 +86,36 @@ def plain() -> Trained:
 
 # ------------------------------------------------------------------------------------------- the processes that die
 
-MODES: dict[str, dict[str, Any]] = {
-    "steps": {"keep_last": 2},
-    "async steps": {"keep_last": 2},
-    "overwrite": {"overwrite": True},
-    "async overwrite": {"overwrite": True},
-}
+MODES = ("steps", "managed steps", "overwrite", "async overwrite")
+"""Each save at a place of its own; the same, and older ones go as a manager lets them; one place that is overwritten."""
+
+KEPT = 2
+"""How many checkpoints stay in the mode of a manager."""
+
 SYSTEM_CALLS = ("open", "mkdir", "write", "writev", "pwrite", "pwritev", "truncate", "ftruncate", "posix_fallocate")
 SYSTEM_CALLS += ("fsync", "fdatasync", "rename", "replace", "link", "symlink", "unlink", "remove", "rmdir")
 
 
-def place_of(order: dict[str, Any], number: int) -> tuple[Any, dict[str, Any]]:
-    """The place of saves, and its options."""
-    mode, storage = order["mode"], order.get("storage_options")
-    if storage is None:
-        return path_of(Path(order["root"]), mode, number), {}
-    url = f"{order['root']}/{path_of(Path(), mode, number)}"
-    if "folder" not in order:
-        return url, {"storage_options": storage}
-    return path_of(Path(order["folder"]), mode, number), {"storage_options": storage, "upload_to": url}
-
-
-def path_of(root: Path, mode: str, number: int) -> Path:
+def path_of(root: Any, mode: str, number: int) -> Any:
     """The path or URL of a save."""
-    return root / ("current" if mode.endswith("overwrite") else f"step-{number:06}")
+    name = "current" if mode.endswith("overwrite") else name_of_step(number)
+    return f"{root}/{name}" if isinstance(root, str) else root / name
+
+
+def save_by(mode: str, root: Any, number: int, one: Trained, *, timeout: float | None = None, **options: Any) -> None:
+    """Save in a mode, and wait for the end. Called by all ranks. `root`: a folder, or a URL as a str."""
+    options |= {"extra": {"number": number}}
+    if mode.startswith("managed"):
+        call = Options(timeout=timeout)
+        options = {"durable": True, "overwrite": True, "call": call, **options}
+        save_managed(root, number, one.model, one.optim, keep_last=KEPT, **options)
+        return
+    options |= {"timeout": timeout, "overwrite": mode.endswith("overwrite")}
+    place = path_of(root, mode, number)
+    if mode.startswith("async"):
+        fsdp_optim.async_save(place, one.model, one.optim, **options).wait(LIMIT)
+    else:
+        fsdp_optim.save(place, one.model, one.optim, **options)
 
 
 def note(order: dict[str, Any], rank: int, what: str, number: int) -> None:
@@ -131,8 +140,10 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
         wrapper = order.get("wrapper", "FSDP2")
     one = plain() if wrapper == "plain" else Trained(wrapper, adam, 1, Layers)
     one.forget_gradients()
-    save: Any = fsdp_optim.async_save if mode.startswith("async") else fsdp_optim.save
-    options = {"timeout": order["patience"], **MODES[mode], **order.get("options", {})}
+    options = {"timeout": order["patience"], **order.get("options", {})}
+    if "storage_options" in order:
+        options["storage_options"] = order["storage_options"]
+    root = order["root"] if "storage_options" in order else Path(order["root"])
     calls = order.get("calls")
     if order["ranks"] > 1:
         dist.barrier()  # so that a rank that starts late is not taken for a dead one
@@ -141,12 +152,7 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
         for number in range(order["first"], order["first"] + order["count"]):
             fill(one, number)
             note(order, rank, "begin", number)
-            place, more = place_of(order, number)
-            done = save(place, one.model, one.optim, extra={"number": number}, **more, **options)
-            if mode.startswith("async"):
-                done = done.wait(LIMIT)
-            if "upload_to" in more and done.upload is not None:
-                done.upload.wait(LIMIT)
+            save_by(mode, root, number, one, **options)
             note(order, rank, "end", number)
 
 
@@ -179,10 +185,10 @@ def load_again_and_again(order: dict[str, Any], rank: int) -> None:
 def least_replaced(mode: str) -> int:
     """The least number of saves that have noted their end during a load that gives up.
 
-    An overwritten path was replaced once during each attempt of the load; a path that `keep_last` removed was followed by as many
-    saves. The last of these saves may not have noted its end yet.
+    An overwritten path was replaced once during each attempt of the load; a path that a manager removed was followed by as many
+    saves as it keeps. The last of these saves may not have noted its end yet.
     """
-    return (LOOKS if mode.endswith("overwrite") else MODES[mode]["keep_last"]) - 1
+    return (LOOKS if mode.endswith("overwrite") else KEPT) - 1
 
 
 def saves_ended(notes: str) -> int:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.retention import save_managed
 from kit.wrapping import Differs, Trained, adam, check_same, differences, local_of
 
 import fsdp_optim
+from fsdp_optim.options import Options
 from fsdp_optim.testing import run_on_ranks
 from soak.ranks import LIMIT, Layers
 from soak.torture import Torture, temporary
@@ -52,8 +54,8 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
     fsdp_optim.transfer_optim_state(one.model, one.optim, target.model, target.optim, **group)
     extras = {"extra": {"number": number}, "per_rank_extra": {"rank": dist.get_rank()}}
     fsdp_optim.save(root / "current", one.model, one.optim, overwrite=True, **extras, **group)
-    handle = fsdp_optim.async_save(root / f"step-{number}", one.model, one.optim, keep_last=2, **extras, **group)
-    handle.wait(LIMIT)
+    call = Options(**group)
+    save_managed(root, number, one.model, one.optim, keep_last=2, durable=True, call=call, **extras)
     for path in (root / "current", fsdp_optim.latest(root)):
         restored = fsdp_optim.load(path, target.model, target.optim, check="bitwise", **group)  # type: ignore[arg-type]
         check_same("extras", (restored["number"], restored.per_rank), (number, {"rank": dist.get_rank()}))

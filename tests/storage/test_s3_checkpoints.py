@@ -97,21 +97,16 @@ def manage(root: str, options: Options) -> None:
         check_same("4 was taken back", steps(), [5, 3])
 
 
-def save_and_upload(folder: str, root: str, options: Options) -> None:
-    """Into a folder, then up: in turn and in the background, the second and third time over what is there."""
+def save_in_background(root: str, options: Options) -> None:
+    """In the background, the second and third time over what is there."""
     with cpu():
-        one = Trained("FSDP2", adam, steps=1)
         asked: Options = {"storage_options": options, "progress": False, "durable": False, "extra": {"a": 1}}
-        saved = fsdp_optim.save(f"{folder}/step-1", one.model, one.optim, upload_to=f"{root}/step-1", **asked)
-        if saved.upload is None:
-            raise Differs("there is no upload")
-        check_same("the place", saved.upload.wait().path, Path(folder, "step-1"))
-        for _ in range(2):
-            one = Trained("FSDP2", adam)
-            asked |= {"overwrite": True, "upload_to": f"{root}/step-1", "per_rank_extra": dist.get_rank()}
-            handle = fsdp_optim.async_save(f"{folder}/step-1", one.model, one.optim, **asked)
+        for steps in (1, None, None):
+            one = Trained("FSDP2", adam, steps=1) if steps else Trained("FSDP2", adam)
+            handle = fsdp_optim.async_save(f"{root}/step-1", one.model, one.optim, **asked)
             scramble(one)
-            handle.wait()
+            check_same("the place", handle.wait().path, f"{root}/step-1")
+            asked |= {"overwrite": True, "per_rank_extra": dist.get_rank()}
         other = Trained("fairscale flat", adam, steps=0)
         restored = fsdp_optim.load(
             f"{root}/step-1", other.model, other.optim, storage_options=options, check="bitwise", progress=False
@@ -144,18 +139,16 @@ def load_with_cache(url: str, options: Options, folder: str) -> int:
     return num
 
 
-def upload_to_nowhere(folder: str, root: str, options: Options) -> tuple[tuple[str, str], tuple[str, str]]:
+def save_to_nowhere(root: str, options: Options) -> tuple[tuple[str, str], tuple[str, str]]:
     """The error on every rank where the bucket does not exist, and where a share cannot be sent."""
     with cpu():
         one = Trained("FSDP2", adam, steps=1)
         asked: Options = {"storage_options": options, "progress": False, "durable": False}
-        missing = error_text(
-            lambda: fsdp_optim.save(f"{folder}/a", one.model, one.optim, upload_to="s3://no-such-bucket/a", **asked)
-        )
+        missing = error_text(lambda: fsdp_optim.async_save("s3://no-such-bucket/a", one.model, one.optim, **asked))
         failing = mock.patch.object(S3Bucket, "put_part", side_effect=CheckpointError("the line is cut"))
         with failing if dist.get_rank() == 1 else nullcontext():
-            saved = fsdp_optim.save(f"{folder}/b", one.model, one.optim, upload_to=f"{root}/b", **asked)
-            broken = error_text(saved.upload.wait)  # type: ignore[union-attr]
+            handle = fsdp_optim.async_save(f"{root}/b", one.model, one.optim, **asked)
+            broken = error_text(handle.wait)
         return missing, broken
 
 
@@ -185,17 +178,9 @@ class TestServers(unittest.TestCase):
         options = self.options["moto"]
         run_on_ranks(manage, 2, f"s3://{new_bucket(options)}/run", options)
 
-    def test_a_folder_goes_up(self) -> None:
+    def test_in_the_background(self) -> None:
         options = self.options["rclone"]
-        name = new_bucket(options)
-        with tempfile.TemporaryDirectory() as folder:
-            run_on_ranks(save_and_upload, 3, folder, f"s3://{name}/run", options)
-            found = {one.key: S3Bucket(name, options).read(one.key)[0] for one in S3Bucket(name, options).list("run/")}
-            files = {str(file.relative_to(folder)): file.read_bytes() for file in Path(folder).rglob("*.*")}
-        uploaded = {
-            "/".join(part for part in key.split("/")[1:] if len(part) != 16): data for key, data in found.items()
-        }
-        check_same("the files are those of the folder", sorted(uploaded.items()), sorted(files.items()))
+        run_on_ranks(save_in_background, 3, f"s3://{new_bucket(options)}/run", options)
 
     def test_a_local_cache(self) -> None:
         """The second load reads hardly anything but the manifest from the store, also with another wrapper."""
@@ -207,19 +192,14 @@ class TestServers(unittest.TestCase):
         self.assertGreater(first, second)
         self.assertLessEqual(second, 2, "the manifest, to open it and to see whether it was replaced")
 
-    def test_an_upload_that_fails(self) -> None:
-        """The folder is there, all ranks raise the same error, and the next save raises it where nobody has waited."""
+    def test_a_background_save_that_fails(self) -> None:
+        """All ranks raise the same error, and nothing is left."""
         options = self.options["moto"]
         name = new_bucket(options)
-        with tempfile.TemporaryDirectory() as folder:
-            found = run_on_ranks(upload_to_nowhere, 2, folder, f"s3://{name}/run", options)
-            for missing, broken in found:
-                self.assertEqual(missing[0], "CheckpointError", missing[1])
-                self.assertIn("no-such-bucket", missing[1])
-                self.assertEqual(broken[0], "CheckpointError", broken[1])
-                for words in (f"{folder}/b: is saved", f"s3://{name}/run/b", "rank 1: the line is cut"):
-                    self.assertIn(words, broken[1])
-            self.assertEqual([path.name for path in Path(folder).iterdir()], ["b"])
+        for missing, broken in run_on_ranks(save_to_nowhere, 2, f"s3://{name}/run", options):
+            self.assertEqual(missing[0], "CheckpointError", missing[1])
+            self.assertIn("no-such-bucket", missing[1])
+            self.assertEqual(broken, ("CheckpointError", "rank 1: the line is cut"))
         self.assertEqual([one.key for one in S3Bucket(name, options).list("")], [])
         self.assertEqual(list(S3Bucket(name, options).uploads("")), [])
 

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a save to an object store, or of an upload to it.
+"""kill -9 in the middle of a save to an object store.
 
 What `latest` gives is always a complete checkpoint, and the next save leaves nothing but checkpoints behind, also in the places
 beside its own. The processes that are killed are those of tests/soak/ranks.py.
@@ -28,7 +28,7 @@ from fsdp_optim.buckets.s3.bucket import S3Bucket
 from fsdp_optim.formats.own.format import OURS
 
 SEED = 20251122
-MODES = ("steps", "async steps", "overwrite", "async overwrite", "uploaded steps")
+MODES = ("steps", "managed steps", "overwrite", "async overwrite")
 FEW_MOMENTS, MOMENTS = 1, 50
 ONE_DIES = (2, 3)  # of every five moments; otherwise all die
 PATIENCE = 3.0  # seconds that a rank waits for one that is dead, at least
@@ -38,17 +38,14 @@ PART_NBYTES = 32 << 10
 
 
 class Place:
-    """A prefix of a bucket in which the ranks save in one way, and a folder for what is uploaded."""
+    """A prefix of a bucket in which the ranks save in one way."""
 
-    def __init__(self, mode: str, options: Options, folder: Path) -> None:
+    def __init__(self, mode: str, options: Options) -> None:
         self.options = {**options, "part_nbytes": PART_NBYTES, "dead_after": DEAD_AFTER}
         self.bucket = S3Bucket(new_bucket(options), options)
         self.root, self.newest = f"{self.bucket.name}/run", 0
         self.order: dict[str, Any] = {"root": self.root, "storage_options": self.options}
-        self.order["mode"] = mode.removeprefix("uploaded ")
-        if mode.startswith("uploaded"):
-            self.order["folder"] = str(folder)
-            folder.mkdir()
+        self.order["mode"] = mode
         for name in STRANGERS:
             self.bucket.put(f"run/current/{name}", b"of a user")
 
@@ -105,7 +102,7 @@ class KillTest(unittest.TestCase):
         """Some ways of saving in turn, each in a place of its own, in which life goes on after each death."""
         rng = random.Random(SEED)
         options = self.held.enter_context(serving(kind))
-        places = {mode: Place(mode, options, self.folder / f"{kind} {moments}") for mode in MODES}
+        places = {mode: Place(mode, options) for mode in MODES}
         lasts: dict[str, float] = {}
         in_the_middle = 0
         for moment in range(moments):
@@ -118,7 +115,7 @@ class KillTest(unittest.TestCase):
                 ended, begun = self.die(place, victims, rng.uniform(0.0, 1.0) * lasts[mode], lasts[mode])
                 in_the_middle += begun > ended
                 place.check(ended, begun)
-                place.newest = max(place.newest, begun)  # a folder that is to go up may have a later one
+                place.newest = max(place.newest, begun)
                 time.sleep(1.2 * DEAD_AFTER + 1)  # the clock of the store counts whole seconds
                 lasts[mode] = self.save(place, lasts[mode])  # the machine may have more to do than before
                 place.check_clean()

@@ -5,11 +5,9 @@ Measured as the operating system sees it, with malloc as it is: memory that it k
 
 from __future__ import annotations
 
-import tempfile
 import unittest
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from kit.cases import expand
 from kit.peaks import MIB, Peak
@@ -84,23 +82,6 @@ def saved(bucket: str, wrapper: str, options: Options) -> list[float]:
     return found
 
 
-def sent_up(bucket: str, folder: str, options: Options) -> list[float]:
-    """The extra memory of a save to a folder that is sent to a bucket, in MiB."""
-    with cpu():
-        one = Trained("FSDP2", adam, 1, LargeLayers)
-        one.forget_gradients()
-        S3Bucket(bucket, options).look("nothing")
-        dist.barrier()
-        with Peak() as peak:
-            url = f"s3://{bucket}/step"
-            result = fsdp_optim.save(
-                f"{folder}/step", one.model, one.optim, upload_to=url, storage_options=options, progress=False
-            )
-            assert result.upload is not None
-            result.upload.wait()
-    return [peak.mib]
-
-
 class MemoryTest(unittest.TestCase):
     def setUp(self) -> None:
         self.pool = RankPool()  # of its own: what malloc keeps of other tests would be used first
@@ -125,11 +106,6 @@ class MemoryTest(unittest.TestCase):
     def test_the_usual_memory(self, wrapper: str) -> None:
         """All of it lies within the usual `bucket_nbytes`, for a first save too: also threads, connections, and code."""
         self.check_usual(saved, wrapper)
-
-    @pytest.mark.slow  # what it sends are parts like those of a save, whose memory the others measure
-    def test_the_usual_memory_of_an_upload(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            self.check_usual(sent_up, folder)
 
     def check_usual(self, measure: Any, given: str) -> None:
         slow = Fault("Delay", method="PUT", times=-1, seconds=0.6)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.proxy import Fault, Proxy
+from kit.retention import path_of_step, save_managed
 from kit.servers import Options, new_bucket, port_of, shared
 from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text, local_of
 
@@ -61,51 +62,53 @@ def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None
                 for param in one.params:
                     local_of(param).fill_(number)
             asked: dict[str, Any] = {"storage_options": stale, "progress": False, "extra": {"number": number}}
-            fsdp_optim.save(f"{root}/step-{number}", one.model, one.optim, keep_last=KEEP_LAST, **asked)
-            given.append(look(f"{root}/step-{number}", stale, direct, number))
+            save_managed(root, number, one.model, one.optim, keep_last=KEEP_LAST, **asked)
+            given.append(look(path_of_step(root, number), stale, direct, number))
             fsdp_optim.save(f"{root}/current", one.model, one.optim, overwrite=True, **asked)
             given.append(look(f"{root}/current", stale, direct, number))
             check_at(f"{root}/current", direct, range(number, number + 1))
             for kept in range(max(1, number - KEEP_LAST + 1), number + 1):
-                check_at(f"{root}/step-{kept}", direct, range(kept, kept + 1))
+                check_at(path_of_step(root, kept), direct, range(kept, kept + 1))
     return given
 
 
-def save_number(url: str, number: int, options: Options, keep_last: int | None = KEEP_LAST) -> None:
+def save_number(root: str, number: int, options: Options) -> None:
     one = Trained("FSDP2", adam, 1)
     with torch.no_grad():
         for param in one.params:
             local_of(param).fill_(number)
-    asked: dict[str, Any] = {"storage_options": options, "progress": False, "extra": {"number": number}}
-    fsdp_optim.save(url, one.model, one.optim, keep_last=keep_last, **asked)
+    asked: dict[str, Any] = {"storage_options": options, "extra": {"number": number}}
+    save_managed(root, number, one.model, one.optim, keep_last=KEEP_LAST, **asked)
 
 
 def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
     """Every listing through `stale` is the one before step 3: it shows what was removed, and lacks the newest."""
+    places = {number: path_of_step(root, number) for number in range(1, 6)}
     with cpu():
         for number in (1, 2):
-            save_number(f"{root}/step-{number}", number, direct)
+            save_number(root, number, direct)
         first = dist.get_rank() == 0
         if first:
-            check_same("latest", fsdp_optim.latest(root, storage_options=stale), f"{root}/step-2")
+            check_same("latest", fsdp_optim.latest(root, storage_options=stale), places[2])
         dist.barrier()
         for number in (3, 4):
-            save_number(f"{root}/step-{number}", number, direct)
+            save_number(root, number, direct)
         if first:
             check_same(
                 "latest, where all that is listed was removed", fsdp_optim.latest(root, storage_options=stale), None
             )
         one = Trained("FSDP2", adam, 1)
         asked: dict[str, Any] = {"storage_options": stale, "progress": False}
-        error, words = error_text(lambda: fsdp_optim.load(f"{root}/step-1", one.model, one.optim, **asked))
-        check_same("load of what was removed", (error, f"{root}/step-1" in words), ("CheckpointError", True))
-        check_at(f"{root}/step-4", stale, range(4, 5))
-        save_number(f"{root}/step-5", 5, stale)
+        error, words = error_text(lambda: fsdp_optim.load(places[1], one.model, one.optim, **asked))
+        check_same("load of what was removed", (error, places[1] in words), ("CheckpointError", True))
+        check_at(places[4], stale, range(4, 5))
+        save_number(root, 5, stale)
         for number in (4, 5):
-            check_at(f"{root}/step-{number}", direct, range(number, number + 1))
+            check_at(places[number], direct, range(number, number + 1))
         if first:
-            check_same("latest", fsdp_optim.latest(root, storage_options=direct), f"{root}/step-5")
-        error, words = error_text(lambda: save_number(f"{root}/step-4", 6, stale))
+            check_same("latest", fsdp_optim.latest(root, storage_options=direct), places[5])
+        asked = {"storage_options": stale, "progress": False}
+        error, words = error_text(lambda: fsdp_optim.save(places[4], one.model, one.optim, **asked))
         check_same("save over one that is not listed", (error, "there already" in words), ("CheckpointError", True))
 
 
@@ -132,15 +135,14 @@ class StaleBucket(MemoryBucket):
 
 class OrderTest(unittest.TestCase):
     def test_a_save_that_does_not_see_the_others(self) -> None:
-        """It is the newest nevertheless, and keep_last removes those that are older."""
+        """It is the newest nevertheless."""
         bucket, one = StaleBucket(), Trained("plain", adam, 1)
         for number in range(1, 5):
             bucket.is_stale = number == 3
             store = ObjectStore(bucket, f"run/step-{number}", OURS.probe)
-            save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False, keep_last=2))
+            save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False))
             bucket.is_stale = False
             self.assertEqual(catalog.latest(store.directory()), f"memory://bucket/run/step-{number}")
-        self.assertEqual(list(bucket.folders("run/")), ["run/step-3", "run/step-4"])
 
     def test_a_save_that_does_not_see_what_it_replaces(self) -> None:
         """It puts its files beside those, and never removes its own."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder: which is the newest, whatever the clock says, and which of them keep_last counts and removes."""
+"""The checkpoints of a folder: which is the newest, whatever the clock says, and which of them a manager counts and removes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import torch
 from kit.catalogs import LOG, CatalogTest, clock, save, sequence_of, unreadable
 from kit.checkpoint_damage import seal, seal_as_it_is, sealed_brief
 from kit.checkpoint_format import GOLDEN, MANIFEST, check_folder, read_manifest
+from kit.retention import path_of_step, save_managed
 from kit.wrapping import Differs, check_same, error_text
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.formats.base import summary as briefs
 from fsdp_optim.formats.own.probe import read_summary
 from fsdp_optim.storage.posix.opened import OpenFolder
@@ -40,25 +42,29 @@ class OrderTest(CatalogTest):
         for number, step in enumerate((10, 20, 30, 40)):
             with clock(-1.0 if number >= 2 else 0.0):
                 if kind == "save":
-                    fsdp_optim.save(self.root / f"step-{step}", model, optim, keep_last=2, durable=False)
+                    fsdp_optim.save(self.root / f"step-{step}", model, optim, durable=False)
                 else:
-                    fsdp_optim.async_save(self.root / f"step-{step}", model, optim, keep_last=2, durable=False).wait(60)
+                    fsdp_optim.async_save(self.root / f"step-{step}", model, optim, durable=False).wait(60)
             self.check_latest(f"step-{step}")
-        self.check_only("step-30", "step-40")
 
-    def test_a_run_that_goes_on_from_an_earlier_step(self) -> None:
+    def test_what_is_kept_when_the_clock_goes_back(self) -> None:
+        for number, step in enumerate((10, 20, 30, 40)):
+            with clock(-1.0 if number >= 2 else 0.0):
+                self.keep(step, 2)
+            self.check_latest(name_of_step(step))
+        self.check_steps(30, 40)
+
+    def test_a_run_that_continues_from_an_earlier_step(self) -> None:
         for step in (10, 20, 30):
-            save(self.root / f"step-{step}", step=step, keep_last=3)
+            save(self.root / f"step-{step}", step=step)
         with clock(-2.0):
-            save(self.root / "step-11", step=11, keep_last=3)
+            save(self.root / "step-11", step=11)
         self.check_latest("step-11")
-        self.check_only("step-11", "step-20", "step-30")
-        save(self.root / "step-20", step=20, keep_last=2, overwrite=True)
+        save(self.root / "step-20", step=20, overwrite=True)
         self.check_latest("step-20")
-        self.check_only("step-11", "step-20")
 
     def test_the_sequence_is_higher_than_any_in_the_folder(self) -> None:
-        """Also than that of what is incomplete, cannot be read whole, has another series or content, or is aside."""
+        """Also than that of what is incomplete, cannot be read whole, has another content, or is aside."""
         save(self.root / "a")
         check_same("the first", sequence_of(self.root / "a"), 1)
         save(self.root / "other", nn.Linear(1, 1), weights_only=True)
@@ -135,8 +141,6 @@ class OrderTest(CatalogTest):
             save(self.root / "step-3")
         self.check_latest("step-3")
         check_same("its sequence", sequence_of(self.root / "step-3"), 1)
-        save(self.root / "step-4", keep_last=2)
-        self.check_only("golden", "step-3", "step-4")
 
     def test_folders_that_were_merged(self) -> None:
         """Where two sequence numbers are equal, the higher step is newer, then the later time."""
@@ -197,92 +201,75 @@ class OrderTest(CatalogTest):
             check_same("brief", read_summary(opened), summary)
 
 
-class KeepLastTest(CatalogTest):
+class KeepTest(CatalogTest):
     @parameterized.expand(
         (
             ("weights only", {"weights_only": True}),
             ("of other names", {"model": nn.ModuleList([nn.Linear(3, 2)])}),
             ("of one name more", {"model": nn.BatchNorm1d(3)}),
+            ("other weights", {"weights": "none"}),
+            ("another dtype", {"weights_dtype": torch.bfloat16}),
         )
     )
     def test_other_content_is_not_counted(self, _: str, other: dict[str, Any]) -> None:
         """Neither is it removed, nor does it remove."""
         for step in (1, 2):
-            save(self.root / f"step-{step}", keep_last=2, step=step)
+            self.keep(step, 2)
         for step in (3, 4, 5):
-            save(self.root / f"step-{step}", keep_last=2, step=step, **other)
-        self.check_only("step-1", "step-2", "step-4", "step-5")
-        save(self.root / "step-6", keep_last=2, step=6)
-        self.check_only("step-2", "step-4", "step-5", "step-6")
+            self.keep(step, 2, **other)
+        self.check_steps(1, 2, 4, 5)
+        self.keep(6, 2)
+        self.check_steps(2, 4, 5, 6)
 
     def test_other_values_and_another_optimizer_are_the_same_content(self) -> None:
         model = nn.Linear(3, 2)
-        fsdp_optim.save(self.root / "step-1", model, torch.optim.SGD(model.parameters()))
-        fsdp_optim.save(self.root / "step-2", model, torch.optim.Adam(model.parameters()), keep_last=1)
-        self.check_only("step-2")
+        save_managed(self.root, 1, model, torch.optim.SGD(model.parameters()), keep_last=1)
+        save_managed(self.root, 2, model, torch.optim.Adam(model.parameters()), keep_last=1)
+        self.check_steps(2)
 
-    @parameterized.expand(((False,), (True,)))
-    def test_best_and_final_stay(self, with_steps: bool) -> None:
-        def steps(step: int) -> dict[str, Any]:
-            return {"step": step} if with_steps else {}
-
-        save(self.root / "step-1", keep_last=2, **steps(1))
-        save(self.root / "best", **steps(1))
+    def test_best_and_final_stay(self) -> None:
+        self.keep(1, 2)
+        save(self.root / "best", step=1)
         for step in (2, 3):
-            save(self.root / f"step-{step}", keep_last=2, **steps(step))
-        save(self.root / "final", **steps(3))
-        save(self.root / "step-4", keep_last=1, **steps(4))
-        self.check_only("best", "final", "step-4")
-        save(self.root / "best", overwrite=True, keep_last=1)
-        self.check_only("best", "final", "step-4")
-
-    def test_a_series_by_step(self) -> None:
-        """Saved with a step and with keep_last, whatever their names."""
-        for step, name in enumerate(("first", "second", "third")):
-            save(self.root / name, step=step, keep_last=2)
-        self.check_only("second", "third")
-        save(self.root / "fourth", keep_last=2)
-        self.check_only("second", "third", "fourth")
-
-    def test_digits_make_a_series(self) -> None:
-        for name in ("epoch=1-step=10", "epoch=1-step=20", "epoch=12-step=120", "run-1", "run"):
-            save(self.root / name, keep_last=2)
-        self.check_only("epoch=1-step=20", "epoch=12-step=120", "run-1", "run")
+            self.keep(step, 2)
+        save(self.root / "final", step=3)
+        self.keep(4, 1)
+        self.check_only("best", "final", name_of_step(4))
 
     def test_each_removal_is_logged(self) -> None:
         for step in (1, 2, 3):
-            save(self.root / f"step-{step}")
+            self.keep(step, 3)
         with self.assertLogs(LOG, logging.INFO) as logs:
-            save(self.root / "step-4", keep_last=2)
+            self.keep(4, 2)
         removals = [line for line in logs.output if "removed" in line]
         check_same("lines", len(removals), 2)
-        for line, name in zip(removals, ("step-2", "step-1"), strict=True):
-            self.assertIn(str(self.root / name), line)
+        for line, step in zip(removals, (1, 2), strict=True):
+            self.assertIn(str(path_of_step(self.root, step)), line)
 
     def test_what_cannot_be_removed_is_warned_about(self) -> None:
-        save(self.root / "step-1")
+        self.keep(1, 1)
         real = Path.rename
 
         def rename(path: Path, target: Path) -> Path:
-            if path.name == "step-1":
+            if path.name == name_of_step(1):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
             return real(path, target)
 
         with mock.patch.object(Path, "rename", rename), self.assertLogs(LOG, logging.WARNING) as logs:
-            save(self.root / "step-2", keep_last=1)
-        self.assertIn(str(self.root / "step-1"), logs.output[0])
+            self.keep(2, 1)
+        self.assertIn(str(path_of_step(self.root, 1)), logs.output[0])
         self.assertIn(os.strerror(errno.EACCES), logs.output[0])
-        self.check_only("step-1", "step-2")
-        self.check_latest("step-2")
+        self.check_steps(1, 2)
+        self.check_latest(name_of_step(2))
 
     def test_one_that_is_damaged_is_not_counted(self) -> None:
         """Also where the brief of its manifest is whole."""
         for step in (1, 2, 3):
-            save(self.root / f"step-{step}")
-        manifest = self.root / "step-3" / MANIFEST
+            self.keep(step, 3)
+        manifest = path_of_step(self.root, 3) / MANIFEST
         manifest.write_bytes(manifest.read_bytes()[:-9])
-        save(self.root / "step-4", keep_last=2)
-        self.check_only("step-2", "step-3", "step-4")
+        self.keep(4, 2)
+        self.check_steps(2, 3, 4)
 
 
 class NeighboursTest(CatalogTest):
@@ -291,16 +278,16 @@ class NeighboursTest(CatalogTest):
         with unreadable("lost+found"):
             check_same("latest", fsdp_optim.latest(self.root), None)
             for step in (1, 2, 3):
-                save(self.root / f"step-{step}", keep_last=2)
+                self.keep(step, 2)
             with self.assertNoLogs(LOG, logging.WARNING):
-                self.check_latest("step-3")
-        self.check_only("lost+found", "step-2", "step-3")
+                self.check_latest(name_of_step(3))
+        self.check_only("lost+found", name_of_step(2), name_of_step(3))
 
     @unittest.skipIf(os.geteuid() == 0, "root may enter every folder")
     def test_a_folder_that_really_may_not_be_entered(self) -> None:
         (self.root / "lost+found").mkdir(mode=0)
-        save(self.path, keep_last=1)
-        self.check_latest("step-1")
+        self.keep(1, 1)
+        self.check_latest(name_of_step(1))
 
     def test_the_folder_itself_cannot_be_listed(self) -> None:
         save(self.path)
@@ -330,10 +317,10 @@ class NeighboursTest(CatalogTest):
     @parameterized.expand(((errno.EIO,), (errno.ESTALE,), (errno.EACCES,)))
     def test_what_cannot_be_read_is_neither_counted_nor_removed(self, number: int) -> None:
         for step in (1, 2, 3):
-            save(self.root / f"step-{step}")
-        with unreadable("step-2", number=number):
-            save(self.root / "step-4", keep_last=2)
-        self.check_only("step-2", "step-3", "step-4")
+            self.keep(step, 3)
+        with unreadable(name_of_step(2), number=number):
+            self.keep(4, 2)
+        self.check_steps(2, 3, 4)
 
     def test_files_and_links_beside_checkpoints(self) -> None:
         (self.root / "notes.txt").write_text("mine")
@@ -341,11 +328,11 @@ class NeighboursTest(CatalogTest):
         (self.root / "nowhere").symlink_to(self.root / "nothing")
         (self.root / "folder").mkdir()
         os.mkfifo(self.root / "folder" / MANIFEST)
-        save(self.root / "step-1")
-        (self.root / "link-9").symlink_to(self.root / "step-1")
-        save(self.root / "step-2", keep_last=1)
-        self.check_latest("step-2")
-        self.check_only("notes.txt", "pipe", "nowhere", "folder", "link-9", "step-2")
+        self.keep(1, 1)
+        (self.root / "link-9").symlink_to(path_of_step(self.root, 1))
+        self.keep(2, 1)
+        self.check_latest(name_of_step(2))
+        self.check_only("notes.txt", "pipe", "nowhere", "folder", "link-9", name_of_step(2))
 
 
 if __name__ == "__main__":

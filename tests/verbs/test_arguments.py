@@ -48,7 +48,6 @@ WRITES: dict[str, list[Any]] = {
     "path": [object()],
     "strategy": ["fast"],
     "max_file_size": [0, 1.5],
-    "keep_last": [0, 1.5, True],
 }
 WRONG: dict[str, dict[str, list[Any]]] = {
     "gather": {**EVERY_CALL, **MOVES, **COLLECTS, "key_by": ["names", None]},
@@ -69,7 +68,6 @@ OTHER: dict[str, dict[str, tuple[Any, Any]]] = {
     "get_shard, sharded": {"strict": (True, False)},
     "save": {
         **dict.fromkeys(("overwrite", "checksums", "durable", "allow_pickle"), (False, True)),
-        "keep_last": (None, 3),
         "strategy": ("auto", "in_place"),
         "max_file_size": (1000, 2000),
         "per_rank_extra": (None, 1),
@@ -258,7 +256,7 @@ class AskedTest(unittest.TestCase):
         for call in (
             lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, key_by="names"),  # type: ignore[arg-type]
             lambda: fsdp_optim.iter_full_optim_state(model, optim, collect="none"),  # type: ignore[arg-type]
-            lambda: fsdp_optim.save("never-made", model, optim, keep_last=0),
+            lambda: fsdp_optim.save("never-made", model, optim, max_file_size=0),
             lambda: fsdp_optim.load("not-there", keep="lr"),
         ):
             with self.assertRaises(FsdpOptimError):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kit.compare import Differs
 from kit.models import Net
 from kit.optimizers import adam
+from kit.retention import path_of_step, save_managed
 from kit.wraps import in_fsdp2
 
 import fsdp_optim
@@ -71,11 +72,12 @@ def calls(folder: str) -> Lines:
 
     def in_background() -> None:
         with mock.patch.object(RankWriter, "write", slowly(RankWriter.write)):
-            fsdp_optim.async_save(f"{folder}/2", model, optim, keep_last=1, **quiet).wait()
+            save_managed(f"{folder}/run", 2, model, optim, keep_last=1)
 
+    save_managed(f"{folder}/run", 1, model, optim, keep_last=1)
     _, found["async_save"] = lines_of(in_background)
     optim.param_groups[0]["lr"] = 0.5
-    _, found["load"] = lines_of(lambda: fsdp_optim.load(f"{folder}/2", model, optim, progress=False))
+    _, found["load"] = lines_of(lambda: fsdp_optim.load(path_of_step(f"{folder}/run", 2), model, optim, progress=False))
     dist.barrier()
     return found
 

@@ -30,7 +30,10 @@ def new_token() -> str:
 
 
 def own_token(token: str | None) -> str | None:
-    """The part of a manifest's token that names objects: its last 16 digits. A save that was uploaded has more before them."""
+    """The part of a manifest's token that names objects: its last 16 digits.
+
+    A checkpoint that an older version uploaded from a folder has more before them.
+    """
     found = re.search(f"{_TOKEN}$", token) if token is not None else None
     return found[0] if found is not None else None
 

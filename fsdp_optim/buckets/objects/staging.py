@@ -64,7 +64,6 @@ class ObjectStaging(Staging):
         *,
         overwrite: bool,
         dead_after: float,
-        token: str | None = None,
         siblings: Sequence[Place] = (),
     ) -> ObjectStaging:
         """Begin a save, and remove the leftovers of dead saves from the place, and from its siblings.
@@ -72,7 +71,7 @@ class ObjectStaging(Staging):
         The claim comes first: its time tells some buckets what the clock of the store shows, by which others are dead.
         """
         check_free(bucket, place, probe, overwrite=overwrite)
-        claim = SaveLease(bucket, place, token or new_token(), dead_after)
+        claim = SaveLease(bucket, place, new_token(), dead_after)
         staging = cls(bucket, place, probe, capabilities, claim)
         try:
             remove_all_dead(bucket, siblings, place.parent, probe, dead_after)

@@ -68,7 +68,7 @@ class ObjectStore(Store):
     def open_any(self) -> OpenedAny:
         return OpenedAny.at(self.bucket, self.place)
 
-    def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> ObjectStaging:
+    def begin(self, *, overwrite: bool, durable: bool) -> ObjectStaging:
         """As a Store does. An object store knows no durability: an object is stored when the store has answered."""
         check_not_reserved(self.where, self.where.split("/"))
         return ObjectStaging.begun(
@@ -78,7 +78,6 @@ class ObjectStore(Store):
             self.capabilities,
             overwrite=overwrite,
             dead_after=self._dead_after,
-            token=token,
             siblings=[sibling for sibling in self.directory().places() if sibling != self.place],
         )
 

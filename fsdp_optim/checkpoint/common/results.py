@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-
-class UnderWay(Protocol):
-    """Something that goes on in the background."""
-
-    def done(self) -> bool:
-        """Whether the work is over, successfully or not."""
-
-    def wait(self, timeout: float | None = None) -> Saved:
-        """Wait for the end; raises the error of a failure, and RankTimeoutError after `timeout` seconds."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +16,6 @@ class Saved:
         nbytes: the bytes of all tensors.
         nbytes_written: the bytes that this rank wrote.
         absent: the FQNs of the optimizer's parameters without state.
-        upload: the upload that goes on in the background, if `upload_to` was given to `save`.
     """
 
     path: Path | str
@@ -35,7 +23,6 @@ class Saved:
     nbytes: int
     nbytes_written: int
     absent: tuple[str, ...]
-    upload: UnderWay | None = None
 
 
 @dataclass(frozen=True)

@@ -99,15 +99,12 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
                 completion.failed(failed)
             finally:
                 writer.discard()
-            small: Sequence[str] = ()
             if job.leads:
-                small = _lead(job, completion, failed)
+                _lead(job, completion, failed)
             else:
                 _wait(job, completion)
             progress.done()
     log_saved(job)
-    if job.upload is not None:
-        job.upload.run(job.store, small, job.content)
     return job.saved(writer.nbytes)
 
 
@@ -128,29 +125,21 @@ def _wait(job: Job, completion: Completion) -> None:
     Where the store of the job is gone, the checkpoint itself shows that the save has ended well: the token in it is of this save.
     """
     try:
-        try:
-            completion.wait_for_end()
-        except StoreLostError as error:
-            if not waited_for(lambda: is_there(job.store, job.format, job.token), SEEN_WITHIN):
-                text = f"{_lost(job, error)}; this rank does not know how the save has ended"
-                raise CheckpointError(text) from error
-            log.warning("%s is complete, though %s", job.path, error)
-    except BaseException:
-        if job.upload is not None:
-            job.upload.abandon()
-        raise
+        completion.wait_for_end()
+    except StoreLostError as error:
+        if not waited_for(lambda: is_there(job.store, job.format, job.token), SEEN_WITHIN):
+            text = f"{_lost(job, error)}; this rank does not know how the save has ended"
+            raise CheckpointError(text) from error
+        log.warning("%s is complete, though %s", job.path, error)
 
 
-def _lead(job: Job, completion: Completion, failed: str | None) -> list[str]:
-    """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None.
-
-    Returns the result of `finish`.
-    """
+def _lead(job: Job, completion: Completion, failed: str | None) -> None:
+    """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None."""
     try:
         if failed is not None:
             raise CheckpointError(f"rank {job.group.rank}: {failed.removeprefix(f'rank {job.group.rank}: ')}")
         try:
-            small = finish(job, completion.wait_for_all(), completion.commit)
+            finish(job, completion.wait_for_all(), completion.commit)
         except StoreLostError as error:
             raise CheckpointError(_lost(job, error)) from error
     except RANK_ERRORS as error:
@@ -160,15 +149,12 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> list[str]:
         _clean_up(job, late=not all_have_stopped)
         raise CheckpointError(text) from error
     completion.saved()
-    return small
 
 
 def _clean_up(job: Job, *, late: bool = True) -> None:
     """Remove the files of a failed save, and release the claim on its path. Raises nothing, because an error is on its way."""
     if job.staging is not None:
         job.staging.abandon(late=late)
-    if job.upload is not None:
-        job.upload.abandon()
     if job.claim is not None:
         with contextlib.suppress(StoreLostError):
             job.claim.release()

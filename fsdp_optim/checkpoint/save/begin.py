@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.checkpoint.catalog.newest import Series, outdated
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.formats import format_named
@@ -30,8 +29,7 @@ from fsdp_optim.checkpoint.save.file_plan import (
 from fsdp_optim.checkpoint.save.job import Job
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
 from fsdp_optim.checkpoint.save.renaming import SavedNames
-from fsdp_optim.checkpoint.save.upload import FolderUpload
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import (
     COMMON,
     MODULES,
@@ -46,7 +44,6 @@ from fsdp_optim.move import End
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Staging, Store
-from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
@@ -70,10 +67,7 @@ def begin(
     """
     if format is None:
         format = format_named(options.format)
-    to_store = options.storage_options if options.upload_to is None else None  # else they are of the second place
-    store = store_at(path, format, to_store)
-    if options.upload_to is not None and not isinstance(store, Folder):
-        raise CheckpointError(f"{store.where}: upload_to= is for saves to a folder")
+    store = store_at(path, format, options.storage_options)
     warn_if_alone(group, store.where, has_group=options.call.process_group is not None)
     pending.settle(managed.known if managed is not None else None)
     saved = SaveContents.read(name_of(path), reader, group, optim, options, format.writer())
@@ -87,7 +81,7 @@ def begin(
         agreed = SaveDecision.decode(result.content_of(group.ranks[0]))
         if leading is not None and not result.all_equal:
             agreed.warn_of_strategy()
-        store = store_of_leader(path, store, agreed.place, format, to_store)
+        store = store_of_leader(path, store, agreed.place, format, options.storage_options)
         if not result.all_equal:
             check_seen_by_all(group, store, agreed.address)
         plan = leading.plan if leading is not None else None
@@ -101,21 +95,20 @@ def begin(
         plan = saved.planned(group, agreed) if plan is None else plan
         options = replace(options, durable=agreed.durable)
         job = Job(
-            group,
-            options,
-            store,
-            format,
-            agreed.address,
-            agreed.token,
-            plan,
-            saved.absent,
-            saved.writer,
-            leading.small_files if leading is not None else saved.small_files,
-            leading.prepared if leading is not None else None,
-            leading.staging if leading is not None else None,
-            leading.claim if leading is not None else None,
-            FolderUpload.begin(group, options, format, plan.files, agreed.token),
-            managed,
+            group=group,
+            options=options,
+            store=store,
+            format=format,
+            address=agreed.address,
+            token=agreed.token,
+            plan=plan,
+            absent=saved.absent,
+            writer=saved.writer,
+            extras=leading.small_files if leading is not None else saved.small_files,
+            prepared=leading.prepared if leading is not None else None,
+            staging=leading.staging if leading is not None else None,
+            claim=leading.claim if leading is not None else None,
+            managed=managed,
         )
         undo.pop_all()
         return job, saved.live
@@ -259,8 +252,6 @@ class LeaderSetup:
         can, durable = staging.capabilities, options.durable or staging.replaces
         if not durable and managed is not None:
             durable = bool(managed.outdated(store, listed, prepared.content, options.step or 0))
-        elif not durable:
-            durable = _removes(store, options, prepared.content)
         agreed = SaveDecision(
             place=store.where,
             address=staging.address,
@@ -291,14 +282,6 @@ def _prepared(saved: SaveContents, world_size: int) -> tuple[Prepared, Mapping[s
     if saved.state is not None and prepared.description is not None:
         prove_loadable(saved.state, prepared.description, saved.names.given)
     return prepared, {**small_files, **prepared.files}
-
-
-def _removes(store: Store, options: SaveOptions, content: str) -> bool:
-    """Whether keep_last removes a checkpoint. Then the new one is flushed to the disk first, even with durable=False."""
-    if options.keep_last is None:
-        return False
-    series = Series.of(store.where, content, options.step, options.keep_last)
-    return bool(outdated(store, series, options.keep_last))
 
 
 def _encode_extras(writer: FormatWriter, options: SaveOptions, group: RankGroup) -> dict[str, bytes]:

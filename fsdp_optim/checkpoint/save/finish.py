@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsdp_optim.checkpoint.catalog.newest import Series, keep_newest
 from fsdp_optim.checkpoint.save.job import Job, decode_written
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Stamp, WrittenFiles
 
 
-def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> list[str]:
+def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> None:
     """Write the remaining files and commit, on the leader. `written`: the results of `encode_written` of all ranks.
 
-    `commits`: called before the files become the checkpoint; raises an error where they must not. Returns the names of the files
-    without those of tensors and the manifest.
+    `commits`: called before the files become the checkpoint; raises an error where they must not.
     """
     if job.staging is None or job.prepared is None:
         raise CheckpointError("only the rank that began the save in the store can finish it")
-    staging, durable, step, keep_last = job.staging, job.options.durable, job.options.step, job.options.keep_last
+    staging, durable, step = job.staging, job.options.durable, job.options.step
     decoded = [decode_written(job.files, data) for data in written]
     staging.seal([file.name for file in job.files], [receipt for receipt, _, _ in decoded], durable=durable)
     extras = {name: info for _, infos, _ in decoded for name, info in infos.items()}
@@ -27,24 +25,17 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
         token=staging.token,
         sequence=job.sequence,
         step=None if step is None else int(step),  # JSON has no numpy integers
-        keep_last=None if keep_last is None else int(keep_last),
         checksums=job.options.checksums,
         folder=staging.inner_folder,
         manager=job.managed.record if job.managed is not None else None,
     )
-    small = list(extras)
     for name, data in job.writer.last(
         job.prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp
     ):
         if name != job.format.probe.manifest:
             staging.put(name, data, durable=durable)
-            small.append(name)
         else:
             commits()
             staging.commit(name, data, durable=durable)
     if job.managed is not None and durable:  # otherwise there was nothing to remove at the beginning
         job.managed.remove_outdated(job.store, job.prepared.content, stamp.step or 0, stamp.sequence)
-    elif stamp.keep_last is not None and durable:
-        series = Series.of(job.store.where, job.prepared.content, stamp.step, stamp.keep_last)
-        keep_newest(job.store, series, stamp.keep_last)
-    return small

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from fsdp_optim.checkpoint.common.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
 from fsdp_optim.checkpoint.save.finish import finish
 from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written, log_saved
-from fsdp_optim.checkpoint.save.upload import FolderUpload
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.move import End, Slice, move
@@ -33,27 +30,13 @@ def save(
             writer = job.rank_writer()
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
                 result, failure = _write(job, live, writer, progress), Failure()
-                small: Sequence[str] = ()
                 with failure:
                     if job.leads:
-                        small = finish(job, [result.content_of(rank) for rank in job.group.ranks])
+                        finish(job, [result.content_of(rank) for rank in job.group.ranks])
                 agree(job.group, "committed", failure.error)
                 progress.done()
     log_saved(job)
-    saved = job.saved(writer.nbytes)
-    return saved if job.upload is None else replace(saved, upload=_upload(job, job.upload, saved, small))
-
-
-def _upload(job: Job, upload: FolderUpload, saved: Saved, small: Sequence[str]) -> SaveHandle:
-    """Begin to send the finished checkpoint. The next save of this process waits for the end."""
-
-    def run() -> Saved:
-        upload.run(job.store, small, job.content)
-        return saved
-
-    handle = SaveHandle(upload.store.where, run, logs_waits=job.leads)
-    pending.begin(handle)
-    return handle
+    return job.saved(writer.nbytes)
 
 
 def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> MeetingResult:

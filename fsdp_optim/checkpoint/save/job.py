@@ -20,7 +20,6 @@ from fsdp_optim.checkpoint.common.formats import SAVED
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.stores import path_of
 from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
-from fsdp_optim.checkpoint.save.upload import FolderUpload
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
@@ -39,7 +38,7 @@ _LENGTH = 8  # bytes of a number in `encode_written`
 log = logging.getLogger("fsdp_optim")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A save that all ranks have agreed on: its files, and the rank and place of each value."""
 
@@ -56,7 +55,6 @@ class Job:
     prepared: Prepared | None = None  # on the lowest rank
     staging: Staging | None = None  # on the rank that began the save in the store
     claim: Claim | None = None  # on the same rank
-    upload: FolderUpload | None = None  # of the finished checkpoint to another store
     managed: ManagedSave | None = None
     begun: float = field(default_factory=time.monotonic, compare=False)
     _sequence: list[int] = field(default_factory=list, compare=False)
@@ -86,11 +84,6 @@ class Job:
         )
 
     @property
-    def content(self) -> str:
-        """The content that checkpoints of one series have in common, on the lowest rank."""
-        return self.prepared.content if self.prepared is not None else ""
-
-    @property
     def leads(self) -> bool:
         return self.group.rank == self.group.ranks[0]
 
@@ -110,9 +103,8 @@ class Job:
         that one has saved meanwhile is newer.
         """
         if not self._sequence:  # no cached_property, which lets saves of other threads wait for this one's listing
-            stores = [self.store] if self.upload is None else [self.store, self.upload.store]  # the newest in both
             known = self.managed.known.sequence + 1 if self.managed is not None else 0
-            sequence = max(known, *(next_sequence(store, {self.format, *SAVED}) for store in stores))
+            sequence = max(known, next_sequence(self.store, {self.format, *SAVED}))
             if self.managed is not None:
                 self.managed.known.sequence = sequence
             self._sequence.append(sequence)
@@ -181,8 +173,6 @@ def abandoned_on_failure(job: Job) -> Iterator[None]:
     except BaseException as error:
         if job.staging is not None:
             job.staging.abandon(late=not isinstance(error, CheckpointError))  # else all ranks have stopped
-        if job.upload is not None:
-            job.upload.abandon()
         if job.claim is not None:
             job.claim.release()
         raise

@@ -176,7 +176,7 @@ class DcpWriter(FormatWriter):
             version=VERSION,
             sequence=stamp.sequence,
             step=stamp.step,
-            keep_last=stamp.keep_last,
+            keep_last=None,
             manager=stamp.manager,
             created_ns=time.time_ns(),
             token=stamp.token,

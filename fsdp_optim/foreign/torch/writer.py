@@ -210,7 +210,7 @@ def manifest_of(
         version=_VERSION,
         sequence=stamp.sequence,
         step=stamp.step,
-        keep_last=stamp.keep_last,
+        keep_last=None,
         created_ns=time.time_ns(),
         token=stamp.token,
         content=content,

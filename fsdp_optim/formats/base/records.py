@@ -224,7 +224,6 @@ class Stamp:
     token: str
     sequence: int
     step: int | None = None
-    keep_last: int | None = None
     checksums: bool = True
     manager: ManagerRecord | None = None
     folder: str = ""

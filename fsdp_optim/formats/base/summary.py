@@ -46,7 +46,8 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
     Attributes:
         version: the version of the format.
         sequence: a number above that of every earlier checkpoint of the folder; 0 if an older version of the library saved.
-        step, keep_last: the arguments of `save`.
+        step: the argument of `save`.
+        keep_last: a number only in checkpoints of older versions, whose `save` had such an argument.
         created_ns: the time on the clock of the machine that saved, in nanoseconds since the epoch.
         token: a string that no other save has.
         content: a string that is equal for two checkpoints of the same parameters that have the same of these: which weights,

@@ -182,7 +182,7 @@ class OurWriter(FormatWriter):
             yield name, data
             infos[name] = FileInfo(len(data), hex_of(data), None)
         manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
-        summary = manifest.made_summary(stamp.sequence, stamp.step, stamp.keep_last, stamp.manager)
+        summary = manifest.made_summary(stamp.sequence, stamp.step, manager=stamp.manager)
         yield NAME, replace(manifest, summary=summary).encoded()
 
 

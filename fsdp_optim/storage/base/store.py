@@ -32,12 +32,11 @@ class Store(Protocol):
         """
         raise CheckpointError(f"{self.where}: this store opens no files of other libraries")
 
-    def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> Staging:
+    def begin(self, *, overwrite: bool, durable: bool) -> Staging:
         """Begin a save, and remove the leftovers of saves that died.
 
         Raises CheckpointError where something is there, unless `overwrite` is True, and where nothing can be written.
-        `durable`: `commit` returns only when the checkpoint survives a power cut. `token`: 16 hexadecimal digits at the end of
-        the token that the manifest has, where the manifest was made for another place; None: a new one.
+        `durable`: `commit` returns only when the checkpoint survives a power cut.
         """
 
     def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> StoreWriter:

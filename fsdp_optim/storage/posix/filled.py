@@ -29,8 +29,8 @@ class FilledFolder(Folder):
         super().__init__(filling.path, probe)
         self._filling = filling
 
-    def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> FolderStaging:
-        return self.begun(overwrite=overwrite, durable=durable, token=token, filling=self._filling)
+    def begin(self, *, overwrite: bool, durable: bool) -> FolderStaging:
+        return self.begun(overwrite=overwrite, durable=durable, filling=self._filling)
 
 
 def remove_files(folder: str | os.PathLike[str], is_one: Callable[[str], bool]) -> None:

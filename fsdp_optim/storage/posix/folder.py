@@ -88,7 +88,6 @@ class FolderStaging(ResumableStaging):
         *,
         overwrite: bool,
         durable: bool = True,
-        token: str | None = None,
         filling: Filling | None = None,
     ) -> FolderStaging:
         """Create the folder. Raises CheckpointError where `path` is taken, or nothing can be written."""
@@ -106,7 +105,7 @@ class FolderStaging(ResumableStaging):
             before = _Seen.at(path, probe)
             for attempt in range(_ATTEMPTS):
                 try:
-                    return cls._make(path, probe, overwrite, before, token or secrets.token_hex(8), filling)
+                    return cls._make(path, probe, overwrite, before, filling)
                 except FileNotFoundError:  # another save took the unlocked folder for a leftover
                     if attempt == _ATTEMPTS - 1:
                         raise
@@ -144,10 +143,10 @@ class FolderStaging(ResumableStaging):
         probe: CheckpointProbe[Any],
         overwrite: bool,
         before: _Seen | None,
-        token: str,
         filling: Filling | None,
     ) -> FolderStaging:
         """Create the folder and hold its lock before the folder gets its name."""
+        token = secrets.token_hex(8)
         new, folder = (path.with_name(f"{path.name}{mark}{token}") for mark in (NEW, SAVING))
         new.mkdir()
         lock = -1

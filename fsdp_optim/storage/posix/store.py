@@ -55,16 +55,12 @@ class Folder(ResumableStore):
     def open_any(self) -> OpenFiles:
         return OpenFiles.at(self.path)
 
-    def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> FolderStaging:
-        return self.begun(overwrite=overwrite, durable=durable, token=token)
+    def begin(self, *, overwrite: bool, durable: bool) -> FolderStaging:
+        return self.begun(overwrite=overwrite, durable=durable)
 
-    def begun(
-        self, *, overwrite: bool, durable: bool, token: str | None, filling: Filling | None = None
-    ) -> FolderStaging:
+    def begun(self, *, overwrite: bool, durable: bool, filling: Filling | None = None) -> FolderStaging:
         """As `begin`. `filling`: files of a trainer that the checkpoint gets too."""
-        staging = FolderStaging.begin(
-            self.path, self._judge, overwrite=overwrite, durable=durable, token=token, filling=filling
-        )
+        staging = FolderStaging.begin(self.path, self._judge, overwrite=overwrite, durable=durable, filling=filling)
         try:
             (staging.folder / "extra").mkdir()
         except BaseException as error:

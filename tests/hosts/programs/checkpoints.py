@@ -73,7 +73,7 @@ def save(root: Path) -> None:
 
 
 def background(root: Path) -> None:
-    """Several saves in the background, and one that is uploaded afterwards."""
+    """Several saves in the background, and one to a URL."""
     one = trained(1)
     for number in range(3):
         with timed(f"async_save {number}"):
@@ -85,10 +85,10 @@ def background(root: Path) -> None:
     check_loads(root / "step-0", 2)
     check_listed(root, [1, 2, 9])
     check_same("latest", str(fsdp_optim.latest(root)), str(root / "step-0"))
-    with timed("upload"):
-        up = f"file://{root}/uploaded"
-        fsdp_optim.async_save(root / "step-3", one.model, one.optim, step=10, upload_to=up, **QUIET).wait()
-    check_loads(up, 1)
+    with timed("async_save to a URL"):
+        url = f"file://{root}/by-url"
+        fsdp_optim.async_save(url, one.model, one.optim, step=10, **QUIET).wait()
+    check_loads(url, 1)
 
 
 def manager(root: Path) -> None:

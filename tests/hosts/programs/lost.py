@@ -163,7 +163,7 @@ def train(folder: str, steps: str) -> None:
         raise AssertionError(f"{first - 1} is a mixture of {one.numbers()}")
     tell(first=first, ranks=dist.get_world_size())
     for step in range(first, int(steps) + 1):
-        fsdp_optim.async_save(root / f"step-{step}", keep_last=3, **one.arguments(step))
+        fsdp_optim.async_save(root / f"step-{step}", **one.arguments(step))
         dist.all_reduce(torch.ones(1))  # as a training step does, which fails where a host is gone
         time.sleep(0.05)
         say(f"step {step}")

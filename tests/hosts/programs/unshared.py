@@ -45,10 +45,8 @@ def async_save(root: Path, one: Numbered) -> None:
     fsdp_optim.async_save(root / "new", **one.arguments(2)).wait()
 
 
-def upload(root: Path, one: Numbered) -> None:
-    """The checkpoint itself is in a folder that is shared."""
-    up = f"file://{root}/new"
-    fsdp_optim.async_save(f"/bench/saved-{root.name}", upload_to=up, **one.arguments(2)).wait()
+def async_save_to_url(root: Path, one: Numbered) -> None:
+    fsdp_optim.async_save(f"file://{root}/new", **one.arguments(2)).wait()
 
 
 def manager(root: Path, one: Numbered) -> None:
@@ -83,7 +81,17 @@ def convert_here(root: Path, one: Numbered) -> None:
     fsdp_optim.convert(f"/bench/source-{root.name}", root / "converted", format="dcp", **QUIET)
 
 
-WRITING = (save, per_rank_files, save_in_place, overwrite, save_dcp, save_to_url, async_save, upload, convert_here)
+WRITING = (
+    save,
+    per_rank_files,
+    save_in_place,
+    overwrite,
+    save_dcp,
+    save_to_url,
+    async_save,
+    async_save_to_url,
+    convert_here,
+)
 FINDING = (manager, manager_of_url, resume, resume_from_url)
 OPENING = (load, convert)
 CALLS = {call.__name__: call for call in (*WRITING, *FINDING, *OPENING)}
