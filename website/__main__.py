@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from website import links, reference, stage
+from website import fetched, reference, stage
 
 BUILD = stage.ROOT / "build" / "docs"
 
@@ -29,7 +29,7 @@ def main() -> int:
     print(said)
     found += [line for line in said.splitlines() if line.startswith("griffe: ")]  # it warns, and builds on
     if built.returncode == 0:
-        found += links.problems(BUILD / "site")
+        found += fetched.problems(BUILD / "site")
     if found or built.returncode != 0:
         print(*found, "The site was not built, or has the faults above.", sep="\n", file=sys.stderr)
         return 1

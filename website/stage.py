@@ -1,7 +1,8 @@
 """The pages of the site, made of the files that GitHub shows: README.md is the first page, docs/ has most of the others.
 
 Links there lead to files of the repository. Those to pages lead to pages of the site, and all others to the repository on the
-web. What a code block says to the tests (```python ranks=2) is left out.
+web. What a code block says to the tests (```python ranks=2) is left out. A link to no file is found here; the strict mode of the
+generator finds headings that are not there.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def page_of(file: str) -> str | None:
     return file.removeprefix("docs/") if file.startswith("docs/") else AT_THE_TOP.get(file)
 
 
-def moved(target: str, source: str, root: Path, web: str) -> str:
-    """Where a link of the file `source` leads on the site."""
+def moved(target: str, source: str, root: Path, web: str) -> str | None:
+    """Where a link of the file `source` leads on the site; None for a link to no file."""
     path, mark, anchor = target.partition("#")
     if not path or re.match(r"[a-z]+:", target):
         return target
     file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
     if not (root / file).exists():
-        return target  # broken: left for the check of links, which names it
+        return None
     page = page_of(file)
     if page is None:
         kind = "" if web.startswith("file:") else "tree/main/" if (root / file).is_dir() else "blob/main/"
@@ -55,15 +56,18 @@ def moved(target: str, source: str, root: Path, web: str) -> str:
     return posixpath.relpath(page, posixpath.dirname(here) or ".") + mark + anchor
 
 
-def for_the_site(text: str, source: str, root: Path, web: str) -> str:
-    """The Markdown of a page of the site."""
+def for_the_site(text: str, source: str, root: Path, web: str) -> tuple[str, list[str]]:
+    """The Markdown of a page of the site, and its faults."""
+    faults: list[str] = []
 
     def link(match: re.Match[str]) -> str:
-        if match["to"] is not None:
-            return match["before"] + moved(match["to"], source, root, web)
-        if match["at"] is not None:
-            return match["attr"] + moved(match["at"], source, root, web)
-        return match[0]
+        target = match["to"] or match["at"]
+        if target is None:
+            return match[0]
+        place = moved(target, source, root, web)
+        if place is None:
+            faults.append(f"{source}: the link {target} leads to no file")
+        return (match["before"] or match["attr"]) + (place or target)
 
     lines, marks = [], None
     for line in text.splitlines():
@@ -77,7 +81,7 @@ def for_the_site(text: str, source: str, root: Path, web: str) -> str:
         else:
             line = LINK.sub(link, line)
         lines.append(line)
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", faults
 
 
 def stage(to: Path, root: Path = ROOT) -> list[str]:
@@ -86,7 +90,7 @@ def stage(to: Path, root: Path = ROOT) -> list[str]:
     pages = to / "pages"
     (pages / "reference").mkdir(parents=True)
     web = repository()
-    written = []
+    written, faults = [], list[str]()
     for own in (root / "website" / "reference").glob("*.md"):
         (pages / "reference" / own.name).write_text(own.read_text().replace("REPOSITORY", web))
         written.append(f"reference/{own.name}")
@@ -98,7 +102,9 @@ def stage(to: Path, root: Path = ROOT) -> list[str]:
         (pages / page).parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".md":
             written.append(page)
-            (pages / page).write_text(for_the_site(file.read_text(), source, root, web))
+            text, broken = for_the_site(file.read_text(), source, root, web)
+            (pages / page).write_text(text)
+            faults += broken
         else:
             shutil.copy(file, pages / page)
     shutil.copy(root / "website" / "extra.css", pages)
@@ -106,4 +112,5 @@ def stage(to: Path, root: Path = ROOT) -> list[str]:
     if web.startswith("file:"):
         settings = "".join(line for line in settings.splitlines(keepends=True) if "REPOSITORY" not in line)
     (to / "mkdocs.yml").write_text(settings.replace("REPOSITORY", web))
-    return [f"{page} is not in the nav of website/mkdocs.yml" for page in written if f" {page}\n" not in settings]
+    missing = [page for page in written if f" {page}\n" not in settings]
+    return faults + [f"{page} is not in the nav of website/mkdocs.yml" for page in missing]

@@ -15,7 +15,6 @@ from fsdp_optim.layout.boxes import (
     row_major_strides,
 )
 from fsdp_optim.layout.chunks import FlatChunks, flat_chunks
-from fsdp_optim.layout.disjoint import DisjointBoxes
 from fsdp_optim.layout.flat_runs import FlatRuns
 from fsdp_optim.layout.holders import RankSet
 from fsdp_optim.layout.layout import Layout
@@ -23,7 +22,6 @@ from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, OnMesh, cut_named, cut_of
 from fsdp_optim.layout.placement import Placement, Whole
 from fsdp_optim.layout.ranks import STORAGE, Ranks, number_array, ranks_in_order, sorted_ranks
-from fsdp_optim.layout.split_runs import SplitRuns
 from fsdp_optim.layout.strided import StridedBoxes, contiguous_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Mask, Numbers, along, at
 
@@ -34,7 +32,6 @@ __all__ = [
     "BoxTable",
     "Boxes",
     "Columns",
-    "DisjointBoxes",
     "FlatChunks",
     "FlatRuns",
     "Layout",
@@ -48,7 +45,6 @@ __all__ = [
     "Ranks",
     "Run",
     "Shape",
-    "SplitRuns",
     "StridedBoxes",
     "Whole",
     "along",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
+
+import numpy
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout.boxes import Block, Box, Shape, runs_of_box
+from fsdp_optim.layout.boxes import Block, Box, Run, Shape, runs_of_box
+from fsdp_optim.layout.mesh import run_of_box
 from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.tables import Numbers
 
 
 @dataclass(frozen=True)
@@ -60,11 +66,38 @@ class Boxes(Placement):
     def holders(self, shard: int) -> tuple[int, ...]:
         return self._shards[shard][1]
 
+    @cached_property
+    def _shard_of(self) -> dict[int, int]:
+        return {rank: shard for shard, (_, ranks) in enumerate(self._shards) for rank in ranks}
+
     def shard_of(self, rank: int) -> int | None:
-        return next((i for i, (_, ranks) in enumerate(self._shards) if rank in ranks), None)
+        return self._shard_of.get(rank)
 
     def blocks(self, shard: int) -> tuple[Block, ...]:
         return self._shards[shard][0]
+
+    def run(self, shard: int) -> Run | None:
+        blocks = self.blocks(shard)
+        if len(blocks) != 1 or blocks[0].strides is not None:
+            return None
+        run = run_of_box(self.full_shape, blocks[0].box)
+        return run and replace(run, offset=blocks[0].offset)
+
+    def shards_over(self, start: int, stop: int) -> Sequence[int]:
+        if start >= stop or not self.shape:
+            return range(self.num_shards if start < stop else 0)
+        row = prod(self.shape[1:])
+        first, last = self._rows
+        over: list[int] = numpy.flatnonzero((first <= (stop - 1) // row) & (last > start // row)).tolist()
+        return over
+
+    @cached_property
+    def _rows(self) -> tuple[Numbers, Numbers]:
+        """The rows, in the first dimension, at which the Boxes of each shard begin and end."""
+        boxes = [[block.box for block in blocks if block.box.numel] for blocks, _ in self._shards]
+        firsts = [min((box.offsets[0] for box in listed), default=0) for listed in boxes]
+        lasts = [max((box.offsets[0] + box.sizes[0] for box in listed), default=0) for listed in boxes]
+        return numpy.array(firsts, numpy.int64), numpy.array(lasts, numpy.int64)
 
     @property
     def num_listed(self) -> int:
@@ -72,7 +105,7 @@ class Boxes(Placement):
 
     @property
     def has_tables(self) -> bool:
-        return False
+        return len({len(ranks) for _, ranks in self._shards}) == 1
 
     @property
     def has_replicas(self) -> bool:
@@ -95,14 +128,22 @@ class Boxes(Placement):
     def num_replicas(self) -> int:
         return max((len(ranks) for _, ranks in self._shards), default=1)
 
-    @cached_property
-    def _overlapping(self) -> bool:
-        boxes = [block.box for blocks, _ in self._shards for block in blocks]
-        return any(a.intersect(b) is not None for a, b in itertools.combinations(boxes, 2))
-
     @property
     def overlapping(self) -> bool:
-        return self._overlapping
+        return self.overlap is not None
+
+    @cached_property
+    def overlap(self) -> tuple[Box, Box] | None:
+        """Two Boxes of the list that have a common element, in the order of their offsets; None where there are none."""
+        current: list[Box] = []  # the Boxes that reach the row of the next Box
+        for box in sorted((block.box for blocks, _ in self._shards for block in blocks), key=lambda box: box.offsets):
+            if box.offsets:
+                current = [other for other in current if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+            for other in current:
+                if other.intersect(box) is not None:
+                    return other, box
+            current.append(box)
+        return None
 
     def partly_common(self) -> tuple[tuple[int, Box], tuple[int, Box]] | None:
         """Two ranks with Boxes that overlap and are not the same Box; None where there are none."""
@@ -121,6 +162,11 @@ class Boxes(Placement):
         return replace(self, by_rank=tuple((rank, blocks) for rank, blocks in self.by_rank if rank in lowest))
 
     def gap(self) -> tuple[int, int] | None:
+        if (
+            not self.overlapping
+            and sum(block.box.numel for blocks, _ in self._shards for block in blocks) == self.numel
+        ):
+            return None
         missing: tuple[Box, ...] = (Box((0,) * len(self.shape), self.shape),) if self.numel else ()
         for blocks, _ in self._shards:
             for block in blocks:

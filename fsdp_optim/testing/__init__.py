@@ -16,29 +16,23 @@ from __future__ import annotations
 from fsdp_optim.testing.adapter_conformance import AdapterConformance
 from fsdp_optim.testing.bucket_conformance import BucketConformance
 from fsdp_optim.testing.conformance import StoreConformance
-from fsdp_optim.testing.control_conformance import ControlConformance
 from fsdp_optim.testing.fairscale_cpu import fairscale_on_cpu, forget_fairscale_groups
 from fsdp_optim.testing.foreign_readers import ReaderConformance, WrittenSample
 from fsdp_optim.testing.formats import FormatConformance
 from fsdp_optim.testing.ranks import RankPool, RanksFailed, WorkerDied, run_on_ranks
 from fsdp_optim.testing.threads import run_on_threads, thread_rank
-from fsdp_optim.testing.transport_conformance import TransportConformance
 from fsdp_optim.testing.worker import RemoteError
-from fsdp_optim.testing.written_formats import WrittenConformance
 
 __all__ = [
     "AdapterConformance",
     "BucketConformance",
-    "ControlConformance",
     "FormatConformance",
     "RankPool",
     "RanksFailed",
     "ReaderConformance",
     "RemoteError",
     "StoreConformance",
-    "TransportConformance",
     "WorkerDied",
-    "WrittenConformance",
     "WrittenSample",
     "fairscale_on_cpu",
     "forget_fairscale_groups",

@@ -29,7 +29,7 @@ class Control(Protocol):
     The order of calls, on every rank of a group: `meet`, the same number of times on each, by one thread at a time. A meeting
     never hangs: it ends when the last rank has come, when a rank has come with a fatal error, or when the timeout of the
     group is over. Then all ranks that came get the same verdict, even if other ranks are missing. `claim` and `release` are
-    called at any time, by any rank. `fsdp_optim.testing.ControlConformance` proves a control.
+    called at any time, by any rank. `kit.control_conformance` of the tests proves a control.
     """
 
     def meet(self, group: RankGroup, statement: Statement) -> Verdict:
@@ -73,7 +73,7 @@ class Transport(Protocol):
     The order of calls, on every rank of a group: `empty` for memory that receives elements, then `prepare`; the ranks then
     agree that all of them are ready, and only then every rank calls the `Send` that `prepare` returned. `exchange` (`agree.py`)
     does the last three. The ranks agree again afterwards, before any rank reads the targets or changes the sources.
-    `fsdp_optim.testing.TransportConformance` proves a transport.
+    `kit.transport_conformance` of the tests proves a transport.
     """
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,6 @@ from fsdp_optim.layout import (
     Block,
     Box,
     Boxes,
-    DisjointBoxes,
     FlatChunks,
     FlatRuns,
     Layout,
@@ -24,7 +23,6 @@ from fsdp_optim.layout import (
     OnMesh,
     Placement,
     Shape,
-    SplitRuns,
     StridedBoxes,
     Whole,
 )
@@ -56,7 +54,7 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
                 if chunk < len(group):
                     mine = tensors[group[chunk]]
                     mine[len(mine) if placement.own_tensor else place] = element
-    elif isinstance(placement, (FlatRuns, SplitRuns)):
+    elif isinstance(placement, FlatRuns):
         for rank, start, stop in zip(placement.by, placement.starts, placement.stops, strict=True):
             mine = tensors.setdefault(rank, {})
             for element in range(start, stop):
@@ -75,9 +73,6 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
                         taken.append((i - first) // chunk == coordinate[mesh_dim])
                     local = local.compress(taken, axis=dim)
                 tensors[rank] = dict(enumerate(local.ravel().tolist()))
-    elif isinstance(placement, DisjointBoxes):
-        for rank, box in zip(placement.by, placement.boxes, strict=True):
-            tensors[rank] = dict(enumerate(elements_of_box(placement.shape, box)))
     else:
         assert isinstance(placement, Boxes)
         for rank, blocks in placement.by_rank:
@@ -255,7 +250,7 @@ def strided_placements(draw: st.DrawFn, shape: Shape) -> StridedBoxes:
 
 
 @st.composite
-def split_placements(draw: st.DrawFn, shape: Shape) -> SplitRuns:
+def split_placements(draw: st.DrawFn, shape: Shape) -> FlatRuns:
     """Runs on any ranks, some of them on the same one; sometimes neighbours have elements in common."""
     borders = sorted(draw(st.sets(st.integers(0, prod(shape)), max_size=6)) | {0, prod(shape)})
     more = [draw(st.integers(0, 1)) if stop < prod(shape) else 0 for stop in borders[1:]]
@@ -264,7 +259,7 @@ def split_placements(draw: st.DrawFn, shape: Shape) -> SplitRuns:
         stop + one if a != b else stop
         for stop, one, a, b in zip(borders[1:], more, by, (*by[1:], -1)[: len(by)], strict=True)
     )
-    return SplitRuns(shape, tuple(borders[:-1]), stops, by)
+    return FlatRuns(shape, tuple(borders[:-1]), stops, by)
 
 
 def whole_placements(shape: Shape) -> st.SearchStrategy[Whole]:

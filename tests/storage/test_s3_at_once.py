@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import unittest
 from typing import Any
 from unittest import mock
@@ -17,7 +16,7 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim.buckets.objects.store import PART_NBYTES
 from fsdp_optim.buckets.objects.writer import ObjectWriter
-from fsdp_optim.buckets.s3.client import shared_clients
+from fsdp_optim.buckets.s3.client import Clients
 from fsdp_optim.formats.base import extents
 
 KIB = 1 << 10
@@ -81,7 +80,7 @@ class AtOnceTest(unittest.TestCase):
         """A request without one would open one, which would be thrown away at its end."""
         options = shared("rclone")
         name = new_bucket(options)
-        client = shared_clients(options).get(time.monotonic() + 60).client
+        client = Clients(options).get().client
         client.put_object(Bucket=name, Key="key", Body=b"data")
         with self.assertNoLogs("urllib3.connectionpool", "WARNING"):
             bodies = [client.get_object(Bucket=name, Key="key")["Body"] for _ in range(2 * 16)]  # of two calls at once

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import os
 import sys
-import time
 import traceback
 import unittest
 import zlib
@@ -50,19 +49,19 @@ def refused_by(fault: Fault) -> Iterator[S3Bucket]:
         yield S3Bucket("some-bucket", {**proxy.options(OPTIONS), "aws_session_token": TOKEN, "retry_seconds": 1})
 
 
-CALLS: dict[str, tuple[Callable[[S3Bucket], object], str, str]] = {
-    "look": (lambda b: b.look("run/a"), "s3:GetObject", "/run/a"),
-    "list": (lambda b: list(b.list("run/")), "s3:ListBucket", ""),
-    "folders": (lambda b: list(b.folders("run/")), "s3:ListBucket", ""),
-    "read": (lambda b: b.read("run/a"), "s3:GetObject", "/run/a"),
-    "read_into": (lambda b: b.read_into("run/a", [memoryview(bytearray(3))], 0), "s3:GetObject", "/run/a"),
-    "put": (lambda b: b.put("run/a", b"x", only_if=""), "s3:PutObject", "/run/a"),
-    "begin_upload": (lambda b: b.begin_upload("run/a"), "s3:PutObject", "/run/a"),
-    "put_part": (lambda b: b.put_part("run/a", "id", 0, memoryview(b"x")), "s3:PutObject", "/run/a"),
-    "end_upload": (lambda b: b.end_upload("run/a", "id", ["1 - etag"], only_if=""), "s3:PutObject", "/run/a"),
-    "drop_upload": (lambda b: b.drop_upload("run/a", "id"), "s3:AbortMultipartUpload", "/run/a"),
-    "uploads": (lambda b: list(b.uploads("run/")), "s3:ListBucketMultipartUploads", ""),
-    "delete": (lambda b: b.delete(["run/a"]), "s3:DeleteObject", ""),
+CALLS: dict[str, tuple[Callable[[S3Bucket], object], str]] = {
+    "look": (lambda b: b.look("run/a"), "/run/a"),
+    "list": (lambda b: list(b.list("run/")), ""),
+    "folders": (lambda b: list(b.folders("run/")), ""),
+    "read": (lambda b: b.read("run/a"), "/run/a"),
+    "read_into": (lambda b: b.read_into("run/a", [memoryview(bytearray(3))], 0), "/run/a"),
+    "put": (lambda b: b.put("run/a", b"x", only_if=""), "/run/a"),
+    "begin_upload": (lambda b: b.begin_upload("run/a"), "/run/a"),
+    "put_part": (lambda b: b.put_part("run/a", "id", 0, memoryview(b"x")), "/run/a"),
+    "end_upload": (lambda b: b.end_upload("run/a", "id", ["1 - etag"], only_if=""), "/run/a"),
+    "drop_upload": (lambda b: b.drop_upload("run/a", "id"), "/run/a"),
+    "uploads": (lambda b: list(b.uploads("run/")), ""),
+    "delete": (lambda b: b.delete(["run/a"]), ""),
 }
 
 
@@ -82,15 +81,11 @@ class TestErrors(unittest.TestCase):
             self.assertNotIn(secret, everything)
 
     def test_denied(self) -> None:
-        """The line says which action on what the policy must allow; it does not prove that there is no checkpoint."""
+        """The line says which rights are needed; it does not prove that there is no checkpoint."""
         with refused_by(answer("AccessDenied", 403)) as bucket:
-            for name, (call, action, where) in CALLS.items():
+            for name, (call, where) in CALLS.items():
                 with self.subTest(name):
-                    words = (
-                        "s3://some-bucket",
-                        "may not",
-                        f"must allow {action} on arn:aws:s3:::some-bucket{where};",
-                    )
+                    words = (f"s3://some-bucket{where}: may not", "s3:GetObject", "s3:PutObject", "it answered")
                     self.check(partial(call, bucket), *words)
                     with self.assertRaises(CheckpointError) as caught:
                         call(bucket)
@@ -98,7 +93,7 @@ class TestErrors(unittest.TestCase):
 
     def test_there_is_no_bucket(self) -> None:
         bucket, words = S3Bucket("missing-bucket", OPTIONS), "s3://missing-bucket: there is no such bucket"
-        for name, (call, _, _) in CALLS.items():
+        for name, (call, _) in CALLS.items():
             with self.subTest(name):
                 self.check(partial(call, bucket), words, kind=MissingObjectError)
 
@@ -180,7 +175,7 @@ class TestErrors(unittest.TestCase):
         """A CRC that the store verifies; over TLS the body is not hashed for the signature as well."""
         clients = Clients({**OPTIONS, "endpoint_url": f"{scheme}://127.0.0.1:{free_port()}", "retry_seconds": 0.1})
         sent: list[dict[str, Any]] = []
-        events = clients.get(time.monotonic()).client.meta.events
+        events = clients.get().client.meta.events
         events.register("before-send.s3", lambda request, **_: sent.append(dict(request.headers)))
         bucket = S3Bucket("some-bucket", clients=clients)
         for call in (

@@ -6,7 +6,10 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_optim.testing import ControlConformance, TransportConformance, run_on_threads
+from kit.control_conformance import ControlConformance
+from kit.transport_conformance import TransportConformance
+
+from fsdp_optim.testing import run_on_threads
 from fsdp_optim.transport.in_process import InProcessWorld
 from fsdp_optim.transport.world import world_here
 

@@ -13,8 +13,9 @@ from kit import oracle
 from kit.cases import some
 
 from fsdp_optim.layout import (
+    Block,
+    Boxes,
     BoxTable,
-    DisjointBoxes,
     FlatChunks,
     FlatRuns,
     Layout,
@@ -131,7 +132,7 @@ def others(shape: Shape) -> dict[str, Placement]:
         "rows": MeshBoxes(shape, (5,), ((0, 0),), (range(5),)),
         "grid": MeshBoxes(shape, (2, 4), ((0, 0), (1, len(shape) - 1)), (range(8),)),
         "runs": FlatRuns(shape, tuple(edges[:-1]), tuple(edges[1:]), (6, 5, 4, 3, 2, 1, 0)),
-        "boxes": DisjointBoxes(shape, tuple(boxes), tuple(range(len(boxes)))),
+        "boxes": Boxes(shape, tuple((rank, (Block(box, 0),)) for rank, box in enumerate(boxes))),
     }
 
 

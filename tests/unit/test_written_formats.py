@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.written_conformance import WrittenConformance
 
 from fsdp_optim.foreign.dcp.format import DCP_FOLDER, TORCHTITAN_FOLDER
 from fsdp_optim.foreign.per_rank.fairscale_writer import WrittenFairscaleShards
@@ -17,7 +18,7 @@ from fsdp_optim.formats.base.description import SCALAR
 from fsdp_optim.formats.base.protocols import Format, Half
 from fsdp_optim.storage.base import Opened, Store
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import WrittenConformance, WrittenSample
+from fsdp_optim.testing import WrittenSample
 from fsdp_optim.testing.foreign_readers import Tensors
 
 STEP = torch.tensor(3.0)

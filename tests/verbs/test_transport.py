@@ -8,8 +8,10 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from kit.control_conformance import ControlConformance
+from kit.transport_conformance import TransportConformance
 
-from fsdp_optim.testing import ControlConformance, TransportConformance, run_on_ranks
+from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import meeting
 
 

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
-from fsdp_optim.buckets.s3.client import Clients, Requests, raise_alone, shared_clients
+from fsdp_optim.buckets.s3.client import Clients, Requests, raise_alone
 from fsdp_optim.buckets.s3.errors import Answered
 from fsdp_optim.errors import CheckpointError
 
@@ -49,14 +49,14 @@ class S3Bucket(Bucket):
             `aws_secret_access_key`, `aws_session_token`, `profile_name`, `config` (a `botocore.config.Config` or its
             arguments); boto3 finds the others as usual. Two more: `retry_seconds`, the time for which requests are repeated
             whose failure may pass (120); `part_nbytes`, the least size of a part, for a store with another one than 5 MiB.
-        clients: what makes connections; None: what all buckets of this process share that have the same options.
+        clients: what makes connections; None: this bucket's own.
     """
 
     def __init__(
         self, bucket: str, options: Mapping[str, Any] | None = None, *, clients: Clients | None = None
     ) -> None:
         self._name = f"s3://{bucket}"
-        self._requests = Requests(self._name, bucket, shared_clients(options or {}) if clients is None else clients)
+        self._requests = Requests(self._name, bucket, Clients(options or {}) if clients is None else clients)
         self._can = BucketCan(True, least_part_nbytes=_least_part_of(self._name, options or {}), most_reads=_READS)
         self._was_reached = False  # an object or a listing was seen, so the bucket is there
         self._knows_crc = True

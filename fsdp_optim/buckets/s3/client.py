@@ -1,7 +1,7 @@
-"""Requests to an S3 store through boto3: a client per process and options, repeated within a stated time, with fresh credentials.
+"""Requests to an S3 store through boto3: a client per process, repeated within a stated time, with fresh credentials.
 
-boto3 is imported when the first request is made. Its client repeats what may pass (throttling, resets, time-outs) with backoff;
-a request that fails nevertheless is begun again here, until the stated time is over.
+boto3 is imported when the first request is made. It refreshes credentials that it knows to expire. Requests are repeated here,
+not by boto3: its retries have a quota per client, which an outage uses up, and never read on in a body that breaks off.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from os import environ, getpid, path, stat
+from os import getpid
 from typing import Any, NoReturn, TypeVar
 
 from fsdp_optim.buckets.objects.base import MissingObjectError
@@ -32,9 +32,7 @@ T = TypeVar("T")
 
 _RETRY_SECONDS = 120.0
 _CONNECTIONS = 64  # at most, per process
-_ATTEMPTS = 5  # of the client library, for one request
 _LONGEST_PAUSE = 10.0  # seconds
-_IDLE_SECONDS = 30.0  # after which a router on the way may have dropped a connection silently
 _OF_SESSION = {
     *("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "aws_account_id", "region_name"),
     *("profile_name", "botocore_session"),
@@ -53,63 +51,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise CheckpointError(f"s3://: the storage option {name} must be a number above 0, not {options[name]!r}")
 
 
-def shared_clients(options: Mapping[str, Any]) -> Clients:
-    """The clients for some storage options. The calls of a process share them while its credentials come from the same place.
-
-    Each rank needs a tenth of a second to make a client. The inputs that boto3 reads, variables of the environment and files, are
-    compared at each call, and a client that was not used for a while connects again.
-    """
-    about = {name: value for name, value in options.items() if name not in ("part_nbytes", "botocore_session")}
-    try:
-        key = (_PlainOption.of(about), _surroundings())
-        hash(key)
-    except TypeError:  # an option that can be changed, or one without an order
-        return Clients(options)
-    if "botocore_session" in options:
-        return Clients(options)
-    clients = _clients(*key)
-    clients.connect_anew_after(_IDLE_SECONDS)
-    return clients
-
-
-@dataclass(frozen=True)
-class _PlainOption:
-    """A dict of plain values, such as the arguments of a `Config`, that can be compared and is not changed."""
-
-    items: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> _PlainOption:
-        pairs = sorted(values.items(), key=lambda pair: pair[0])
-        return cls(tuple((name, cls.of(one) if isinstance(one, dict) else one) for name, one in pairs))
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: one.as_dict() if isinstance(one, _PlainOption) else one for name, one in self.items}
-
-
-@functools.lru_cache(maxsize=4)
-def _clients(options: _PlainOption, surroundings: object) -> Clients:
-    return Clients(options.as_dict())
-
-
-def _surroundings() -> object:
-    """The inputs that decide which credentials boto3 finds: variables of the environment, and the files that it reads."""
-    variables = {name: value for name, value in environ.items() if name.startswith(("AWS_", "BOTO_")) or name == "HOME"}
-    files = []
-    for name, usual in (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")):
-        try:
-            found = stat(path.expanduser(variables.get(name, usual)))
-            files.append((found.st_mtime_ns, found.st_size, found.st_ino))
-        except OSError:
-            files.append((0, 0, 0))
-    return tuple(sorted(variables.items())), tuple(files)
-
-
 @functools.lru_cache(maxsize=2)
 def _descriptions(data_path: str | None) -> Any:
-    """boto3's descriptions of services, which are read from its files once: they take 6 MiB and some tenths of a second.
+    """Load boto3's descriptions of services once, for all clients: they take 6 MiB and some tenths of a second.
 
-    Nothing of a user is in it, and no connection, so that all clients can share it, also in processes that were forked.
+    They hold nothing of a user and no connection, so that forked processes can share them too.
     """
     from botocore.loaders import create_loader
 
@@ -128,27 +74,20 @@ class Made:
 
 
 class Clients:
-    """The client of each process for some storage options. Buckets with the same options can share it.
-
-    A process that was forked makes a client of its own: connections cannot be shared.
-    """
+    """The client of this process for some storage options. A forked process makes its own: connections cannot be shared."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         _check_options(options)
         self._options = dict(options)
         self.retry_seconds = float(options.get("retry_seconds", _RETRY_SECONDS))
         self._made: Made | None = None
-        self._last_used = time.monotonic()
         self._lock, self._lock_pid = threading.Lock(), getpid()
-        self._now = threading.local()  # `deadline` and `attempts` of the request that this thread makes
 
     def __repr__(self) -> str:
         return "Clients()"
 
-    def get(self, deadline: float) -> Made:
-        """The client of this process. It repeats a request until the `deadline` at most, by `time.monotonic`."""
-        self._now.deadline, self._now.attempts = deadline, 0
-        self._last_used = time.monotonic()
+    def get(self) -> Made:
+        """Return the client of this process."""
         pid, made = getpid(), self._made
         if made is not None and made.pid == pid:
             return made
@@ -158,17 +97,6 @@ class Clients:
             if self._made is None or self._made.pid != pid:
                 self._made = self._new_client(pid)
             return self._made
-
-    def connect_anew_after(self, seconds: float) -> None:
-        """Close the connections of this process, if they were not used for so long; the next requests open others."""
-        made, idle = self._made, time.monotonic() - self._last_used
-        if made is not None and made.pid == getpid() and idle > seconds:
-            made.client.close()
-
-    @property
-    def num_attempts(self) -> int:
-        """How often the client has made the last request of this thread."""
-        return int(self._now.attempts)
 
     def forget(self, made: Made) -> None:
         """Let the next request make a client, which asks for credentials again; unless another thread has done so."""
@@ -194,7 +122,7 @@ class Clients:
             raise CheckpointError("s3://: needs boto3: pip install 'fsdp-optim[s3]'") from Undecided("boto3")
         config = Config(
             max_pool_connections=_CONNECTIONS,
-            retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+            retries={"mode": "standard", "total_max_attempts": 1},
             connect_timeout=min(10.0, max(1.0, self.retry_seconds / 4)),
             read_timeout=min(60.0, max(1.0, self.retry_seconds / 2)),
             tcp_keepalive=True,
@@ -214,24 +142,9 @@ class Clients:
         if client.meta.endpoint_url.startswith("https:") and "payload_signing_enabled" not in s3:
             # TLS and the CRC protect a body already; to sign it as well would take as long as to send it.
             client.meta.config.s3 = {**s3, "payload_signing_enabled": False}
-        client.meta.events.register_first("needs-retry.s3", self._stop_in_time)
         credentials = session.get_credentials()
         frozen = credentials.get_frozen_credentials() if credentials is not None else None
         return Made(client, pid, self._secrets(*((frozen.secret_key, frozen.token) if frozen is not None else ())))
-
-    def _stop_in_time(
-        self, *, response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: Any
-    ) -> None:
-        """Between two attempts of the client library: raise the error that it would repeat, when the time is over."""
-        from botocore.exceptions import ClientError
-
-        self._now.attempts = attempts
-        if time.monotonic() < self._now.deadline:
-            return
-        if caught_exception is not None:
-            raise caught_exception
-        if response is not None and response[0].status_code >= 300:
-            raise ClientError(response[1], operation.name)
 
 
 class Requests:
@@ -284,7 +197,7 @@ class Requests:
         while True:
             made: Made | None = None
             try:
-                made = self._clients.get(began + seconds)
+                made = self._clients.get()
                 return make(made.client)
             except CheckpointError:
                 raise
@@ -299,7 +212,7 @@ class Requests:
                 elapsed = time.monotonic() - began
                 if not is_passing(error, answered) or elapsed >= seconds:
                     if answered is not None:
-                        answered.was_repeated = tries > 0 or self._clients.num_attempts > 1
+                        answered.was_repeated |= tries > 0
                         if answered.words & set(expected):
                             raise answered from None
                         raise_alone(self.failure(key, answered, elapsed))

@@ -10,44 +10,18 @@ EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefr
 """The codes of answers to credentials that have expired."""
 
 _PASSING_STATUSES = {408, 429, 500, 502, 503, 504}
-_PASSING_CODES = {
-    *(
-        "SlowDown",
-        "RequestTimeout",
-        "RequestTimeoutException",
-        "InternalError",
-        "ServiceUnavailable",
-        "OperationAborted",
-    ),
-    *(
-        "ConditionalRequestConflict",
-        "IncompleteBody",
-        "BadDigest",
-        "InvalidDigest",
-        "XAmzContentSHA256Mismatch",
-        "XAmzContentChecksumMismatch",
-        "PriorRequestNotComplete",
-        "TooManyRequests",
-    ),
-    *("Throttling", "ThrottlingException", "RequestThrottled", "RequestLimitExceeded", "BandwidthLimitExceeded"),
+_PASSING_CODES = {  # of other statuses
+    *("ConditionalRequestConflict", "OperationAborted", "PriorRequestNotComplete", "RequestTimeout"),
+    *("BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"),
+    *("RequestLimitExceeded", "RequestThrottled", "Throttling", "ThrottlingException"),
 }
 _OF_ACCESS = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "403", "Forbidden"}
+_RIGHTS = (
+    "a load needs s3:GetObject and s3:ListBucket; a save also s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and "
+    "s3:ListBucketMultipartUploads"
+)
 _OF_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId"}
 _OF_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "301", "IllegalLocationConstraintException"}
-_TO_DO = {
-    "abort_multipart_upload": ("remove an unfinished upload", "s3:AbortMultipartUpload"),
-    "complete_multipart_upload": ("complete an upload", "s3:PutObject"),
-    "create_multipart_upload": ("begin an upload", "s3:PutObject"),
-    "delete_object": ("delete", "s3:DeleteObject"),
-    "delete_objects": ("delete", "s3:DeleteObject"),
-    "get_object": ("read", "s3:GetObject"),
-    "head_bucket": ("look at the bucket", "s3:ListBucket"),
-    "head_object": ("look at the object", "s3:GetObject"),
-    "list_multipart_uploads": ("list unfinished uploads", "s3:ListBucketMultipartUploads"),
-    "list_objects_v2": ("list", "s3:ListBucket"),
-    "put_object": ("write", "s3:PutObject"),
-    "upload_part": ("write a part", "s3:PutObject"),
-}
 
 
 @dataclass(eq=False)
@@ -100,9 +74,8 @@ def answer_of(operation: str, error: BaseException, region: str) -> Answered | N
     headers = meta.get("HTTPHeaders", {})
     named = about.get("Region") or headers.get("x-amz-bucket-region") or ""
     status, code = int(meta.get("HTTPStatusCode", 0)), str(about.get("Code", "an error"))
-    return Answered(
-        operation, status, code, " ".join(str(about.get("Message", "")).split()), "" if named == region else named
-    )
+    message, region = " ".join(str(about.get("Message", "")).split()), "" if named == region else named
+    return Answered(operation, status, code, message, region, was_repeated=meta.get("RetryAttempts", 0) > 0)
 
 
 def is_passing(error: BaseException, answered: Answered | None) -> bool:
@@ -116,28 +89,24 @@ def is_passing(error: BaseException, answered: Answered | None) -> bool:
     lasting = (exceptions.SSLError, exceptions.ProxyConnectionError)
     passing = (
         *(exceptions.ConnectionError, exceptions.HTTPClientError, exceptions.IncompleteReadError, ResponseParserError),
-        *(
-            exceptions.CredentialRetrievalError,
-            exceptions.MetadataRetrievalError,
-            HTTPError,
-            ConnectionError,
-            TimeoutError,
-        ),
+        *(exceptions.CredentialRetrievalError, exceptions.MetadataRetrievalError),
+        *(HTTPError, ConnectionError, TimeoutError),
     )
     return isinstance(error, passing) and not isinstance(error, lasting)
 
 
+def _verb(operation: str) -> str:
+    return " ".join(word for word in operation.split("_") if word != "v2")
+
+
 def line_of_answer(bucket: str, where: str, answered: Answered) -> str:
     """The line that a user reads about an answer. `bucket`: its URL; `where`: the URL of the object, or of the bucket."""
-    verb, action = _TO_DO.get(answered.operation, (answered.operation, f"s3: {answered.operation}"))
+    verb = _verb(answered.operation)
     if answered.lacks_bucket:
         return f"{bucket}: there is no such bucket"
     if answered.code in _OF_ACCESS:
-        on = f"{bucket.replace('s3://', 'arn:aws:s3:::', 1)}{where[len(bucket) :] if where != bucket else ''}"
         missing = " (without s3:ListBucket also where there is none)" if answered.operation == "head_object" else ""
-        return (
-            f"{where}: may not {verb}{missing}: the bucket's policy must allow {action} on {on}; it answered {answered}"
-        )
+        return f"{where}: may not {verb}{missing}: {_RIGHTS}; it answered {answered}"
     if answered.code in _OF_KEYS:
         return f"{where}: the store does not accept the credentials: it answered {answered}"
     if answered.is_of_region:
@@ -154,7 +123,6 @@ def line_of_error(bucket: str, where: str, operation: str, error: BaseException)
     """The line that a user reads where no answer came."""
     from botocore import exceptions
 
-    verb, _ = _TO_DO.get(operation, (operation, ""))
     words = " ".join(str(error).split())
     if isinstance(
         error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.ProfileNotFound)
@@ -163,7 +131,7 @@ def line_of_error(bucket: str, where: str, operation: str, error: BaseException)
         return f"{bucket}: no credentials for S3: {words}: {ways}"
     if isinstance(error, (exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError)):
         return f"{where}: the store cannot be reached, check endpoint_url: {words}"
-    return f"{where}: cannot {verb}: {type(error).__name__}: {words}"
+    return f"{where}: cannot {_verb(operation)}: {type(error).__name__}: {words}"
 
 
 def without(secrets: Iterable[str], line: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fsdp_optim.checkpoint.common.files import File
-from fsdp_optim.layout import FlatRuns, Placement, SplitRuns
+from fsdp_optim.layout import FlatRuns, Placement
 from fsdp_optim.move import Key, StateValue
 
 _MOST_LOOKED_AT = 16
@@ -111,15 +111,14 @@ def _part_with(byte: int, borders: Sequence[int]) -> int:
     return bisect.bisect_right(borders, byte) - 1
 
 
-def cuts_of(files: Sequence[PartedFile]) -> dict[Key, FlatRuns | SplitRuns]:
+def cuts_of(files: Sequence[PartedFile]) -> dict[Key, FlatRuns]:
     """The cut of every value in which its elements reach the ranks that put them."""
-    found: dict[Key, FlatRuns | SplitRuns] = {}
+    found: dict[Key, FlatRuns] = {}
     for file in files:
         for value, stretches in file.stretches():
             by = tuple(rank for rank, _ in stretches)
             starts, stops = tuple(run.first for _, run in stretches), tuple(run.last for _, run in stretches)
-            kind = FlatRuns if len({*by}) == len(by) else SplitRuns
-            found[value.key] = kind(value.placement.shape, starts, stops, by)
+            found[value.key] = FlatRuns(value.placement.shape, starts, stops, by)
     return found
 
 

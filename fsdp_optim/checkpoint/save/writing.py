@@ -22,7 +22,7 @@ from fsdp_optim.formats.base.checksums import Rows, rows_of
 from fsdp_optim.formats.base.extents import DataSection, write_extents
 from fsdp_optim.formats.base.frames import Pieces
 from fsdp_optim.formats.base.protocols import PlannedFile
-from fsdp_optim.layout import FlatRuns, Placement, SplitRuns
+from fsdp_optim.layout import FlatRuns, Placement
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.plan import Copy, Plans, clip_to_source
@@ -78,7 +78,7 @@ class RankWriter:
                 continue  # earlier windows contain all of it
             (name, begin), itemsize = self._starts[part.value.key], part.value.dtype.itemsize
             memory = LocalMemory(part.flat) if part.flat is not None else None
-            if isinstance(part.cut, (FlatRuns, SplitRuns)):
+            if isinstance(part.cut, FlatRuns):
                 if memory is not None and part.flat is not None:
                     extents.setdefault(name, []).extend(self._stretched(part, memory, part.flat.numel(), begin))
                 continue

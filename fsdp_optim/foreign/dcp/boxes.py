@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.layout import Block, Box, Boxes, DisjointBoxes, FlatRuns, Placement, Shape, Whole
+from fsdp_optim.layout import Block, Box, Boxes, FlatRuns, Placement, Shape, Whole
 
 _ChunkBox = tuple[Shape, Shape]
 
@@ -39,12 +39,12 @@ def _placement(name: str, shape: Shape, boxes: Sequence[_ChunkBox]) -> Placement
                 f"{name}: has a chunk at {_listed(offsets)} of the sizes {_listed(sizes)}, outside of its shape {list(shape)}"
             )
     made, by = [Box(*box) for box in boxes], tuple(range(-1, -1 - len(boxes), -1))
-    _check_disjoint(name, made)
-    if sum(box.numel for box in made) != prod(shape):
-        by_rank = tuple((rank, (Block(box, 0),)) for rank, box in zip(by, made, strict=True))
-        start, stop = Boxes(shape, by_rank).gap() or (0, 0)
+    listed = Boxes(shape, tuple((rank, (Block(box, 0),)) for rank, box in zip(by, made, strict=True)))
+    _check_disjoint(name, listed)
+    gap = listed.gap()
+    if gap is not None:
         raise CheckpointError(
-            f"{name}: elements [{start}, {stop}) of {prod(shape)} are in none of its {len(made)} chunks: a part of the "
+            f"{name}: elements [{gap[0]}, {gap[1]}) of {prod(shape)} are in none of its {len(made)} chunks: a part of the "
             "checkpoint is missing"
         )
     if len(made) == 1:
@@ -55,25 +55,24 @@ def _placement(name: str, shape: Shape, boxes: Sequence[_ChunkBox]) -> Placement
         starts = tuple(made[i].offsets[0] * row for i in order)
         stops = tuple((made[i].offsets[0] + made[i].sizes[0]) * row for i in order)
         return FlatRuns(shape, starts, stops, tuple(by[i] for i in order))
-    return DisjointBoxes(shape, tuple(made), by)
+    return listed
 
 
-def _check_disjoint(name: str, boxes: Sequence[Box]) -> None:
-    """Raise CheckpointError where two boxes have a common element."""
-    if not boxes or not boxes[0].sizes:
-        if len(boxes) > 1:
-            raise CheckpointError(f"{name}: has no dimensions, and {len(boxes)} chunks")
+def _check_disjoint(name: str, listed: Boxes) -> None:
+    """Raise CheckpointError where two chunks have a common element."""
+    common = listed.overlap
+    if common is None and listed.has_replicas:  # the same chunk twice
+        (block,) = next(listed.blocks(shard) for shard in range(listed.num_shards) if len(listed.holders(shard)) > 1)
+        common = block.box, block.box
+    if common is None:
         return
-    current: list[Box] = []  # the boxes that reach the row of the next box
-    for box in sorted(boxes, key=lambda box: box.offsets):
-        current = [other for other in current if other.offsets[0] + other.sizes[0] > box.offsets[0]]
-        for other in current:
-            if other.intersect(box) is not None:
-                raise CheckpointError(
-                    f"{name}: its chunks at {list(other.offsets)} of the sizes {list(other.sizes)} and at {list(box.offsets)} of "
-                    f"the sizes {list(box.sizes)} overlap"
-                )
-        current.append(box)
+    if not listed.shape:
+        raise CheckpointError(f"{name}: has no dimensions, and {len(listed.by_rank)} chunks")
+    first, other = common
+    raise CheckpointError(
+        f"{name}: its chunks at {list(first.offsets)} of the sizes {list(first.sizes)} and at {list(other.offsets)} of "
+        f"the sizes {list(other.sizes)} overlap"
+    )
 
 
 def _is_shape(numbers: Any) -> bool:
