@@ -29,10 +29,10 @@ from kit.wrapping import (
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim import WrapperError
 from fsdp_optim.adapters import Adapter, ModelReader, ModuleTree, use_adapters
 from fsdp_optim.adapters.masters import with_masters
 from fsdp_optim.adapters.naming import Naming
-from fsdp_optim.errors import WrapperError
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.view import NamedHandle
 

@@ -8,7 +8,7 @@ from unittest import mock
 from kit.wrapping import Net, in_fsdp2
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_optim.adapters.reader import ModelReader
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.testing import run_on_ranks
 
 

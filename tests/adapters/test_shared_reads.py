@@ -24,8 +24,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp_optim
-from fsdp_optim.adapters import fsdp1
-from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.adapters import ModuleTree, fsdp1
 
 Seen = collections.Counter[int]
 

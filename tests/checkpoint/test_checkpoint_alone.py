@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.transport import world_here
 from fsdp_optim.transport.store_control import place_key
-from fsdp_optim.transport.world import world_here
 
 LOG = "fsdp_optim"
 

@@ -115,7 +115,7 @@ class BlocksTest(unittest.TestCase):
 
     def test_bytes_that_are_none(self) -> None:
         """A number that is no tensor of bytes is damage, told as such."""
-        from fsdp_optim.errors import CheckpointError
+        from fsdp_optim import CheckpointError
         from fsdp_optim.formats.base.codec import Decoder
 
         for said in (0, 1, True, None, [0]):

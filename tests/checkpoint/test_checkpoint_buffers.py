@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 import fsdp_optim
-from fsdp_optim.state.values.digest import fold_of
+from fsdp_optim.state.values import fold_of
 from fsdp_optim.testing import run_on_ranks
 
 

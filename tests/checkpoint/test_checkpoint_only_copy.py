@@ -22,9 +22,8 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats.own.probe import PROBE
-from fsdp_optim.storage.posix.claim import LOCK
-from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.formats.own import PROBE
+from fsdp_optim.storage.posix import LOCK, FolderStaging
 from fsdp_optim.testing import run_on_ranks
 
 TOKEN = "0123456789abcdef"

@@ -12,7 +12,7 @@ from kit.folders import SharedFolder
 from kit.wrapping import Trained, adam, check_same, cpu
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import collective
 

@@ -20,13 +20,12 @@ from kit.scripts import run
 from kit.wrapping import error_text
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim import CheckpointError, StateError
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common import progress
-from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.base import Capabilities
-from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.storage.posix import FolderStaging
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -19,10 +19,9 @@ from kit.scripts import run
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.offline.workers import JOURNAL
-from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.writer import FolderWriter
+from fsdp_optim.storage.posix import FolderStaging, FolderWriter
 from fsdp_optim.testing import run_on_ranks
 
 KILLED = """

@@ -18,9 +18,9 @@ from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu, error_te
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.checkpoint.save.writing import RankWriter
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 Options = dict[str, Any]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kit.wrapping import check_same
 from parameterized import parameterized
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.formats.base.description import (
     GroupDescription,
     OptimDescription,

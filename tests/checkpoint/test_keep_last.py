@@ -23,7 +23,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.testing import run_on_ranks
 

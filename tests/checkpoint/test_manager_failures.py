@@ -18,7 +18,7 @@ from kit.manager_runs import full_disk
 from kit.wrapping import Differs, check_same, error_text
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError, RankError, StateError
+from fsdp_optim import CheckpointError, RankError, StateError
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -19,8 +19,8 @@ from kit.wrapping import check_same
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.posix.directory import FolderShelf
+from fsdp_optim import CheckpointError
+from fsdp_optim.storage.posix import FolderShelf
 
 
 class KeepTest(CatalogTest):

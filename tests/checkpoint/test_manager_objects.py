@@ -15,7 +15,7 @@ from kit.wrapping import check_same
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -14,7 +14,7 @@ from kit.managed import Run, closing_all, steps_in
 from kit.manager_runs import each, full_disk
 from kit.wrapping import Differs, check_same
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -21,7 +21,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -25,14 +25,13 @@ from kit.wrapping import STEPS, OfModel, Trained, check_refused, check_same, cpu
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common import seen_by_all as sharing
 from fsdp_optim.checkpoint.load import opening
 from fsdp_optim.checkpoint.save import upload
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.probe import PROBE
-from fsdp_optim.storage.posix import claim, folder, store, writer
+from fsdp_optim.formats.own import PROBE
+from fsdp_optim.storage.posix import Folder, claim, folder, store, writer
 from fsdp_optim.storage.posix import directory as directory
-from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import run_on_ranks
 
 KWARGS: dict[str, Any] = {"model": Whole, "make": OfModel(two_groups)}

@@ -23,12 +23,11 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common.casting import cast_part
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.foreground import save
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.testing import run_on_ranks
 

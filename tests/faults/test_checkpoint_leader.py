@@ -20,7 +20,7 @@ import fsdp_optim
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save.job import Job
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.transport.completion import Completion
+from fsdp_optim.transport import Completion
 
 LONG, SOON = 600.0, 30.0  # seconds: the timeout of the saves, and what is much less
 QUIET: dict[str, Any] = {"durable": False, "progress": False, "timeout": LONG}

@@ -22,7 +22,7 @@ from kit.managed import Run, closing_all, names_in, steps_in
 from kit.wrapping import check_same, cpu
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 ANOTHER = (

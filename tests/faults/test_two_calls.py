@@ -245,7 +245,7 @@ class AnswersTest(unittest.TestCase):
 
 
 def at_different_steps() -> list[tuple[str, str]]:
-    from fsdp_optim.transport.world import world_here
+    from fsdp_optim.transport import world_here
 
     group = world_here().group("a call", range(WORLD), timeout=60.0)
     steps = ("one", "other") if dist.get_rank() else ("other", "one")

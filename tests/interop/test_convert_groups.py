@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import fsdp_optim
-from fsdp_optim.errors import StateError
+from fsdp_optim import StateError
 from fsdp_optim.state.dicts.flattened import unflatten
 from fsdp_optim.testing import run_on_ranks
 

@@ -41,12 +41,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.options import LoadOptions, Options
-from fsdp_optim.storage.posix.opened import OpenFolder
+from fsdp_optim.storage.posix import OpenFolder
 from fsdp_optim.testing import run_on_ranks
 
 TWO_GROUPS = {"make": OfModel(two_groups), "model": Whole}

@@ -28,14 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim import CheckpointError, StateError
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.reader import NO_JUDGE
 from fsdp_optim.options import LoadOptions, Options
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import run_on_ranks
 
 RUNS = (

@@ -15,7 +15,7 @@ from kit.wrapping import STEPS, Oracle, Trained, check_same, cpu
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE
 from fsdp_optim.foreign.reader import ForeignReader

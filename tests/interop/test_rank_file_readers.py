@@ -26,7 +26,7 @@ from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
 from fsdp_optim.foreign.reader import NO_JUDGE, tensors_in
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample, run_on_ranks
 
 

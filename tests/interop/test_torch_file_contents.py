@@ -24,7 +24,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
-from fsdp_optim.storage.posix.opened_any import OpenFiles
+from fsdp_optim.storage.posix import OpenFiles
 from fsdp_optim.testing import run_on_ranks
 
 # ------------------------------------------------------------------------------------------- what is read

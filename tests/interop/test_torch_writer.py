@@ -15,9 +15,8 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.foreign.torch.writer import TorchFilesJudge
 from fsdp_optim.offline import convert as conversion
 from fsdp_optim.options import ConvertOptions, Options

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing.foreign_readers import read_elements
 from kit.dcp_files import DcpFiles, grid, rows
 

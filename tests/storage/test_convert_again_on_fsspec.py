@@ -17,10 +17,9 @@ from kit.scripts import run
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
-from fsdp_optim.buckets.objects.staging import ObjectStaging
-from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.buckets.fsspec import FsspecBucket
+from fsdp_optim.buckets.objects import ObjectStaging, ObjectStore
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.offline import convert as conversion
 from fsdp_optim.options import ConvertOptions, Options
 

@@ -15,7 +15,7 @@ from kit.wrapping import Trained, adam, check_same, cpu, local_of
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
 WRAPS = {"FSDP2": "FSDP2", "fairscale flat": "DDP", "HSDP": "fairscale flat", "DDP": "FSDP2"}

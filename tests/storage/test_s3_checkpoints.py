@@ -22,8 +22,8 @@ from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 from safetensors.torch import load_file
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
 WRAPS = ("fairscale flat", "fairscale non-flat", "FSDP1 orig", "FSDP1 flat", "FSDP2", "HSDP", "FSDP2 x TP", "DDP")

@@ -16,8 +16,7 @@ from botocore.session import get_session
 from kit.proxy import Proxy
 from kit.servers import new_bucket, port_of, shared
 
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.buckets.s3.client import Clients, shared_clients
+from fsdp_optim.buckets.s3 import Clients, S3Bucket, shared_clients
 
 OPTIONS = {"endpoint_url": "http://127.0.0.1:9", "region_name": "us-east-1"}
 KEYS = {"aws_access_key_id": "access", "aws_secret_access_key": "secret"}

@@ -11,7 +11,7 @@ from kit.servers import new_bucket, port_of, shared
 from kit.wrapping import Trained, adam, check_same
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.s3 import S3Bucket
 
 LEAVE = """
 import fsdp_optim

@@ -14,7 +14,7 @@ from kit.wrapping import Trained, adam, check_same, cpu, error_text
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
 RETRY_SECONDS = 1

@@ -24,8 +24,8 @@ from kit.wrapping import Differs, check_same
 from soak.ranks import LIMIT, WORLD, Ranks, check_values, fill, plain, read_notes, wait_for
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.buckets.s3 import S3Bucket
+from fsdp_optim.formats.own import OURS
 
 SEED = 20251122
 MODES = ("steps", "async steps", "overwrite", "async overwrite", "uploaded steps")

@@ -19,8 +19,8 @@ from kit.wrapping import Differs, Trained, adam, cpu, local_of
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.store import PART_NBYTES
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.objects import PART_NBYTES
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import RankPool
 
 BUDGET_MIB, PART_MIB = 6, 1

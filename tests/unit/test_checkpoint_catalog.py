@@ -23,7 +23,7 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim.formats.base import summary as briefs
 from fsdp_optim.formats.own.probe import read_summary
-from fsdp_optim.storage.posix.opened import OpenFolder
+from fsdp_optim.storage.posix import OpenFolder
 
 
 def as_before_sequences(folder: Path) -> None:

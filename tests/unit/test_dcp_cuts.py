@@ -17,7 +17,7 @@ from kit.dcp_values import TALL, InFolder, fill, opened
 from parameterized import parameterized
 from torch.distributed.checkpoint import metadata as of_torch
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.layout import Block, Box, Boxes, DisjointBoxes, FlatChunks, Whole
 from fsdp_optim.plan import Copy, copies_into
 from fsdp_optim.testing.foreign_readers import read_elements

@@ -12,7 +12,7 @@ from kit.dcp_files import DcpFiles
 from kit.dcp_values import TALL, InFolder, opened
 from parameterized import parameterized
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.dcp.keys import Leaf, meaning_of
 
 

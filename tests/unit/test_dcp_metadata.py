@@ -20,7 +20,7 @@ from parameterized import parameterized
 from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.dcp.metadata_pickle import load as load_pickle
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Format

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_optim.testing import ControlConformance, TransportConformance, run_on_threads
+from fsdp_optim.transport import world_here
 from fsdp_optim.transport.in_process import InProcessWorld
-from fsdp_optim.transport.world import world_here
 
 
 def things_left() -> int:

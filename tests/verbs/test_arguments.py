@@ -17,7 +17,7 @@ from kit.wrapping import Trained, adam, check_refused, error_text
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
-from fsdp_optim.errors import FsdpOptimError
+from fsdp_optim import FsdpOptimError
 from fsdp_optim.options import (
     Arguments,
     GatherOptions,

@@ -39,7 +39,7 @@ import fsdp_optim
 from fsdp_optim.layout import FlatChunks, Whole
 from fsdp_optim.plan import Plans, RankPlan, Request, copies_of
 from fsdp_optim.testing import fairscale_on_cpu
-from fsdp_optim.transport.world import world_here
+from fsdp_optim.transport import world_here
 
 SIZE = 3
 FEW = ["FSDP2", "FSDP1 flat", "FSDP1 orig", "fairscale flat"]

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp_optim
-from fsdp_optim.errors import StateError
+from fsdp_optim import StateError
 from fsdp_optim.layout import cut_named
-from fsdp_optim.state.values.kinds import Evidence, Kind, Sight, infer_kind, sight_of
+from fsdp_optim.state.values import Evidence, Kind, Sight, infer_kind, sight_of
 from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 

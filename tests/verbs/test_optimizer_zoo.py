@@ -24,7 +24,7 @@ from parameterized import parameterized
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim.errors import FsdpOptimError
+from fsdp_optim import FsdpOptimError
 from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 
