@@ -36,7 +36,7 @@ DEAD_AFTER = 0.05  # seconds; a conversion goes on when the claim of the killed 
 
 KILLED = """
 import os, signal, fsdp_optim
-from fsdp_optim.buckets import uploads
+from fsdp_optim.buckets.objects import uploads
 from fsdp_optim.buckets.s3.bucket import S3Bucket
 
 uploads._MOST_AT_ONCE = 1
