@@ -26,8 +26,8 @@ help:  ## list the targets
 
 venv: $(INSTALLED)  ## make .venv with the pinned requirements and this package
 
-# --no-deps: pyproject.toml gives ranges, and the pins above are what counts here.
-$(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml
+# --no-deps: setup.cfg gives ranges, and the pins above are what counts here.
+$(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml setup.cfg
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
@@ -51,7 +51,7 @@ test-hosts: venv  ## run the tests on benches of several hosts (root; glusterfs-
 test-oldest: $(OLDEST_INSTALLED)  ## run what the oldest supported torch has to do, in a venv of its own (PYTHON= should be 3.10)
 	$(OLDEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS_OF_OLDEST)
 
-$(OLDEST_INSTALLED): requirements-oldest.txt pyproject.toml
+$(OLDEST_INSTALLED): requirements-oldest.txt pyproject.toml setup.cfg
 	@test -n "$(PYTHON)" || { echo "Python 3.10 is needed: make PYTHON=/path/to/python3.10"; exit 1; }
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet -r requirements-oldest.txt

@@ -110,6 +110,7 @@ errors:
 formats:
 machine:
 speed:
+wire:
 state:
 storage:
 elements: errors
@@ -125,7 +126,7 @@ buckets.s3: buckets.objects errors storage.base
 memory: plan
 buckets: buckets.fsspec buckets.objects buckets.s3 errors storage.base storage.posix
 dtensors: errors layout memory
-transport: errors layout memory options plan transport.job
+transport: errors layout memory options plan transport.job wire
 formats.base: dtensors elements errors layout memory storage.base
 move: errors layout memory plan transport
 view: dtensors errors layout memory

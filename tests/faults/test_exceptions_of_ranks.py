@@ -95,7 +95,7 @@ LIBRARY = str(Path(fsdp_optim.__file__).parent) + os.sep
 
 # What tells the others of a failure cannot itself fail.
 NOT_BROKEN = (
-    *("errors.py", "machine.py"),
+    *("errors.py", "machine.py", "wire.py"),
     *(
         f"transport/{name}.py"
         for name in ("agree", "meeting", "turns", "reports", "base", "failure", "verdict", "world")
