@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand, some
 from kit.experts import Experts, global_name, train_experts
-from kit.torch_wraps import fsdp1_unit, fsdp2_unit, local
+from kit.local_parts import local
 from kit.wrapping import (
     STEPS,
     Net,
@@ -26,6 +26,7 @@ from kit.wrapping import (
     in_ddp,
     in_fsdp2,
 )
+from kit.wraps import fsdp1_unit, fsdp2_unit
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

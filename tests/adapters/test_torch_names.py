@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
+from kit.local_parts import local
 from kit.tables import Table
-from kit.torch_wraps import fsdp1_unit, fsdp2_unit, local
 from kit.wrapping import (
     WRAPPERS,
     Differs,
@@ -23,6 +23,7 @@ from kit.wrapping import (
     in_fairscale,
     in_fsdp1,
 )
+from kit.wraps import fsdp1_unit, fsdp2_unit
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor.parallel import ColwiseParallel

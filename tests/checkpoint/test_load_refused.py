@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoints import (
+    FURTHER,
     InFolder,
     Whole,
     check_files,
@@ -20,9 +21,9 @@ from kit.checkpoints import (
     oracle_after,
     save,
     save_trained,
+    two_optimizers,
 )
 from kit.optimizers import two_groups
-from kit.saved_and_loaded import FURTHER, two_optimizers
 from kit.wrapping import (
     STEPS,
     OfModel,

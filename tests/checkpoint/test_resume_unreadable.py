@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kit.accounts import as_nobody, can_change, close
 from kit.catalogs import LOG, CatalogTest, save, unreadable
 from kit.checkpoint_format import MANIFEST
 from kit.compare import refused
+from kit.folders import as_nobody, can_change, close
 from kit.managed import Run, steps_in
 from kit.wrapping import check_same
 from parameterized import parameterized

@@ -24,10 +24,13 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from kit.checkpoints import (
+    FURTHER,
     Whole,
     buffers_of,
     check_files,
+    check_groups,
     everything,
+    in_order,
     load,
     mine,
     oracle_after,
@@ -35,7 +38,6 @@ from kit.checkpoints import (
     scramble,
 )
 from kit.optimizers import two_groups
-from kit.saved_and_loaded import FURTHER, check_groups, in_order
 from kit.torch_limits import cannot_make, skip_if
 from kit.wrapping import (
     STEPS,

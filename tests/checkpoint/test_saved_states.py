@@ -16,7 +16,9 @@ from kit.checkpoints import (
     InFolder,
     Whole,
     check_files,
+    check_groups,
     everything,
+    in_order,
     load,
     load_trained,
     mine,
@@ -25,6 +27,7 @@ from kit.checkpoints import (
     save,
     save_trained,
     scramble,
+    two_optimizers,
 )
 from kit.groups import (
     Distribution,
@@ -35,7 +38,6 @@ from kit.groups import (
 from kit.models import Tied
 from kit.opaque import Blockwise, opaque_state
 from kit.optimizers import Peculiar, two_groups
-from kit.saved_and_loaded import check_groups, in_order, two_optimizers
 from kit.torch_limits import cannot_make, skip_if
 from kit.trained import state_by_name
 from kit.wrapping import (

@@ -35,6 +35,8 @@ from kit.wrapping import (
     two_groups,
 )
 
+FURTHER = STEPS + 2
+
 
 class Whole(Net):
     """`Net` with buffers in the root and in units, without dimensions, without elements, and not persistent."""
@@ -201,6 +203,21 @@ def _without_a_load(wrapper: str, kwargs: tuple[tuple[str, Any], ...], rank: int
     before = mine(alike)
     alike.step([STEPS], dict(kwargs).get("unused", ()))
     return before, mine(alike)
+
+
+def check_groups(folder: Path, oracle: Oracle) -> None:
+    name_of = {id(param): name for name, param in oracle.model.named_parameters()}
+    wanted = [
+        {**{k: group[k] for k in sorted(group)}, "params": [name_of[id(p)] for p in group["params"]]}
+        for group in oracle.optim.param_groups
+    ]
+    got = [{k: group[k] for k in sorted(group)} for group in json.loads(header_of(folder, "optim")["param_groups"])]
+    check_same("param_groups", got, json.loads(json.dumps(wanted)))
+
+
+def in_order(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """With the values of each parameter by the order of their names."""
+    return {name: {key: values[key] for key in sorted(values)} for name, values in state.items()}
 
 
 # ------------------------------------------------------------------------------------------ in the background

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from kit import oracle
-from kit.dcp_files import DcpFiles
-from kit.dcp_values import TALL, InFolder, fill, opened
+from kit.dcp_files import TALL, DcpFiles, InFolder, fill, opened
 from parameterized import parameterized
 from torch.distributed.checkpoint import metadata as of_torch
 

@@ -14,8 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from kit.dcp_files import DcpFiles, rows
-from kit.dcp_values import MODEL, MOMENT, TALL, InFolder, fill, open_any, opened
+from kit.dcp_files import MODEL, MOMENT, TALL, DcpFiles, InFolder, fill, open_any, opened, rows
 from parameterized import parameterized
 from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -12,7 +12,7 @@ from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.examples import examples
+from kit.cases import examples
 from kit.wrapping import check_refused, error_text
 from parameterized import parameterized
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import oracle
-from kit.examples import examples
+from kit.cases import examples
 
 from fsdp_optim import LayoutError
 from fsdp_optim.layout import (
