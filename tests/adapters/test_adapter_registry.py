@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kit.compare import check_refused, error_text
 from kit.masters import Mixed, MixedAdapter
-from kit.wrapping import check_refused, error_text
 from torch import nn
 
 import fsdp_optim

@@ -13,19 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.checkpoints import load, save
+from kit.compare import check_refused, check_same, error_text
 from kit.masters import MasterOptimizer, Mixed, MixedAdapter, WithoutMasters
+from kit.optimizers import OfModel
 from kit.tables import Table
-from kit.wrapping import (
-    STEPS,
-    OfModel,
-    Oracle,
-    Trained,
-    check_full,
-    check_refused,
-    check_same,
-    error_text,
-    snapshot,
-)
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import check_full, snapshot
 from parameterized import parameterized
 
 import fsdp_optim

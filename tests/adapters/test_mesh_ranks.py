@@ -5,7 +5,8 @@ from __future__ import annotations
 import unittest
 from unittest import mock
 
-from kit.wrapping import Net, in_fsdp2
+from kit.models import Net
+from kit.wraps import in_fsdp2
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_optim.adapters import ModelReader

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import Differs, check_same, error_text
+from kit.local_parts import local_of
 from kit.opaque import Wide, eight_bits
-from kit.wrapping import Differs, Trained, check_same, error_text, local_of
+from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from kit.wrapping import check_refused, check_same, error_text
+from kit.compare import check_refused, check_same, error_text
 from parameterized import parameterized
 from torch import nn
 

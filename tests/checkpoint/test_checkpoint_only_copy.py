@@ -17,7 +17,9 @@ from kit.catalogs import CatalogTest, clock, load, save, sequence_of, unreadable
 from kit.checkpoint_damage import seal
 from kit.checkpoint_format import MANIFEST, check_folder, read_manifest
 from kit.checkpoints import save as save_trained
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text
+from kit.compare import Differs, check_same, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

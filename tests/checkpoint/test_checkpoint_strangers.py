@@ -14,7 +14,9 @@ from kit.catalogs import LOG, load, save
 from kit.checkpoint_format import MANIFEST, all_bytes, check_folder
 from kit.checkpoints import InFolder
 from kit.checkpoints import save as save_trained
-from kit.wrapping import Trained, check_same, cpu, error_text
+from kit.compare import check_same, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

@@ -13,11 +13,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.checkpoint_format import all_bytes
-from kit.compare import check_same
+from kit.compare import check_same, error_text
 from kit.conversions import MEMORY, check_converted, save_some
 from kit.folders import SharedFolder
-from kit.scripts import run
-from kit.wrapping import error_text
+from kit.forked import run
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError

@@ -18,7 +18,8 @@ from kit.checkpoints import (
     before_writes,
     save,
 )
-from kit.wrapping import Trained, error_text
+from kit.compare import error_text
+from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 

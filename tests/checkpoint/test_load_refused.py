@@ -21,19 +21,12 @@ from kit.checkpoints import (
     oracle_after,
     save,
     save_trained,
-    two_optimizers,
 )
-from kit.optimizers import two_groups
-from kit.wrapping import (
-    STEPS,
-    OfModel,
-    Trained,
-    check_refused,
-    check_same,
-    cpu,
-    error_text,
-    freeze_stem,
-)
+from kit.compare import check_refused, check_same, error_text
+from kit.models import freeze_stem
+from kit.optimizers import OfModel, two_groups, two_optimizers
+from kit.trained import STEPS, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

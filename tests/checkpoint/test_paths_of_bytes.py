@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.catalogs import CatalogTest, save
-from kit.compare import refused
-from kit.wrapping import check_same
+from kit.compare import check_same, refused
 from torch import nn
 
 import fsdp_optim

@@ -13,7 +13,8 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from kit.wrapping import Differs, check_same, cpu, error_text
+from kit.compare import Differs, check_same, error_text
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.catalogs import LOG, CatalogTest, save
-from kit.compare import refused
+from kit.compare import check_same, refused
 from kit.managed import Run, steps_in
-from kit.wrapping import check_same
 from parameterized import parameterized
 from torch import nn
 

@@ -37,18 +37,12 @@ from kit.checkpoints import (
     save,
     scramble,
 )
-from kit.optimizers import two_groups
+from kit.compare import Differs, check_same
+from kit.optimizers import OfModel, two_groups
 from kit.torch_limits import cannot_make, skip_if
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    OfModel,
-    Oracle,
-    Trained,
-    check_same,
-    cpu,
-)
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from safetensors import safe_open
 from torch import Tensor

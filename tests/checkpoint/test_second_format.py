@@ -11,9 +11,11 @@ from unittest import mock
 
 import torch
 from kit.checkpoint_format import all_bytes, check_folder, extra, tensors_of
+from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.raw_format import INDEX, RAW, encoded_index, index_in
-from kit.wrapping import Trained, check_same, cpu
+from kit.trained import Trained
+from kit.wrapping import cpu
 from xxhash import xxh3_64_intdigest
 
 import fsdp_optim

@@ -19,9 +19,11 @@ from unittest import mock
 import torch.distributed as dist
 from kit.catalogs import sequence_of
 from kit.checkpoints import InFolder, Whole, check_files, load, mine, oracle_after, save, scramble
+from kit.compare import check_refused, check_same, error_text
 from kit.managed import Run, closing_all, steps_in
-from kit.optimizers import two_groups
-from kit.wrapping import STEPS, OfModel, Trained, check_refused, check_same, cpu, error_text
+from kit.optimizers import OfModel, two_groups
+from kit.trained import STEPS, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 
 import fsdp_optim

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoint_format import MANIFEST
 from kit.checkpoints import everything, mine, scramble
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text
+from kit.compare import Differs, check_same, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 
 import fsdp_optim

@@ -13,8 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from kit.compare import Differs, check_same, error_text
 from kit.groups import Meeting
-from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 import fsdp_optim
 from fsdp_optim.checkpoint.save import background

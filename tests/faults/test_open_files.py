@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 from kit.compare import refused
-from kit.wrapping import Trained, adam
+from kit.optimizers import adam
+from kit.trained import Trained
 from parameterized import parameterized
 from soak.failing import FLUSHING, INTERRUPT, LOCKING, MAKING, MOVING, READING, WRITING, Calls, Fault
 from soak.mutations import Tiny

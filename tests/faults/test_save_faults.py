@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from kit.wrapping import Differs
+from kit.compare import Differs
 from parameterized import parameterized
 from soak.failing import FLUSHING, MAKING, MOVING, READING, WRITING, Fault
 from soak.faults import Case, Subject, on_ranks

@@ -14,7 +14,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.wrapping import Trained, adam, check_refused, check_same, error_text
+from kit.compare import check_refused, check_same, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from kit.accelerate_loop import Loop, load_and_go_on
 from kit.cases import expand
 from kit.compare import check_same, error_text, refused
+from kit.forked import TRAINING, run
 from kit.hugging_face import enabled, on_cpu
 from kit.pretrained import transformers
-from kit.scripts import TRAINING, run
 from parameterized import parameterized
 from torch import nn
 

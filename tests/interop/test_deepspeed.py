@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import Differs, check_same, error_text, sorted_state
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from kit.zero_checkpoints import BUFFERS, TAG, elements, opened, state_of, unpacked
 from kit.zero_files import write_zero
 from kit.zero_runs import FROZEN, STEPS, TIED, Model, optimizer

@@ -17,7 +17,8 @@ from kit.cases import expand
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
 from kit.pretrained import build, tensors_of
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from safetensors.torch import load_file, save_file
 from torch import nn
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_same
 from kit.folders import SharedFolder
+from kit.forked import TRAINING, run
 from kit.pretrained import build, tensors_of
-from kit.scripts import TRAINING, run
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from torch import nn
 
 import fsdp_optim

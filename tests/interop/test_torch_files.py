@@ -17,10 +17,10 @@ from kit.cases import expand
 from kit.checkpoints import Whole, buffers_of, load, mine, scramble
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
-from kit.optimizers import OfModel
+from kit.optimizers import OfModel, sgd
 from kit.torch_files import make_refused, oracle, whole, write_all, write_units
-from kit.trained import Oracle, Trained
-from kit.wrapping import STEPS, cpu, sgd
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
 from torch import Tensor, nn
 
 import fsdp_optim

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 from fairscale.nn import FullyShardedDataParallel
+from kit.compare import check_same
 from kit.folders import SharedFolder
-from kit.wrapping import STEPS, Net, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
+from kit.models import Net
+from kit.optimizers import adam, adamw_tensor_lr
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

@@ -17,7 +17,7 @@ from torch import nn
 import fsdp_optim
 from kit.checkpoint_format import read_manifest
 from kit.checkpoints import InFolder
-from kit.wrapping import check_same
+from kit.compare import check_same
 
 HOUR = 3600 * 10**9
 

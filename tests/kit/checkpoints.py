@@ -21,19 +21,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 import fsdp_optim
-from kit.wrapping import (
-    STEPS,
-    Differs,
-    Net,
-    OfModel,
-    Oracle,
-    Trained,
-    check_same,
-    cpu,
-    local_of,
-    snapshot,
-    two_groups,
-)
+from kit.compare import Differs, check_same
+from kit.local_parts import local_of
+from kit.models import Net
+from kit.optimizers import OfModel, two_groups
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu, snapshot
 
 FURTHER = STEPS + 2
 

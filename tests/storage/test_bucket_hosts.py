@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from kit.conversions import save_some
-from kit.scripts import run, start
+from kit.forked import run, start
 from kit.servers import free_port
 from parameterized import parameterized
 

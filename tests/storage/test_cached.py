@@ -15,7 +15,9 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.checkpoints import mine, scramble
-from kit.wrapping import Trained, check_same, cpu
+from kit.compare import check_same
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 
 from fsdp_optim.buckets.blocks import BlockFolder

@@ -12,8 +12,8 @@ from unittest import mock
 from kit.compare import check_same
 from kit.conversions import MEMORY, data_of, save_some
 from kit.folders import SharedFolder
+from kit.forked import run
 from kit.interrupted import left_over
-from kit.scripts import run
 from parameterized import parameterized
 
 import fsdp_optim

@@ -15,9 +15,9 @@ from kit.cases import expand
 from kit.compare import check_same
 from kit.conversions import MEMORY, data_of, save_some
 from kit.folders import SharedFolder
+from kit.forked import run
 from kit.interrupted import InterruptedBucket, left_over
 from kit.proxy import Proxy
-from kit.scripts import run
 from kit.servers import Options as ServerOptions
 from kit.servers import Server, new_bucket, port_of, shared
 from parameterized import parameterized

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 from kit.checkpoints import mine, scramble
+from kit.compare import check_same
 from kit.interrupted import STRANGERS, InterruptedBucket, left_over
-from kit.wrapping import Trained, adam, check_same, local_of
+from kit.local_parts import local_of
+from kit.optimizers import adam
+from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 

@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoints import mine, scramble
+from kit.compare import Differs, check_same, error_text
 from kit.managed import Run
+from kit.optimizers import adam
 from kit.servers import new_bucket, shared
-from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from safetensors.torch import load_file
 
 import fsdp_optim

@@ -5,17 +5,20 @@ from __future__ import annotations
 import tempfile
 import unittest
 
-from kit import scripts
+from kit import forked
+from kit.compare import check_same
+from kit.optimizers import adam
 from kit.proxy import Fault, Proxy
 from kit.servers import new_bucket, port_of, shared
-from kit.wrapping import Trained, adam, check_same
+from kit.trained import Trained
 
 import fsdp_optim
 from fsdp_optim.buckets.s3 import S3Bucket
 
 LEAVE = """
 import fsdp_optim
-from kit.wrapping import Trained, adam
+from kit.trained import Trained
+from kit.optimizers import adam
 one = Trained("plain", adam, 1)
 asked = {{"storage_options": {options!r}, "progress": False}}
 if {folder!r}:
@@ -34,7 +37,7 @@ class ExitTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder, Proxy(port_of(options), [slow]) as proxy:
             for url, local in ((f"{root}/step-1", ""), (f"{root}/step-2", folder)):
                 code = LEAVE.format(options=proxy.options(options), folder=local, url=url)
-                done = scripts.run(code, preload=scripts.TRAINING)
+                done = forked.run(code, preload=forked.TRAINING)
                 self.assertEqual((done.returncode, done.stdout), (0, "done: False\n"), done.stderr)
                 self.assertEqual(fsdp_optim.latest(root, storage_options=options), url)
                 other = Trained("plain", adam, 0)
@@ -48,7 +51,7 @@ class ExitTest(unittest.TestCase):
         with Proxy(port_of(options), [Fault("Answer", method="PUT", key=".safetensors", times=-1)]) as proxy:
             url = f"s3://{name}/run/step-1"
             code = LEAVE.format(options=proxy.options(options), folder="", url=url)
-            done = scripts.run(code, preload=scripts.TRAINING)
+            done = forked.run(code, preload=forked.TRAINING)
         self.assertIn(url, done.stderr)
         self.assertEqual(list(S3Bucket(name, options).list("")), [])
 

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand
+from kit.compare import Differs, check_same, error_text
+from kit.local_parts import local_of
+from kit.optimizers import adam
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
-from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text, local_of
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import Found, MemoryBucket, ObjectStore

@@ -11,8 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from kit import checkpoints
 from kit.checkpoints import mine, scramble
+from kit.compare import check_same, error_text
 from kit.sequential import sequential
-from kit.wrapping import Trained, check_same, cpu, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 from fsdp_optim.buckets.fsspec import FsspecBucket
 from fsdp_optim.buckets.objects import ObjectStore

@@ -16,7 +16,7 @@ import torch
 from kit.catalogs import LOG, CatalogTest, clock, save, sequence_of, unreadable
 from kit.checkpoint_damage import seal, seal_as_it_is, sealed_brief
 from kit.checkpoint_format import GOLDEN, MANIFEST, check_folder, read_manifest
-from kit.wrapping import Differs, check_same, error_text
+from kit.compare import Differs, check_same, error_text
 from parameterized import parameterized
 from torch import nn
 

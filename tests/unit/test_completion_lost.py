@@ -14,7 +14,7 @@ from unittest import mock
 
 from kit.compare import error_text, refused
 from kit.ends_of_saves import LIMIT, Saves, Watch
-from kit.scripts import start
+from kit.forked import start
 from parameterized import parameterized
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.wrapping import check_same
+from kit.compare import check_same
 from parameterized import parameterized
 
 from fsdp_optim import StateError

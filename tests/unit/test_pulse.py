@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from kit.compare import refused
-from kit.scripts import start
+from kit.forked import start
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from fsdp_optim.errors import StoreLostError

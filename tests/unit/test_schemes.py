@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kit.wrapping import check_same, error_text
+from kit.compare import check_same, error_text
 from parameterized import parameterized
 
 import fsdp_optim

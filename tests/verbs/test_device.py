@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from kit.cases import expand, some
+from kit.compare import check_same
 from kit.described import CUTS, DescribedAdapter, Training
 from kit.device import CPU, DEVICE, Device, OnHost
-from kit.wrapping import adam, check_same, sgd
+from kit.optimizers import adam, sgd
 
 import fsdp_optim
 from fsdp_optim import memory

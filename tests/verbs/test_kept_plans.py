@@ -14,23 +14,13 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand, those
 from kit.checkpoints import scramble
+from kit.compare import Differs, check_same
+from kit.models import Net, freeze_stem
+from kit.optimizers import OfModel, adam, without_stem
 from kit.tables import Table
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    Net,
-    OfModel,
-    Oracle,
-    Trained,
-    adam,
-    check_full,
-    check_same,
-    freeze_stem,
-    in_fsdp2,
-    known_oracle,
-    without_stem,
-)
+from kit.trained import STEPS, Oracle, Trained, known_oracle
+from kit.wrapping import check_full
+from kit.wraps import WRAPPERS, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,10 @@ import numpy
 import torch
 import torch.distributed as dist
 from kit.cases import expand
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
+from kit.compare import Differs, check_same, error_text
+from kit.local_parts import local_of
+from kit.trained import Trained
+from kit.wrapping import cpu
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -8,7 +8,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text
+from kit.compare import Differs, check_same, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

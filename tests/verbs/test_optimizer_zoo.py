@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kit.later import Later
-from kit.wrapping import OfModel, Optim, Trained, cpu
+from kit.imports import Later
+from kit.optimizers import OfModel, Optim
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import Tensor, nn
 

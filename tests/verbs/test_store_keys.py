@@ -14,7 +14,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.wrapping import Trained, adam, error_text
+from kit.compare import error_text
+from kit.optimizers import adam
+from kit.trained import Trained
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim

@@ -13,8 +13,9 @@ from unittest import mock
 
 import torch
 from kit.cases import expand, some
+from kit.compare import check_same, error_text
 from kit.described import CUTS, STEPS, DescribedAdapter, Training, oracle
-from kit.wrapping import adam, check_same, error_text, sgd
+from kit.optimizers import adam, sgd
 from parameterized import parameterized
 
 import fsdp_optim
