@@ -35,7 +35,7 @@ class ByFileOrPackage(LoadFileScheduling):
 
 @functools.cache
 def loaded_by(file: Path) -> str:
-    """The modules that the ranks of a file find imported (`kit.own_ranks`), as the file has them; empty for most files."""
+    """The modules that the ranks of a file find imported (`kit.forked`), as the file has them; empty for most files."""
     found = re.search(r"^LOADED = (.*kit\.loaded\..*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else ""
 
@@ -47,7 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 @pytest.fixture(autouse=True, scope="session")
 def ranks_without_imports() -> Iterator[None]:
     """Servers of ranks are forked from one that has torch, which would take each of them seconds to import."""
-    from kit.own_ranks import forked_ranks
+    from kit.forked import forked_ranks
 
     with forked_ranks():
         yield

@@ -10,7 +10,7 @@ import unittest
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
-from kit.scripts import run
+from kit.forked import run
 from parameterized import parameterized
 
 PACKAGE = "fsdp_optim"

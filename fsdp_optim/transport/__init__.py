@@ -6,3 +6,12 @@ collective.py, in_process.py     the transports: torch.distributed, and threads 
 completion.py                    the end of a background save, without a collective call
 job/                             the rendezvous store of the job, and signs of life in it
 """
+
+from fsdp_optim.transport.base import Item, RankGroup
+from fsdp_optim.transport.completion import Completion
+from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.meeting import Meeting
+from fsdp_optim.transport.parcels import NOTHING, Parcel, send
+from fsdp_optim.transport.world import alone, world_here
+
+__all__ = ["NOTHING", "Completion", "Failure", "Item", "Meeting", "Parcel", "RankGroup", "alone", "send", "world_here"]

@@ -13,13 +13,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kit.compare import check_refused, error_text
 from kit.masters import Mixed, MixedAdapter
-from kit.wrapping import check_refused, error_text
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import WrapperError
 from fsdp_optim.adapters import Adapter, ModelReader, all_adapters, registry, use_adapters
-from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Whole
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.view import Handle, Original

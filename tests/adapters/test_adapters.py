@@ -9,7 +9,7 @@ from typing import Any
 
 from kit.masters import MasterOptimizer, Mixed, MixedAdapter
 from kit.shards import in_chunks, in_dtensors_of_shards, in_sharded_tensors
-from kit.wrapping import in_ddp, in_fairscale, in_fsdp1, in_fsdp2, in_hsdp
+from kit.wraps import in_ddp, in_fairscale, in_fsdp1, in_fsdp2, in_hsdp
 from parameterized import parameterized
 from torch import nn
 

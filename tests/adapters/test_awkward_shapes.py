@@ -9,22 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from kit.compare import Differs, check_refused, error_text
+from kit.models import Net
+from kit.optimizers import adam
 from kit.shapes import REFUSES_SCALARS, SHAPES, Empty, Scalars
 from kit.tables import Table
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    Net,
-    Trained,
-    adam,
-    check_refused,
-    check_trip,
-    cpu,
-    error_text,
-    in_fsdp1,
-    in_fsdp2,
-)
+from kit.trained import STEPS, Trained
+from kit.wrapping import check_trip, cpu
+from kit.wraps import WRAPPERS, in_fsdp1, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from kit.cases import case_name, expand
-from kit.compare import check_value
+from kit.compare import check_own_memory, check_value
 from kit.full_dicts import check_full, check_shard, num_padded
 from kit.optimizers import OPTIMIZERS, sgd
 from kit.setups import Full, Group, Plain, Setup, Wrapped
 from kit.trained import STEPS, Trained
 from kit.training import gather_problems, gathered, raise_problems
 from kit.units import WRAPPINGS
-from kit.values import check_own_memory
 from kit.wraps import WORLD_SIZES
 from parameterized import parameterized
 from torch import Tensor

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from kit.cases import case_name, expand, some, those
-from kit.compare import Differs, check_value
+from kit.compare import Differs, check_close, check_value, tensors_in
 from kit.full_dicts import check_full
 from kit.setups import Full, Plain, Setup, Wrapped
 from kit.trained import STEPS
 from kit.training import Pairs, raise_problems
 from kit.units import WRAPPINGS, units
-from kit.values import check_close, tensors_in
 from kit.wrapping import by_name
 from parameterized import parameterized
 from torch import Tensor, nn

@@ -17,20 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, those
+from kit.compare import Differs, check_same
+from kit.elements import Numbers
+from kit.local_parts import local_of
+from kit.models import Net
 from kit.shapes import REFUSES_SCALARS, SHAPES
-from kit.wrapping import (
-    WRAPPERS,
-    Differs,
-    Net,
-    Numbers,
-    check_same,
-    cpu,
-    fsdp1_hybrid,
-    in_fsdp2,
-    in_hsdp,
-    local_of,
-    mesh_2d,
-)
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS, fsdp1_hybrid, in_fsdp2, in_hsdp, mesh_2d
 from torch import Tensor, nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore

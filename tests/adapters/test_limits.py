@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit.wrapping import Differs, Trained, check_same, error_text
+from kit.compare import Differs, check_same, error_text
+from kit.trained import Trained
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

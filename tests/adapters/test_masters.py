@@ -13,26 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.checkpoints import load, save
+from kit.compare import check_refused, check_same, error_text
 from kit.masters import MasterOptimizer, Mixed, MixedAdapter, WithoutMasters
+from kit.optimizers import OfModel
 from kit.tables import Table
-from kit.wrapping import (
-    STEPS,
-    OfModel,
-    Oracle,
-    Trained,
-    check_full,
-    check_refused,
-    check_same,
-    error_text,
-    snapshot,
-)
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import check_full, snapshot
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim import WrapperError
 from fsdp_optim.adapters import Adapter, ModelReader, ModuleTree, use_adapters
 from fsdp_optim.adapters.masters import with_masters
 from fsdp_optim.adapters.naming import Naming
-from fsdp_optim.errors import WrapperError
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.view import NamedHandle
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import unittest
 from unittest import mock
 
-from kit.wrapping import Net, in_fsdp2
+from kit.models import Net
+from kit.wraps import in_fsdp2
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_optim.adapters.reader import ModelReader
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.testing import run_on_ranks
 
 

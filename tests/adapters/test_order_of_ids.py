@@ -11,20 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    OfModel,
-    Oracle,
-    Trained,
-    adam,
-    check_full,
-    check_refused,
-    check_same,
-    cpu,
-    error_text,
-    like,
-)
+from kit.compare import check_refused, check_same, error_text
+from kit.local_parts import like
+from kit.optimizers import OfModel, adam
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import check_full, cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from kit.cases import expand, some
 from kit.checkpoints import load, save
+from kit.compare import check_same
 from kit.shards import SHARDS
 from kit.tables import Table
-from kit.wrapping import STEPS, Oracle, Trained, check_full, check_same, check_trip, snapshot
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import check_full, check_trip, snapshot
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kit.wrapping import Net, Numbers, adam, in_ddp, in_fairscale, in_fsdp1, local_of
+from kit.elements import Numbers
+from kit.local_parts import local_of
+from kit.models import Net
+from kit.optimizers import adam
+from kit.wraps import in_ddp, in_fairscale, in_fsdp1
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
+from kit.compare import check_refused, check_same, error_text
 from kit.experts import Experts, global_name, train_experts
-from kit.wrapping import STEPS, Oracle, Trained, adam, check_refused, check_same, cpu, error_text, in_fsdp1
+from kit.optimizers import adam
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import in_fsdp1
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh

@@ -15,8 +15,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.compare import check_same
+from kit.optimizers import adam
 from kit.tables import Table
-from kit.wrapping import Trained, adam, check_same, fsdp1_hybrid
+from kit.trained import Trained
+from kit.wraps import fsdp1_hybrid
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,8 +27,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp_optim
-from fsdp_optim.adapters import fsdp1
-from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.adapters import ModuleTree, fsdp1
 
 Seen = collections.Counter[int]
 

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.checkpoints import InFolder
+from kit.compare import check_refused, check_same, error_text
+from kit.local_parts import local_of
 from kit.tables import Table
-from kit.wrapping import Oracle, Trained, check_refused, check_same, check_trip, error_text, local_of, mesh_2d
+from kit.trained import Oracle, Trained
+from kit.wrapping import check_trip
+from kit.wraps import mesh_2d
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

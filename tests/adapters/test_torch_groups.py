@@ -10,29 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    Net,
-    Oracle,
-    Trained,
-    adam,
-    check_full,
-    check_refused,
-    check_same,
-    check_trip,
-    cpu,
-    error_text,
-    in_ddp,
-    in_fairscale,
-    in_fsdp1,
-    in_fsdp2,
-    in_hsdp,
-    mesh_2d,
-    sgd,
-    snapshot,
-)
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.models import Net
+from kit.optimizers import adam, sgd
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import check_full, check_trip, cpu, snapshot
+from kit.wraps import WRAPPERS, in_ddp, in_fairscale, in_fsdp1, in_fsdp2, in_hsdp, mesh_2d
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -10,22 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
+from kit.compare import check_refused, check_same, error_text
 from kit.experts import Experts, global_name, train_experts
-from kit.torch_wraps import fsdp1_unit, fsdp2_unit, local
-from kit.wrapping import (
-    STEPS,
-    Net,
-    Oracle,
-    Trained,
-    adam,
-    check_refused,
-    check_same,
-    check_trip,
-    cpu,
-    error_text,
-    in_ddp,
-    in_fsdp2,
-)
+from kit.local_parts import local
+from kit.models import Net
+from kit.optimizers import adam
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import check_trip, cpu
+from kit.wraps import fsdp1_unit, fsdp2_unit, in_ddp, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

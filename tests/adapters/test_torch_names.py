@@ -10,19 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
+from kit.compare import Differs, check_same
+from kit.local_parts import local
 from kit.tables import Table
-from kit.torch_wraps import fsdp1_unit, fsdp2_unit, local
-from kit.wrapping import (
-    WRAPPERS,
-    Differs,
-    Trained,
-    check_same,
-    check_trip,
-    cpu,
-    in_ddp,
-    in_fairscale,
-    in_fsdp1,
-)
+from kit.trained import Trained
+from kit.wrapping import check_trip, cpu
+from kit.wraps import WRAPPERS, fsdp1_unit, fsdp2_unit, in_ddp, in_fairscale, in_fsdp1
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor.parallel import ColwiseParallel

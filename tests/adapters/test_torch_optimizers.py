@@ -10,26 +10,14 @@ from typing import Any
 
 import torch
 from kit.cases import expand, some
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.local_parts import local_of
+from kit.models import Net, freeze_stem
+from kit.optimizers import OfModel, adam, adamw_tensor_lr, sgd
 from kit.tables import Table
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    Net,
-    OfModel,
-    Oracle,
-    Trained,
-    adam,
-    adamw_tensor_lr,
-    check_refused,
-    check_same,
-    check_trip,
-    cpu,
-    error_text,
-    freeze_stem,
-    local_of,
-    sgd,
-)
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import check_trip, cpu
+from kit.wraps import WRAPPERS
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 

@@ -10,21 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
+from kit.models import Net
 from kit.tables import Table
 from kit.torch_limits import NO_IGNORED, NO_UNEVEN_TP, cannot_run, skip_if
-from kit.wrapping import (
-    WRAPPERS,
-    Net,
-    Trained,
-    check_trip,
-    cpu,
-    fsdp1_hybrid,
-    fsdp1_hybrid_groups,
-    in_fsdp1,
-    in_fsdp2,
-    in_fsdp2_over_tp,
-    in_hsdp,
-)
+from kit.trained import Trained
+from kit.wrapping import check_trip, cpu
+from kit.wraps import WRAPPERS, fsdp1_hybrid, fsdp1_hybrid_groups, in_fsdp1, in_fsdp2, in_fsdp2_over_tp, in_hsdp
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -7,13 +7,13 @@ import socket
 import unittest
 
 from kit.checkpoints import InFolder
-from kit.scripts import WITHOUT_FAIRSCALE, run, start
+from kit.forked import WITHOUT_FAIRSCALE, run, start
 
 ON_A_RANK = """
 import io, os, runpy, sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from kit.hidden import hide
+from kit.imports import hide
 
 hide("fairscale")
 
@@ -104,7 +104,7 @@ print("all done")
 WHAT_PEOPLE_DO = """
 import pydoc, sys
 from inspect import getmembers
-from kit.hidden import hide
+from kit.imports import hide
 
 {hide}
 import fsdp_optim
@@ -117,7 +117,7 @@ assert not [name for name in sys.modules if name.split(".")[0] == "fairscale"]
 """
 
 ENTRIES = """
-from kit.hidden import hide
+from kit.imports import hide
 
 hide("fairscale")
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from kit.compare import Differs, check_same, refused, refused_on_ranks
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn

@@ -20,11 +20,9 @@ from kit.checkpoints import (
     load,
     save,
 )
-from kit.wrapping import (
-    WRAPPERS,
-    Trained,
-    cpu,
-)
+from kit.trained import Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

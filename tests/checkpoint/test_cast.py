@@ -13,7 +13,11 @@ from typing import Any
 import safetensors.torch
 import torch
 from kit.cases import expand, some
-from kit.wrapping import Oracle, Trained, adam, check_refused, check_same, cpu, error_text, local_of, snapshot
+from kit.compare import check_refused, check_same, error_text
+from kit.local_parts import local_of
+from kit.optimizers import adam
+from kit.trained import Oracle, Trained
+from kit.wrapping import cpu, snapshot
 from torch import nn
 
 import fsdp_optim

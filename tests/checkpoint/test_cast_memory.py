@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import case_name
+from kit.compare import Differs
 from kit.peaks import MIB, Peak
-from kit.wrapping import Differs, cpu, in_ddp, in_fsdp2
+from kit.wrapping import cpu
+from kit.wraps import in_ddp, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 

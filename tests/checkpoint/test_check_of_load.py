@@ -16,16 +16,12 @@ from kit.checkpoints import (
     load,
     save_trained,
 )
+from kit.compare import check_refused, check_same, error_text
+from kit.local_parts import local_of
 from kit.models import Tied
 from kit.opaque import Blockwise
-from kit.wrapping import (
-    Trained,
-    check_refused,
-    check_same,
-    cpu,
-    error_text,
-    local_of,
-)
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import Tensor, nn
 

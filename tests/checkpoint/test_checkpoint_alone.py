@@ -10,16 +10,19 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.checkpoints import InFolder
+from kit.compare import Differs, check_same, error_text
 from kit.groups import Meeting
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text, in_fsdp2
+from kit.trained import Trained
+from kit.wrapping import cpu
+from kit.wraps import in_fsdp2
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.transport import world_here
 from fsdp_optim.transport.store_control import place_key
-from fsdp_optim.transport.world import world_here
 
 LOG = "fsdp_optim"
 

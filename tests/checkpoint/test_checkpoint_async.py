@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit import scripts
+from kit import forked
 from kit.checkpoints import (
     InFolder,
     Whole,
@@ -29,8 +29,11 @@ from kit.checkpoints import (
     save,
     scramble,
 )
-from kit.optimizers import two_groups
-from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.optimizers import OfModel, two_groups
+from kit.trained import STEPS, Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from torch import nn
 
@@ -361,7 +364,7 @@ def leave(root: Path, rank: int, world_size: int, is_full: bool, code: int) -> N
     sys.exit(code)
 
 
-def start(root: Path, rank: int = 0, world_size: int = 1, is_full: bool = False, code: int = 0) -> scripts.Started:
+def start(root: Path, rank: int = 0, world_size: int = 1, is_full: bool = False, code: int = 0) -> forked.Started:
     """`leave` in a process of its own."""
     root.mkdir(exist_ok=True)
     arguments = f"Path({str(root)!r}), {rank}, {world_size}, {is_full}, {code}"
@@ -370,7 +373,7 @@ def start(root: Path, rank: int = 0, world_size: int = 1, is_full: bool = False,
         f"from pathlib import Path; import test_checkpoint_async as t; t.leave({arguments})"
     )
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    return scripts.start(script, preload=scripts.TRAINING, path=HERE, environment=environment)
+    return forked.start(script, preload=forked.TRAINING, path=HERE, environment=environment)
 
 
 class EndOfProcessTest(InFolder):

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import Differs, check_same, error_text
+from kit.local_parts import local_of
 from kit.opaque import Wide, eight_bits
-from kit.wrapping import Differs, Trained, check_same, error_text, local_of
+from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 
@@ -115,7 +117,7 @@ class BlocksTest(unittest.TestCase):
 
     def test_bytes_that_are_none(self) -> None:
         """A number that is no tensor of bytes is damage, told as such."""
-        from fsdp_optim.errors import CheckpointError
+        from fsdp_optim import CheckpointError
         from fsdp_optim.formats.base.codec import Decoder
 
         for said in (0, 1, True, None, [0]):

@@ -13,7 +13,11 @@ import numpy
 import torch
 import torch.distributed as dist
 from kit.checkpoint_format import MANIFEST, all_bytes, read_safetensors
-from kit.wrapping import Trained, adam, check_refused, check_same, cpu, error_text, local_of
+from kit.compare import check_refused, check_same, error_text
+from kit.local_parts import local_of
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from soak.mutators import repair
 from torch import nn

@@ -13,13 +13,17 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.wrapping import Trained, adam, check_refused, check_same, cpu, error_text, in_fairscale, in_fsdp1
+from kit.compare import check_refused, check_same, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
+from kit.wraps import in_fairscale, in_fsdp1
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 import fsdp_optim
-from fsdp_optim.state.values.digest import fold_of
+from fsdp_optim.state.values import fold_of
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit.wrapping import Trained, adam, check_same, cpu, error_text
+from kit.compare import check_same, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

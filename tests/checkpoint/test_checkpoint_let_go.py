@@ -13,20 +13,19 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from kit.compare import check_refused, check_same, error_text
 from kit.retention import save_managed
-from kit.wrapping import check_refused, check_same, error_text
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.checkpoint.common.pending import Pending
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save.job import Job
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.storage.posix import leftovers
-from fsdp_optim.storage.posix.directory import FolderShelf
+from fsdp_optim.formats.own import OURS
+from fsdp_optim.storage.posix import FolderShelf, leftovers
 from fsdp_optim.testing import run_on_ranks
 
 

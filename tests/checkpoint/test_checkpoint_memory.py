@@ -21,8 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import case_name
+from kit.compare import Differs
+from kit.local_parts import local_of
 from kit.peaks import MIB, Peak
-from kit.wrapping import Differs, cpu, in_ddp, in_fairscale, in_fsdp2, in_fsdp2_over_tp, local_of
+from kit.wrapping import cpu
+from kit.wraps import in_ddp, in_fairscale, in_fsdp2, in_fsdp2_over_tp
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel

@@ -17,13 +17,14 @@ from kit.catalogs import CatalogTest, clock, load, save, sequence_of, unreadable
 from kit.checkpoint_damage import seal
 from kit.checkpoint_format import MANIFEST, check_folder, read_manifest
 from kit.checkpoints import save as save_trained
+from kit.compare import Differs, check_same, error_text
 from kit.retention import path_of_step
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 
-from fsdp_optim.formats.own.probe import PROBE
-from fsdp_optim.storage.posix.claim import LOCK
-from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.formats.own import PROBE
+from fsdp_optim.storage.posix import LOCK, FolderStaging
 from fsdp_optim.testing import run_on_ranks
 
 TOKEN = "0123456789abcdef"

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import check_same, error_text
 from kit.groups import Meeting
-from kit.wrapping import Trained, adam, check_same, cpu, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

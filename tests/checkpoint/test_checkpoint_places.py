@@ -27,8 +27,11 @@ from kit.checkpoints import (
     oracle_after,
     save,
 )
-from kit.optimizers import two_groups
-from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.optimizers import OfModel, two_groups
+from kit.trained import STEPS, Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 
 from fsdp_optim.checkpoint.common import local_extents

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from kit.cases import case_name
 from kit.checkpoints import before_writes
-from kit.wrapping import Differs, check_same, error_text, in_fsdp2
+from kit.compare import Differs, check_same, error_text
+from kit.wraps import in_fsdp2
 from parameterized import parameterized
 from torch import nn
 

@@ -22,8 +22,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.cases import expand
+from kit.compare import Differs, check_same, error_text
 from kit.groups import Meeting
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
+from kit.local_parts import local_of
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 
 import fsdp_optim

@@ -9,7 +9,9 @@ from typing import Any
 from unittest import mock
 
 from kit.checkpoints import InFolder
-from kit.wrapping import Trained, check_refused, check_same, cpu, error_text
+from kit.compare import check_refused, check_same, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

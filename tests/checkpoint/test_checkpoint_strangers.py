@@ -13,8 +13,10 @@ import torch
 from kit.catalogs import LOG, CatalogTest, load, save
 from kit.checkpoint_format import MANIFEST, all_bytes, check_folder
 from kit.checkpoints import save as save_trained
+from kit.compare import check_same, error_text
 from kit.retention import path_of_step
-from kit.wrapping import Trained, check_same, cpu, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from kit.conversions import check_converted, save_some
 from kit.folders import SharedFolder
-from kit.scripts import run, start
+from kit.forked import run, start
 from parameterized import parameterized
 from safetensors.torch import save_file
 from torch import nn

@@ -8,11 +8,14 @@ from unittest import mock
 
 import torch
 from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read_manifest, tensors_of
+from kit.compare import check_same
 from kit.folders import SharedFolder
-from kit.wrapping import Trained, adam, check_same, cpu
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import collective
 

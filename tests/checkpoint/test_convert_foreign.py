@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.checkpoint.common.formats import WRITTEN
-from fsdp_optim.errors import CheckpointError, StateError
 
 Parts = Any  # a model and its optimizer
 

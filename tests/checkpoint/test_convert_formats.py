@@ -16,7 +16,7 @@ from parameterized import parameterized
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fsdp_optim
-from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.storage.posix import FolderStaging
 from fsdp_optim.testing import run_on_ranks
 
 FORMATS = [("dcp",), ("torchtitan",)]

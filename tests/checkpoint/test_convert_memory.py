@@ -9,8 +9,8 @@ from typing import Any
 
 from kit.cases import expand, those
 from kit.conversions import MEMORY
+from kit.forked import run
 from kit.large import NAMES, SOURCES, ours
-from kit.scripts import run
 
 from fsdp_optim.checkpoint.common.formats import WRITTEN
 

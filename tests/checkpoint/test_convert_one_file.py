@@ -15,8 +15,8 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.cli.main import main
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.posix import one_file
 from fsdp_optim.testing import run_on_ranks
 

@@ -13,20 +13,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.checkpoint_format import all_bytes
-from kit.compare import check_same
+from kit.compare import check_same, error_text
 from kit.conversions import MEMORY, check_converted, save_some
 from kit.folders import SharedFolder
-from kit.scripts import run
-from kit.wrapping import error_text
+from kit.forked import run
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim import CheckpointError, StateError
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common import progress
-from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.base import Capabilities
-from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.storage.posix import FolderStaging
 from fsdp_optim.testing import run_on_ranks
 
 

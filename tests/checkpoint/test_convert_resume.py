@@ -15,14 +15,13 @@ import torch
 from kit.compare import check_same
 from kit.conversions import MEMORY, UNIT, check_converted, data_of, save_some
 from kit.folders import SharedFolder
-from kit.scripts import run
+from kit.forked import run
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.offline.workers import JOURNAL
-from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.writer import FolderWriter
+from fsdp_optim.storage.posix import FolderStaging, FolderWriter
 from fsdp_optim.testing import run_on_ranks
 
 KILLED = """

@@ -13,14 +13,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from kit.compare import check_same, error_text
+from kit.optimizers import adam
 from kit.servers import new_bucket, shared
-from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu, error_text
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.checkpoint.save.writing import RankWriter
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 Options = dict[str, Any]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.wrapping import check_same
+from kit.compare import check_same
 from parameterized import parameterized
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.formats.base.description import (
     GroupDescription,
     OptimDescription,

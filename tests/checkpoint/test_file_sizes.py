@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from kit.checkpoints import load, save
-from kit.wrapping import Trained, adam, check_same
+from kit.compare import check_same
+from kit.optimizers import adam
+from kit.trained import Trained
 from parameterized import parameterized
 from safetensors import safe_open
 from torch import nn

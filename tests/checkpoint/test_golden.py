@@ -16,8 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.checkpoint_format import all_bytes, check_folder, extra, in_order, read_manifest
+from kit.compare import check_same
 from kit.golden import check_kept, make, without
-from kit.wrapping import OfModel, Trained, check_same, local_of
+from kit.local_parts import local_of
+from kit.optimizers import OfModel
+from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from kit.checkpoint_format import all_bytes, read_manifest
+from kit.compare import check_same
 from kit.golden import check_kept, make, without
-from kit.wrapping import check_same
 from torch import nn
 
 import fsdp_optim

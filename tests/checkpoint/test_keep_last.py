@@ -16,14 +16,15 @@ from kit.checkpoints import (
     InFolder,
     before_writes,
 )
+from kit.compare import error_text
 from kit.retention import path_of_step, save_managed
-from kit.wrapping import Trained, error_text
+from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
 from fsdp_optim.checkpoint.catalog.retention import name_of_step
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.testing import run_on_ranks
 

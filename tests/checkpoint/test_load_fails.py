@@ -18,16 +18,10 @@ from kit.checkpoints import (
     optims_of,
     save_trained,
 )
-from kit.wrapping import (
-    STEPS,
-    OfModel,
-    Trained,
-    adam,
-    check_refused,
-    check_same,
-    cpu,
-    error_text,
-)
+from kit.compare import check_refused, check_same, error_text
+from kit.optimizers import OfModel, adam
+from kit.trained import STEPS, Trained
+from kit.wrapping import cpu
 from torch import nn
 
 from fsdp_optim.testing import run_on_ranks

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoints import (
+    FURTHER,
     InFolder,
     Whole,
     check_files,
@@ -21,18 +22,11 @@ from kit.checkpoints import (
     save,
     save_trained,
 )
-from kit.optimizers import two_groups
-from kit.saved_and_loaded import FURTHER, two_optimizers
-from kit.wrapping import (
-    STEPS,
-    OfModel,
-    Trained,
-    check_refused,
-    check_same,
-    cpu,
-    error_text,
-    freeze_stem,
-)
+from kit.compare import check_refused, check_same, error_text
+from kit.models import freeze_stem
+from kit.optimizers import OfModel, two_groups, two_optimizers
+from kit.trained import STEPS, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

@@ -19,19 +19,11 @@ from kit.checkpoints import (
     optims_of,
     save,
 )
+from kit.compare import Differs, check_same
 from kit.torch_limits import cannot_run, skip_if
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    Oracle,
-    Trained,
-    check_same,
-    cpu,
-    in_fairscale,
-    in_fsdp1,
-    in_fsdp2,
-)
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS, in_fairscale, in_fsdp1, in_fsdp2
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 

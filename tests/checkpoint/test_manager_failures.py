@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from kit import scripts
+from kit import forked
 from kit.catalogs import CatalogTest
 from kit.checkpoint_format import read_manifest
-from kit.compare import refused
-from kit.managed import Loader, Run, steps_in
-from kit.manager_runs import full_disk
-from kit.wrapping import Differs, check_same, error_text
+from kit.compare import Differs, check_same, error_text, refused
+from kit.managed import Loader, Run, full_disk, steps_in
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError, RankError, StateError
+from fsdp_optim import CheckpointError, RankError, StateError
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -173,7 +171,7 @@ class FailureTest(CatalogTest):
         code = (
             "import sys\nfrom kit.managed import Run\nrun = Run(sys.argv[1], 'plain')\nrun.steps(range(1, 3))\n"
         ).replace("sys.argv[1]", repr(str(self.root)))
-        done = scripts.run(code, preload=scripts.TRAINING, path=[Path(__file__).parents[1]])
+        done = forked.run(code, preload=forked.TRAINING, path=[Path(__file__).parents[1]])
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertEqual(steps_in(self.root), [2])
 

@@ -10,15 +10,13 @@ from unittest import mock
 
 from kit.catalogs import CatalogTest, sequence_of
 from kit.checkpoint_damage import flip_a_weight, garble, shorten
-from kit.compare import refused
-from kit.managed import Run, closing_all, steps_in
-from kit.manager_runs import full_disk
-from kit.wrapping import check_same
+from kit.compare import check_same, refused
+from kit.managed import Run, closing_all, full_disk, steps_in
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.posix.directory import FolderShelf
+from fsdp_optim import CheckpointError
+from fsdp_optim.storage.posix import FolderShelf
 
 
 class BackTest(CatalogTest):

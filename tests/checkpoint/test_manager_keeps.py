@@ -13,14 +13,13 @@ from kit.catalogs import CatalogTest
 from kit.catalogs import save as save_plain
 from kit.checkpoint_damage import garble, seal_as_it_is, sealed_brief
 from kit.checkpoint_format import read_manifest
-from kit.compare import refused
+from kit.compare import check_same, refused
 from kit.managed import Run, names_in, steps_in
-from kit.wrapping import check_same
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.posix.directory import FolderShelf
+from fsdp_optim import CheckpointError
+from fsdp_optim.storage.posix import FolderShelf
 
 
 class KeepTest(CatalogTest):

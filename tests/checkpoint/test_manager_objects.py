@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.catalogs import LOG, CatalogTest
-from kit.compare import refused
+from kit.compare import check_same, refused
 from kit.managed import Loader, Run, closing_all, steps_in
-from kit.wrapping import check_same
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import unittest
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from kit.cases import expand
 from kit.catalogs import LOG, CatalogTest
+from kit.compare import check_same
 from kit.managed import Run, closing_all, steps_in
-from kit.manager_runs import each
-from kit.wrapping import check_same, cpu
+from kit.tables import each
+from kit.wrapping import cpu
 
 from fsdp_optim.testing import run_on_ranks
 
@@ -50,11 +52,11 @@ def stop_and_resume(root: Path, wrapper: str) -> None:
 
 class StopTest(CatalogTest):
     def test_losses_are_those_of_a_run_that_never_stopped(self) -> None:
-        run_on_ranks(each, 2, stop_and_resume, self.root, [("FSDP2",), ("fairscale flat",), ("DDP",)])
+        run_on_ranks(each, 2, partial(stop_and_resume, self.root), [("FSDP2",), ("fairscale flat",), ("DDP",)])
 
     @pytest.mark.slow
     def test_losses_of_other_wrappers(self) -> None:
-        run_on_ranks(each, 2, stop_and_resume, self.root, [("FSDP1 flat",), ("FSDP1 orig",), ("HSDP",)])
+        run_on_ranks(each, 2, partial(stop_and_resume, self.root), [("FSDP1 flat",), ("FSDP1 orig",), ("HSDP",)])
 
     def test_one_process_without_a_wrapper(self) -> None:
         stop_and_resume(self.root, "plain")

@@ -6,15 +6,15 @@ import os
 import signal
 import threading
 import unittest
+from functools import partial
 from pathlib import Path
 
 from kit.catalogs import LOG, CatalogTest, sequence_of
-from kit.compare import refused
-from kit.managed import Run, closing_all, steps_in
-from kit.manager_runs import each, full_disk
-from kit.wrapping import Differs, check_same
+from kit.compare import Differs, check_same, refused
+from kit.managed import Run, closing_all, full_disk, steps_in
+from kit.tables import each
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -69,7 +69,7 @@ CASES += [("seldom", "1", 4, 5), ("seldom later", "later", 4, 5)]  # ranks meet 
 
 
 def all_preempted(root: Path) -> None:
-    each(preempted, root, CASES)
+    each(partial(preempted, root), CASES)
     due_and_preempted(root)
 
 

@@ -14,8 +14,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.compare import check_refused, check_same, error_text
 from kit.log_texts import log_texts
-from kit.wrapping import WRAPPERS, Trained, adam, check_refused, check_same, cpu, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel

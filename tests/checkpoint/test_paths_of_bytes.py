@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.catalogs import CatalogTest, save
-from kit.compare import refused
+from kit.compare import check_same, refused
 from kit.retention import path_of_step
-from kit.wrapping import check_same
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.catalog.retention import name_of_step
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 BAD = os.fsdecode(b"run-\xff\xfe")

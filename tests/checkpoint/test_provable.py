@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError, WrapperError
+from fsdp_optim import CheckpointError, WrapperError
 from fsdp_optim.state.values.same import same
 
 

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.checkpoint_format import in_order
-from kit.wrapping import WRAPPERS, Oracle, Trained, adam, check_same, cpu, error_text
+from kit.compare import check_same, error_text
+from kit.optimizers import adam
+from kit.trained import Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from safetensors import safe_open
 from safetensors.torch import load_file

@@ -13,7 +13,8 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from kit.wrapping import Differs, check_same, cpu, error_text
+from kit.compare import Differs, check_same, error_text
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,7 +23,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp_optim
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Whole
-from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of, same
+from fsdp_optim.state.values import Incomparable, fingerprint_of, key_of
+from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 
 

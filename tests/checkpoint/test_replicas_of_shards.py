@@ -13,20 +13,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.wrapping import (
-    Differs,
-    Trained,
-    adam,
-    check_refused,
-    check_same,
-    cpu,
-    error_text,
-    fsdp1_hybrid,
-    fsdp1_hybrid_groups,
-    in_hsdp,
-    local_of,
-    mesh_2d,
-)
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.local_parts import local_of
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
+from kit.wraps import fsdp1_hybrid, fsdp1_hybrid_groups, in_hsdp, mesh_2d
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

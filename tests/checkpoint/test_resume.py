@@ -15,13 +15,14 @@ import torch.distributed as dist
 from kit.catalogs import CatalogTest, clock, save
 from kit.checkpoint_damage import flip_a_weight, garble, shorten
 from kit.checkpoints import before_writes
-from kit.compare import refused
-from kit.wrapping import Trained, adam, check_same
+from kit.compare import check_same, refused
+from kit.optimizers import adam
+from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError, RankTimeoutError
+from fsdp_optim import CheckpointError, RankTimeoutError
 from fsdp_optim.testing import run_on_ranks
 
 LOG = "fsdp_optim"

@@ -11,17 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kit.accounts import as_nobody, can_change, close
 from kit.catalogs import LOG, CatalogTest, save, unreadable
 from kit.checkpoint_format import MANIFEST
-from kit.compare import refused
+from kit.compare import check_same, refused
+from kit.folders import as_nobody, can_change, close
 from kit.managed import Run, steps_in
-from kit.wrapping import check_same
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.catalogs import LOG, CatalogTest, save
-from kit.compare import refused
+from kit.compare import check_same, refused
 from kit.managed import Run, steps_in
-from kit.wrapping import check_same
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 

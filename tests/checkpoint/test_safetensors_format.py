@@ -31,8 +31,12 @@ from kit.checkpoint_format import (
     read_safetensors,
     tensors_of,
 )
+from kit.compare import Differs, check_same
 from kit.golden import check_kept, digest, make
-from kit.wrapping import Differs, OfModel, Oracle, Trained, adam, check_same, cpu, local_of, sgd
+from kit.local_parts import local_of
+from kit.optimizers import OfModel, adam, sgd
+from kit.trained import Oracle, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

@@ -24,29 +24,25 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from kit.checkpoints import (
+    FURTHER,
     Whole,
     buffers_of,
     check_files,
+    check_groups,
     everything,
+    in_order,
     load,
     mine,
     oracle_after,
     save,
     scramble,
 )
-from kit.optimizers import two_groups
-from kit.saved_and_loaded import FURTHER, check_groups, in_order
+from kit.compare import Differs, check_same
+from kit.optimizers import OfModel, two_groups
 from kit.torch_limits import cannot_make, skip_if
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    OfModel,
-    Oracle,
-    Trained,
-    check_same,
-    cpu,
-)
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from safetensors import safe_open
 from torch import Tensor

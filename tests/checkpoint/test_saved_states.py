@@ -16,7 +16,9 @@ from kit.checkpoints import (
     InFolder,
     Whole,
     check_files,
+    check_groups,
     everything,
+    in_order,
     load,
     load_trained,
     mine,
@@ -26,33 +28,20 @@ from kit.checkpoints import (
     save_trained,
     scramble,
 )
+from kit.compare import check_refused, check_same, error_text
 from kit.groups import (
     Distribution,
     name_of_experts,
     plain_experts,
     with_experts,
 )
-from kit.models import Tied
+from kit.models import Net, Tied, freeze_stem
 from kit.opaque import Blockwise, opaque_state
-from kit.optimizers import Peculiar, two_groups
-from kit.saved_and_loaded import check_groups, in_order, two_optimizers
+from kit.optimizers import OfModel, Peculiar, adamw_tensor_lr, two_groups, two_optimizers, without_stem
 from kit.torch_limits import cannot_make, skip_if
-from kit.trained import state_by_name
-from kit.wrapping import (
-    STEPS,
-    Net,
-    OfModel,
-    Oracle,
-    Trained,
-    adamw_tensor_lr,
-    check_refused,
-    check_same,
-    cpu,
-    error_text,
-    freeze_stem,
-    in_fsdp2,
-    without_stem,
-)
+from kit.trained import STEPS, Oracle, Trained, state_by_name
+from kit.wrapping import cpu
+from kit.wraps import in_fsdp2
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -11,22 +11,23 @@ from unittest import mock
 
 import torch
 from kit.checkpoint_format import all_bytes, check_folder, extra, tensors_of
+from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.raw_format import INDEX, RAW, encoded_index, index_in
-from kit.wrapping import Trained, check_same, cpu
+from kit.trained import Trained
+from kit.wrapping import cpu
 from xxhash import xxh3_64_intdigest
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common import formats
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.offline.convert import convert
 from fsdp_optim.options import ConvertOptions, LoadOptions, Options, SaveOptions
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import run_on_ranks
 
 WRAPPERS = ("FSDP2", "FSDP1 flat")

@@ -19,19 +19,20 @@ from unittest import mock
 import torch.distributed as dist
 from kit.catalogs import sequence_of
 from kit.checkpoints import InFolder, Whole, check_files, load, mine, oracle_after, save, scramble
+from kit.compare import check_refused, check_same, error_text
 from kit.managed import Run, closing_all, steps_in
-from kit.optimizers import two_groups
-from kit.wrapping import STEPS, OfModel, Trained, check_refused, check_same, cpu, error_text
+from kit.optimizers import OfModel, two_groups
+from kit.trained import STEPS, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common import seen_by_all as sharing
 from fsdp_optim.checkpoint.load import opening
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.probe import PROBE
-from fsdp_optim.storage.posix import claim, folder, store, writer
+from fsdp_optim.formats.own import PROBE
+from fsdp_optim.storage.posix import Folder, claim, folder, store, writer
 from fsdp_optim.storage.posix import directory as directory
-from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import run_on_ranks
 
 KWARGS: dict[str, Any] = {"model": Whole, "make": OfModel(two_groups)}

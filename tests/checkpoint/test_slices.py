@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoints import InFolder
+from kit.compare import check_refused, check_same, error_text
 from kit.slices import Experts, Moe, TrainedSlices, whole_moe
-from kit.wrapping import STEPS, check_refused, check_same, error_text, in_fsdp1
+from kit.trained import STEPS
+from kit.wraps import in_fsdp1
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

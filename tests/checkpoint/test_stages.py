@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoints import InFolder
+from kit.compare import check_refused, check_same, error_text
+from kit.local_parts import local_of
+from kit.optimizers import adam
 from kit.stages import Language, TrainedStages, stage_of, whole_oracle
-from kit.wrapping import STEPS, adam, check_refused, check_same, error_text, in_fsdp1, local_of, mesh_2d
+from kit.trained import STEPS
+from kit.wraps import in_fsdp1, mesh_2d
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -18,19 +18,20 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoint_format import MANIFEST
 from kit.checkpoints import everything, mine, scramble
+from kit.compare import Differs, check_same, error_text
 from kit.retention import save_managed
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.checkpoint.save.writing import RankWriter
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import run_on_ranks

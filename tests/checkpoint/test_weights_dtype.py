@@ -16,19 +16,22 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoint_format import in_order
-from kit.wrapping import WRAPPERS, Oracle, Trained, adam, check_same, cpu, error_text
+from kit.compare import check_same, error_text
+from kit.optimizers import adam
+from kit.trained import Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common.casting import cast_part
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.foreground import save
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.testing import run_on_ranks
 

@@ -14,8 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand
-from kit.wrapping import WRAPPERS, Net, Oracle, Trained, adam, check_same, cpu, local_of
-from kit.wrapping import error_text as error_of
+from kit.compare import check_same
+from kit.compare import error_text as error_of
+from kit.local_parts import local_of
+from kit.models import Net
+from kit.optimizers import adam
+from kit.trained import Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from safetensors.torch import load_file
 from torch import nn

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from kit.checkpoint_damage import seal
 from kit.checkpoint_format import read_manifest
-from kit.wrapping import Trained, adam, error_text
+from kit.compare import error_text
+from kit.optimizers import adam
+from kit.trained import Trained
 from parameterized import parameterized
 from soak.failing import Calls, Fault
 from soak.mutations import Tiny

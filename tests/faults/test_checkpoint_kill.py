@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.wrapping import Differs, check_same
+from kit.compare import Differs, check_same
 from soak.ranks import KEPT, LIMIT, WORLD, Ranks, check_root, fill, leftovers, plain, read_notes, told, wait_for
 
 import fsdp_optim

@@ -13,14 +13,17 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from kit.compare import Differs, check_same, error_text
 from kit.groups import Meeting
-from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 import fsdp_optim
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save.job import Job
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.transport.completion import Completion
+from fsdp_optim.transport import Completion
 
 LONG, SOON = 600.0, 30.0  # seconds: the timeout of the saves, and what is much less
 QUIET: dict[str, Any] = {"durable": False, "progress": False, "timeout": LONG}

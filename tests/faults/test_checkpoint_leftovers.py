@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_optim.formats.own.probe import PROBE
-from fsdp_optim.storage.posix import leftovers
-from fsdp_optim.storage.posix.claim import LOCK, is_held
-from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.formats.own import PROBE
+from fsdp_optim.storage.posix import LOCK, FolderStaging, is_held, leftovers
 
 
 class LeftoversTest(unittest.TestCase):

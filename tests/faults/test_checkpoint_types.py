@@ -18,8 +18,9 @@ import pytest
 import torch
 from kit.checkpoint_damage import brief_of, packed, sealed_brief
 from kit.checkpoint_format import MANIFEST, canonical
+from kit.compare import Differs, check_same
 from kit.optimizers import Peculiar
-from kit.wrapping import Differs, Trained, check_same
+from kit.trained import Trained
 from parameterized import parameterized
 from soak.mutations import KINDS, Change, Kind, Subject, Tiny, contents, probe
 from soak.mutators import Files, places_in, repair, sealed, split_header

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from kit.cases import expand, some
 from kit.checkpoint_format import canonical, read_manifest
-from kit.wrapping import check_same, error_text
+from kit.compare import check_same, error_text
 from parameterized import parameterized
 from torch import nn
 

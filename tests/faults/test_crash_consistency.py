@@ -8,7 +8,9 @@ import unittest
 from pathlib import Path
 
 from kit.cases import expand, some
-from kit.wrapping import Differs, Trained, adam
+from kit.compare import Differs
+from kit.optimizers import adam
+from kit.trained import Trained
 from parameterized import parameterized
 from soak.power_cuts import NEXT_EVERY, WAYS, Recorded, probe, states
 from soak.recording import Choice, Disk, Event, Recorder, all_of, every, no, none_of

@@ -17,6 +17,7 @@ from kit.checkpoint_format import (
     read_sums,
     sums_of,
 )
+from kit.compare import Differs, check_same, differences
 from kit.refused_checkpoints import (
     PATIENCE,
     SAVED_FILES,
@@ -27,11 +28,6 @@ from kit.refused_checkpoints import (
     good,
     load_both_ways,
     trained,
-)
-from kit.wrapping import (
-    Differs,
-    check_same,
-    differences,
 )
 from parameterized import parameterized
 

@@ -18,7 +18,7 @@ from kit.peaks import MIB, Peak
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.errors import FsdpOptimError
+from fsdp_optim import FsdpOptimError
 from fsdp_optim.foreign.per_rank.torch_shards import DTensorFields, Fields, shards_of
 
 SOON, LATER = 3, 150  # changes of each kind

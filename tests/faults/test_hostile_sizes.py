@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.dcp import metadata_pickle as dcp_pickle
 from fsdp_optim.foreign.dcp.pickle_operations import Operations
 

@@ -18,7 +18,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from kit.compare import check_same
-from kit.wrapping import Trained, adam
+from kit.optimizers import adam
+from kit.trained import Trained
 
 import fsdp_optim
 from fsdp_optim import RankError

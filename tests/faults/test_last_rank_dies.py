@@ -12,7 +12,9 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from kit.wrapping import Trained, adam, error_text
+from kit.compare import error_text
+from kit.optimizers import adam
+from kit.trained import Trained
 
 from fsdp_optim.testing import RanksFailed, run_on_ranks
 from fsdp_optim.transport import meeting

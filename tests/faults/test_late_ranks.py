@@ -21,7 +21,8 @@ sys.path.insert(0, {tests!r})
 from datetime import timedelta
 import torch.distributed as dist
 import fsdp_optim
-from kit.wrapping import Trained, adam
+from kit.trained import Trained
+from kit.optimizers import adam
 from fsdp_optim.transport import meeting
 rank, folder, call, delay, late = int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]), int(sys.argv[5])
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[6], RANK=str(rank), WORLD_SIZE="{world}")
@@ -85,7 +86,8 @@ from datetime import timedelta
 import torch.distributed as dist
 import fsdp_optim
 from fsdp_optim.checkpoint.save import background
-from kit.wrapping import Trained, adam
+from kit.trained import Trained
+from kit.optimizers import adam
 rank, folder, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -27,12 +27,8 @@ from kit.checkpoint_format import (
     read_safetensors,
     sums_of,
 )
+from kit.compare import Differs, check_refused, check_same
 from kit.refused_checkpoints import EVERY_FILE, SAVED_FILES, WORLD, DamageTest, good, load_both_ways
-from kit.wrapping import (
-    Differs,
-    check_refused,
-    check_same,
-)
 from parameterized import parameterized
 
 from fsdp_optim.testing import run_on_ranks

@@ -24,6 +24,7 @@ from kit.checkpoint_format import (
     MANIFEST,
     read_manifest,
 )
+from kit.compare import Differs, check_same
 from kit.groups import Meeting
 from kit.refused_checkpoints import (
     EVERY_FILE,
@@ -37,10 +38,6 @@ from kit.refused_checkpoints import (
     load_both_ways,
     outcome_of,
     trained,
-)
-from kit.wrapping import (
-    Differs,
-    check_same,
 )
 
 import fsdp_optim

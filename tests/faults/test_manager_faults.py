@@ -14,15 +14,15 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from kit import scripts
+from kit import forked
 from kit.catalogs import LOG, CatalogTest
 from kit.checkpoints import before_writes
-from kit.compare import refused
+from kit.compare import check_same, refused
 from kit.managed import Run, closing_all, names_in, steps_in
-from kit.wrapping import check_same, cpu
+from kit.wrapping import cpu
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 ANOTHER = (
@@ -90,7 +90,7 @@ class TwoRunsTest(CatalogTest):
         with closing_all(second):
             with held() as gate:
                 second.steps(range(1, 4))  # has begun, when the folder was empty
-                other = scripts.run(OTHER_RUN.format(root=str(self.root)), preload=scripts.TRAINING, path=PATH)
+                other = forked.run(OTHER_RUN.format(root=str(self.root)), preload=forked.TRAINING, path=PATH)
                 told = f"{self.root} has no checkpoint: the training begins anew\n"
                 self.assertEqual((other.returncode, other.stderr), (0, told))
                 gate.set()
@@ -141,7 +141,7 @@ run.manager.wait()
 class KilledTest(CatalogTest):
     def test_between_the_manifest_and_the_removal(self) -> None:
         """Both are complete, the newer one is loaded, and the next save removes what the dead process did not."""
-        done = scripts.run(KILLED.format(root=str(self.root)), preload=scripts.TRAINING, path=PATH)
+        done = forked.run(KILLED.format(root=str(self.root)), preload=forked.TRAINING, path=PATH)
         self.assertEqual(done.returncode, -signal.SIGKILL)
         self.assertEqual(steps_in(self.root), [2, 1])
         run = Run(self.root, "plain", every=1, keep_last=1)

@@ -14,16 +14,17 @@ from unittest import mock
 
 import pytest
 from kit.compare import refused
-from kit.wrapping import Trained, adam
+from kit.optimizers import adam
+from kit.trained import Trained
 from parameterized import parameterized
 from soak.failing import FLUSHING, INTERRUPT, LOCKING, MAKING, MOVING, READING, WRITING, Calls, Fault
 from soak.mutations import Tiny
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.formats.own import OURS
+from fsdp_optim.storage.posix import Folder
 
 EVERY = (*READING, *MAKING, *MOVING, *FLUSHING, *WRITING, *LOCKING)
 QUIET: dict[str, Any] = {"durable": False, "progress": False, "overwrite": True}

@@ -13,17 +13,13 @@ from kit.checkpoint_format import (
     all_bytes,
     check_folder,
 )
+from kit.compare import Differs, check_same, error_text
 from kit.groups import Meeting
+from kit.local_parts import local_of
+from kit.optimizers import adam
 from kit.refused_checkpoints import PATIENCE, WORLD, DamageTest, Error, check_outcomes, save_errors
-from kit.wrapping import (
-    Differs,
-    Trained,
-    adam,
-    check_same,
-    error_text,
-    in_fsdp2,
-    local_of,
-)
+from kit.trained import Trained
+from kit.wraps import in_fsdp2
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_optim

@@ -10,16 +10,16 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from kit.wrapping import Differs
+from kit.compare import Differs
 from parameterized import parameterized
 from soak.failing import FLUSHING, MAKING, MOVING, READING, WRITING, Fault
 from soak.faults import Case, Subject, on_ranks
 from soak.torture import temporary
 
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim import CheckpointError
+from fsdp_optim.formats.own import PROBE
+from fsdp_optim.storage.posix import FolderStaging
 from fsdp_optim.storage.posix.files import sync_file, sync_folder
-from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.testing import run_on_ranks
 
 ALL = (*WRITING, *MAKING, *MOVING, *FLUSHING, *READING)

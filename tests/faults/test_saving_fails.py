@@ -25,7 +25,9 @@ from kit.checkpoint_damage import (
 from kit.checkpoint_format import (
     all_bytes,
 )
+from kit.compare import Differs, check_same
 from kit.groups import Meeting
+from kit.local_parts import local_of
 from kit.refused_checkpoints import (
     PATIENCE,
     WORLD,
@@ -37,11 +39,6 @@ from kit.refused_checkpoints import (
     save_errors,
     save_good,
     trained,
-)
-from kit.wrapping import (
-    Differs,
-    check_same,
-    local_of,
 )
 from parameterized import parameterized
 

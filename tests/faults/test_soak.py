@@ -6,7 +6,7 @@ import importlib
 import unittest
 
 from kit.cases import expand
-from kit.wrapping import Differs
+from kit.compare import Differs
 from soak.torture import Torture
 
 SEED = 20251121

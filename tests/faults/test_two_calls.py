@@ -14,7 +14,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.wrapping import Trained, adam, check_refused, check_same, error_text
+from kit.compare import check_refused, check_same, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
@@ -245,7 +247,7 @@ class AnswersTest(unittest.TestCase):
 
 
 def at_different_steps() -> list[tuple[str, str]]:
-    from fsdp_optim.transport.world import world_here
+    from fsdp_optim.transport import world_here
 
     group = world_here().group("a call", range(WORLD), timeout=60.0)
     steps = ("one", "other") if dist.get_rank() else ("other", "one")

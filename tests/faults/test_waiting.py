@@ -9,7 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from kit.wrapping import Trained, adam, check_refused, check_same, error_text
+from kit.compare import check_refused, check_same, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
 
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import meeting

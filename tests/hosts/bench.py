@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from kit import scripts
+from kit import forked
 
 from hosts.clocks import missing_clocks, other_clock
 from hosts.file_systems import FileSystem
@@ -121,7 +121,7 @@ class Bench:
         hosts: Sequence[int] | None = None,
         environment: Mapping[str, str] | None = None,
         torchrun: Sequence[str] | None = None,
-        preload: Sequence[str] = scripts.TRAINING,
+        preload: Sequence[str] = forked.TRAINING,
     ) -> Run:
         """Start a program on hosts, by default on all: a path, in the bench's folder too, or the name of one of
         `hosts/programs`.
@@ -213,7 +213,7 @@ class _Job:
             **environment,
         }
 
-    def start_ranks(self) -> dict[str, scripts.Started]:
+    def start_ranks(self) -> dict[str, forked.Started]:
         """Start all ranks, by the variables alone."""
         each = self._ranks_per_host
         common = {"MASTER_ADDR": self._master[0], "MASTER_PORT": self._master[1], "LOCAL_WORLD_SIZE": each}
@@ -226,7 +226,7 @@ class _Job:
                 starters[f"rank-{rank}"] = self._start(number, f"rank-{rank}", ["hosts.launched", *self._words], own)
         return starters
 
-    def start_nodes(self, options: Sequence[str]) -> dict[str, scripts.Started]:
+    def start_nodes(self, options: Sequence[str]) -> dict[str, forked.Started]:
         """Start torchrun on all hosts."""
         starters = {}
         for node, number in enumerate(self._numbers):
@@ -242,13 +242,13 @@ class _Job:
             starters[f"node-{node}"] = self._start(number, f"node-{node}", command, {})
         return starters
 
-    def _start(self, number: int, name: str, words: Sequence[str], own: Mapping[str, object]) -> scripts.Started:
+    def _start(self, number: int, name: str, words: Sequence[str], own: Mapping[str, object]) -> forked.Started:
         offset = self._bench.clock_offsets.get(number, 0.0)
         own = {**own, HOST: number}
         environment = {**self._environment, **{key: str(value) for key, value in own.items()}}
         clock = other_clock(offset) if offset else {}
         order = (self._bench.hosts[number].pid, str(self._folder), name, list(words), clock)
-        return scripts.start(ENTER.format(order=order), preload=self._preload, environment=environment)
+        return forked.start(ENTER.format(order=order), preload=self._preload, environment=environment)
 
 
 def missing(file_system: FileSystem, with_clocks: bool = False) -> str:

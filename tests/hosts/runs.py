@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kit.scripts import Started
+from kit.forked import Started
 
 from hosts.host import Host
 

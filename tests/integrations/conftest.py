@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kit.own_ranks import own_ranks
+from kit.forked import own_ranks
 
 
 # verl asks `isinstance(model, ABC)`: where Lightning is imported, this is true of every module, because every module has a `to`.

@@ -19,9 +19,8 @@ from kit.compare import check_same
 from kit.hugging_face import enabled, on_cpu, tiny_llama, train
 
 import fsdp_optim
-from fsdp_optim.errors import StateError
-from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.testing.ranks import RanksFailed
+from fsdp_optim import StateError
+from fsdp_optim.testing import RanksFailed, run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
 

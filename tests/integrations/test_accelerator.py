@@ -18,9 +18,9 @@ import torch.distributed as dist
 from kit.accelerate_loop import Loop, load_and_go_on
 from kit.cases import expand
 from kit.compare import check_same, error_text, refused
+from kit.forked import TRAINING, run
 from kit.hugging_face import enabled, on_cpu
 from kit.pretrained import transformers
-from kit.scripts import TRAINING, run
 from parameterized import parameterized
 from torch import nn
 
@@ -28,7 +28,7 @@ import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.integrations import accelerate as plugin
 from fsdp_optim.integrations.needed import version_of
-from fsdp_optim.storage.posix.writer import FolderWriter
+from fsdp_optim.storage.posix import FolderWriter
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)

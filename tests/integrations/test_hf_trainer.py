@@ -26,10 +26,8 @@ from kit.pretrained import transformers
 import fsdp_optim
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.integrations.accelerate import FsdpOptimTrainerMixin, Settings
-from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.writer import FolderWriter
-from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.testing.ranks import RanksFailed
+from fsdp_optim.storage.posix import FolderStaging, FolderWriter
+from fsdp_optim.testing import RanksFailed, run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
 QUIET: Mapping[str, Any] = {"durable": False, "progress": False}

@@ -20,9 +20,13 @@ from unittest import mock
 import pytest
 import torch
 from kit.checkpoint_format import in_order
-from kit.later import Later
-from kit.launched import launched
-from kit.wrapping import Net, OfModel, Oracle, Trained, check_same, error_text, in_ddp, wrap_units
+from kit.compare import check_same, error_text
+from kit.forked import launch
+from kit.imports import Later
+from kit.models import Net
+from kit.optimizers import OfModel
+from kit.trained import Oracle, Trained
+from kit.wraps import in_ddp, wrap_units
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -257,7 +261,7 @@ class ExampleTest(unittest.TestCase):
     def test_train_by_a_launcher(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             arguments = ("--root", folder, "--every", "2", "--last")
-            done = launched(2, "examples/fsdp2_lora.py", *arguments, "4", preload=LOADED)
+            done = launch(2, "examples/fsdp2_lora.py", *arguments, "4", preload=LOADED)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertIn("trained from step 0 to step 4", done.stdout)
             self.assertEqual([one.step for one in fsdp_optim.checkpoints(folder)], [4, 2])

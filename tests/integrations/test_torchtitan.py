@@ -23,7 +23,7 @@ from kit.cases import expand
 from kit.checkpoint_damage import flip
 from kit.compare import check_refused, check_same, error_text
 from kit.folders import SharedFolder
-from kit.stand_ins import import_without
+from kit.imports import import_without
 from kit.torchtitan_cpu import (
     everything,
     import_torchtitan,

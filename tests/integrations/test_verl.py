@@ -25,7 +25,7 @@ from kit.checkpoint_damage import flip
 from kit.checkpoints import before_writes
 from kit.compare import check_refused, check_same, error_text
 from kit.folders import SharedFolder
-from kit.stand_ins import import_without
+from kit.imports import import_without
 from kit.verl_cpu import engine_of, import_verl, small_llama_folder, verl_on_cpu
 from parameterized import parameterized
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from kit.own_ranks import own_ranks
+from kit.forked import own_ranks
 
 
 @pytest.fixture(autouse=True, scope="module")

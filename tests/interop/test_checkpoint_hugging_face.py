@@ -17,9 +17,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.cases import expand
+from kit.compare import Differs, check_refused, check_same, error_text
 from kit.folders import SharedFolder
 from kit.pretrained import build, tensors_of, ties_of
-from kit.wrapping import WRAPPERS, Differs, check_refused, check_same, cpu, error_text
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from torch import nn
 

@@ -18,13 +18,14 @@ from kit.folders import SharedFolder
 from kit.models import Net
 from kit.optimizers import OfModel
 from kit.torchtitan_cpu import everything, torchtitan_on_cpu, trainer_config
-from kit.wrapping import Trained, cpu
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import fsdp_optim
-from fsdp_optim.errors import StateError
+from fsdp_optim import StateError
 from fsdp_optim.state.dicts.flattened import unflatten
 from fsdp_optim.testing import run_on_ranks
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.offline.group_order import by_group
 from fsdp_optim.testing import run_on_ranks

@@ -19,34 +19,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.cases import expand
 from kit.checkpoints import Whole, everything, load, load_trained, mine, optims_of, scramble
+from kit.compare import Differs, check_same, error_text
 from kit.dcp import HAVE_TRAIN_STATE, LAYOUTS, TRAIN_STATE, model_dict
 from kit.dcp_files import DcpFiles
-from kit.models import Tied
-from kit.optimizers import two_groups
-from kit.wrapping import (
-    Differs,
-    OfModel,
-    Trained,
-    adam,
-    adamw_tensor_lr,
-    check_same,
-    cpu,
-    error_text,
-    freeze_stem,
-    local_of,
-    sgd,
-    without_stem,
-)
+from kit.local_parts import local_of
+from kit.models import Tied, freeze_stem
+from kit.optimizers import OfModel, adam, adamw_tensor_lr, sgd, two_groups, without_stem
+from kit.trained import Trained
+from kit.wrapping import cpu
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.options import LoadOptions, Options
-from fsdp_optim.storage.posix.opened import OpenFolder
+from fsdp_optim.storage.posix import OpenFolder
 from fsdp_optim.testing import run_on_ranks
 
 TWO_GROUPS = {"make": OfModel(two_groups), "model": Whole}

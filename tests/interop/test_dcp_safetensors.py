@@ -32,8 +32,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.options import LoadOptions, Options

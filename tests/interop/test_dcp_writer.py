@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.cases import expand, those
+from kit.compare import check_same
+from kit.optimizers import adamw_tensor_lr
 from kit.tables import Table
-from kit.wrapping import STEPS, Oracle, Trained, adamw_tensor_lr, check_same, cpu
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import Differs, check_same, error_text, sorted_state
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from kit.zero_checkpoints import BUFFERS, TAG, elements, opened, state_of, unpacked
 from kit.zero_files import write_zero
 from kit.zero_runs import FROZEN, STEPS, TIED, Model, optimizer
@@ -28,14 +29,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim import CheckpointError, StateError
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.reader import NO_JUDGE
 from fsdp_optim.options import LoadOptions, Options
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import run_on_ranks
 
 RUNS = (

@@ -20,10 +20,10 @@ from parameterized import parameterized
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
 from fsdp_optim.foreign.reader import NO_JUDGE
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import ReaderConformance, WrittenSample
 
 # ------------------------------------------------------------------------------------------- any shapes, any number of ranks

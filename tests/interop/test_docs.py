@@ -20,11 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import zero_runs
+from kit.compare import check_same
 from kit.folders import at
 from kit.groups import with_experts
+from kit.local_parts import local_of
 from kit.slices import TrainedSlices
 from kit.stages import TrainedStages
-from kit.wrapping import Oracle, Trained, check_same, local_of
+from kit.trained import Oracle, Trained
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 

@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from kit.checkpoints import InFolder
-from kit.launched import alone, launched
+from kit.forked import launch, run_program
 from parameterized import parameterized
 from torch import nn
 
@@ -84,10 +84,10 @@ class TrainerTest(InFolder):
     @pytest.mark.slow  # tests/integrations/test_hf_trainer.py calls its main function on ranks that have transformers
     def test_train_and_go_on_with_fewer_ranks(self) -> None:
         program, arguments = "examples/hf_trainer.py", ("--root", str(self.root), "--every", "2", "--last")
-        done = launched(2, program, *arguments, "4", preload=HUGGING_FACE)
+        done = launch(2, program, *arguments, "4", preload=HUGGING_FACE)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trained from step 0 to step 4", done.stdout)
-        done = alone(program, *arguments, "6", preload=HUGGING_FACE)
+        done = run_program(program, *arguments, "6", preload=HUGGING_FACE)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trained from step 4 to step 6", done.stdout)
         self.assertEqual(sorted(path.name for path in self.root.iterdir()), ["checkpoint-4", "checkpoint-6"])

@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.optimizers import GROUPED
 from kit.rank_files import Buffered, save_fairscale
+from kit.trained import STEPS, Oracle, Trained
 from kit.units import UNITS
-from kit.wrapping import STEPS, Oracle, Trained, check_same, cpu
+from kit.wrapping import cpu
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 

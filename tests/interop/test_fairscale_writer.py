@@ -11,17 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
+from kit.compare import check_same
 from kit.folders import SharedFolder
-from kit.optimizers import GROUPED
+from kit.forked import TRAINING, run
+from kit.optimizers import GROUPED, adam
 from kit.rank_files import Buffered, save_fairscale
-from kit.scripts import TRAINING, run
+from kit.trained import STEPS, Oracle, Trained
 from kit.units import UNITS
-from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -19,7 +19,7 @@ from kit.folders import SharedFolder
 from kit.language_model import LanguageModel, adamw, check_close, train, unbroken
 from kit.rank_files import save_olmo_local, save_sharded
 from kit.tables import each
-from kit.wrapping import WRAPPERS
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP

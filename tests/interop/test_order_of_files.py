@@ -16,7 +16,8 @@ import torch.distributed as dist
 from kit.compare import check_same, refused
 from kit.folders import SharedFolder
 from kit.pretrained import SIZES, transformers
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 
 import fsdp_optim

@@ -11,8 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand
+from kit.compare import check_refused, check_same, error_text
+from kit.optimizers import adam, sgd
 from kit.tables import Table, each
-from kit.wrapping import STEPS, Oracle, Trained, adam, check_refused, check_same, cpu, error_text, in_fairscale, sgd
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import in_fairscale
 from parameterized import parameterized
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -17,13 +17,13 @@ from kit.cases import expand
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
 from kit.pretrained import build, tensors_of
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE
 from fsdp_optim.foreign.reader import ForeignReader

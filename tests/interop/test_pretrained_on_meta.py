@@ -12,7 +12,8 @@ import torch
 from kit.compare import Differs, check_same, refused_on_ranks
 from kit.local_parts import local_of
 from kit.pretrained import build
-from kit.wrapping import cpu, in_fsdp1, in_fsdp2
+from kit.wrapping import cpu
+from kit.wraps import in_fsdp1, in_fsdp2
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from torch import nn

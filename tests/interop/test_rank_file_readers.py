@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.dcp import olmo_core
+from kit.optimizers import adam
 from kit.rank_files import save_fairscale, save_olmo_local, save_sharded, weights_of
+from kit.trained import STEPS, Oracle, Trained
 from kit.verified import VerifiedConformance
-from kit.wrapping import STEPS, Oracle, Trained, adam, cpu
+from kit.wrapping import cpu
 from torch import nn
 
 from fsdp_optim.foreign.dcp.reader import DCP
@@ -26,7 +28,7 @@ from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
 from fsdp_optim.foreign.reader import NO_JUDGE, tensors_in
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample, run_on_ranks
 
 

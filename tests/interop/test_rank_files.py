@@ -22,30 +22,20 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
 from kit.cases import expand, those
-from kit.compare import sorted_state
+from kit.compare import check_refused, check_same, sorted_state
 from kit.experts import Experts
-from kit.optimizers import GROUPED, two_groups
+from kit.local_parts import local_of
+from kit.models import Net, freeze_stem
+from kit.optimizers import GROUPED, adam, sgd, two_groups
 from kit.rank_files import Buffered, Remembering, save_fairscale, save_olmo_local, save_sharded, weights_of
-from kit.wrapping import (
-    STEPS,
-    Net,
-    Oracle,
-    Trained,
-    adam,
-    check_refused,
-    check_same,
-    cpu,
-    freeze_stem,
-    in_fairscale,
-    local_of,
-    sgd,
-    wrap_units,
-)
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import in_fairscale, wrap_units
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.testing import run_on_ranks
 
 Save = Callable[[str, Any, Any], None]

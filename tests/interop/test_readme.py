@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from kit.checkpoints import InFolder
 from kit.folders import at
-from kit.launched import launched
-from kit.scripts import WITHOUT_FAIRSCALE
+from kit.forked import WITHOUT_FAIRSCALE, launch
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
@@ -42,7 +41,7 @@ class LinesTest(InFolder):
         """On ranks that have what torchrun gives, in a tenth of torchrun's time."""
         (self.root / "train.py").write_text(printed())
         with at(self.root):
-            done = launched(2, self.root / "train.py", preload=WITHOUT_FAIRSCALE, hidden=["fairscale"])
+            done = launch(2, self.root / "train.py", preload=WITHOUT_FAIRSCALE, hidden=["fairscale"])
         self.assertEqual(done.returncode, 0, done.stderr)
         self.check_run()
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from kit.compare import check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
 from kit.pretrained import transformers
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from safetensors.torch import load_file, save_file
 
 import fsdp_optim

@@ -17,14 +17,15 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_same
 from kit.folders import SharedFolder
+from kit.forked import TRAINING, run
 from kit.pretrained import build, tensors_of
-from kit.scripts import TRAINING, run
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from torch import nn
 
 import fsdp_optim
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
-from fsdp_optim.storage.posix.opened_any import OpenFiles
+from fsdp_optim.storage.posix import OpenFiles
 from fsdp_optim.testing import run_on_ranks
 
 # ------------------------------------------------------------------------------------------- what is read

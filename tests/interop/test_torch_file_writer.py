@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import check_same
 from kit.folders import SharedFolder
+from kit.optimizers import adam, adamw_tensor_lr
 from kit.rank_files import Buffered
-from kit.wrapping import STEPS, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 
 MAKES = {"fairscale flat": adam, "FSDP2": adamw_tensor_lr}

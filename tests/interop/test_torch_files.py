@@ -17,21 +17,20 @@ from kit.cases import expand
 from kit.checkpoints import Whole, buffers_of, load, mine, scramble
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
-from kit.optimizers import OfModel
+from kit.optimizers import OfModel, sgd
 from kit.torch_files import make_refused, oracle, whole, write_all, write_units
-from kit.trained import Oracle, Trained
-from kit.wrapping import STEPS, cpu, sgd
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.reader import tensors_in
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.options import LoadOptions, Options
-from fsdp_optim.storage.posix.opened_any import OpenFiles
+from fsdp_optim.storage.posix import OpenFiles
 from fsdp_optim.testing import run_on_ranks
 
 SIZES = (1, 2, 3)

@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 from fairscale.nn import FullyShardedDataParallel
+from kit.compare import check_same
 from kit.folders import SharedFolder
-from kit.wrapping import STEPS, Net, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
+from kit.models import Net
+from kit.optimizers import adam, adamw_tensor_lr
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.foreign.torch.writer import TorchFilesJudge
 from fsdp_optim.offline import convert as conversion
 from fsdp_optim.options import ConvertOptions, Options

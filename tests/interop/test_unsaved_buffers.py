@@ -15,7 +15,8 @@ import torch
 from kit.compare import Differs, check_same, refused_on_ranks
 from kit.log_texts import log_texts
 from kit.pretrained import build
-from kit.wrapping import cpu, in_fsdp1, in_fsdp2
+from kit.wrapping import cpu
+from kit.wraps import in_fsdp1, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 

@@ -17,8 +17,8 @@ from kit.compare import check_same, refused_on_ranks
 from kit.folders import SharedFolder
 from kit.hugging_face import enabled, on_cpu
 from kit.optimizers import OfModel, two_groups
-from kit.trained import Trained
-from kit.wrapping import STEPS, cpu
+from kit.trained import STEPS, Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from safetensors.torch import save_file
 

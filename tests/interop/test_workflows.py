@@ -21,7 +21,8 @@ from kit.language_model import LanguageModel, adamw, check_close, train, two_gro
 from kit.pretrained import build, tensors_of
 from kit.servers import new_bucket, shared
 from kit.tables import each
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 

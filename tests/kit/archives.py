@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.storage.posix.opened_any import OpenFiles
+from fsdp_optim.storage.posix import OpenFiles
 
 _OTHERS = re.compile(r"torch\.(q|bits|complex32|u?int[1-7]$|float4)")  # quantized numbers, and parts of bytes
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype) and not _OTHERS.match(str(v))}, key=str)

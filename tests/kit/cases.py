@@ -8,11 +8,13 @@ class TripTest(unittest.TestCase):
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from parameterized import parameterized
 
 Case = Any
@@ -62,3 +64,11 @@ def _with(function: Callable[..., None], args: tuple[Any, ...], name: str) -> Ca
 def case_name(function: Callable[..., None], number: str, param: Any) -> str:
     """For parameterized: all arguments in the name of the test, so that -k finds them."""
     return parameterized.to_safe_name("_".join([function.__name__, number, *map(str, param.args)]))
+
+
+FACTOR = float(os.environ.get("EXAMPLES", "0.5"))
+
+
+def examples(number: int) -> settings:
+    """A decorator that sets the number of random examples of a test, times EXAMPLES."""
+    return settings(max_examples=max(int(number * FACTOR), 10), deadline=None, database=None)

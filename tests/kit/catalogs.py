@@ -18,8 +18,8 @@ import fsdp_optim
 from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from kit.checkpoint_format import read_manifest
 from kit.checkpoints import InFolder
+from kit.compare import check_same
 from kit.retention import save_managed
-from kit.wrapping import check_same
 
 HOUR = 3600 * 10**9
 

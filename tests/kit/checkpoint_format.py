@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from kit.wrapping import check_same
+from kit.compare import check_same
 
 MANIFEST = "fsdp_optim.json"
 SUMS_MAGIC = b"FSOSUMS1"

@@ -21,19 +21,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 import fsdp_optim
-from kit.wrapping import (
-    STEPS,
-    Differs,
-    Net,
-    OfModel,
-    Oracle,
-    Trained,
-    check_same,
-    cpu,
-    local_of,
-    snapshot,
-    two_groups,
-)
+from kit.compare import Differs, check_same
+from kit.local_parts import local_of
+from kit.models import Net
+from kit.optimizers import OfModel, two_groups
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu, snapshot
+
+FURTHER = STEPS + 2
 
 
 class Whole(Net):
@@ -201,6 +196,21 @@ def _without_a_load(wrapper: str, kwargs: tuple[tuple[str, Any], ...], rank: int
     before = mine(alike)
     alike.step([STEPS], dict(kwargs).get("unused", ()))
     return before, mine(alike)
+
+
+def check_groups(folder: Path, oracle: Oracle) -> None:
+    name_of = {id(param): name for name, param in oracle.model.named_parameters()}
+    wanted = [
+        {**{k: group[k] for k in sorted(group)}, "params": [name_of[id(p)] for p in group["params"]]}
+        for group in oracle.optim.param_groups
+    ]
+    got = [{k: group[k] for k in sorted(group)} for group in json.loads(header_of(folder, "optim")["param_groups"])]
+    check_same("param_groups", got, json.loads(json.dumps(wanted)))
+
+
+def in_order(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """With the values of each parameter by the order of their names."""
+    return {name: {key: values[key] for key in sorted(values)} for name, values in state.items()}
 
 
 # ------------------------------------------------------------------------------------------ in the background

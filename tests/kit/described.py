@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_optim.adapters.base import Adapter
-from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.adapters import Adapter, ModuleTree
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Ranks, Whole
 from fsdp_optim.view import Handle, Original
 

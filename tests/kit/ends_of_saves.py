@@ -9,12 +9,10 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.transport import completion
-from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.completion import Completion
+from fsdp_optim import CheckpointError
+from fsdp_optim.transport import Completion, RankGroup, completion
 from fsdp_optim.transport.in_process import InProcessWorld, Shared
-from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim.transport.job import JobStore
 from kit.compare import error_text
 
 LIMIT = 20.0  # seconds; reached by nothing but a failure

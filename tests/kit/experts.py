@@ -13,11 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_optim
-from kit.wrapping import (
-    Oracle,
-    Trained,
-    adam,
-)
+from kit.optimizers import adam
+from kit.trained import Oracle, Trained
 
 
 class Experts(nn.Module):

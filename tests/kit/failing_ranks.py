@@ -10,7 +10,7 @@ from unittest import mock
 import torch.distributed as dist
 
 import fsdp_optim
-from fsdp_optim.transport.world import world_here
+from fsdp_optim.transport import world_here
 from kit.compare import check_same
 from kit.groups import (
     check_gathered,

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from kit import wrapping
-from kit.compare import check_value
+from kit.compare import check_own_memory, check_value
 from kit.setups import Full, Plain, Wrapped
 from kit.units import padding
-from kit.values import check_own_memory
 
 
 def check_full(full: Full | None, wrapped: Wrapped, plain: Plain) -> None:

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from fsdp_optim.buckets.objects.base import BucketCan, Found
-from fsdp_optim.buckets.objects.memory import MemoryBucket, Objects
+from fsdp_optim.buckets.objects import BucketCan, Found, MemoryBucket
+from fsdp_optim.buckets.objects.memory import Objects
 
 STRANGERS = ("config.json", "notes/today.txt")
 """Names that no save gives, in the place of a checkpoint."""
@@ -107,7 +107,7 @@ class InterruptedBucket(MemoryBucket):
 
 def left_over(bucket: Any, root: str, probe: Any) -> list[str]:
     """Objects and uploads under `root` that are neither strangers' nor of the checkpoint of their place."""
-    from fsdp_optim.buckets.objects.keys import Place
+    from fsdp_optim.buckets.objects import Place
     from fsdp_optim.buckets.objects.saves import current
     from fsdp_optim.formats.base.checksums import sums_of
 

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
+from kit.optimizers import adam
 from kit.rank_files import save_fairscale, save_olmo_local, save_sharded
-from kit.wrapping import Trained, adam, cpu
+from kit.trained import Trained
+from kit.wrapping import cpu
 from kit.zero_files import write_universal, write_zero
 
 WIDTH, NUM = 1024, 3

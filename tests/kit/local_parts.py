@@ -108,3 +108,12 @@ class LocalSteps:
 
 def params_of(optim: Any) -> list[Tensor]:
     return [param for group in optim.param_groups for param in group["params"]]
+
+
+def local(value: Any) -> Any:
+    """DTensors as this rank's part."""
+    if isinstance(value, Tensor):
+        return value.to_local() if hasattr(value, "to_local") else value
+    if isinstance(value, dict):
+        return {key: local(item) for key, item in value.items()}
+    return [local(item) for item in value] if isinstance(value, list) else value

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_optim
+from kit.checkpoints import before_writes
 from kit.wraps import WRAPPERS
 
 
@@ -129,3 +134,16 @@ def closing_all(*runs: Run) -> Iterator[None]:
     finally:
         for run in runs:
             run.manager.__exit__(ValueError, None, None)
+
+
+@contextlib.contextmanager
+def full_disk(is_full: bool = True) -> Iterator[None]:
+    """Writes of files with tensors fail in the background."""
+
+    def fail(file: Any) -> None:
+        path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.fspath(file)
+        if is_full and path.endswith(".safetensors") and threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with before_writes(fail):
+        yield

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kit.wrapping import (
-    Trained,
-    local_of,
-)
+from kit.local_parts import local_of
+from kit.trained import Trained
 
 
 class Blockwise(torch.optim.Optimizer):

@@ -112,3 +112,10 @@ def each_of(optim: Any) -> list[Optim]:
 
 GROUPED: dict[str, Any] = {"one group": adam, "two groups": OfModel(two_groups)}
 """Optimizers of a model by the number of their groups."""
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    named = list(model.named_parameters())
+    stem = [param for name, param in named if "stem" in name.split(".")]
+    rest = [param for name, param in named if "stem" not in name.split(".")]
+    return [adam(stem), sgd(rest)]

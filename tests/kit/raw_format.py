@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 from xxhash import xxh3_64_hexdigest
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.formats.base.bools import check_bytes
 from fsdp_optim.formats.base.checksums import Sums, join_tables
 from fsdp_optim.formats.base.description import OptimDescription, decoded, to_plain

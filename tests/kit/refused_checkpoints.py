@@ -26,19 +26,11 @@ from kit.checkpoint_format import (
     extra,
     in_order,
 )
-from kit.wrapping import (
-    Differs,
-    Trained,
-    adam,
-    check_refused,
-    check_same,
-    cpu,
-    differences,
-    error_text,
-    local_of,
-    sgd,
-    snapshot,
-)
+from kit.compare import Differs, check_refused, check_same, differences, error_text
+from kit.local_parts import local_of
+from kit.optimizers import adam, sgd
+from kit.trained import Trained
+from kit.wrapping import cpu, snapshot
 
 WORLD = 2
 PATIENCE = 15.0  # seconds; a call that takes them has hung

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from fsdp_optim.transport.job.job_store import JobStore
-from fsdp_optim.transport.meeting import Meeting
+from fsdp_optim.transport import Meeting
+from fsdp_optim.transport.job import JobStore
 
 OF_OPERATION = {
     "set": 0,  # torch's client waits for no answer

@@ -30,9 +30,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from kit.checkpoints import Whole
-from kit.optimizers import OfModel, two_groups
-from kit.trained import Oracle, Trained
-from kit.wrapping import STEPS, cpu, in_fairscale, sgd
+from kit.optimizers import OfModel, sgd, two_groups
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import cpu
+from kit.wraps import in_fairscale
 
 ADAM = OfModel(two_groups)
 

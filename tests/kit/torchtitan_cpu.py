@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_optim
-from kit.stand_ins import stand_ins
+from kit.imports import stand_ins
 
 STAND_INS = (
     "torch.utils.tensorboard",  # for figures of a training

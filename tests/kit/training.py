@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
-from kit.compare import Differs, check_value
+from kit.compare import Differs, check_value, storages
 from kit.full_dicts import check_full, check_shard
 from kit.setups import Full, Plain, Setup, Wrapped
 from kit.trained import STEPS
-from kit.values import storages
 from kit.wraps import WORLD_SIZES
 
 T = TypeVar("T")

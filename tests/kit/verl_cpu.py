@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from kit.stand_ins import stand_ins
+from kit.imports import stand_ins
 
 STAND_INS = ("ray", "ray.util", "ray.actor", "datasets", "datasets.distributed", "pandas", "pyarrow")
 """verl's clusters, and its tables of prompts. `import verl` imports them."""

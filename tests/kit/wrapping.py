@@ -1,4 +1,4 @@
-"""Every verb on one wrapping, compared with the oracle. The module re-exports the parts that tests need."""
+"""Every verb on one wrapping, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -13,69 +13,11 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu
-from kit.compare import Differs, check_refused, check_same, differences, error_text
-from kit.elements import Numbers
-from kit.local_parts import like, local_of
-from kit.models import Net, freeze_stem
-from kit.optimizers import Make, OfModel, Optim, adam, adamw_tensor_lr, each_of, sgd, two_groups, without_stem
+from kit.compare import Differs, check_same
+from kit.local_parts import local_of
+from kit.models import Net
+from kit.optimizers import adam, each_of
 from kit.trained import STEPS, Oracle, Trained, known_oracle
-from kit.wraps import (
-    WORLD_SIZES,
-    WRAPPERS,
-    fsdp1_hybrid,
-    fsdp1_hybrid_groups,
-    in_ddp,
-    in_fairscale,
-    in_fsdp1,
-    in_fsdp2,
-    in_fsdp2_over_tp,
-    in_hsdp,
-    mesh_2d,
-    wrap_units,
-)
-
-__all__ = [
-    "STEPS",
-    "WORLD_SIZES",
-    "WRAPPERS",
-    "Differs",
-    "Make",
-    "Net",
-    "Numbers",
-    "OfModel",
-    "Optim",
-    "Oracle",
-    "Trained",
-    "adam",
-    "adamw_tensor_lr",
-    "by_name",
-    "check_full",
-    "check_named",
-    "check_refused",
-    "check_same",
-    "check_trip",
-    "cpu",
-    "differences",
-    "error_text",
-    "freeze_stem",
-    "fsdp1_hybrid",
-    "fsdp1_hybrid_groups",
-    "in_ddp",
-    "in_fairscale",
-    "in_fsdp1",
-    "in_fsdp2",
-    "in_fsdp2_over_tp",
-    "in_hsdp",
-    "known_oracle",
-    "like",
-    "local_of",
-    "mesh_2d",
-    "sgd",
-    "snapshot",
-    "two_groups",
-    "without_stem",
-    "wrap_units",
-]
 
 
 def check_full(what: str, full: Any, wanted: Mapping[str, Any], **options: bool) -> None:

@@ -87,3 +87,11 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "DDP": in_ddp,
     "plain": lambda model: model,
 }
+
+
+def fsdp1_unit(module: nn.Module, orig: bool = True) -> Any:
+    return TorchFSDP(module, device_id=torch.device("cpu"), use_orig_params=orig)
+
+
+def fsdp2_unit(module: nn.Module) -> Any:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

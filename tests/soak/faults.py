@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import Differs
 from kit.groups import Meeting
-from kit.wrapping import Differs, Trained, adam
+from kit.optimizers import adam
+from kit.trained import Trained
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.wrapping import check_same
+from kit.compare import check_same
 
 from soak.ranks import (
     LIMIT,

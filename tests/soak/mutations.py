@@ -21,8 +21,9 @@ from unittest import mock
 
 import torch
 from kit.checkpoint_format import all_bytes
-from kit.optimizers import Peculiar
-from kit.wrapping import Differs, Trained, adam, adamw_tensor_lr, differences
+from kit.compare import Differs, differences
+from kit.optimizers import Peculiar, adam, adamw_tensor_lr
+from kit.trained import Trained
 from torch import nn
 
 import fsdp_optim

@@ -17,7 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kit.wrapping import Differs, Trained, adam
+from kit.compare import Differs
+from kit.optimizers import adam
+from kit.trained import Trained
 from torch import nn
 
 import fsdp_optim

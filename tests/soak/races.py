@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.wrapping import Differs, check_same
+from kit.compare import Differs, check_same
 
 from soak.ranks import LIMIT, Ranks, check_root, read_notes
 from soak.torture import PATIENCE, Torture, temporary

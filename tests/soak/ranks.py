@@ -26,8 +26,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.checkpoint_format import MANIFEST, check_folder
+from kit.compare import Differs, check_same
+from kit.local_parts import local_of
+from kit.optimizers import adam
 from kit.retention import save_managed
-from kit.wrapping import Differs, Trained, adam, check_same, local_of
+from kit.trained import Trained
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 

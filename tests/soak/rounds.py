@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import Differs, check_same, differences
+from kit.local_parts import local_of
+from kit.optimizers import adam
 from kit.retention import save_managed
-from kit.wrapping import Differs, Trained, adam, check_same, differences, local_of
+from kit.trained import Trained
 
 import fsdp_optim
 from fsdp_optim.options import Options

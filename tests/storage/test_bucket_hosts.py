@@ -16,19 +16,16 @@ from typing import Any
 from unittest import mock
 
 from kit.conversions import save_some
-from kit.scripts import run, start
+from kit.forked import run, start
 from kit.servers import free_port
 from parameterized import parameterized
 
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.fsspec import FsspecBucket
 from fsdp_optim.buckets.fsspec import bucket as filesystem
-from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
-from fsdp_optim.buckets.objects.base import Bucket
-from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim.buckets.objects import Bucket, MemoryBucket, ObjectStaging, ObjectStore
 from fsdp_optim.buckets.objects.saves import is_ownerless
-from fsdp_optim.buckets.objects.staging import ObjectStaging
-from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.buckets.s3 import bucket as s3
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.machine import identity_of_process
 from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from kit.servers import PAGE_KEYS, Options, Server, new_bucket, shared
 
-from fsdp_optim.buckets.objects.base import Bucket
-from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.buckets.s3.client import Clients
+from fsdp_optim.buckets.objects import Bucket, Memory, MemoryBucket
+from fsdp_optim.buckets.s3 import Clients, S3Bucket
 from fsdp_optim.testing import BucketConformance
 
 

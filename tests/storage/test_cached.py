@@ -15,17 +15,18 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.checkpoints import mine, scramble
-from kit.wrapping import Trained, check_same, cpu
+from kit.compare import check_same
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 
 from fsdp_optim.buckets.blocks import BlockFolder
 from fsdp_optim.buckets.cached import CachedStore
-from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.fsspec import FsspecBucket
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.foreground import save
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import StoreConformance, run_on_ranks

@@ -12,15 +12,14 @@ from unittest import mock
 from kit.compare import check_same
 from kit.conversions import MEMORY, data_of, save_some
 from kit.folders import SharedFolder
+from kit.forked import run
 from kit.interrupted import left_over
-from kit.scripts import run
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
-from fsdp_optim.buckets.objects.staging import ObjectStaging
-from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.buckets.fsspec import FsspecBucket
+from fsdp_optim.buckets.objects import ObjectStaging, ObjectStore
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.offline import convert as conversion
 from fsdp_optim.options import ConvertOptions, Options
 

@@ -15,19 +15,18 @@ from kit.cases import expand
 from kit.compare import check_same
 from kit.conversions import MEMORY, data_of, save_some
 from kit.folders import SharedFolder
+from kit.forked import run
 from kit.interrupted import InterruptedBucket, left_over
 from kit.proxy import Proxy
-from kit.scripts import run
 from kit.servers import Options as ServerOptions
 from kit.servers import Server, new_bucket, port_of, shared
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
+from fsdp_optim.buckets.s3 import S3Bucket
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.offline import convert as conversion
 from fsdp_optim.options import ConvertOptions, Options
 from fsdp_optim.testing import run_on_ranks
@@ -208,7 +207,7 @@ class InMemoryTest(SharedFolder):
     def test_one_under_way_is_left_alone(self) -> None:
         """The second one to the same place begins by itself, and the one that is done first wins."""
         bucket, begun = CountingBucket(), list[int]()
-        from fsdp_optim.buckets.objects.staging import ObjectStaging
+        from fsdp_optim.buckets.objects import ObjectStaging
 
         real = ObjectStaging.seal
 

@@ -15,10 +15,9 @@ from unittest import mock
 from kit.file_systems import Buffered
 from parameterized import parameterized
 
-from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
-from fsdp_optim.buckets.objects.base import ABSENT, Bucket, MissingObjectError, OvertakenError
-from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.fsspec import FsspecBucket
+from fsdp_optim.buckets.objects import ABSENT, Bucket, MissingObjectError, ObjectStore, OvertakenError
 from fsdp_optim.storage.base import Store, is_sure_that_not
 from fsdp_optim.testing import BucketConformance, StoreConformance
 

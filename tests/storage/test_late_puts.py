@@ -6,9 +6,8 @@ import unittest
 
 from parameterized import parameterized
 
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
 
 PREFIX, BESIDE = "run/step-1", "run/step-2"

@@ -15,19 +15,20 @@ from typing import Any
 import pytest
 import torch
 from kit.checkpoints import mine, scramble
+from kit.compare import check_same
 from kit.interrupted import STRANGERS, InterruptedBucket, left_over
-from kit.wrapping import Trained, adam, check_same, local_of
+from kit.local_parts import local_of
+from kit.optimizers import adam
+from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 
-from fsdp_optim.buckets.objects.keys import Place
-from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore, Place
 from fsdp_optim.buckets.objects.saves import remove_dead
-from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.foreground import save
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
 
 ROOT = "run/"

@@ -16,7 +16,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 
 TOKEN = "0123456789abcdef"
 MARKS = [(mark,) for mark in ("new", "saving", "gone", "old")]

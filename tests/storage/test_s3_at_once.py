@@ -14,8 +14,7 @@ from kit.servers import new_bucket, port_of, shared
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.store import PART_NBYTES
-from fsdp_optim.buckets.objects.writer import ObjectWriter
+from fsdp_optim.buckets.objects import PART_NBYTES, ObjectWriter
 from fsdp_optim.buckets.s3.client import Clients
 from fsdp_optim.formats.base import extents
 

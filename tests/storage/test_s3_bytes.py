@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from kit.checkpoints import mine
+from kit.compare import check_same
+from kit.local_parts import local_of
+from kit.optimizers import adam
 from kit.proxy import Proxy
 from kit.servers import Options, new_bucket, port_of, shared
-from kit.wrapping import Trained, adam, check_same, cpu, local_of
+from kit.trained import Trained
+from kit.wrapping import cpu
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
 WRAPS = {"FSDP2": "FSDP2", "fairscale flat": "DDP", "HSDP": "fairscale flat", "DDP": "FSDP2"}

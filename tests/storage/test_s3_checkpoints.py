@@ -16,14 +16,17 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoints import mine, scramble
+from kit.compare import Differs, check_same, error_text
 from kit.managed import Run
+from kit.optimizers import adam
 from kit.servers import new_bucket, shared
-from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from safetensors.torch import load_file
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
 WRAPS = ("fairscale flat", "fairscale non-flat", "FSDP1 orig", "FSDP1 flat", "FSDP2", "HSDP", "FSDP2 x TP", "DDP")

@@ -12,7 +12,7 @@ import boto3
 from botocore.loaders import JSONFileLoader
 from botocore.session import get_session
 
-from fsdp_optim.buckets.s3.client import Clients
+from fsdp_optim.buckets.s3 import Clients
 
 OPTIONS = {"endpoint_url": "http://127.0.0.1:9", "region_name": "us-east-1"}
 KEYS = {"aws_access_key_id": "access", "aws_secret_access_key": "secret"}

@@ -20,10 +20,9 @@ from kit.proxy import Fault, Proxy
 from kit.servers import SECRET_KEY, Options, free_port, new_bucket, port_of, shared
 from parameterized import parameterized
 
-from fsdp_optim.buckets.objects.base import MissingObjectError
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.buckets.s3.client import Clients
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import MissingObjectError
+from fsdp_optim.buckets.s3 import Clients, S3Bucket
 from fsdp_optim.storage.base import is_sure_that_not
 
 TOKEN = "session-token-2718281828"

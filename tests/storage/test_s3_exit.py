@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import unittest
 
-from kit import scripts
+from kit import forked
+from kit.compare import check_same
+from kit.optimizers import adam
 from kit.proxy import Fault, Proxy
 from kit.servers import new_bucket, port_of, shared
-from kit.wrapping import Trained, adam, check_same
+from kit.trained import Trained
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.s3 import S3Bucket
 
 LEAVE = """
 import fsdp_optim
-from kit.wrapping import Trained, adam
+from kit.trained import Trained
+from kit.optimizers import adam
 one = Trained("plain", adam, 1)
 asked = {{"storage_options": {options!r}, "progress": False}}
 handle = fsdp_optim.async_save({url!r}, one.model, one.optim, **asked)
@@ -29,7 +32,7 @@ class ExitTest(unittest.TestCase):
         root = f"s3://{new_bucket(options)}/run"
         with Proxy(port_of(options), [slow]) as proxy:
             url = f"{root}/step-1"
-            done = scripts.run(LEAVE.format(options=proxy.options(options), url=url), preload=scripts.TRAINING)
+            done = forked.run(LEAVE.format(options=proxy.options(options), url=url), preload=forked.TRAINING)
             self.assertEqual((done.returncode, done.stdout), (0, "done: False\n"), done.stderr)
             self.assertEqual(fsdp_optim.latest(root, storage_options=options), url)
             other = Trained("plain", adam, 0)
@@ -43,7 +46,7 @@ class ExitTest(unittest.TestCase):
         with Proxy(port_of(options), [Fault("Answer", method="PUT", key=".safetensors", times=-1)]) as proxy:
             url = f"s3://{name}/run/step-1"
             code = LEAVE.format(options=proxy.options(options), url=url)
-            done = scripts.run(code, preload=scripts.TRAINING)
+            done = forked.run(code, preload=forked.TRAINING)
         self.assertIn(url, done.stderr)
         self.assertEqual(list(S3Bucket(name, options).list("")), [])
 

@@ -15,9 +15,9 @@ from kit.proxy import Fault, Proxy
 from kit.servers import PART_NBYTES, Options, new_bucket, port_of, shared
 from parameterized import parameterized
 
-from fsdp_optim.buckets.objects.base import ABSENT, OvertakenError
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import ABSENT, OvertakenError
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.storage.base import is_sure_that_not
 
 DATA = random.Random(1).randbytes(5 * PART_NBYTES // 2)

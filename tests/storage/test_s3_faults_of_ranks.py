@@ -8,13 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 from kit.checkpoints import mine, scramble
+from kit.compare import check_same, error_text
+from kit.optimizers import adam
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
-from kit.wrapping import Trained, adam, check_same, cpu, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
 RETRY_SECONDS = 1

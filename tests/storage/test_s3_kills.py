@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.compare import Differs, check_same
 from kit.interrupted import STRANGERS, left_over
 from kit.servers import Options, Server, new_bucket, serving
-from kit.wrapping import Differs, check_same
 from soak.ranks import LIMIT, WORLD, Ranks, check_values, fill, plain, read_notes, wait_for
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.buckets.s3 import S3Bucket
+from fsdp_optim.formats.own import OURS
 
 SEED = 20251122
 MODES = ("steps", "managed steps", "overwrite", "async overwrite")

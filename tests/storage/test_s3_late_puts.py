@@ -9,13 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from kit.cases import expand
 from kit.interrupted import left_over
+from kit.optimizers import adam
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
-from kit.wrapping import Trained, adam, cpu
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.buckets.s3 import S3Bucket
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.testing import run_on_ranks
 
 LATE = "extra/rank-00001.safetensors"

@@ -8,8 +8,11 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.checkpoints import mine, scramble
+from kit.compare import Differs, check_same
+from kit.optimizers import adam
 from kit.servers import Options, new_bucket, shared
-from kit.wrapping import Differs, Trained, adam, check_same, cpu
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

@@ -10,15 +10,19 @@ from typing import Any
 
 import torch.distributed as dist
 from kit.cases import expand
+from kit.compare import Differs
+from kit.local_parts import local_of
+from kit.optimizers import adam
 from kit.peaks import MIB, Peak
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
-from kit.wrapping import Differs, Trained, adam, cpu, local_of
+from kit.trained import Trained
+from kit.wrapping import cpu
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.store import PART_NBYTES
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.objects import PART_NBYTES
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import RankPool
 
 BUDGET_MIB, PART_MIB = 6, 1

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from kit.optimizers import adam
 from kit.servers import Options, new_bucket, shared
-from kit.wrapping import Trained, adam, cpu
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand
+from kit.compare import Differs, check_same, error_text
+from kit.local_parts import local_of
+from kit.optimizers import adam
 from kit.proxy import Fault, Proxy
 from kit.retention import path_of_step, save_managed
 from kit.servers import Options, new_bucket, port_of, shared
-from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text, local_of
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 import fsdp_optim
-from fsdp_optim.buckets.objects.base import Found
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import Found, MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.catalog import newest as catalog
 from fsdp_optim.checkpoint.save.foreground import save
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.options import Options as CallOptions
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.testing import run_on_ranks

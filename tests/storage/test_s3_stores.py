@@ -7,9 +7,8 @@ from typing import Any
 
 from kit.servers import PART_NBYTES, Server, new_bucket, shared
 
-from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.buckets.s3.bucket import S3Bucket
-from fsdp_optim.buckets.s3.client import Clients
+from fsdp_optim.buckets.objects import ObjectStore
+from fsdp_optim.buckets.s3 import Clients, S3Bucket
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import StoreConformance
 

@@ -20,7 +20,7 @@ from kit.wraps import in_fsdp2
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.testing import RankPool
 
 Options = dict[str, Any]

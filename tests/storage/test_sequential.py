@@ -11,15 +11,17 @@ from typing import Any
 import torch.distributed as dist
 from kit import checkpoints
 from kit.checkpoints import mine, scramble
+from kit.compare import check_same, error_text
 from kit.sequential import sequential
-from kit.wrapping import Trained, check_same, cpu, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 
-from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.fsspec import FsspecBucket
+from fsdp_optim.buckets.objects import ObjectStore
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.checkpoint.save.foreground import save
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import run_on_ranks

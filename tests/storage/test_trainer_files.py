@@ -22,8 +22,7 @@ from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common import seen_by_all as sharing
 from fsdp_optim.checkpoint.trainers.folder import FolderSave, Settings, is_sharded_by_accelerate, optimizer_inside
 from fsdp_optim.integrations import trainer_folder
-from fsdp_optim.storage.posix import folder, store
-from fsdp_optim.storage.posix.writer import FolderWriter
+from fsdp_optim.storage.posix import FolderWriter, folder, store
 from fsdp_optim.testing import run_on_ranks
 
 OURS = {"fsdp_optim.json", "model.safetensors", "model.safetensors.sums", "extra"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kit import scripts
+from kit import forked
 from kit.testing_ranks import blocks, nested
 from parameterized import parameterized
 from torch import Tensor, nn
@@ -165,4 +165,4 @@ class TestFairscaleOnCpu(unittest.TestCase):
 
     def test_import_loads_neither_fairscale_nor_pytest(self) -> None:
         code = "import sys, fsdp_optim.testing; print([m for m in ('fairscale', 'pytest') if m in sys.modules])"
-        self.assertEqual(scripts.run(code, preload=("fsdp_optim.testing",)).stdout.strip(), "[]")
+        self.assertEqual(forked.run(code, preload=("fsdp_optim.testing",)).stdout.strip(), "[]")

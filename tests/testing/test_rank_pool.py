@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from kit import scripts
+from kit import forked
 from kit.testing_ranks import blocks, nested, rank_and_size
 from parameterized import parameterized
 from torch import Tensor, nn
@@ -166,10 +166,10 @@ class TestRankPool(unittest.TestCase):
                 time.sleep(0.05)
 
 
-def run_script(text: str) -> scripts.Started:
+def run_script(text: str) -> forked.Started:
     """The server of its pool has imported no more than it must."""
     light = "import fsdp_optim.testing.ranks as ranks\nranks._ALWAYS = ranks._ALWAYS[:1]\n"
-    return scripts.run(light + text, timeout=180, preload=("fsdp_optim.testing",))
+    return forked.run(light + text, timeout=180, preload=("fsdp_optim.testing",))
 
 
 def is_running(pid: int) -> bool:

@@ -18,7 +18,7 @@ from kit.testing_ranks import rank_and_size
 from parameterized import parameterized
 from torch import Tensor
 
-from fsdp_optim.errors import RankTimeoutError
+from fsdp_optim import RankTimeoutError
 from fsdp_optim.testing import (
     RankPool,
     RanksFailed,

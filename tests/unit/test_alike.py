@@ -11,10 +11,10 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
-from fsdp_optim.state.live.local import read_optimizer
-from fsdp_optim.state.merged.reports import LiveParam, RankReport
+from fsdp_optim.state.live import read_optimizer
+from fsdp_optim.state.merged import LiveParam, RankReport
+from fsdp_optim.state.values import Scalar, Scalars, Summary
 from fsdp_optim.state.values.same import same
-from fsdp_optim.state.values.summary import Scalar, Scalars, Summary
 
 
 def with_bits(bits: int) -> torch.Tensor:

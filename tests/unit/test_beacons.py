@@ -13,11 +13,11 @@ from unittest import mock
 from kit.compare import refused
 from parameterized import parameterized
 
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.probe import PROBE
-from fsdp_optim.storage.posix import filesystem
-from fsdp_optim.storage.posix.beacon import BEACON, beacon_above, is_somebodys, refresh, sees
-from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, names_in
+from fsdp_optim import CheckpointError
+from fsdp_optim.formats.own import PROBE
+from fsdp_optim.storage.posix import beacon_above, filesystem, names_in
+from fsdp_optim.storage.posix.beacon import BEACON, is_somebodys, refresh, sees
+from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
 TOKEN = "0123456789abcdef"

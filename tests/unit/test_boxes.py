@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kit import oracle
-from kit.examples import examples
+from kit.cases import examples
 
-from fsdp_optim.errors import LayoutError
+from fsdp_optim import LayoutError
 from fsdp_optim.layout import (
     Box,
     Shape,

@@ -16,8 +16,8 @@ import torch
 from kit.catalogs import LOG, CatalogTest, clock, save, sequence_of, unreadable
 from kit.checkpoint_damage import seal, seal_as_it_is, sealed_brief
 from kit.checkpoint_format import GOLDEN, MANIFEST, check_folder, read_manifest
+from kit.compare import Differs, check_same, error_text
 from kit.retention import path_of_step, save_managed
-from kit.wrapping import Differs, check_same, error_text
 from parameterized import parameterized
 from torch import nn
 
@@ -25,7 +25,7 @@ import fsdp_optim
 from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.formats.base import summary as briefs
 from fsdp_optim.formats.own.probe import read_summary
-from fsdp_optim.storage.posix.opened import OpenFolder
+from fsdp_optim.storage.posix import OpenFolder
 
 
 def as_before_sequences(folder: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import unittest
 from typing import Any
 
-from kit.wrapping import check_same
+from kit.compare import check_same
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError

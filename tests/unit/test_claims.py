@@ -20,11 +20,11 @@ from unittest import mock
 
 from parameterized import parameterized
 
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.machine import identity_of_process
+from fsdp_optim.storage.posix import LOCK, is_held, this_host
 from fsdp_optim.storage.posix import claim as claims
-from fsdp_optim.storage.posix.claim import DEAD_AFTER, LOCK, claim, is_held, is_of_this_machine, write_claim
-from fsdp_optim.storage.posix.filesystem import this_host
+from fsdp_optim.storage.posix.claim import DEAD_AFTER, claim, is_of_this_machine, write_claim
 from fsdp_optim.storage.posix.leftovers import remove_leftovers
 
 ALIVE, GONE, ELSEWHERE = "alive", "gone", "elsewhere"

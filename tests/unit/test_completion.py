@@ -13,8 +13,9 @@ from kit.compare import refused
 from kit.ends_of_saves import Saves
 from parameterized import parameterized
 
-from fsdp_optim.errors import RankTimeoutError, StoreLostError
-from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim import RankTimeoutError
+from fsdp_optim.errors import StoreLostError
+from fsdp_optim.transport.job import JobStore
 
 
 class EndTest(Saves):

@@ -14,16 +14,15 @@ from unittest import mock
 
 from kit.compare import error_text, refused
 from kit.ends_of_saves import LIMIT, Saves, Watch
-from kit.scripts import start
+from kit.forked import start
 from parameterized import parameterized
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_threads
-from fsdp_optim.transport.completion import Completion
+from fsdp_optim.transport import Completion, world_here
 from fsdp_optim.transport.in_process import InProcessWorld, Shared
-from fsdp_optim.transport.job.job_store import JobStore
-from fsdp_optim.transport.world import world_here
+from fsdp_optim.transport.job import JobStore
 
 SOON = 20.0  # seconds in which a process that was killed is noticed, on a busy machine
 ENDED, SILENT = "its process has ended", "no sign of life for 20 s"

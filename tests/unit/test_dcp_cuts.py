@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from kit import oracle
-from kit.dcp_files import DcpFiles
-from kit.dcp_values import TALL, InFolder, fill, opened
+from kit.dcp_files import TALL, DcpFiles, InFolder, fill, opened
 from parameterized import parameterized
 from torch.distributed.checkpoint import metadata as of_torch
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Whole
 from fsdp_optim.plan import Copy, copies_into
 from fsdp_optim.testing.foreign_readers import read_elements

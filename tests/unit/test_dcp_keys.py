@@ -8,11 +8,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from kit.dcp_files import DcpFiles
-from kit.dcp_values import TALL, InFolder, opened
+from kit.dcp_files import TALL, DcpFiles, InFolder, opened
 from parameterized import parameterized
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.dcp.keys import Leaf, meaning_of
 
 

@@ -14,13 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
-from kit.dcp_files import DcpFiles, rows
-from kit.dcp_values import MODEL, MOMENT, TALL, InFolder, fill, open_any, opened
+from kit.dcp_files import MODEL, MOMENT, TALL, DcpFiles, InFolder, fill, open_any, opened, rows
 from parameterized import parameterized
 from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.dcp.metadata_pickle import load as load_pickle
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Format

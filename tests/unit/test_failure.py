@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_optim.errors import RankError
-from fsdp_optim.transport.failure import Failure
+from fsdp_optim import RankError
+from fsdp_optim.transport import Failure
 from fsdp_optim.transport.turns import Turn
 
 

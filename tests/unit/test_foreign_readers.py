@@ -22,7 +22,7 @@ from fsdp_optim.foreign.reader import NO_JUDGE
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample
 
 WEIGHTS = {

@@ -17,7 +17,7 @@ from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 
 
 class Model(torch.nn.Module):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import unittest
 
+from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.formats import WRITTEN, FormatChoices, format_named
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 
 
 class FormatNamedTest(unittest.TestCase):

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.wrapping import check_same
+from kit.compare import check_same
 from parameterized import parameterized
 
-from fsdp_optim.errors import StateError
-from fsdp_optim.state.dicts import dialects
-from fsdp_optim.state.dicts.dialects import DIALECTS, normalize
-from fsdp_optim.state.dicts.full import NON_PARAM_STATE, RESERVED_KEYS, FullState, write
-from fsdp_optim.state.dicts.names import Names
+from fsdp_optim import StateError
+from fsdp_optim.state.dicts import NON_PARAM_STATE, RESERVED_KEYS, FullState, Names, dialects, normalize
+from fsdp_optim.state.dicts.dialects import DIALECTS
+from fsdp_optim.state.dicts.full import write
 
 FQNS = [f"block.{index}.weight" for index in range(6)]
 VALUES = st.one_of(

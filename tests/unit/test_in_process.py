@@ -10,8 +10,8 @@ from kit.control_conformance import ControlConformance
 from kit.transport_conformance import TransportConformance
 
 from fsdp_optim.testing import run_on_threads
+from fsdp_optim.transport import world_here
 from fsdp_optim.transport.in_process import InProcessWorld
-from fsdp_optim.transport.world import world_here
 
 
 def things_left() -> int:

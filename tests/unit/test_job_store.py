@@ -22,9 +22,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # typ
 from fsdp_optim.errors import StoreLostError
 from fsdp_optim.machine import connections_to
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.transport.job import job_store
-from fsdp_optim.transport.job.job_store import GIVE_UP_AFTER, JobStore
-from fsdp_optim.transport.job.rendezvous import rendezvous_store
+from fsdp_optim.transport.job import JobStore, job_store, rendezvous_store
+from fsdp_optim.transport.job.job_store import GIVE_UP_AFTER
 
 KINDS = ("TCPStore", "TCPStore with a prefix", "FileStore", "HashStore")
 LIMIT = timedelta(seconds=60)  # reached by nothing but a failure

@@ -12,8 +12,8 @@ from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.examples import examples
-from kit.wrapping import check_refused, error_text
+from kit.cases import examples
+from kit.compare import check_refused, error_text
 from parameterized import parameterized
 
 from fsdp_optim.checkpoint.catalog.retention import KeepRules, ManagedCheckpoint, left_behind, metric_of, name_of_step

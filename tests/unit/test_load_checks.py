@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.checkpoint.load.compare import _CompareEnd
 from fsdp_optim.checkpoint.load.reading import StoredValue
 from fsdp_optim.checkpoint.load.stored_state import StoredState
-from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import Slice

@@ -14,7 +14,7 @@ import unittest.mock
 import weakref
 
 import torch
-from kit.wrapping import check_same
+from kit.compare import check_same
 from parameterized import parameterized
 
 from fsdp_optim import memory

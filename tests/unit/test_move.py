@@ -13,14 +13,13 @@ from unittest import mock
 import torch
 from parameterized import parameterized
 
+from fsdp_optim import FsdpOptimError, LayoutError, RankError, StateError
 from fsdp_optim import move as executor
-from fsdp_optim.errors import FsdpOptimError, LayoutError, RankError, StateError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Slice, StateValue, move
 from fsdp_optim.plan import Plans, copies_of, rank_plan
-from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.world import alone
+from fsdp_optim.transport import Failure, alone
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),

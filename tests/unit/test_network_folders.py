@@ -18,11 +18,9 @@ from kit.managed import names_in
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
+from fsdp_optim.storage.posix import Folder, FolderStaging, folder, writer
 from fsdp_optim.storage.posix import directory as directory
-from fsdp_optim.storage.posix import folder, writer
-from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.store import Folder
 
 # ------------------------------------------------------------------------------------------ the end of a save
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.adapters import ModuleTree
 
 
 @dataclass

@@ -6,12 +6,11 @@ import unittest
 
 import pytest
 
-from fsdp_optim.errors import StateError
+from fsdp_optim import StateError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Whole
-from fsdp_optim.state.merged.global_state import GlobalState
+from fsdp_optim.state.merged import GlobalState, LiveParam, RankReport
 from fsdp_optim.state.merged.merge_reports import merge_reports
-from fsdp_optim.state.merged.reports import LiveParam, RankReport
-from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.state.values import Summary
 
 SHAPE = (6, 2)
 SUMMARY = Summary(sharded=(("exp_avg", "float32"),), names=("exp_avg",))

@@ -10,10 +10,8 @@ import torch
 from kit.compare import check_same
 
 from fsdp_optim.testing import run_on_threads
+from fsdp_optim.transport import NOTHING, Failure, Parcel, send, world_here
 from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.parcels import NOTHING, Parcel, send
-from fsdp_optim.transport.world import world_here
 
 
 def value_of(index: int) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.meeting import Meeting
+from fsdp_optim.transport import Meeting, RankGroup
 from fsdp_optim.transport.world import TorchWorld
 
 RANK = 1

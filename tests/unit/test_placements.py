@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import oracle
-from kit.examples import examples
+from kit.cases import examples
 
-from fsdp_optim.errors import LayoutError
+from fsdp_optim import LayoutError
 from fsdp_optim.layout import (
     Block,
     Box,

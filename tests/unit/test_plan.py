@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import oracle
-from kit.examples import examples
+from kit.cases import examples
 
-from fsdp_optim.errors import LayoutError
+from fsdp_optim import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Run, Whole
 from fsdp_optim.plan import (
     Copy,

@@ -13,14 +13,13 @@ from typing import Any
 from unittest import mock
 
 from kit.compare import refused
-from kit.scripts import start
+from kit.forked import start
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from fsdp_optim.errors import StoreLostError
 from fsdp_optim.machine import identity_of_process
-from fsdp_optim.transport.job import pulse
-from fsdp_optim.transport.job.job_store import JobStore
-from fsdp_optim.transport.job.pulse import LOST_AFTER, Pulse, Watch, lost_ranks
+from fsdp_optim.transport.job import JobStore, Pulse, Watch, lost_ranks, pulse
+from fsdp_optim.transport.job.pulse import LOST_AFTER
 
 LIMIT = 60.0  # seconds; reached by nothing but a failure
 SOON = 10.0  # seconds in which a process that was killed is noticed, on a busy machine

@@ -9,13 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kit.wrapping import check_same, error_text
+from kit.compare import check_same, error_text
 from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.buckets import schemes
-from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
-from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
 from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Store
 
 MEMORY = Memory()

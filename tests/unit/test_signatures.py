@@ -17,6 +17,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint import model_dict
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.run import resuming
@@ -24,7 +25,6 @@ from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
 from fsdp_optim.checkpoint.trainers.folder import Settings
 from fsdp_optim.cli import main as cli
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.offline import convert
 from fsdp_optim.options import (
     BUCKET_NBYTES,

@@ -10,12 +10,11 @@ from typing import Any
 
 from parameterized import parameterized
 
-from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.buckets.objects.multipart import MultipartFile
-from fsdp_optim.buckets.objects.store import ObjectStore
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Store
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import StoreConformance
 
 

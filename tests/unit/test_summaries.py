@@ -10,8 +10,8 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import FlatChunks, Whole
-from fsdp_optim.state.live.local import LocalParam, read_optimizer
-from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.state.live import LocalParam, read_optimizer
+from fsdp_optim.state.values import Summary
 from fsdp_optim.view import Handle, NamedHandle, Original
 
 

@@ -7,8 +7,7 @@ import torch
 
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.plan import Copy, copies_of
-from fsdp_optim.transport.base import Item
-from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport import Failure, Item
 from fsdp_optim.transport.messages import Streams
 
 RANKS = range(4)

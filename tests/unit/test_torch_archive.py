@@ -24,7 +24,7 @@ from torch.serialization import skip_data
 from fsdp_optim.foreign.archive.torch_archive import Unread, is_torch_archive, read_archive, read_tensor
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.storage.posix.opened_any import OpenFiles
+from fsdp_optim.storage.posix import OpenFiles
 
 
 class Counted(Opened):

@@ -19,7 +19,7 @@ import torch
 from kit.archives import ArchiveTestCase, same, values, written, zipped
 from parameterized import parameterized
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import Unread, read_archive
 from fsdp_optim.formats.base.protocols import StoredTensor
 

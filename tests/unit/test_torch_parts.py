@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from parameterized import parameterized
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.archive.pickle_table import Unread
 from fsdp_optim.foreign.torch.roles import MODEL_KEYS, OPTIM_KEYS, joined_optims, parts_of
 from fsdp_optim.formats.base.protocols import StoredTensor

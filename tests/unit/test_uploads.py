@@ -10,11 +10,9 @@ from unittest import mock
 
 from parameterized import parameterized
 
-from fsdp_optim.buckets.objects import multipart
-from fsdp_optim.buckets.objects.keys import Place
-from fsdp_optim.buckets.objects.memory import MemoryBucket
-from fsdp_optim.buckets.objects.writer import Address, ObjectWriter, SharedFile
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim import CheckpointError
+from fsdp_optim.buckets.objects import Address, MemoryBucket, ObjectWriter, Place, multipart
+from fsdp_optim.buckets.objects.writer import SharedFile
 
 PART, NUM_PARTS = 8, 20
 

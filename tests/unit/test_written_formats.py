@@ -17,7 +17,7 @@ from fsdp_optim.foreign.torch.writer import WrittenTorchFiles
 from fsdp_optim.formats.base.description import SCALAR
 from fsdp_optim.formats.base.protocols import Format, Half
 from fsdp_optim.storage.base import Opened, Store
-from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample
 from fsdp_optim.testing.foreign_readers import Tensors
 

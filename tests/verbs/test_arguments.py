@@ -13,11 +13,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.wrapping import Trained, adam, check_refused, error_text
+from kit.compare import check_refused, error_text
+from kit.optimizers import adam
+from kit.trained import Trained
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
-from fsdp_optim.errors import FsdpOptimError
+from fsdp_optim import FsdpOptimError
 from fsdp_optim.options import (
     Arguments,
     GatherOptions,

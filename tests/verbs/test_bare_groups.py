@@ -9,7 +9,7 @@ from kit.compare import check_same
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.errors import StateError
+from fsdp_optim import StateError
 
 
 class TestBareGroups(unittest.TestCase):

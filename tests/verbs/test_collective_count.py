@@ -8,7 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand
-from kit.wrapping import Trained, adam, check_full, check_same, cpu, in_ddp, in_fairscale, in_fsdp1, in_fsdp2
+from kit.compare import check_same
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import check_full, cpu
+from kit.wraps import in_ddp, in_fairscale, in_fsdp1, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

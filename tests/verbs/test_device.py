@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 from kit.cases import expand, some
+from kit.compare import check_same
 from kit.described import CUTS, DescribedAdapter, Training
 from kit.device import CPU, DEVICE, Device, OnHost
-from kit.wrapping import adam, check_same, sgd
+from kit.optimizers import adam, sgd
 
 import fsdp_optim
 from fsdp_optim import memory
 from fsdp_optim.adapters import use_adapters
-from fsdp_optim.state.values.same import fingerprint_of
+from fsdp_optim.state.values import fingerprint_of
 from fsdp_optim.state.values.same import same as same_values
 from fsdp_optim.testing import run_on_threads
-from fsdp_optim.transport.world import world_here
+from fsdp_optim.transport import world_here
 
 
 class StepsThere(torch.optim.Adam):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim import FullyShardedDataParallel as FSDP
-from fsdp_optim.errors import StateError
+from fsdp_optim import StateError
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 BUCKETS = (1, 16, 17, 64, 100, 1000, 1 << 26)  # bytes: less than an element, less than a parameter, more than all

@@ -14,23 +14,13 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand, those
 from kit.checkpoints import scramble
+from kit.compare import Differs, check_same
+from kit.models import Net, freeze_stem
+from kit.optimizers import OfModel, adam, without_stem
 from kit.tables import Table
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    Net,
-    OfModel,
-    Oracle,
-    Trained,
-    adam,
-    check_full,
-    check_same,
-    freeze_stem,
-    in_fsdp2,
-    known_oracle,
-    without_stem,
-)
+from kit.trained import STEPS, Oracle, Trained, known_oracle
+from kit.wrapping import check_full
+from kit.wraps import WRAPPERS, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +29,7 @@ import fsdp_optim
 from fsdp_optim.layout import FlatChunks, Whole
 from fsdp_optim.plan import Plans, RankPlan, Request, copies_of
 from fsdp_optim.testing import fairscale_on_cpu
-from fsdp_optim.transport.world import world_here
+from fsdp_optim.transport import world_here
 
 SIZE = 3
 FEW = ["FSDP2", "FSDP1 flat", "FSDP1 orig", "fairscale flat"]

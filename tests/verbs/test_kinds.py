@@ -13,14 +13,17 @@ import numpy
 import torch
 import torch.distributed as dist
 from kit.cases import expand
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
+from kit.compare import Differs, check_same, error_text
+from kit.local_parts import local_of
+from kit.trained import Trained
+from kit.wrapping import cpu
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp_optim
-from fsdp_optim.errors import StateError
+from fsdp_optim import StateError
 from fsdp_optim.layout import cut_named
-from fsdp_optim.state.values.kinds import Evidence, Kind, Sight, infer_kind, sight_of
+from fsdp_optim.state.values import Evidence, Kind, Sight, infer_kind, sight_of
 from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 

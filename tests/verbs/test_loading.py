@@ -11,23 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some, those
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    Net,
-    OfModel,
-    Oracle,
-    Trained,
-    adam,
-    check_full,
-    check_refused,
-    check_same,
-    cpu,
-    error_text,
-    freeze_stem,
-    snapshot,
-)
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.models import Net, freeze_stem
+from kit.optimizers import OfModel, adam
+from kit.trained import STEPS, Oracle, Trained
+from kit.wrapping import check_full, cpu, snapshot
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from torch import nn
 

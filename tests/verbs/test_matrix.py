@@ -17,20 +17,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from kit.wrapping import (
-    WORLD_SIZES,
-    WRAPPERS,
-    Differs,
-    Oracle,
-    Trained,
-    adam,
-    check_full,
-    check_same,
-    cpu,
-    differences,
-    local_of,
-    sgd,
-)
+from kit.compare import Differs, check_same, differences
+from kit.local_parts import local_of
+from kit.optimizers import adam, sgd
+from kit.trained import Oracle, Trained
+from kit.wrapping import check_full, cpu
+from kit.wraps import WORLD_SIZES, WRAPPERS
 from parameterized import parameterized
 
 import fsdp_optim

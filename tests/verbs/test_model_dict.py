@@ -11,7 +11,8 @@ import torch.distributed as dist
 from kit.cases import expand, those
 from kit.compare import Differs, check_same, refused_on_ranks
 from kit.tables import Table
-from kit.wrapping import WRAPPERS, cpu
+from kit.wrapping import cpu
+from kit.wraps import WRAPPERS
 from torch import nn
 
 import fsdp_optim

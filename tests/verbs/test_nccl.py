@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
+from kit.compare import check_same
 from kit.tables import Table
-from kit.wrapping import Trained, check_same, cpu, in_ddp, in_fairscale, in_fsdp1, in_fsdp2
+from kit.trained import Trained
+from kit.wrapping import cpu
+from kit.wraps import in_ddp, in_fairscale, in_fsdp1, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

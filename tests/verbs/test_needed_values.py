@@ -14,13 +14,13 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim import (
     CheckpointManager,
+    StateError,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
     load_optim_state_dict,
     scatter_full_optim_state_dict,
     transfer_optim_state,
 )
-from fsdp_optim.errors import StateError
 from fsdp_optim.testing import run_on_ranks
 
 SWITCHES: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -11,20 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import expand, those
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.local_parts import local_of
+from kit.models import Net
 from kit.opaque import OPAQUE, Blockwise, Wide, eight_bits, opaque_state
-from kit.wrapping import (
-    STEPS,
-    WRAPPERS,
-    Differs,
-    Net,
-    Trained,
-    check_refused,
-    check_same,
-    cpu,
-    error_text,
-    local_of,
-    snapshot,
-)
+from kit.trained import STEPS, Trained
+from kit.wrapping import cpu, snapshot
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 
 import fsdp_optim

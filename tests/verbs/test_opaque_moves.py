@@ -10,7 +10,8 @@ from unittest import mock
 import numpy
 import torch
 import torch.distributed as dist
-from kit.wrapping import Trained, adam
+from kit.optimizers import adam
+from kit.trained import Trained
 
 from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks

@@ -8,15 +8,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.wrapping import Differs, Trained, check_same, cpu, error_text
+from kit.compare import Differs, check_same, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import memory
-from fsdp_optim.errors import StateError
+from fsdp_optim import StateError, memory
 from fsdp_optim.layout import FlatChunks
-from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut
+from fsdp_optim.state.values import OpaqueShards, depends_on_cut
 from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import collective

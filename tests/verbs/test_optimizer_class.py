@@ -14,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.wrapping import OfModel, Trained, check_refused, check_same, cpu, error_text, snapshot
+from kit.compare import check_refused, check_same, error_text
+from kit.optimizers import OfModel
+from kit.trained import Trained
+from kit.wrapping import cpu, snapshot
 from parameterized import parameterized
 from torch import nn, optim
 

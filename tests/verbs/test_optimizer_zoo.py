@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kit.later import Later
-from kit.wrapping import OfModel, Optim, Trained, cpu
+from kit.imports import Later
+from kit.optimizers import OfModel, Optim
+from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim.errors import FsdpOptimError
+from fsdp_optim import FsdpOptimError
 from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 

@@ -14,8 +14,9 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.checkpoints import scramble
+from kit.optimizers import adam
 from kit.round_trips import counted
-from kit.wrapping import Trained, adam
+from kit.trained import Trained
 from parameterized import parameterized
 
 import fsdp_optim

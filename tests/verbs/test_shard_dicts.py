@@ -8,7 +8,11 @@ import unittest
 from typing import Any
 
 import torch
-from kit.wrapping import WRAPPERS, Differs, Net, Trained, check_refused, check_same, cpu, error_text, in_fsdp1, snapshot
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.models import Net
+from kit.trained import Trained
+from kit.wrapping import cpu, snapshot
+from kit.wraps import WRAPPERS, in_fsdp1
 from parameterized import parameterized
 from torch import nn
 

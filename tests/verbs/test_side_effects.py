@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
 from kit.cases import expand, some
-from kit.compare import check_same
+from kit.compare import check_same, tensors_in
 from kit.groups import (
     Net,
     Sharded,
@@ -25,7 +25,6 @@ from kit.groups import (
     step_plain,
     told_by,
 )
-from kit.values import tensors_in
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 

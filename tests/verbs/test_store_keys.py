@@ -14,14 +14,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.wrapping import Trained, adam, error_text
+from kit.compare import error_text
+from kit.optimizers import adam
+from kit.trained import Trained
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.job.job_store import JobStore
-from fsdp_optim.transport.meeting import Meeting
+from fsdp_optim.transport import Meeting, RankGroup
+from fsdp_optim.transport.job import JobStore
 
 WORLD = 2
 ROUNDS = int(os.environ.get("STORE_ROUNDS", "1"))  # 1500 for a long run

@@ -11,21 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.wrapping import (
-    WRAPPERS,
-    Differs,
-    Net,
-    Oracle,
-    Trained,
-    adam,
-    check_full,
-    check_same,
-    cpu,
-    error_text,
-    local_of,
-    sgd,
-    snapshot,
-)
+from kit.compare import Differs, check_same, error_text
+from kit.local_parts import local_of
+from kit.models import Net
+from kit.optimizers import adam, sgd
+from kit.trained import Oracle, Trained
+from kit.wrapping import check_full, cpu, snapshot
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from torch.utils._python_dispatch import TorchDispatchMode
 

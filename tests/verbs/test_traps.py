@@ -14,7 +14,11 @@ import numpy
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.wrapping import Differs, Trained, adam, check_refused, check_same, cpu, error_text, local_of
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.local_parts import local_of
+from kit.optimizers import adam
+from kit.trained import Trained
+from kit.wrapping import cpu
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP

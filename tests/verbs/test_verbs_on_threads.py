@@ -13,11 +13,13 @@ from unittest import mock
 
 import torch
 from kit.cases import expand, some
+from kit.compare import check_same, error_text
 from kit.described import CUTS, STEPS, DescribedAdapter, Training, oracle
-from kit.wrapping import adam, check_same, error_text, sgd
+from kit.optimizers import adam, sgd
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim import RankError
 from fsdp_optim.adapters import use_adapters
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.local_extents import snapshot_of
@@ -25,11 +27,9 @@ from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.load import opening
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.checkpoint.save import background
-from fsdp_optim.errors import RankError
 from fsdp_optim.testing import run_on_threads, thread_rank
-from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport import RankGroup, world_here
 from fsdp_optim.transport.in_process import InProcessTransport
-from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs import load_on_all
 
 MAKES: dict[str, Callable[[Any], Any]] = {"Adam": adam, "SGD": sgd}

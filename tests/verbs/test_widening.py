@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_optim
 from fsdp_optim import (
+    StateError,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
     load_optim_state_dict,
     transfer_optim_state,
 )
-from fsdp_optim.errors import StateError
 from fsdp_optim.testing import run_on_ranks
 
 LINE = "narrower than its parameters"

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.wrapping import Trained, check_refused, check_same, cpu, error_text, snapshot
+from kit.compare import check_refused, check_same, error_text
+from kit.trained import Trained
+from kit.wrapping import cpu, snapshot
 from torch import nn
 
 import fsdp_optim as F

@@ -6,3 +6,27 @@ opened = store.open()                         # opened.py, versioned.py: every o
 staging = store.begin(...)                    # staging.py, saves.py: the claim of a save under way, renewed until it ends
 writer = store.join(staging.address)          # writer.py, uploads.py: parts, several at the same time
 """
+
+from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
+from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
+from fsdp_optim.buckets.objects.staging import ObjectStaging
+from fsdp_optim.buckets.objects.store import PART_NBYTES, ObjectStore
+from fsdp_optim.buckets.objects.writer import Address, ObjectWriter
+
+__all__ = [
+    "ABSENT",
+    "PART_NBYTES",
+    "Address",
+    "Bucket",
+    "BucketCan",
+    "Found",
+    "Memory",
+    "MemoryBucket",
+    "MissingObjectError",
+    "ObjectStaging",
+    "ObjectStore",
+    "ObjectWriter",
+    "OvertakenError",
+    "Place",
+]

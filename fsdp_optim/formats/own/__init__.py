@@ -5,3 +5,11 @@ reader.py      the manifest, and the place of every tensor
 extras.py      values of the trainer, as JSON and tensors
 format.py      the Format, and its writer
 """
+
+from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own.probe import PROBE
+
+__all__ = [
+    "OURS",
+    "PROBE",
+]

@@ -2,3 +2,12 @@
 
 `merge_reports` calls `merge_param` for each parameter; replicas are compared by fingerprints (replicas.py).
 """
+
+from fsdp_optim.state.merged.global_state import GlobalState
+from fsdp_optim.state.merged.reports import LiveParam, RankReport
+
+__all__ = [
+    "GlobalState",
+    "LiveParam",
+    "RankReport",
+]

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 from kit.checkpoints import Whole, mine, scramble
-from kit.optimizers import two_groups
+from kit.compare import check_same
+from kit.optimizers import OfModel, two_groups
 from kit.round_trips import RoundTrips, counted
-from kit.wrapping import OfModel, Trained, check_same, cpu
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 import fsdp_optim
 

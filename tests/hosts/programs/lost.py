@@ -26,7 +26,7 @@ from hosts.programs.numbered import QUIET, Numbered
 import fsdp_optim
 from fsdp_optim.checkpoint.save import background, begin, foreground
 from fsdp_optim.checkpoint.save.writing import RankWriter
-from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.storage.posix import FolderStaging
 from fsdp_optim.transport import completion
 from fsdp_optim.transport.job import job_store, pulse
 

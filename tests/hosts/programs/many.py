@@ -12,8 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 from kit.checkpoints import Whole, mine, scramble
-from kit.optimizers import two_groups
-from kit.wrapping import OfModel, Trained, check_same, cpu
+from kit.compare import check_same
+from kit.optimizers import OfModel, two_groups
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 import fsdp_optim
 

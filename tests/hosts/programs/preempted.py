@@ -7,8 +7,10 @@ import time
 
 import torch.distributed as dist
 from kit.checkpoints import Whole, mine
-from kit.optimizers import two_groups
-from kit.wrapping import OfModel, Trained, check_same, cpu
+from kit.compare import check_same
+from kit.optimizers import OfModel, two_groups
+from kit.trained import Trained
+from kit.wrapping import cpu
 
 import fsdp_optim
 

@@ -1,1 +1,1 @@
-"""Modules that import a trainer's package, for `kit.own_ranks`."""
+"""Modules that import a trainer's package, for `kit.forked`."""

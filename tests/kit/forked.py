@@ -1,17 +1,22 @@
-"""Python code in a process of its own that ends as any other: forked from a server that has torch, in a tenth of the time.
+"""Processes that are forked from a server which has imported what they need: in a tenth of the time that imports would take.
 
-    done = run("import os; print(os.getpid())")        # as subprocess.run([sys.executable, "-c", ...]), for the result
-    started = start("...", preload=("torch", "fsdp_optim"))
+    done = run("import os; print(os.getpid())")              # code, as subprocess.run([sys.executable, "-c", ...])
+    started = start("...", preload=("torch", "fsdp_optim"))  # the same, not waited for
     started.wait(timeout=90)
+    done = run_program("examples/train.py", "--root", folder)        # a program of this repository
+    done = launch(2, "examples/pipeline.py", "--root", folder)       # on ranks, as torchrun starts them
+    with own_ranks(("kit.loaded.verl",)): ...                        # the ranks of run_on_ranks
+    assert not done.returncode, done.stderr
 
-A process that imports torch takes seconds of a core to start. There is a server for each choice of what scripts find imported.
-Each is forked from the one that has the first module of its choice only, and those from the one that has torch.
-The code is run as a file, as `__main__`, and ends with the interpreter: exit handlers run, and threads are waited for.
+There is a server for each choice of modules, `preload`. Each is forked from the one that has the first module of its choice only,
+and those from the one that has torch. Code is run as a file, as `__main__`, and ends with the interpreter: exit handlers run, and
+threads are waited for. This module is what the servers run, so that at its top it imports nothing but the standard library.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -25,11 +30,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-KIT = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[1]
 TRAINING = ("torch._dynamo", "fsdp_optim", "kit.checkpoints")
 """The modules that scripts which train find imported: one choice, so that the scripts share a server."""
 
@@ -123,8 +132,8 @@ def _server(preload: tuple[str, ...], pid: int) -> socket.socket:
             _send(base, {"preload": preload}, 1, 2, theirs.fileno())[1].close()
             atexit.register(ours.close)
             return ours
-        command = [sys.executable, "-m", "kit.scripts", str(theirs.fileno()), *preload]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(KIT), str(KIT.parent)])}
+        command = [sys.executable, "-m", "kit.forked", str(theirs.fileno()), *preload]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
 
     def end() -> None:
@@ -133,6 +142,122 @@ def _server(preload: tuple[str, ...], pid: int) -> socket.socket:
 
     atexit.register(end)
     return ours
+
+
+# ------------------------------------------------------------------------------------------ programs
+
+
+PROGRAM = """
+import runpy, sys
+from kit.imports import hide
+for package in {hidden!r}:
+    hide(package)
+import torch
+torch.set_num_threads(1)
+sys.argv[:] = {words!r}
+runpy.run_path({path!r}, run_name="__main__")
+"""
+
+
+def launch(
+    num_ranks: int,
+    program: str | Path,
+    *arguments: str,
+    preload: Sequence[str] = TRAINING,
+    hidden: Sequence[str] = (),
+    timeout: float = 300.0,
+) -> Started:
+    """Run a program of this repository on CPUs, as torchrun does, until all ranks have ended.
+
+    Returns the first of them that failed, or else rank 0.
+
+    `hidden`: packages that the program cannot find, of which `preload` must load none.
+    """
+    from kit.servers import free_port
+
+    path = str(TESTS.parent / program)
+    code = PROGRAM.format(words=[path, *arguments], path=path, hidden=list(hidden))
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+    common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "CUDA_VISIBLE_DEVICES": ""}
+    ranks = []
+    for rank in map(str, range(num_ranks)):
+        environment = {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(start(code, preload=preload, environment=environment))
+    end = time.monotonic() + timeout
+    done = [one.wait(max(end - time.monotonic(), 0.0)) for one in ranks]
+    return next((one for one in done if one.returncode), done[0])
+
+
+def run_program(
+    program: str | Path, *arguments: str, preload: Sequence[str] = TRAINING, timeout: float = 300.0
+) -> Started:
+    """Run a program of this repository in one process without a launcher."""
+    path = str(TESTS.parent / program)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return start(PROGRAM.format(words=[path, *arguments], path=path, hidden=[]), preload, environment=environment).wait(
+        timeout
+    )
+
+
+# ------------------------------------------------------------------------------------------ ranks
+
+
+RANKS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "fairscale.nn", "fsdp_optim.testing.worker")
+SPAWN = util.spawnv_passfds
+
+
+@contextlib.contextmanager
+def own_ranks(loaded: Sequence[str] = ()) -> Iterator[None]:
+    """New processes for the calls of `run_on_ranks` inside; they end with it. `loaded`: modules that they find imported.
+
+        LOADED = ("kit.loaded.verl",)  # in a file of tests/integrations, whose conftest asks for it
+
+    They have nothing of other files' ranks.
+    """
+    from fsdp_optim.testing import RankPool
+
+    for name in loaded:
+        if find_spec(name) is None:  # a server passes over a module that is not there
+            raise ModuleNotFoundError(f"{name}, which ranks are to find imported")
+    with contextlib.ExitStack() as stack:
+        if loaded:
+            stack.enter_context(mock.patch.multiple(forkserver, **_ranks_from(tuple(loaded), os.getpid())))
+        pool = stack.enter_context(RankPool())
+        stack.enter_context(mock.patch("fsdp_optim.testing.ranks._shared_pool", return_value=pool))
+        yield
+
+
+def forked_ranks() -> contextlib.AbstractContextManager[Any]:
+    """The server of the ranks inside is forked from one that has torch (`run`), so that it need not import torch."""
+    return mock.patch.multiple(forkserver, **_ranks_from((), os.getpid()))
+
+
+class _ForkServer(forkserver.ForkServer):
+    """A server process of `multiprocessing` that is no child of this one."""
+
+    def ensure_running(self) -> None:
+        if self._forkserver_pid is None:  # type: ignore[attr-defined]  # it lasts as long as this process
+            with mock.patch("multiprocessing.util.spawnv_passfds", _start_forkserver):
+                super().ensure_running()
+
+
+def _start_forkserver(path: Any, command: Sequence[str], fds: Sequence[int]) -> int:
+    """As `multiprocessing.util.spawnv_passfds`, for a server that has what all ranks find imported."""
+    if "forkserver" not in command[-1]:  # the tracker of resources, which is started before the first server
+        return SPAWN(path, command, fds)
+    return serve_from(command[-1], ("torch._dynamo", *RANKS), fds)
+
+
+@functools.cache
+def _ranks_from(loaded: tuple[str, ...], pid: int) -> dict[str, Any]:
+    """The functions of `multiprocessing.forkserver` for a server with these modules, which all files with the same ones share."""
+    server = _ForkServer()
+
+    def set_forkserver_preload(modules: Sequence[str]) -> None:
+        server.set_forkserver_preload([*modules, *loaded])
+        server.ensure_running()
+
+    return {"set_forkserver_preload": set_forkserver_preload, "connect_to_new_process": server.connect_to_new_process}
 
 
 # ------------------------------------------------------------------------------------------ the server's side
