@@ -167,7 +167,7 @@ class Copier:
             raise failure.error
         for place, content in unit.others or ():
             self._writer.write(unit.file.name, [content], place)
-        return self._hashed(unit, extents, self._section(unit))
+        return write_extents(self._section(unit), extents, unit.file.plan.segment_nbytes)
 
     def _section(self, unit: CopyRange) -> DataSection:
         """The data of a file, to which the writes of a unit go."""
@@ -186,6 +186,3 @@ class Copier:
         if extents and extents[-1].stop == start:
             start = extents.pop().start
         extents.append(Extent(start, self._memory[start - base : stop - base]))
-
-    def _hashed(self, unit: CopyRange, extents: Sequence[Extent], section: DataSection) -> Rows:
-        return write_extents(section, extents, _grid_of(unit.file))
