@@ -12,8 +12,10 @@ OLDEST_VENV ?= .venv-oldest
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 # What needs no other package, and every wrapper of torch and fairscale. The two that are left out test the site and the distributions.
 NOT_ON_OLDEST := website packaging
+SAVE_AND_LOAD := save_load_matrix saved_states load_while_training bytes_of_ranks extra load_refused load_fails check_of_load
 TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) tests/checkpoint/test_training_resumes.py \
-	tests/checkpoint/test_checkpoint.py tests/adapters/test_torch_wrappers.py tests/adapters/test_fairscale_reshard.py
+	$(SAVE_AND_LOAD:%=tests/checkpoint/test_%.py) tests/adapters/test_torch_wrappers.py tests/adapters/test_torch_names.py \
+	tests/adapters/test_torch_mixes.py tests/adapters/test_fairscale_reshard.py
 # Processes that run tests, each a file at a time, on ranks of its own. Three keep two cores busy, because some tests wait.
 JOBS ?= 3
 
@@ -24,8 +26,8 @@ help:  ## list the targets
 
 venv: $(INSTALLED)  ## make .venv with the pinned requirements and this package
 
-# --no-deps: pyproject.toml gives ranges, and the pins above are what counts here.
-$(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml
+# --no-deps: setup.cfg gives ranges, and the pins above are what counts here.
+$(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml setup.cfg
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
@@ -49,7 +51,7 @@ test-hosts: venv  ## run the tests on benches of several hosts (root; glusterfs-
 test-oldest: $(OLDEST_INSTALLED)  ## run what the oldest supported torch has to do, in a venv of its own (PYTHON= should be 3.10)
 	$(OLDEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS_OF_OLDEST)
 
-$(OLDEST_INSTALLED): requirements-oldest.txt pyproject.toml
+$(OLDEST_INSTALLED): requirements-oldest.txt pyproject.toml setup.cfg
 	@test -n "$(PYTHON)" || { echo "Python 3.10 is needed: make PYTHON=/path/to/python3.10"; exit 1; }
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet -r requirements-oldest.txt
@@ -57,7 +59,7 @@ $(OLDEST_INSTALLED): requirements-oldest.txt pyproject.toml
 	@touch $@
 
 test-long: venv  ## run what takes minutes: all pairs of wrappers, every optimizer, many deaths, many random layouts
-	EXAMPLES=20 $(BIN)/python -m pytest tests/unit/test_plan.py tests/unit/test_layout.py
+	EXAMPLES=20 $(BIN)/python -m pytest tests/unit/test_plan.py tests/unit/test_boxes.py tests/unit/test_placements.py tests/unit/test_layout.py
 	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --no-loadscope-reorder --random-order-bucket=class
 
 check: venv  ## formatting, linting, types, and the examples in the docs

@@ -3,8 +3,8 @@
     python -m release.build --out dist [--repository https://... --ref v1.2.3] [--tag v1.2.3]
 
 On PyPI the README stands alone, and the metadata names the repository. The tree names none, so that a fork releases itself: with
---repository the copy gets [project.urls], and the README's relative links lead to the files there, at --ref. --tag has to be
-`v` and the version in fsdp_optim/__init__.py, which CHANGELOG.md has to have a section for.
+--repository the copy gets project_urls, and the README's relative links lead to the files there, at --ref. --tag must be
+`v` and the version in fsdp_optim/__init__.py, which CHANGELOG.md must have a section for.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def for_pypi(text: str, repository: str, ref: str, root: Path) -> str:
 
 
 def urls_of(repository: str, ref: str) -> str:
-    """The table [project.urls] of pyproject.toml."""
+    """The lines of project_urls in the section [metadata] of setup.cfg."""
     places = {
         "Documentation": f"{repository}/tree/{ref}/docs",
         "Source": repository,
@@ -69,7 +69,7 @@ def urls_of(repository: str, ref: str) -> str:
         "Issues": f"{repository}/issues",
         "Security": f"{repository}/security/policy",
     }
-    return "\n[project.urls]\n" + "".join(f'{name} = "{url}"\n' for name, url in places.items())
+    return "project_urls =\n" + "".join(f"    {name} = {url}\n" for name, url in places.items())
 
 
 def build(out: Path, repository: str | None = None, ref: str = "main", root: Path = ROOT) -> list[Path]:
@@ -79,9 +79,10 @@ def build(out: Path, repository: str | None = None, ref: str = "main", root: Pat
         copy = Path(folder) / "fsdp_optim"
         shutil.copytree(root, copy, ignore=LEFT_OUT)
         if repository is not None:
-            readme, settings = copy / "README.md", copy / "pyproject.toml"
+            readme, settings = copy / "README.md", copy / "setup.cfg"
             readme.write_text(for_pypi(readme.read_text(), repository, ref, root))
-            settings.write_text(settings.read_text() + urls_of(repository, ref))
+            metadata = "[metadata]\n"
+            settings.write_text(settings.read_text().replace(metadata, metadata + urls_of(repository, ref)))
         # The sdist first, and the wheel from it: what is missing in the sdist is missing in the wheel, and is found.
         subprocess.run(
             [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)],

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fsdp_optim.errors import CheckpointError, RankTimeoutError, StoreLostError
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.job.pulse import Watch, lost_ranks
+from fsdp_optim.wire import decode, encode
 
 _PART_NBYTES = 4 << 20  # bytes of a report in one value of the store
 _TOGETHER = 64  # values that are read at once
@@ -22,6 +23,11 @@ _FAILED = 1 << 20  # one number counts the ranks that are done, and those that h
 _COMMITTING, _SAVED, _NOT_SAVED = "committing", "saved", "not saved: "
 _HAS_KEYS = "+"
 _UNTOLD = "its save ended without a word: look at the log of that rank"
+
+
+class _Failed(NamedTuple):
+    rank: int
+    why: str
 
 
 @dataclass(eq=False)
@@ -106,7 +112,7 @@ class Completion:
             store = self.group.world.board
             index = store.add(self._key("failures"), 1)
             if index <= _MOST_REASONS:
-                store.set(self._key(f"failure/{index}"), json.dumps([self.group.rank, why]))
+                store.set(self._key(f"failure/{index}"), encode(_Failed(self.group.rank, why)))
             store.add(self._key("ended"), _FAILED)
 
     def wait_for_all(self) -> list[bytes]:
@@ -289,7 +295,7 @@ class Completion:
         store = self.group.world.board
         number = min(store.add(self._key("failures"), 0), _MOST_REASONS)
         written = (store.read(self._key(f"failure/{index + 1}")) for index in range(number))
-        reasons = sorted(json.loads(text) for text in written if text is not None)
+        reasons = sorted(decode(_Failed, text) for text in written if text is not None)
         missing = number - len(reasons)  # of ranks that died before they had written theirs
         lines = [f"rank {rank}: {why}" for rank, why in reasons]
         return "\n".join([*lines, *(["a rank failed, and could not say why: look at the logs"] * bool(missing))])

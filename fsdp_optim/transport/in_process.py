@@ -27,7 +27,16 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.job.job_store import JobStore
 from fsdp_optim.transport.job.pulse import Pulse
 from fsdp_optim.transport.turns import Turns
-from fsdp_optim.transport.verdict import Statement, Verdict, Waiting, absence, at_another_step, deadlock, reason_of
+from fsdp_optim.transport.verdict import (
+    Reason,
+    Statement,
+    Verdict,
+    Waiting,
+    absence,
+    at_another_step,
+    deadlock,
+    reason_of,
+)
 
 log = logging.getLogger("fsdp_optim")
 
@@ -55,7 +64,9 @@ class _Meeting:
     def end(self, *, is_whole: bool) -> None:
         """Make the verdict from the statements so far. `is_whole`: all ranks have come."""
         came = self.statements
-        reasons = sorted((rank, class_name(s.error), str(s.error)) for rank, s in came.items() if s.error is not None)
+        reasons = sorted(
+            Reason(rank, class_name(s.error), str(s.error)) for rank, s in came.items() if s.error is not None
+        )
         all_equal = is_whole and not reasons and len({s.compared for s in came.values()}) == 1
         contents = {rank: s.content for rank, s in came.items() if s.error is None}
         self.is_whole = is_whole

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import INTERRUPTS, Failure
 from fsdp_optim.transport.job.job_store import JobStore
 from fsdp_optim.transport.job.pulse import Watch, lost_ranks
-from fsdp_optim.transport.stored_verdict import CONTENT, STEP, Notes, StoredVerdict, note_line
+from fsdp_optim.transport.stored_verdict import ContentNote, Notes, StepNote, StoredVerdict, WaitingPlace
 from fsdp_optim.transport.verdict import Reason, Statement, Waiting, absence, deadlock, loss, reason_of
+from fsdp_optim.wire import decode, encode
 
 log = logging.getLogger("fsdp_optim")
 
@@ -72,12 +72,12 @@ class Meeting:
 
     def reader(self, verdict: StoredVerdict) -> Callable[[int], bytes]:
         """A function that gives the content of a rank, which is in the store, or in the verdict, before the verdict is there."""
-        contents = {rank: (num_parts, short) for rank, num_parts, short in verdict.contents}
+        notes = {note.rank: note for note in verdict.contents}
 
         def content(rank: int) -> bytes:
-            num_parts, short = contents.get(rank, (0, ""))
-            parts = (self._read(f"content/{rank}/{part}") for part in range(num_parts))
-            return b"".join(parts) if num_parts else base64.b64decode(short)
+            note = notes.get(rank, ContentNote(rank, 0, ""))
+            parts = (self._read(f"content/{rank}/{part}") for part in range(note.num_parts))
+            return b"".join(parts) if note.num_parts else base64.b64decode(note.short)
 
         return content
 
@@ -105,7 +105,7 @@ class Meeting:
                 elif not self._sees_verdict(_QUIET):
                     _Wait(self, statement, watches=number % _FAILED <= _WATCHERS).until_verdict()
                 if not makes or held.error is not None:
-                    verdict = StoredVerdict.decoded(self._read("verdict"))
+                    verdict = decode(StoredVerdict, self._read("verdict"))
             except INTERRUPTS as error:
                 if held.error is None and statement.error is None:
                     self._state_late(error)
@@ -137,28 +137,28 @@ class Meeting:
                 self._put(statement.content)
         else:
             self._put_reason(error)
-        self._note(STEP, step, digest)
+        self._note(StepNote(self.group.rank, step, digest))
 
     def _put_reason(self, error: BaseException) -> None:
         index = self.store.add(self.key("errors"), 1)
         if index <= _MAX_REASONS:
-            self.store.set(self.key(f"error/{index}"), json.dumps((self.group.rank, class_name(error), str(error))))
+            self.store.set(self.key(f"error/{index}"), encode(Reason(self.group.rank, class_name(error), str(error))))
 
-    def _note(self, kind: str, one: object, two: object) -> None:
-        self.store.append(self.key("notes"), note_line(kind, self.group.rank, one, two))
+    def _note(self, note: StepNote | ContentNote) -> None:
+        self.store.append(self.key("notes"), encode(note) + "\n")
 
     def _notes(self) -> Notes:
         return Notes.decoded(self.store.read(self.key("notes")) or b"")
 
     def _put(self, content: bytes) -> None:
         if len(content) <= _SHORT_NBYTES // len(self.group.ranks):
-            self._note(CONTENT, 0, base64.b64encode(content).decode())
+            self._note(ContentNote(self.group.rank, 0, base64.b64encode(content).decode()))
             return
         num_parts = -(-len(content) // _PART_NBYTES)
         for part in range(num_parts):
             piece = content[part * _PART_NBYTES : (part + 1) * _PART_NBYTES]
             self.store.set(self.key(f"content/{self.group.rank}/{part}"), piece)
-        self._note(CONTENT, num_parts, "")
+        self._note(ContentNote(self.group.rank, num_parts, ""))
 
     def _made(self, is_last: bool, has_errors: bool) -> StoredVerdict:
         """The verdict of the rank that decides when all have come, or when it has broken a connection."""
@@ -174,8 +174,7 @@ class Meeting:
         )
 
     def _errors(self, num_errors: int) -> list[Reason]:
-        found = [json.loads(self._read(f"error/{index + 1}")) for index in range(min(num_errors, _MAX_REASONS))]
-        return [(rank, name, message) for rank, name, message in found]
+        return [decode(Reason, self._read(f"error/{index + 1}")) for index in range(min(num_errors, _MAX_REASONS))]
 
     def decides(self) -> bool:
         """Whether this rank makes the verdict before all have come: the first rank that calls this does, unless all have come."""
@@ -184,11 +183,11 @@ class Meeting:
 
     def write(self, verdict: StoredVerdict) -> None:
         """Put the verdict into the store, which ends the meeting for all waiting ranks."""
-        self.store.set(self.key("verdict"), verdict.encoded())
+        self.store.set(self.key("verdict"), encode(verdict))
 
     def write_if_missing(self, verdict: StoredVerdict) -> None:
         """Put a verdict into the store where there is none."""
-        self.store.compare_set(self.key("verdict"), "", verdict.encoded())
+        self.store.compare_set(self.key("verdict"), "", encode(verdict))
 
     def _read(self, name: str) -> bytes:
         """A value of this meeting that is there."""
@@ -201,12 +200,12 @@ class Meeting:
 
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not come."""
-        came = {rank for rank, _, _ in self._notes().steps}
+        came = {note.rank for note in self._notes().steps}
         return tuple(rank for rank in self.group.ranks if rank not in came)
 
     def last_to_come(self) -> tuple[int, ...]:
         """The other ranks that have come, the last one first."""
-        return tuple(rank for rank, _, _ in reversed(self._notes().steps) if rank != self.group.rank)
+        return tuple(note.rank for note in reversed(self._notes().steps) if note.rank != self.group.rank)
 
     def catch_up(self, verdict: StoredVerdict) -> bool:
         """Whether this rank, which the verdict calls missing, must go to a later meeting; if so, its next meeting is that one.
@@ -243,7 +242,7 @@ class Meeting:
                 found = self.store.read(earlier.key("verdict"))
                 if found is None:
                     return
-                verdict = StoredVerdict.decoded(found)
+                verdict = decode(StoredVerdict, found)
             earlier._forget(verdict)
             if verdict.whole:
                 return
@@ -257,7 +256,7 @@ class Meeting:
         names = ["verdict", "here", "notes"]
         if num_errors or not verdict.whole:
             names += ["errors", *(f"error/{index + 1}" for index in range(min(num_errors, _MAX_REASONS)))]
-        names += [f"content/{rank}/{part}" for rank, num_parts, _ in contents for part in range(num_parts)]
+        names += [f"content/{note.rank}/{part}" for note in contents for part in range(note.num_parts)]
         for name in names:
             self.store.delete_key(self.key(name))
 
@@ -323,7 +322,7 @@ class _Wait:
         """Where this rank waits, as JSON for the other ranks."""
         group = self.meeting.group
         place = (self.meeting.prefix, self.meeting.number, group.ranks)
-        return json.dumps([*place, self.statement.step, reason_of(self.statement.error), group.is_alone])
+        return encode(WaitingPlace(*place, self.statement.step, reason_of(self.statement.error), group.is_alone))
 
     def _look_for_life(self, missing: tuple[int, ...]) -> None:
         """End this meeting if a missing rank is lost, or one that came last and should have written the verdict.
@@ -356,14 +355,13 @@ class _Wait:
             place = self.store.read(self._place(rank))
             if place is None:
                 continue
-            prefix, number, ranks, step, reason, is_alone = json.loads(place)
-            if prefix == self.meeting.prefix or me not in ranks or not is_alone:
+            there = decode(WaitingPlace, place)
+            if there.prefix == self.meeting.prefix or me not in there.ranks or not there.is_alone:
                 continue
-            other = replace(
-                self.meeting, group=replace(self.meeting.group, ranks=tuple(ranks)), prefix=prefix, number=number
-            )
+            group = replace(self.meeting.group, ranks=there.ranks)
+            other = replace(self.meeting, group=group, prefix=there.prefix, number=there.number)
             mine = Waiting(me, self.meeting.group.ranks, self.statement.step, reason_of(self.statement.error))
-            self._part(other, deadlock(mine, Waiting(rank, tuple(ranks), step, reason)))
+            self._part(other, deadlock(mine, Waiting(rank, there.ranks, there.step, there.reason)))
             return
 
     def _part(self, other: Meeting, text: str) -> None:

@@ -6,8 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Reason = tuple[int, str, str]
-"""(rank, class of its error, message)"""
+
+class Reason(NamedTuple):
+    """The error of one rank. `name`: that of its class."""
+
+    rank: int
+    name: str
+    message: str
 
 
 class Statement(NamedTuple):

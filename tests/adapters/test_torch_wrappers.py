@@ -1,9 +1,7 @@
-"""All verbs, with every wrapper of torch, give the unwrapped optimizer's state, bit for bit."""
+"""All verbs, with every sharding strategy and mesh of torch, give the unwrapped optimizer's state."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 import unittest
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,34 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.experts import Experts, global_name, train_experts
 from kit.tables import Table
 from kit.torch_limits import NO_IGNORED, NO_UNEVEN_TP, cannot_run, skip_if
 from kit.wrapping import (
-    STEPS,
     WRAPPERS,
-    Differs,
     Net,
-    Oracle,
     Trained,
-    adam,
-    check_refused,
-    check_same,
     check_trip,
     cpu,
-    error_text,
     fsdp1_hybrid,
     fsdp1_hybrid_groups,
-    in_ddp,
-    in_fairscale,
     in_fsdp1,
     in_fsdp2,
     in_fsdp2_over_tp,
     in_hsdp,
 )
 from parameterized import parameterized
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -50,11 +37,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-
-import fsdp_optim
-from fsdp_optim.testing import run_on_ranks
 
 S = ShardingStrategy
 
@@ -386,296 +370,3 @@ class OtherStrategiesTest(unittest.TestCase):
     def test_trip(self, *case: Any) -> None:
         skip_if(self, cannot_trip(case))
         REST_TABLE(*case)
-
-
-# ------------------------------------------------------------------------------------------- names
-
-
-def compiled(module: nn.Module) -> Any:
-    return torch.compile(module, backend="eager")  # the usual back end takes seconds to import, on each rank
-
-
-def _fsdp1(module: nn.Module, orig: bool = True) -> Any:
-    return TorchFSDP(module, device_id=torch.device("cpu"), use_orig_params=orig)
-
-
-def _fsdp2(module: nn.Module) -> Any:
-    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-class HasModule(nn.Module):
-    """Children with names that wrappers use too."""
-
-    units = ("module", "")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Linear(3, 5)
-        self.inner = nn.Module()
-        self.inner.module = nn.Linear(2, 3)
-
-
-def block_in(wrap: Callable[[nn.Module], Any]) -> Callable[[Any], Any]:
-    """Only the model's block is wrapped."""
-
-    def wrapped(model: Any) -> Any:
-        model.block = wrap(model.block)
-        return model
-
-    return wrapped
-
-
-def stacked(*wraps: Callable[[nn.Module], Any]) -> Callable[[Any], Any]:
-    """The block, and then the whole model, in each of the wraps, the first one innermost."""
-
-    def wrapped(model: Any) -> Any:
-        for wrap in wraps:
-            model.block = wrap(model.block)
-        for wrap in wraps:
-            model = wrap(model)
-        return model
-
-    return wrapped
-
-
-NESTINGS: dict[str, Callable[[Any], Any]] = {
-    "compile": stacked(compiled),
-    "checkpoint": stacked(checkpoint_wrapper),
-    "compile(checkpoint)": stacked(checkpoint_wrapper, compiled),
-    "checkpoint(compile)": stacked(compiled, checkpoint_wrapper),
-    "DDP(compile(checkpoint))": lambda model: in_ddp(stacked(checkpoint_wrapper, compiled)(model)),
-    "compile(DDP(checkpoint))": lambda model: compiled(in_ddp(stacked(checkpoint_wrapper)(model))),
-    "FSDP1(compile)": stacked(compiled, _fsdp1),
-    "compile(FSDP1)": stacked(_fsdp1, compiled),
-    "FSDP1(checkpoint)": stacked(checkpoint_wrapper, _fsdp1),
-    "checkpoint(FSDP1)": stacked(_fsdp1, checkpoint_wrapper),
-    "compile(FSDP1(checkpoint))": stacked(checkpoint_wrapper, _fsdp1, compiled),
-    "checkpoint(FSDP1(compile)), flat": stacked(compiled, lambda m: _fsdp1(m, False), checkpoint_wrapper),
-    "FSDP2(compile)": stacked(compiled, _fsdp2),
-    "compile(FSDP2)": stacked(_fsdp2, compiled),
-    "FSDP2(checkpoint)": stacked(checkpoint_wrapper, _fsdp2),
-    "checkpoint(FSDP2(compile))": stacked(compiled, _fsdp2, checkpoint_wrapper),
-    "fairscale(checkpoint)": lambda model: in_fairscale(block_in(checkpoint_wrapper)(model)),
-    "compile(fairscale)": lambda model: compiled(in_fairscale(model)),
-    "fairscale(FSDP of a FSDP)": lambda model: in_fairscale(in_fairscale(model)),
-    "FSDP1(FSDP1)": lambda model: _fsdp1(_fsdp1(in_fsdp1(model, use_orig_params=True))),
-}
-
-
-def nesting(case: str) -> None:
-    with cpu():
-        wrap = NESTINGS[case]
-        check_trip(wrap, process_group=dist.group.WORLD)
-
-
-def module_named(case: str) -> None:
-    with cpu():
-        check_trip(WRAPPERS[case], model=HasModule, process_group=dist.group.WORLD)
-
-
-NESTED = Table(nesting, *some([(2, case) for case in NESTINGS], every=3, first=1))
-NAMED = Table(module_named, *some([(2, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"], every=3))
-
-
-class NamesTest(unittest.TestCase):
-    @expand(*NESTED.soon_and_later)
-    def test_names_are_clean_in_any_order_of_wrapping(self, *case: Any) -> None:
-        NESTED(*case)
-
-    @expand(*NAMED.soon_and_later)
-    def test_a_child_that_is_called_module_keeps_its_name(self, *case: Any) -> None:
-        NAMED(*case)
-
-
-# ------------------------------------------------------------------------------------------- tied parameters
-
-
-class Tied(nn.Module):
-    """One weight with three names in two places, and one that is tied inside a unit."""
-
-    units = ("inner", "")
-    tensor_parallel = {"inner.up": ColwiseParallel()}
-    names = ("embedding.weight", "between.weight", "inner.up.weight", "inner.up.bias", "inner.down.bias")
-    aliases = {
-        "head.weight": "embedding.weight",
-        "again.weight": "embedding.weight",
-        "inner.down.weight": "inner.up.weight",
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 5)
-        self.between = nn.Linear(5, 5, bias=False)
-        self.inner = nn.Module()
-        self.inner.up = nn.Linear(3, 3)
-        self.inner.down = nn.Linear(3, 3)
-        self.inner.down.weight = self.inner.up.weight
-        self.head = nn.Linear(5, 7, bias=False)
-        self.again = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.again.weight = self.embedding.weight
-
-
-def tied(wrapper: str) -> None:
-    with cpu():
-        full = check_trip(wrapper, model=Tied)
-        if full is not None:
-            names = full["param_groups"][0]["param_names"]
-            if names != list(Tied.names):
-                raise Differs(f"{names}, not {list(Tied.names)}")
-        trained = Trained(wrapper, model=Tied)
-        target = Trained(wrapper, steps=0, model=Tied)
-        named = trained.gather(None, "name")
-        wanted = target.shard(named)
-        for alias, name in Tied.aliases.items():
-            renamed = {n if n != name else alias: values for n, values in named["state"].items()}
-            groups = copy.deepcopy(named["param_groups"])
-            for group in groups:
-                for key in {"params", "param_names"} & set(group):
-                    group[key] = [alias if n == name else n for n in group[key]]
-            given = {**named, "state": renamed, "param_groups": groups}
-            check_same(f"shard, {name} called {alias}", local(target.shard(given)), local(wanted))
-            check_same(f"scatter, {name} called {alias}", local(target.scatter(given)), local(wanted))
-
-
-def local(value: Any) -> Any:
-    """DTensors as this rank's part."""
-    if isinstance(value, Tensor):
-        return value.to_local() if hasattr(value, "to_local") else value
-    if isinstance(value, dict):
-        return {key: local(item) for key, item in value.items()}
-    return [local(item) for item in value] if isinstance(value, list) else value
-
-
-TIES = Table(
-    tied, *some([(1 if wrapper == "DDP" else 3, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"], every=2)
-)
-
-
-class TiedTest(unittest.TestCase):
-    @expand(*TIES.soon_and_later)
-    def test_listed_once_and_every_alias_is_accepted(self, *case: Any) -> None:
-        TIES(*case)
-
-
-# ------------------------------------------------------------------------------------------- mixes
-
-
-def experts(kind: str, num_experts: int, num_groups: int) -> None:
-    """Every group of ranks has its own experts, under the names `experts.0`, ..."""
-    with cpu():
-        world = dist.get_world_size()
-        per_group, each = world // num_groups, num_experts // num_groups
-        group_of = [rank // per_group for rank in range(world)]
-        mine_of = [tuple(range(g * each, (g + 1) * each)) for g in group_of]
-        mine = mine_of[dist.get_rank()]
-
-        def name_of(fqn: str, rank: int) -> str:
-            return global_name(mine_of[rank], fqn)
-
-        oracle = Oracle(adam, STEPS, lambda: Experts(num_experts))
-        ranks = tuple(range(per_group))
-        trained = train_experts(kind, mine, ranks, oracle, STEPS)
-        target = train_experts(kind, mine, ranks, oracle, 0)
-        full = trained.gather(None, collect="all", name_of=name_of)
-        shard = target.shard(full, name_of=name_of)
-        scattered = target.scatter(full, world - 1, name_of=name_of)
-        fsdp_optim.load_optim_state_dict(target.optim, scattered)
-        again = target.gather(None, "name", collect="all", name_of=name_of)
-        check_same("state", _by_name(full), oracle.by_name())
-        check_same("the shards", local(shard["state"]), local(trained.optim.state_dict()["state"]))
-        check_same("the shards of scatter", local(scattered["state"]), local(shard["state"]))
-        check_same("gathered again", {n: again["state"][n] for n in oracle.names}, oracle.by_name())
-
-
-def _by_name(full: Any) -> dict[str, Any]:
-    names = {i: n for g in full["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
-    by_name = {names[i]: values for i, values in full["state"].items()}
-    return {name: by_name[name] for name in sorted(by_name, key=list(names.values()).index)}
-
-
-def mix(kind: str) -> None:
-    with cpu():
-        check_trip(MIXES[kind], process_group=dist.group.WORLD)
-
-
-def fsdp1_over_fairscale(model: Any) -> Any:
-    """Wrappers of three kinds beside each other, and ordinary parameters."""
-    model.stem = fsdp_optim.FullyShardedDataParallel(model.stem)
-    model.block = _fsdp1(model.block)
-    model.head = _fsdp2(model.head)
-    return model
-
-
-def ddp_beside_fsdp(model: Any) -> Any:
-    model.stem = in_ddp(model.stem)
-    model.block = _fsdp1(model.block, orig=False)
-    return model
-
-
-def tp_beside_fsdp2(model: Any) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"stem": ColwiseParallel()})
-    fully_shard(model.block, mesh=mesh)
-    return model
-
-
-MIXES: dict[str, Callable[[Any], Any]] = {
-    "fairscale, FSDP1, FSDP2 and plain": fsdp1_over_fairscale,
-    "DDP, FSDP1 and plain": ddp_beside_fsdp,
-    "TP, FSDP2 and plain": tp_beside_fsdp2,
-}
-
-
-class MixesTest(unittest.TestCase):
-    @expand(*some([(kind, n) for kind in ("FSDP1", "FSDP1 orig", "FSDP2", "fairscale") for n in (2, 4)], every=3))
-    def test_experts_of_sub_groups(self, kind: str, num_groups: int) -> None:
-        run_on_ranks(experts, 4, kind, 4, num_groups)
-
-    @parameterized.expand(list(zip(MIXES, itertools.cycle((2, 3)))))
-    def test_wrappers_of_several_kinds_in_one_model(self, kind: str, world_size: int) -> None:
-        run_on_ranks(mix, world_size, kind)
-
-
-# ------------------------------------------------------------------------------------------- refused
-
-
-def partial_sum() -> tuple[str, str]:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    from torch.distributed.tensor import DTensor
-
-    made = DTensor.from_local(model[1].weight.data, mesh, [Partial()], run_check=False)
-    model[1].weight = nn.Parameter(made)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))
-
-
-def unequal_replicas(wrapper: str) -> tuple[str, str]:
-    """Ranks that should hold replicas have trained on different gradients."""
-    with cpu():
-        trained = Trained(wrapper)
-        rank = dist.get_rank()
-        for values in trained.optim.state.values():
-            if rank == 1:
-                values["exp_avg"].add_(1.0)
-        return error_text(lambda: trained.gather(0))
-
-
-def stranger() -> tuple[str, str]:
-    """The optimizer was built before wrapping."""
-    model = Net()
-    optim = adam(list(model.parameters()))
-    wrapped = in_fsdp2(model)
-    return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(wrapped, optim))
-
-
-class RefusedTest(unittest.TestCase):
-    def test_a_sum_that_is_not_made_yet(self) -> None:
-        check_refused("Partial", run_on_ranks(partial_sum, 2), "WrapperError", "1.weight")
-
-    def test_plain_models_of_one_name_that_differ(self) -> None:
-        check_refused("plain", run_on_ranks(unequal_replicas, 2, "plain"), "StateError", "scale", "rank")
-
-    def test_an_optimizer_of_other_parameters(self) -> None:
-        errors = run_on_ranks(stranger, 2)
-        self.assertEqual({name for name, _ in errors}, {"WrapperError"})

@@ -1,22 +1,17 @@
-"""`load` takes what DeepSpeed's ZeRO 1, 2 and 3 have written, and its universal checkpoints.
-
-The files in tests/data/deepspeed were written by DeepSpeed itself; see the README there.
-"""
+"""`load` takes what DeepSpeed's ZeRO 1, 2 and 3 have written."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import random
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import unittest
 from collections.abc import Mapping
 from contextlib import closing
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +20,9 @@ import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import Differs, check_same, error_text, sorted_state
 from kit.wrapping import WRAPPERS, cpu
+from kit.zero_checkpoints import BUFFERS, TAG, elements, opened, state_of, unpacked
 from kit.zero_files import write_zero
-from kit.zero_runs import FROZEN, STEPS, TIED, Model, exact, optimizer
+from kit.zero_runs import FROZEN, STEPS, TIED, Model, optimizer
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -37,15 +33,11 @@ from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.foreign.archive.torch_archive import read_archive
-from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
-from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
+from fsdp_optim.foreign.reader import NO_JUDGE
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import ReaderConformance, WrittenSample, run_on_ranks
-from fsdp_optim.testing.foreign_readers import read_elements
+from fsdp_optim.testing import run_on_ranks
 
-DATA = Path(__file__).parents[1] / "data" / "deepspeed" / "checkpoints.tar.xz"
-TAG = f"global_step{STEPS}"
 RUNS = (
     *("z1-w1-fp32", "z1-w2-bf16", "z1-w3-fp16", "z1-w4-bf16"),
     *("z2-w1-bf16", "z2-w2-fp32", "z2-w3-aligned", "z2-w4-fp16", "z2-w2-elastic"),
@@ -54,17 +46,6 @@ RUNS = (
     "z0-w2-fp32",
 )
 WRAPPERS_AT = {1: ("plain", "FSDP2"), 2: ("FSDP2", "FSDP1 orig"), 3: ("FSDP1 orig", "fairscale non-flat", "FSDP2")}
-BUFFERS = {"body.1.running": torch.arange(3.0) / 4, "body.1.count": torch.tensor(2**40 + 3)}
-
-
-def unpacked(folder: Path, run: str = "") -> dict[str, Tensor]:
-    """Unpack the checkpoints, or one run's, and return the oracle: the same training without DeepSpeed."""
-    with tarfile.open(DATA) as archive:
-        wanted = [
-            file for file in archive if PurePath(file.name).parts[:1] in ((run,), ("oracle.safetensors",)) or not run
-        ]
-        archive.extractall(folder, wanted, filter="data")
-    return load_file(folder / "oracle.safetensors")
 
 
 def of_zeros() -> Model:
@@ -73,15 +54,6 @@ def of_zeros() -> Model:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
     return model
-
-
-def state_of(oracle: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in oracle.items():
-        if key.startswith("state."):
-            fqn, _, name = key.removeprefix("state.").rpartition(".")
-            found.setdefault(fqn, {})[name] = tensor
-    return found
 
 
 def check_loaded(model: nn.Module, optim: Any, oracle: Mapping[str, Tensor], folder: Path) -> None:
@@ -131,16 +103,6 @@ def refuse_all(root: Path, cases: list[tuple[str, str]]) -> None:
             raise Differs(f"{name}: {kind}: {text}, and not {wanted}")
         if optim.state or any(bool((param.to_local() != 0).any()) for param in model.parameters()):
             raise Differs(f"{name}: was loaded in part")
-
-
-def opened(path: Path) -> ForeignReader:
-    return DEEPSPEED.open(Folder(path, NO_JUDGE).open_any(), verify=True)
-
-
-def elements(reader: ForeignReader, fqn: str, name: str = "") -> Tensor:
-    stored = reader.full_dict["state"][fqn][name] if name else reader.model[fqn]
-    data = bytearray(read_elements(reader, stored, 0, stored.placement.numel))
-    return torch.frombuffer(data, dtype=getattr(torch, stored.dtype)).reshape(stored.shape)
 
 
 class TestRuns(unittest.TestCase):
@@ -469,159 +431,6 @@ def set_step(path: Path, tree: str, step: float) -> None:
     data = bytearray(path.read_bytes())
     data[stored.start : stored.start + 4] = torch.tensor(step).numpy().tobytes()
     path.write_bytes(data)
-
-
-# ------------------------------------------------------------------------------------------- any shapes, any number of ranks
-
-
-class Counting(nn.Module):
-    """A module that keeps a value besides parameters and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 3, bias=False)
-        self.count: Any = 0
-
-    def get_extra_state(self) -> Any:
-        return self.count
-
-    def set_extra_state(self, state: Any) -> None:
-        self.count = state
-
-
-def some_groups(rng: random.Random, num: int) -> list[dict[str, Tensor]]:
-    groups: list[dict[str, Tensor]] = [{} for _ in range(num)]
-    for index in range(rng.randint(num, 9)):
-        shape = tuple(rng.choice((1, 1, 2, 3, 5, 8)) for _ in range(rng.randint(0, 3)))
-        group = groups[index] if index < num else rng.choice(groups)
-        group[f"layer.{index}.weight"] = torch.randn(shape)
-    return groups
-
-
-class TestLayouts(unittest.TestCase):
-    """Files of the independent writer: every element of every value is found, and padding is not."""
-
-    @parameterized.expand([(stage, world_size) for stage in (1, 3) for world_size in (1, 2, 3, 5, 8)])
-    def test_every_element_is_found(self, stage: int, world_size: int) -> None:
-        rng = random.Random(100 * stage + world_size)
-        for number in range(6):
-            with tempfile.TemporaryDirectory() as folder:
-                groups = some_groups(rng, rng.randint(1, 3))
-                state = {
-                    name: [{fqn: torch.randn(w.shape) for fqn, w in group.items()} for group in groups]
-                    for name in ("exp_avg", "buf")
-                }
-                options: dict[str, Any] = [
-                    {"step": torch.tensor(3.0)},
-                    {"group_step": 4},
-                    {"step": 5, "is_lean": False},
-                ][number % 3]
-                alignment = rng.choice((1, 1, 4, 8)) if stage == 1 else 1
-                write_zero(Path(folder), stage, world_size, groups, state, alignment=alignment, **options)
-                with closing(opened(Path(folder))) as reader:
-                    full: Any = reader.full_dict
-                    for index, group in enumerate(groups):
-                        for fqn, weight in group.items():
-                            check_same(fqn, elements(reader, fqn), weight)
-                            for name, of_groups in state.items():
-                                check_same(f"{fqn}.{name}", elements(reader, fqn, name), of_groups[index][fqn])
-                            step = full["state"][fqn]["step"]
-                            check_same(
-                                fqn,
-                                step if type(step) is int else step.shape,
-                                options.get("group_step", options.get("step")) if type(step) is int else (),
-                            )
-                        check_same("group", full["param_groups"][index], {"lr": 0.5 + index, "params": list(group)})
-
-    def test_a_state_that_is_cut_otherwise_is_refused(self) -> None:
-        """Such as the error feedback of 1-bit Adam: no value is left out silently."""
-        with tempfile.TemporaryDirectory() as folder:
-            weights = [{"weight": torch.ones(3, 2)}]
-            write_zero(Path(folder), 2, 2, weights, {"exp_avg": weights}, step=torch.ones(7))
-            with self.assertRaisesRegex(CheckpointError, "the state value step of group 0"):
-                opened(Path(folder)).close()
-
-    def test_values_of_modules(self) -> None:
-        """The result of `get_extra_state`, an object or a tensor, goes back into the module."""
-        with tempfile.TemporaryDirectory() as folder:
-            write_zero(Path(folder), 2, 2, [{"inner.weight": torch.ones(3, 2)}], {})
-            path = Path(folder) / "mp_rank_00_model_states.pt"
-            saved = torch.load(path)
-            for one in (3, torch.tensor([4])):
-                torch.save({**saved, "module": {**saved["module"], "_extra_state": one}}, path)
-                fresh = Counting()
-                fsdp_optim.load(folder, fresh)
-                check_same("count", fresh.count, one)
-                check_same("weight", fresh.inner.weight.detach(), torch.ones(3, 2))
-
-    def test_parts_that_are_too_short(self) -> None:
-        for stage in (1, 3):
-            with tempfile.TemporaryDirectory() as name:
-                folder = Path(name)
-                weights = [{"a": torch.ones(3, 2), "b": torch.ones(9)}]
-                write_zero(folder, stage, 2, weights, {"exp_avg": weights})
-                path = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-                saved = torch.load(path)
-                key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-                saved["optimizer_state_dict"][key][0] = saved["optimizer_state_dict"][key][0][:-1].clone()
-                torch.save(saved, path)
-                with self.assertRaisesRegex(CheckpointError, f"{path.name}: has .* elements of the flat group 0"):
-                    opened(folder).close()
-
-
-# ------------------------------------------------------------------------------------------- the promises of a reader
-
-
-class OfRun(ReaderConformance):
-    run_name = ""
-    order: tuple[str, ...] = ()
-
-    def make_format(self) -> Any:
-        return DEEPSPEED
-
-    def open_any(self, folder: Path) -> Any:
-        return Folder(folder, NO_JUDGE).open_any()
-
-    def write(self, folder: Path) -> WrittenSample:
-        with tempfile.TemporaryDirectory() as place:
-            oracle = unpacked(Path(place), self.run_name)
-            shutil.copytree(Path(place) / self.run_name / TAG, folder, dirs_exist_ok=True)
-        weights = {fqn: tensor for fqn, tensor in oracle.items() if not fqn.startswith("state.")}
-        weights[FROZEN] = exact((4, 3), len("weight") + 7).bfloat16()
-        state = state_of(oracle)
-        optim = [state[fqn][name] for fqn in self.order for name in ("step", "exp_avg", "exp_avg_sq")]
-        return WrittenSample({**weights, **BUFFERS}, optim)
-
-    @pytest.mark.slow
-    def test_damage_is_an_error_and_no_crash(self) -> None:
-        super().test_damage_is_an_error_and_no_crash()
-
-    def test_some_damage_is_an_error_and_no_crash(self) -> None:
-        folder, _ = self._written()
-        rng = random.Random(5)
-        for path in sorted(folder.iterdir()):
-            data = path.read_bytes()
-            for _ in range(5):
-                at, bit = rng.randrange(len(data)), rng.randrange(8)
-                flipped = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
-                self._check_damaged(folder, path, flipped, f"bit {bit} of byte {at}")
-                self._check_damaged(folder, path, data[:at], f"cut at byte {at}")
-
-
-class TestStage2(OfRun, unittest.TestCase):
-    run_name = "z2-w3-aligned"
-    order = (  # of round robin gradients on three ranks
-        *("emb.weight", "body.2.weight", "body.0.weight", "body.3.weight", "body.1.weight"),
-        *("body.0.bias", "body.2.bias", "body.1.bias", "body.3.bias", "body.1.gain"),
-    )
-
-
-class TestStage3(OfRun, unittest.TestCase):
-    run_name = "z3-w2-groups"
-    order = (
-        *("emb.weight", "body.0.weight", "body.1.weight", "body.2.weight", "body.3.weight"),
-        *("body.0.bias", "body.1.bias", "body.1.gain", "body.2.bias", "body.3.bias"),
-    )
 
 
 if __name__ == "__main__":

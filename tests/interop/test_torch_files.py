@@ -1,21 +1,14 @@
-"""`load` takes files of torch.save with full checkpoints, as torch itself, fairscale, Lightning and trainers write them."""
+"""`load` takes files of torch.save with full checkpoints, as torch itself, fairscale and trainers write them."""
 
 from __future__ import annotations
 
 import argparse
-import copy
-import io
-import json
-import os
 import unittest
-import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,25 +17,11 @@ from kit.cases import expand
 from kit.checkpoints import Whole, buffers_of, load, mine, scramble
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
-from kit.optimizers import OfModel, two_groups
-from kit.pretrained import build, tensors_of
-from kit.scripts import TRAINING, run
+from kit.optimizers import OfModel
+from kit.torch_files import make_refused, oracle, whole, write_all, write_units
 from kit.trained import Oracle, Trained
-from kit.wrapping import STEPS, WRAPPERS, cpu, in_fairscale, sgd
-from safetensors.torch import save_file
+from kit.wrapping import STEPS, cpu, sgd
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    OptimStateKeyType,
-    StateDictType,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 import fsdp_optim
 from fsdp_optim.buckets.objects.memory import MemoryBucket
@@ -55,126 +34,9 @@ from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix.opened_any import OpenFiles
 from fsdp_optim.testing import run_on_ranks
 
-ADAM = OfModel(two_groups)
 SIZES = (1, 2, 3)
 
-
-def whole(wrapper: Any, steps: int = STEPS, make: Any = ADAM) -> Trained:
-    """A model with buffers and an optimizer with two groups, trained in a wrapper."""
-    return Trained(wrapper, make, steps, Whole)
-
-
 # ------------------------------------------------------------------------------------------- writers
-
-
-def of_fsdp1(trained: Trained) -> tuple[Any, Any]:
-    """FSDP1's full dicts by name."""
-    with TorchFSDP.state_dict_type(
-        trained.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-    ):
-        return trained.model.state_dict(), TorchFSDP.optim_state_dict(trained.model, trained.optim)
-
-
-def of_fsdp2(trained: Trained, flat: bool) -> tuple[Any, Any]:
-    """The full dicts of torch's state dict API, nested or flattened."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=flat)
-    return (
-        get_model_state_dict(trained.model, options=options),
-        get_optimizer_state_dict(trained.model, trained.optim, options=options),
-    )
-
-
-def write_all(root: Path) -> None:
-    """On two ranks: each wrapper's files as its own library makes them, written by the first rank."""
-    is_first = dist.get_rank() == 0
-
-    def put(name: str, value: Any, **options: Any) -> None:
-        if is_first:
-            (root / name).parent.mkdir(exist_ok=True)
-            torch.save(value, root / name, **options)
-
-    with cpu():
-        model, named = of_fsdp1(whole("FSDP1 flat"))
-        put("fsdp1-names.pt", {"model": model, "optimizer": named, "epoch": 3})
-        put("olmo/model.pt", model)
-        put("olmo/optim.pt", named)
-        put("olmo/train.pt", {"global_step": 7, "seen": torch.arange(3)})
-        put("pytorch_model_fsdp/pytorch_model_fsdp.bin", model)
-        put("pytorch_model_fsdp/optimizer.bin", named)
-        put("pytorch_model_fsdp/scheduler.bin", {"last_epoch": 5})
-        put("pytorch_model_fsdp/random_states_0.pkl", {"torch": torch.get_rng_state()})
-        if is_first:
-            one = oracle()
-            by_id = TorchFSDP.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, one.model, optim=one.optim)
-            put("fsdp1-ids.pth", {"state_dict": model, "optim_state_dict": by_id, "loss": torch.tensor(0.5)})
-        trained = whole("FSDP2")
-        model, named = of_fsdp2(trained, flat=False)
-        put("fsdp2.pt", {"app": {"model": model, "optim": named}})
-        put("bare-model.pt", model)
-        put("bare-optim.pt", named)
-        put("sharded.pt", {"model": trained.model.state_dict()})  # a part of one rank
-        put("flat.pt", {"model": model, "optimizer": of_fsdp2(trained, flat=True)[1]})
-        trained = whole("DDP")
-        value = {
-            "model_state_dict": trained.model.state_dict(),
-            "optimizer_state_dict": trained.optim.state_dict(),
-            "args": argparse.Namespace(lr=0.5),
-            "scheduler": {"last_epoch": 2},
-        }
-        put("ddp.ckpt", value)
-        put("ddp-legacy.ckpt", value, _use_new_zipfile_serialization=False)
-        put("hugging/optimizer.pt", trained.optim.state_dict())
-        put("hugging/scheduler.pt", {"last_epoch": 2})
-        put("hugging/training_args.bin", argparse.Namespace(lr=0.5))
-        put("hugging/rng_state.pth", {"cpu": torch.get_rng_state()})
-        if is_first:
-            plain = {name: tensor.contiguous() for name, tensor in trained.model.module.state_dict().items()}
-            save_file(plain, root / "hugging" / "model.safetensors")
-        write_fairscale(put)
-
-
-def write_fairscale(put: Callable[..., None]) -> None:
-    """fairscale's full model and what its own method gathers of one unit, as it has been written since its first version."""
-    from fairscale.nn.data_parallel import FullyShardedDataParallel as Theirs
-
-    trained = Trained(one_unit, sgd, 0)
-    trained.model(torch.ones(2, 5)).sum().backward()  # its gather needs buffers that a forward pass makes
-    trained.forget_gradients()
-    trained.fresh_optimizer()
-    trained.step(range(STEPS))
-    model = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
-    full = copy.deepcopy(Theirs.gather_full_optim_state_dict(trained.model, trained.optim, recipient_rank=0))
-    if full is None:
-        return
-    put("fairscale.pt", {"model": model, "last_optimizer_state": full, "extra_state": {"epoch": 2}})
-    first = {key: value for key, value in full.items() if key in ("state", "param_id_map", "param_groups")}
-    put("fairscale-first.pt", {"model": model, "optimizer": first}, _use_new_zipfile_serialization=False)
-    lists = copy.deepcopy(full)
-    last = max(lists["state"])
-    for key, values in lists["state"].items():
-        if key == last:  # fairscale gives a 0-dim tensor of each rank to the last parameter of a unit
-            values["scale"] = [torch.tensor(2.5), torch.tensor(2.5)]
-    put("fairscale-lists.pt", {"model": model, "optimizer": lists})
-    for values in lists["state"].values():
-        if "scale" in values:
-            values["scale"][1] += 1
-    put("fairscale-lists-differ.pt", {"model": model, "optimizer": lists})
-
-
-def write_units(root: Path) -> None:
-    """The state that fairscale itself gathers of a model with several units, whose ids count unit after unit."""
-    from fairscale.nn.data_parallel import FullyShardedDataParallel as Theirs
-
-    with cpu():
-        trained = Trained("fairscale flat", sgd, 0)
-        trained.model(torch.ones(2, 5)).sum().backward()
-        trained.forget_gradients()
-        trained.fresh_optimizer()
-        trained.step(range(STEPS))
-        model = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
-        full = copy.deepcopy(Theirs.gather_full_optim_state_dict(trained.model, trained.optim, recipient_rank=0))
-        if full is not None:
-            torch.save({"model": model, "last_optimizer_state": full}, root / "fairscale-units.pt")
 
 
 def load_units(root: Path) -> None:
@@ -188,16 +50,6 @@ def load_units(root: Path) -> None:
         refused_on_ranks(
             "other units", partial(load, root / "fairscale-units.pt", other), "StateError", "by FSDP unit", "rekey"
         )
-
-
-def one_unit(model: Any) -> Any:
-    """fairscale's own full dict has right names for one unit only."""
-    model.units = ("",)
-    return in_fairscale(model)
-
-
-def oracle() -> Oracle:
-    return Oracle(ADAM, STEPS, Whole)
 
 
 # ------------------------------------------------------------------------------------------- loads
@@ -219,7 +71,6 @@ LOADS = (
     ("pytorch_model_fsdp", "FSDP1 orig"),
     ("hugging", "DDP"),
 )
-
 EXTRAS: Mapping[str, Any] = {
     "fsdp1-names.pt": {"epoch": 3},
     "fsdp1-ids.pth": {"loss": torch.tensor(0.5)},
@@ -318,133 +169,7 @@ def load_what_only_its_class_can_make(root: Path) -> None:
         check_same("a file", of_folder["training_args"], argparse.Namespace(lr=0.5))
 
 
-# ------------------------------------------------------------------------------------------- what is read
-
-
-class Wide(nn.Module):
-    """Rows that three ranks share evenly, large enough to tell a part from the whole."""
-
-    units = ("0", "1", "2", "")
-
-    def __init__(self) -> None:
-        super().__init__()
-        for index in range(3):
-            self.add_module(str(index), nn.Linear(600, 600, bias=False))
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The sizes of all reads of files."""
-    sizes: list[int] = []
-    read_into = OpenFiles.read_into
-
-    def count(self: OpenFiles, name: str, pieces: Any, offset: int) -> None:
-        sizes.append(sum(map(len, pieces)))
-        read_into(self, name, pieces, offset)
-
-    with mock.patch.object(OpenFiles, "read_into", count):
-        yield sizes
-
-
-def read_parts(root: Path) -> None:
-    """Each rank reads its part of the elements, at most a tenth more, and the metadata."""
-    share = (root / "wide.pt").stat().st_size / dist.get_world_size()
-    for wrapper in ("FSDP2", "FSDP1 flat", "fairscale flat", "DDP"):
-        with cpu():
-            torch.manual_seed(5)
-            model = WRAPPERS[wrapper](Wide())
-            optim = torch.optim.Adam(model.parameters())
-            with counted() as sizes:
-                fsdp_optim.load(root / "wide.pt", model, optim, process_group=dist.group.WORLD)
-            if sum(sizes) > 1.1 * share + (200 << 10):
-                raise Differs(f"{wrapper}: {sum(sizes)} bytes were read, and {share:.0f} are a rank's part")
-            with counted() as sizes:
-                fsdp_optim.load(root / "wide.pt", model, process_group=dist.group.WORLD)
-            if sum(sizes) > 1.1 * share / 3 + (200 << 10):
-                raise Differs(f"{wrapper}: {sum(sizes)} bytes were read of the weights alone")
-
-
 # ------------------------------------------------------------------------------------------- damage
-
-
-def with_record(data: bytes, record: str, content: bytes | None) -> bytes:
-    """The same archive with another content of a record, or without it."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w") as new:
-        for name in old.namelist():
-            if name.partition("/")[2] == record:
-                if content is not None:
-                    new.writestr(name, content)
-            else:
-                new.writestr(name, old.read(name))
-    return file.getvalue()
-
-
-class Command:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> Any:
-        return os.system, (self.command,)
-
-
-def make_refused(root: Path) -> None:
-    """The places of REFUSED."""
-    data = (root / "fsdp2.pt").read_bytes()
-    value = torch.load(root / "fsdp2.pt")["app"]
-    model, optim = value["model"], value["optim"]
-    place = root / "refused"
-    place.mkdir()
-    (place / "sharded.pt").write_bytes((root / "sharded.pt").read_bytes())
-    (place / "cut.pt").write_bytes(data[: len(data) * 2 // 3])
-    (place / "short-storage.pt").write_bytes(with_record(data, "data/3", b"\0"))
-    (place / "no-storage.pt").write_bytes(with_record(data, "data/3", None))
-    (place / "no-pickle.pt").write_bytes(with_record(data, "data.pkl", None))
-    (place / "big-endian.pt").write_bytes(with_record(data, "byteorder", b"big"))
-    sparse = {**model, "stem.weight": model["stem.weight"].to_sparse()}
-    first, *_ = optim["state"]
-    groups, state = optim["param_groups"], optim["state"]
-    values: dict[str, Any] = {
-        "sparse.pt": {"model": sparse, "optimizer": optim},
-        "sparse-state.pt": {
-            "model": model,
-            "optimizer": {**optim, "state": {**state, first: {"x": torch.eye(2).to_sparse()}}},
-        },
-        "evil-group.pt": {
-            "model": model,
-            "optimizer": {**optim, "param_groups": [{**group, "lr": Command(f"touch {root}/ran")} for group in groups]},
-        },
-        "evil.pt": Command(f"touch {root}/ran"),
-        "module.pt": nn.Linear(2, 2),
-        "list.pt": [model, optim],
-        "two-models.pt": {"model": model, "state_dict": model, "optimizer": optim},
-        "two-optims.pt": {"model": model, "optimizer": optim, "optim": optim},
-        "nothing.pt": {"epoch": 3, "args": {"lr": 1}},
-        "other-shape.pt": {"model": {**model, "stem.weight": torch.zeros(3, 3)}, "optimizer": optim},
-        "no-weight.pt": {
-            "model": {key: value for key, value in model.items() if key != "stem.weight"},
-            "optimizer": optim,
-        },
-        "other-ids.pt": {"model": model, "optimizer": {"state": {}, "param_groups": [{"params": [0, 1]}]}},
-        "several.pt": {"model": model, "optimizer_states": [{"state": {}, "param_groups": [{"params": [0]}]}] * 2},
-    }
-    for name, one in values.items():
-        torch.save(one, place / name)
-    for name, entries in {
-        "two-files": ("a.pt", "b.pt"),
-        "no-files": (),
-        "missing": ("pytorch_model-00001-of-00002.bin",),
-        "leads-out": ("pytorch_model-00001-of-00002.bin",),
-    }.items():
-        (place / name).mkdir()
-        for entry in entries:
-            torch.save(model, place / name / entry)
-    for name, file in (("missing", "pytorch_model-00002-of-00002.bin"), ("leads-out", "../evil.pt")):
-        weight_map = {**dict.fromkeys(model, "pytorch_model-00001-of-00002.bin"), "stem.weight": file}
-        (place / name / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
 
 REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("cut.pt", "CheckpointError", ("cut.pt",)),
@@ -551,15 +276,6 @@ class TorchFilesTest(SharedFolder):
     def test_objects_of_other_classes(self) -> None:
         run_on_ranks(load_what_only_its_class_can_make, 2, self.root)
 
-    def test_each_rank_reads_its_part(self) -> None:
-        model = Wide()
-        optim = torch.optim.Adam(model.parameters())
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optim.step()
-        torch.save({"model": model.state_dict(), "optimizer": optim.state_dict()}, self.root / "wide.pt")
-        run_on_ranks(read_parts, 3, self.root)
-
     def test_what_is_not_whole_or_not_clear_is_refused(self) -> None:
         make_refused(self.root)
         run_on_ranks(refuse_all, 2, self.root)
@@ -580,87 +296,6 @@ class TorchFilesTest(SharedFolder):
         ]
         torch.save({"model": model, "optimizer": dict(zip("ab", by_name, strict=True))}, self.root / "two-names.pt")
         run_on_ranks(load_several, 2, self.root)
-
-    def test_a_split_model_with_an_index(self) -> None:
-        """As save_pretrained wrote it before safetensors; tied weights are stored once, or share their bytes."""
-        for name in ("bert", "gpt2, tied"):
-            folder = self.root / f"split {name}"
-            folder.mkdir()
-            state = build(name).state_dict()
-            half = len(state) // 2
-            listed = {}
-            for number, keys in enumerate((list(state)[:half], list(state)[half:]), start=1):
-                file = f"pytorch_model-{number:05}-of-00002.bin"
-                torch.save({key: state[key] for key in keys}, folder / file)
-                listed.update(dict.fromkeys(keys, file))
-            (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
-            for place in (folder, folder / "pytorch_model.bin.index.json"):
-                model = zeroed(build(name))
-                fsdp_optim.load(place, model, check="bitwise")
-                check_same(f"{place}", tensors_of(model), tensors_of(build(name)))
-
-    def test_tied_weights_into_a_model_that_does_not_tie_them(self) -> None:
-        """Both names have the same bytes of the file."""
-        tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        tied[1].weight = tied[0].weight
-        torch.save(tied.state_dict(), self.root / "tied.pt")
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        fsdp_optim.load(self.root / "tied.pt", model, check="bitwise")
-        check_same("weights", dict(model.state_dict()), dict(tied.state_dict()))
-
-    def test_one_step_of_several_parameters(self) -> None:
-        """A tensor that several parameters share is one stored tensor, and is read once."""
-        step = torch.tensor(3.0)
-        state = {index: {"step": step, "exp_avg": torch.ones(2) * index} for index in range(3)}
-        torch.save({"state": state, "param_groups": [{"params": [0, 1, 2]}]}, self.root / "shared.pt")
-        with closing(OpenFiles.at(self.root / "shared.pt")) as opened:
-            reader = TORCH_FILE.open(opened, verify=True)
-            self.assertEqual(sorted(one.shape for one in reader.optim.values()), [(), (2,), (2,), (2,)])
-
-    def test_other_orders_of_elements(self) -> None:
-        """Weights and state in channels_last, and a transposed weight."""
-        model = nn.Sequential(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), nn.Linear(5, 4))
-        model[1].weight = nn.Parameter(torch.randn(5, 4).t())
-        optim = torch.optim.Adam(model.parameters())
-        for param in model.parameters():
-            param.grad = torch.randn(param.shape)
-        optim.step()
-        torch.save({"model": model.state_dict(), "optimizer": optim.state_dict()}, self.root / "orders.pt")
-        target = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Linear(5, 4))
-        target_optim = torch.optim.Adam(target.parameters())
-        fsdp_optim.load(self.root / "orders.pt", target, target_optim, check="bitwise")
-        check_same("model", dict(target.state_dict()), dict(model.state_dict()))
-        check_same("state", target_optim.state_dict()["state"], optim.state_dict()["state"])
-
-    def test_a_value_that_modules_add(self) -> None:
-        """get_extra_state's, with the version of the module's code."""
-
-        class Counter(nn.Linear):
-            count = 0
-
-            def get_extra_state(self) -> Any:
-                return {"count": self.count, "seen": torch.tensor([1, 2])}
-
-            def set_extra_state(self, state: Any) -> None:
-                self.count = state["count"]
-
-        saved, target = nn.Sequential(Counter(2, 2)), nn.Sequential(Counter(2, 2))
-        saved[0].count = 5
-        torch.save({"model": saved.state_dict()}, self.root / "added.pt")
-        fsdp_optim.load(self.root / "added.pt", target)
-        self.assertEqual(target[0].count, 5)
-
-    def test_large_values_beside_the_model(self) -> None:
-        """They are not read by every rank: an access says so."""
-        model = nn.Linear(2, 2)
-        ema = {"weight": torch.zeros(5000, 5000), "bias": torch.zeros(2)}
-        torch.save({"model": model.state_dict(), "ema": ema, "epoch": 1}, self.root / "ema.pt")
-        with counted() as sizes:
-            restored = fsdp_optim.load(self.root / "ema.pt", model)
-        self.assertLess(sum(sizes), 1 << 20)
-        self.assertEqual(restored["epoch"], 1)
-        with self.assertRaisesRegex(fsdp_optim.CheckpointError, "ema has tensors of 100000008 bytes"):
-            restored["ema"]
 
     def test_from_a_bucket(self) -> None:
         bucket = MemoryBucket()
@@ -683,54 +318,6 @@ class TorchFilesTest(SharedFolder):
         self.assertEqual((dtype, tuple(shape)), (torch.float32, (7, 5)))
         self.assertEqual([one.shape for one in tensors_in(found.state)], [(4, 5)])
 
-    @expand(soon=[(True,)], later=[(False,)])
-    def test_accelerates_folders(self, safe: bool) -> None:
-        """Written by Accelerate, in a process of its own, with and without safetensors."""
-        folder = self.root / f"accelerate-{safe}"
-        done = run(ACCELERATE.format(folder=str(folder), safe=safe), preload=TRAINING)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        wanted = torch.load(folder / "wanted.zip")  # no name of a checkpoint
-        model = nn.Linear(3, 2)
-        optim = torch.optim.AdamW(model.parameters(), lr=9.0)
-        restored = fsdp_optim.load(folder, model, optim, check="bitwise")
-        check_same("model", dict(model.state_dict()), dict(wanted["model"]))
-        check_same("optimizer", optim.state_dict()["state"], wanted["optim"]["state"])
-        self.assertEqual(optim.param_groups[0]["lr"], wanted["optim"]["param_groups"][0]["lr"])
-        self.assertEqual(restored["scheduler"]["last_epoch"], wanted["scheduler"]["last_epoch"])
-
-    @pytest.mark.slow
-    def test_lightnings_checkpoint(self) -> None:
-        """Written by Lightning's Trainer. In `make test`, tests/integrations/test_lightning.py goes on from one."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import lightning
-
-            class Module(lightning.LightningModule):
-                def __init__(self, width: int = 4) -> None:
-                    super().__init__()
-                    self.save_hyperparameters()
-                    self.net = nn.Linear(3, width)
-
-                def training_step(self, batch: Any, index: int) -> Any:
-                    return self.net(batch).square().mean()
-
-                def configure_optimizers(self) -> Any:
-                    return torch.optim.AdamW(self.parameters(), lr=0.5)
-
-            options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-            trainer = lightning.Trainer(
-                max_steps=2, accelerator="cpu", enable_model_summary=False, default_root_dir=self.root, **options
-            )
-            module = Module()
-            trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 3), batch_size=2))
-            trainer.save_checkpoint(self.root / "lightning.ckpt")
-        target = Module()
-        optim = torch.optim.AdamW(target.parameters())
-        restored = fsdp_optim.load(self.root / "lightning.ckpt", target, optim, check="bitwise")
-        check_same("model", dict(target.state_dict()), dict(module.state_dict()))
-        check_same("optimizer", optim.state_dict(), trainer.optimizers[0].state_dict())
-        self.assertEqual((restored["global_step"], dict(restored["hyper_parameters"])), (2, {"width": 4}))
-
 
 class Described:
     """A stand-in for a tensor subclass."""
@@ -740,32 +327,6 @@ class Described:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-
-ACCELERATE = """
-import torch
-from accelerate import Accelerator
-from torch import nn
-accelerator = Accelerator(cpu=True)
-model = nn.Linear(3, 2)
-optim = torch.optim.AdamW(model.parameters(), lr=0.5)
-scheduler = torch.optim.lr_scheduler.StepLR(optim, 1)
-model, optim, scheduler = accelerator.prepare(model, optim, scheduler)
-for _ in range(3):
-    accelerator.backward(model(torch.ones(1, 3)).sum())
-    optim.step()
-    scheduler.step()
-accelerator.save_state({folder!r}, safe_serialization={safe})
-parts = {{"model": model.state_dict(), "optim": optim.state_dict(), "scheduler": scheduler.state_dict()}}
-torch.save(parts, {folder!r} + "/wanted.zip")
-"""
-
-
-def zeroed(model: Any) -> Any:
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_() if tensor.is_floating_point() else None
-    return model
 
 
 if __name__ == "__main__":

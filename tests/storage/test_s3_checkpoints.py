@@ -173,7 +173,7 @@ class TestServers(unittest.TestCase):
         self.check_bucket(name, options, wraps[-1].replace(" ", "-"))
         self.assertEqual(fsdp_optim.latest(root, storage_options=options), f"{root}/{wraps[-1].replace(' ', '-')}")
 
-    @pytest.mark.slow  # test_manager.py has one whose store is in memory
+    @pytest.mark.slow  # test_store_checkpoints.py has one whose store is in memory
     def test_a_manager(self) -> None:
         options = self.options["moto"]
         run_on_ranks(manage, 2, f"s3://{new_bucket(options)}/run", options)

@@ -1,15 +1,12 @@
-"""The reader of torch.distributed.checkpoint: its metadata, damaged and hostile ones, cuts, and which key is what."""
+"""The reader of torch.distributed.checkpoint: its metadata, damaged and hostile."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import pickle
-import random
-import tempfile
 import unittest
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,72 +14,19 @@ from unittest import mock
 
 import pytest
 import torch
-from kit import oracle
-from kit.dcp_files import DcpFiles, grid, rows
+from kit.dcp_files import DcpFiles, rows
+from kit.dcp_values import MODEL, MOMENT, TALL, InFolder, fill, open_any, opened
 from parameterized import parameterized
 from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.dcp.keys import Leaf, meaning_of
 from fsdp_optim.foreign.dcp.metadata_pickle import load as load_pickle
 from fsdp_optim.foreign.dcp.reader import DCP
-from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Format
-from fsdp_optim.layout import Block, Box, Boxes, DisjointBoxes, FlatChunks, Whole
-from fsdp_optim.plan import Copy, copies_into
 from fsdp_optim.storage.base import Opened
-from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import ReaderConformance, WrittenSample
 from fsdp_optim.testing.foreign_readers import read_elements
-
-TALL = torch.arange(70, dtype=torch.float32).reshape(10, 7)
-WIDE = torch.arange(48, dtype=torch.bfloat16).reshape(4, 12)
-CUBE = torch.arange(120, dtype=torch.int64).reshape(4, 5, 6)
-TURNED = torch.arange(24, dtype=torch.float64).reshape(4, 6).t()
-MOMENT = TALL * 2
-
-
-def fill(files: DcpFiles) -> DcpFiles:
-    """A model in chunks of all kinds, an optimizer, and values of a trainer."""
-    files.tensor(["model", "größe"], TALL, rows(TALL, 3, 0, 6, 1))
-    files.tensor(["model", "wide"], WIDE, grid(WIDE, 3, 5))
-    cubes = [((0, 0, 0), (4, 2, 6)), ((0, 2, 0), (2, 3, 6)), ((2, 2, 0), (2, 3, 1)), ((2, 2, 1), (2, 3, 5))]
-    files.tensor(["model", "cube"], CUBE, cubes)
-    files.tensor(["model", "turned"], TURNED, rows(TURNED, 2, 4))
-    files.tensor(["model", "scalar"], torch.tensor(-0.0))
-    files.tensor(["model", "flags"], torch.tensor([True, False, True]))
-    files.tensor(["model", "none"], torch.empty(0, 4), [])
-    files.tensor(["optim", "state", "größe", "exp_avg"], MOMENT, rows(MOMENT, 4, 6))
-    files.tensor(["optim", "state", "größe", "step"], torch.tensor(3.0))
-    files.value(["optim", "param_groups", 0, "lr"], 0.5)
-    files.value(["optim", "param_groups", 0, "betas"], (0.5, 0.75))
-    files.value(["optim", "param_groups", 0, "params"], ["größe"])
-    return files.value(["epoch"], 3).tensor(["rng", "cpu"], torch.arange(5, dtype=torch.uint8))
-
-
-MODEL = {
-    "größe": TALL,
-    "wide": WIDE,
-    "cube": CUBE,
-    "turned": TURNED,
-    "scalar": torch.tensor(-0.0),
-    "flags": torch.tensor([True, False, True]),
-    "none": torch.empty(0, 4),
-}
-
-
-def open_any(folder: Path) -> Opened:
-    return Folder(folder, NO_JUDGE).open_any()
-
-
-def opened(folder: Path) -> ForeignReader:
-    files = open_any(folder)
-    try:
-        return DCP.open(files, verify=True)
-    except BaseException:
-        files.close()
-        raise
 
 
 class DcpTest(ReaderConformance, unittest.TestCase):
@@ -102,28 +46,6 @@ class DcpTest(ReaderConformance, unittest.TestCase):
     def write(self, folder: Path) -> WrittenSample:
         fill(DcpFiles(folder, 1)).finish()
         return WrittenSample(MODEL, [MOMENT, torch.tensor(3.0)])
-
-
-class InFolder(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name) / "checkpoint"
-
-    def check_refused(self, *words: str) -> str:
-        """Opening is an error that has these words."""
-        with self.assertRaises(CheckpointError) as caught:
-            opened(self.folder).close()
-        for word in words:
-            self.assertIn(word, str(caught.exception))
-        return str(caught.exception)
-
-    def check_model(self, reader: ForeignReader) -> None:
-        for name, tensor in MODEL.items():
-            found = read_elements(reader, reader.model[name], 0, tensor.numel())
-            self.assertEqual(
-                found, bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if found else b"", name
-            )
 
 
 class ValuesTest(InFolder):
@@ -344,265 +266,6 @@ class HostileTest(InFolder):
         """Paths, layouts and memory formats, which nobody needs."""
         for value in (Path("a/b"), torch.strided):
             self.assertEqual(load_pickle("here", [pickle.dumps(value)]), "")
-
-
-def replaced(files: DcpFiles, key: str, **fields: Any) -> None:
-    """Change where the first item of a key is said to be."""
-    files.info(key).__dict__.update(fields)
-
-
-class CutsTest(InFolder):
-    @parameterized.expand(
-        [
-            ("a gap", [((0, 0), (4, 7)), ((5, 0), (5, 7))], ["elements [28, 35) of 70"]),
-            ("a gap in a row", [((0, 0), (10, 3)), ((0, 4), (10, 3))], ["elements [3, 4) of 70"]),
-            ("no chunk", [], ["elements [0, 70) of 70"]),
-            ("an overlap", [((0, 0), (6, 7)), ((5, 0), (5, 7))], ["[0, 0]", "[5, 0]", "overlap"]),
-            ("an overlap of boxes", [((0, 0), (10, 4)), ((2, 3), (3, 4)), ((0, 4), (10, 3))], ["overlap"]),
-            ("the same twice", [((0, 0), (10, 7)), ((0, 0), (10, 7))], ["overlap"]),
-            ("outside", [((0, 0), (10, 7)), ((10, 0), (1, 7))], ["[10, 0]", "outside of its shape [10, 7]"]),
-            ("dimensions", [((0,), (10,))], ["outside of its shape [10, 7]"]),
-        ]
-    )
-    def test_refused(self, _: str, boxes: Any, words: Sequence[str]) -> None:
-        """By the name of the tensor, and before anything is read."""
-        files = DcpFiles(self.folder).tensor(["model", "w"], TALL)
-        files.metadata.state_dict_metadata["model.w"].chunks = [
-            of_torch.ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in boxes
-        ]
-        item = files.info("model.w")
-        files.metadata.storage_data = {of_torch.MetadataIndex("model.w", o): item for o, _ in boxes}
-        files.finish()
-        self.check_refused("model.w", *words)
-
-    def test_random_cuts_are_read_like_listed_boxes(self) -> None:
-        rng = random.Random(5)
-        for _ in range(60):
-            shape = tuple(rng.randrange(1, 7) for _ in range(rng.randrange(1, 4)))
-            boxes = [Box((0,) * len(shape), shape)]
-            for _ in range(rng.randrange(12)):
-                cut = boxes.pop(rng.randrange(len(boxes)))
-                dim = rng.randrange(len(shape))
-                at = rng.randrange(cut.sizes[dim] + 1)
-                for first, num in ((0, at), (at, cut.sizes[dim] - at)):
-                    offsets, sizes = list(cut.offsets), list(cut.sizes)
-                    offsets[dim], sizes[dim] = offsets[dim] + first, num
-                    boxes.append(Box(tuple(offsets), tuple(sizes)))
-            boxes = [box for box in boxes if box.numel]
-            by = tuple(range(-1, -1 - len(boxes), -1))
-            ours = DisjointBoxes(shape, tuple(boxes), by)
-            listed = Boxes(shape, tuple((rank, (Block(box, 0),)) for rank, box in zip(by, boxes, strict=True)))
-            self.assertEqual(ours.gap(), None)
-            self.assertEqual(ours.numel, sum(ours.numel_on(rank) for rank in by))
-            wholes = [Whole(shape, (0,)), FlatChunks(shape, 0, -(-ours.numel // 3), (range(3),))]
-            for target, rank in itertools.product(wholes, range(3)):
-                self.assertEqual(*(elements_of(copies_into(cut, target, rank)) for cut in (ours, listed)))
-            if len(boxes) > 1:
-                without = DisjointBoxes(shape, tuple(boxes[1:]), by[1:])
-                self.assertEqual(without.gap(), replaced_boxes(listed).gap())
-
-
-def elements_of(copies: Sequence[Copy]) -> list[tuple[int, int, int]]:
-    """The rank that sends each element, and where the element is read and written."""
-    return sorted((copy.source_rank, *address) for copy in copies for address in oracle.addresses(copy))
-
-
-def replaced_boxes(listed: Boxes) -> Boxes:
-    return Boxes(listed.full_shape, listed.by_rank[1:])
-
-
-class FilesTest(InFolder):
-    def test_a_missing_file_is_named_with_a_key(self) -> None:
-        fill(DcpFiles(self.folder)).finish()
-        (self.folder / "__1_0.distcp").unlink()
-        self.check_refused("__1_0.distcp: is missing", "is in it")
-
-    def test_a_short_file_is_named_with_a_key(self) -> None:
-        fill(DcpFiles(self.folder)).finish()
-        os.truncate(self.folder / "__0_0.distcp", 9000)
-        self.check_refused("__0_0.distcp: has 9000 bytes", "ends at byte")
-
-    def test_files_outside_are_not_read(self) -> None:
-        for name in ("../secret", "/etc/passwd", "a/../../secret"):
-            files = fill(DcpFiles(self.folder))
-            replaced(files, "epoch", relative_path=name)
-            files.finish()
-            self.check_refused("is missing")
-
-    def test_transformed_items_are_refused_by_name(self) -> None:
-        files = fill(DcpFiles(self.folder))
-        replaced(files, "model.wide", transform_descriptors=["stream.zstd/1"])
-        files.finish()
-        self.check_refused("model.wide", "stream.zstd/1")
-
-    def test_another_tensor_than_the_metadata_says(self) -> None:
-        """Found when its elements are read, and named."""
-        files = fill(DcpFiles(self.folder))
-        other = files.info("model.wide")
-        replaced(files, "model.größe", **other.__dict__)
-        files.finish()
-        with (
-            closing(opened(self.folder)) as reader,
-            self.assertRaisesRegex(CheckpointError, r"model.größe: holds a bfloat16 tensor.*float32"),
-        ):
-            read_elements(reader, reader.model["größe"], 0, 70)
-
-    def test_a_chunk_without_room(self) -> None:
-        files = fill(DcpFiles(self.folder))
-        replaced(files, "model.cube", length=100)
-        files.finish()
-        self.check_refused("model.cube: a chunk of the sizes [4, 2, 6] has 384 bytes, but 100")
-
-    def test_several_checkpoints_are_named(self) -> None:
-        for step in (10, 20):
-            fill(DcpFiles(self.folder / f"step-{step}")).finish()
-        self.check_refused("several checkpoints, step-10, step-20")
-
-    def test_one_checkpoint_below(self) -> None:
-        fill(DcpFiles(self.folder / "model_and_optim")).finish()
-        with closing(opened(self.folder)) as reader:
-            self.check_model(reader)
-
-    def test_the_path_of_the_metadata(self) -> None:
-        fill(DcpFiles(self.folder)).finish()
-        with closing(opened(self.folder / ".metadata")) as reader:
-            self.check_model(reader)
-
-
-# ------------------------------------------------------------------------------------------- which key is what
-
-GROUP = {("lr",): False, ("params",): False}
-
-
-def keys_of(
-    tree: Mapping[str, Any], at: tuple[str | int, ...] = ()
-) -> dict[str, tuple[tuple[str | int, ...], int | None]]:
-    """Keys with their paths, and the number of dimensions of tensors: a number in the tree; None is another value."""
-    found: dict[str, tuple[tuple[str | int, ...], int | None]] = {}
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-    for name, value in items:
-        if isinstance(value, (Mapping, list)):
-            found |= keys_of(value, (*at, name))
-        else:
-            path = (*at, name)
-            found[".".join(map(str, path))] = (path, value)
-    return found
-
-
-MODEL_KEYS = {"a.w": 2, "b.w": 1}
-NESTED = {
-    "state": {"a.w": {"exp_avg": 2, "step": 0}, "b.w": {"exp_avg": 1}},
-    "param_groups": [{"lr": None, "params": None}],
-}
-FLAT = {"state.a.w.exp_avg": 2, "state.b.w.exp_avg": 1, "param_groups.a.w.lr": None, "param_groups.b.w.lr": None}
-BY_ID = {"state": {"0": {"exp_avg": 2}, "1": {"exp_avg": 1}}, "param_groups": [{"lr": None, "params": None}]}
-DOTTED = {f"model.{name}": dims for name, dims in MODEL_KEYS.items()}
-
-
-class KeysTest(unittest.TestCase):
-    @parameterized.expand(
-        [
-            ("nested", {"model": MODEL_KEYS, "optimizer": NESTED}, "model.", 1),
-            ("flattened", {"model": MODEL_KEYS, "optim": FLAT}, "model.", 1),
-            ("torchtitan", {**MODEL_KEYS, "optimizer": FLAT, "train_state": {"step": 0}, "x": None}, "", 1),
-            ("model alone", {"model": MODEL_KEYS}, "model.", 0),
-            ("model alone at the top", MODEL_KEYS, "", 0),
-            ("optimizer alone", {"optimizer": NESTED}, None, 1),
-            ("optimizer alone at the top", NESTED, None, 1),
-            ("flattened optimizer at the top", {**FLAT, "model": MODEL_KEYS}, "model.", 1),
-            ("app", {"app": {"model": MODEL_KEYS, "optim": NESTED}}, "app.model.", 1),
-            ("app by id", {"app": {"model": MODEL_KEYS, "optim": BY_ID}}, "app.model.", 1),
-            ("of any name", {"net": MODEL_KEYS, "adam": NESTED, "rng": {"cpu": 1}}, "net.", 1),
-            ("of any name, by id", {"net": MODEL_KEYS, "adam": BY_ID, "counters": {"n": 0}}, "net.", 1),
-            ("state_dict", {"state_dict": MODEL_KEYS, "optimizer_0": NESTED}, "state_dict.", 1),
-            ("an average beside the model", {"ema": MODEL_KEYS, "model": MODEL_KEYS, "optim": NESTED}, "model.", 1),
-            (
-                "an average with its own model",
-                {"ema": {"model": MODEL_KEYS}, "model": MODEL_KEYS, "optim": NESTED},
-                "model.",
-                1,
-            ),
-            ("a prefix in the names", {**DOTTED, "optim": NESTED}, "model.", 1),
-            ("two numbered", {"model": MODEL_KEYS, "optimizer_1": FLAT, "optimizer_0": FLAT}, "model.", 2),
-            ("a list", {"model": MODEL_KEYS, "optimizers": [NESTED, NESTED]}, "model.", 2),
-            ("one inside of another", {"model": MODEL_KEYS, "optim": {**NESTED, "base": NESTED}}, "model.", 1),
-            (
-                "a scheduler with groups",
-                {"model": MODEL_KEYS, "optim": NESTED, "sched": {"last_lr": None}},
-                "model.",
-                1,
-            ),
-        ]
-    )
-    def test_found(self, _: str, saved: Any, prefix: str | None, num_optimizers: int) -> None:
-        keys = keys_of(saved)
-        found = self.meaning(keys)
-        wanted = {} if prefix is None else {name: f"{prefix}{name}" for name in MODEL_KEYS}
-        self.assertEqual(dict(found.model), wanted)
-        self.assertEqual(len(found.optimizers), num_optimizers)
-
-    def meaning(self, keys: Mapping[str, tuple[tuple[str | int, ...], int | None]]) -> Any:
-        paths = {key: path for key, (path, _) in keys.items()}
-        return meaning_of("here", paths, {key: dims for key, (_, dims) in keys.items() if dims is not None})
-
-    @parameterized.expand(
-        [
-            ("two models", {"net": MODEL_KEYS, "twin": MODEL_KEYS, "adam": NESTED}, ["net", "twin", "model"]),
-            ("two models without an optimizer", {"net": MODEL_KEYS, "twin": MODEL_KEYS}, ["net", "twin"]),
-            ("two optimizers", {"model": MODEL_KEYS, "first": NESTED, "second": NESTED}, ["first", "second"]),
-            (
-                "two apps",
-                {"app": {"model": MODEL_KEYS, "optim": NESTED}, "b": {"model": MODEL_KEYS, "optim": NESTED}},
-                ["app", "b"],
-            ),
-        ]
-    )
-    def test_candidates_are_named(self, _: str, saved: Any, names: Sequence[str]) -> None:
-        with self.assertRaises(CheckpointError) as caught:
-            self.meaning(keys_of(saved))
-        for name in names:
-            self.assertIn(name, str(caught.exception))
-
-    def test_numbers_say_the_order(self) -> None:
-        found = self.meaning(keys_of({"model": MODEL_KEYS, **{f"optimizer_{n}": NESTED for n in (10, 2, 0)}}))
-        first = [tree["param_groups"][0]["lr"] for tree in found.optimizers]
-        self.assertEqual(first, [Leaf(f"optimizer_{n}.param_groups.0.lr") for n in (0, 2, 10)])
-
-    def test_a_list_with_a_hole(self) -> None:
-        keys = keys_of({"model": MODEL_KEYS, "optim": NESTED})
-        keys["optim.param_groups.2.lr"] = (("optim", "param_groups", 2, "lr"), None)
-        with self.assertRaisesRegex(CheckpointError, "number 1 is missing"):
-            self.meaning(keys)
-
-
-class SeveralOptimizersTest(InFolder):
-    def write(self, names: Sequence[str], *, by_id: bool) -> Path:
-        files = DcpFiles(self.folder)
-        for number, name in enumerate(names):
-            files.tensor(["model", name], TALL)
-            key = "0" if by_id else name
-            files.tensor([f"optimizer_{number}", "state", key, "exp_avg"], TALL)
-            files.value([f"optimizer_{number}", "param_groups", 0, "lr"], number)
-            files.value([f"optimizer_{number}", "param_groups", 0, "params"], [0] if by_id else [name])
-        return files.finish()
-
-    def test_they_become_one(self) -> None:
-        with closing(opened(self.write(["a", "b"], by_id=False))) as reader:
-            full = reader.full_dict
-            assert full is not None
-            self.assertEqual(full["param_groups"], [{"lr": 0, "params": ["a"]}, {"lr": 1, "params": ["b"]}])
-            self.assertEqual(list(full["state"]), ["a", "b"])
-
-    def test_ids_count_on(self) -> None:
-        with closing(opened(self.write(["a", "b"], by_id=True))) as reader:
-            full = reader.full_dict
-            assert full is not None
-            self.assertEqual([group["params"] for group in full["param_groups"]], [[0], [1]])
-            self.assertEqual(list(full["state"]), [0, 1])
-
-    def test_a_parameter_in_two(self) -> None:
-        self.write(["a", "a"], by_id=False)
-        self.check_refused("a is in two of its optimizers")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,145 @@
+"""load in the middle of training: after evaluation, between steps, and buffers that a forward pass casts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from kit.cases import expand, some
+from kit.checkpoints import (
+    InFolder,
+    Whole,
+    buffers_of,
+    check_files,
+    load,
+    mine,
+    optims_of,
+    save,
+)
+from kit.torch_limits import cannot_run, skip_if
+from kit.wrapping import (
+    STEPS,
+    WRAPPERS,
+    Differs,
+    Oracle,
+    Trained,
+    check_same,
+    cpu,
+    in_fairscale,
+    in_fsdp1,
+    in_fsdp2,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from fsdp_optim.testing import run_on_ranks
+
+LIVE: dict[str, str | Callable[[nn.Module], Any]] = {
+    **{wrapper: wrapper for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"},
+    "fairscale, not resharding": lambda model: in_fairscale(model, reshard_after_forward=False),
+    "FSDP1 SHARD_GRAD_OP": lambda model: in_fsdp1(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "FSDP1 orig SHARD_GRAD_OP": lambda model: in_fsdp1(
+        model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True
+    ),
+    "FSDP1 NO_SHARD": lambda model: in_fsdp1(model, sharding_strategy=ShardingStrategy.NO_SHARD),
+    "FSDP2, not resharding": lambda model: in_fsdp2(model, reshard_after_forward=False),
+}
+
+
+def evaluate(trained: Trained) -> Tensor:
+    """Some wrappers leave whole parameters in the model after it."""
+    trained.model.eval()
+    with torch.no_grad():
+        return trained.model(torch.arange(10.0).reshape(2, 5) / 64).clone()
+
+
+def train_really(trained: Trained) -> None:
+    trained.forget_gradients()
+    trained.model.train()
+    for _ in range(2):
+        trained.model(torch.arange(10.0).reshape(2, 5) / 64).sum().backward()
+        for optim in optims_of(trained):
+            optim.step()
+            optim.zero_grad()
+
+
+def held(trained: Trained) -> dict[str, Any]:
+    """`mine` without state of parameters of which this rank has nothing: torch's FSDP1 does not count their steps."""
+    found = mine(trained)
+    state = {name: values for name, values in found["state"].items() if found["values"][name].numel()}
+    return {**found, "state": state}
+
+
+def load_after_evaluation(root: Path, wrapper: str) -> None:
+    with cpu():
+        source, alike, target = (Trained(LIVE[wrapper], steps=steps) for steps in (STEPS, STEPS, 0))
+        parts, wanted = mine(alike), evaluate(alike)
+        check_same("outputs", evaluate(source), wanted)
+        save(root / "evaluated", source)
+        check_same("outputs after saving", evaluate(source), wanted)
+        if torch.equal(evaluate(target), wanted):
+            raise Differs("the outputs were to depend on the parameters")
+        load(root / "evaluated", target)
+        check_same("restored", mine(target), parts)
+        check_same("outputs after loading", evaluate(target), wanted)
+
+
+def load_between_steps(root: Path, wrapper: str) -> None:
+    with cpu():
+        source, target = (Trained(LIVE[wrapper], steps=steps) for steps in (STEPS, 1))
+        train_really(source)
+        train_really(target)
+        save(root / "trained", source)
+        load(root / "trained", target)
+        check_same("restored", held(target), held(source))
+        for one in (source, target):
+            train_really(one)
+        check_same("trained on", held(target), held(source))
+        check_same("outputs", evaluate(target), evaluate(source))
+
+
+CASTING: dict[str, Callable[[nn.Module], Any]] = {
+    "fairscale": in_fairscale,  # to float32
+    "FSDP1": lambda model: in_fsdp1(model, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)),
+    "FSDP1 orig": lambda model: in_fsdp1(
+        model, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), use_orig_params=True
+    ),
+}
+
+
+def load_cast_buffers(root: Path, wrapper: str, first: str) -> None:
+    """`first`: which of the two has been through a forward pass, which is when wrappers cast their buffers."""
+    with cpu():
+        source, alike, target = (Trained(CASTING[wrapper], steps=steps, model=Whole) for steps in (STEPS, STEPS, 0))
+        for one in (source, target):
+            if first in ("both", "source" if one is source else "target"):
+                evaluate(one)
+        save(root / "step-1", source)
+        load(root / "step-1", target)
+        check_same("outputs", evaluate(target), evaluate(alike))
+        buffers, wanted = buffers_of(target), buffers_of(alike)
+        check_same("names of buffers", list(buffers), list(wanted))
+        for name, buffer in wanted.items():
+            torch.testing.assert_close(buffers[name].double(), buffer.double(), rtol=2**-8, atol=0, msg=name)
+
+
+class LiveTest(InFolder):
+    @expand(*some(itertools.product(CASTING, ("source", "target", "both")), every=4))
+    def test_buffers_that_the_wrapper_casts(self, wrapper: str, first: str) -> None:
+        """A job that is started again has not cast its buffers yet when it loads."""
+        run_on_ranks(load_cast_buffers, 2, self.root, wrapper, first)
+
+    @expand(*some(LIVE, every=4))
+    def test_after_an_evaluation(self, wrapper: str) -> None:
+        """Outputs after loading are those of what was loaded."""
+        skip_if(self, cannot_run(wrapper))
+        run_on_ranks(load_after_evaluation, 4 if wrapper == "HSDP" else 2, self.root, wrapper)
+        check_files(self.root / "evaluated", Oracle())
+
+    @expand(*some(LIVE, every=4, first=2))
+    def test_between_steps(self, wrapper: str) -> None:
+        skip_if(self, cannot_run(wrapper))
+        run_on_ranks(load_between_steps, 4 if wrapper == "HSDP" else 2, self.root, wrapper)
