@@ -145,9 +145,6 @@ class GivenDict:
     def about(self) -> Mapping[str, str]:
         return {}
 
-    def versions(self) -> Sequence[object]:
-        return ()
-
     def close(self) -> None:
         """There is nothing to close."""
 

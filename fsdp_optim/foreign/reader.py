@@ -301,9 +301,6 @@ class ForeignReader:
             if version != () and self.opened.version_of(name) != version:
                 raise ReplacedError(f"{self.opened.named(name)}: was written again during the load: load it once more")
 
-    def versions(self) -> Sequence[object]:
-        return [self.metadata_digest, *((name, self.opened.version_of(name)) for name in self._versions)]
-
     def close(self) -> None:
         self.opened.close()
 

@@ -79,8 +79,6 @@ def verify(
                 files,
                 plan_units(files, unit_nbytes, {}),
                 join=Nowhere,
-                staged=None,
-                has_journal=False,
                 unit_nbytes=unit_nbytes,
                 shown=lambda num: shown.up_to(of_archives + num),
                 failed=lambda error: problems.append(str(error)),

@@ -261,8 +261,5 @@ class RawReader:
     def about(self) -> Mapping[str, str]:
         return {}
 
-    def versions(self) -> list[object]:
-        return [self.version]
-
     def close(self) -> None:
         self.opened.close()

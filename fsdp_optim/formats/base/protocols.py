@@ -171,10 +171,6 @@ class FormatReader(Protocol):
     def check_unchanged(self) -> None:
         """Raise ReplacedError if another checkpoint was written over this one since it was opened."""
 
-    def versions(self) -> Sequence[object]:
-        """Values that change when any of the files is written again."""
-        return ()
-
     def about(self) -> Mapping[str, str]:
         """Other facts about the save, for users: its author and its time."""
         return {}

@@ -205,10 +205,6 @@ class Checkpoint:
             "saved at": f"{saved:%Y-%m-%d %H:%M:%S} UTC, by the clock of the machine that saved",
         }
 
-    def versions(self) -> Sequence[object]:
-        """Values that change when any of the files is written again."""
-        return [(name, self.opened.version_of(name)) for name in (NAME, *self.files)]
-
     def extra(self, name: str, *, verify: bool) -> Extra:
         return self._extra(file_of_extra(name), verify=verify)
 

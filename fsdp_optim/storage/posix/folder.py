@@ -16,10 +16,9 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import (
-    UNTIL_COMMIT,
     Capabilities,
     CheckpointProbe,
-    ResumableStaging,
+    Staging,
 )
 from fsdp_optim.storage.posix.claim import LOCK, claim
 from fsdp_optim.storage.posix.files import close_quietly, make_file, remove_tree, sync_file, sync_folder, write_file
@@ -28,13 +27,11 @@ from fsdp_optim.storage.posix.filling import Filling
 from fsdp_optim.storage.posix.free import check_free, check_name
 from fsdp_optim.storage.posix.leftovers import (
     NEW,
-    NOTE,
     OLD,
     SAVING,
     give_up,
     remove_leftovers,
     restore_old,
-    take_over,
 )
 from fsdp_optim.storage.posix.looks import is_nothing, is_there, may_be_there, token_of
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
@@ -67,7 +64,7 @@ class _Seen:
 
 
 @dataclass
-class FolderStaging(ResumableStaging):
+class FolderStaging(Staging):
     """A folder that is being written. One process creates the folder; the other processes get its path."""
 
     path: Path
@@ -78,7 +75,6 @@ class FolderStaging(ResumableStaging):
     before: _Seen | None = None  # the folder at the path when this save began
     filling: Filling | None = None  # files of a trainer that the checkpoint gets too
     made: set[str] = field(default_factory=set)  # the files that this process has created
-    is_resumed: bool = False  # a dead process has created files
 
     @classmethod
     def begin(
@@ -110,29 +106,6 @@ class FolderStaging(ResumableStaging):
                     if attempt == _ATTEMPTS - 1:
                         raise
             raise FileNotFoundError(errno.ENOENT, "unreachable")
-        except OSError as error:
-            raise _failed(path, "cannot be saved", error) from None
-
-    @classmethod
-    def resume(cls, path: Path, probe: CheckpointProbe[Any], note: str, *, overwrite: bool) -> FolderStaging | None:
-        """Take over the folder of a dead save that was kept with this note. Raises CheckpointError where `path` is taken."""
-        path = Path(os.path.abspath(path))
-        check_name(path)
-        try:
-            check_free(path, probe, overwrite=overwrite)
-            restore_old(path, probe, overwrite=overwrite)
-            found = take_over(path, note)
-            if found is None:
-                return None
-            folder, lock = found
-            staging = cls(path, folder, probe, overwrite, lock, _Seen.at(path, probe), is_resumed=True)
-            try:
-                remove_leftovers(path, probe)
-                check_free(path, probe, overwrite=overwrite)
-            except BaseException:
-                staging.leave()
-                raise
-            return staging
         except OSError as error:
             raise _failed(path, "cannot be saved", error) from None
 
@@ -192,7 +165,7 @@ class FolderStaging(ResumableStaging):
     def seal(self, names: Sequence[str], receipts: Sequence[bytes], *, durable: bool) -> None:
         if durable:  # also files into which no process wrote; those of other processes were flushed by them
             for name in names:
-                if name in self.made or self.is_resumed:
+                if name in self.made:
                     sync_file(self.folder / name)
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
@@ -200,7 +173,6 @@ class FolderStaging(ResumableStaging):
 
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
         self.put(manifest, data, durable=durable)
-        self.drop([name.name for name in self.folder.iterdir() if name.name.startswith(UNTIL_COMMIT)])
         self.take_place(durable=durable)
 
     def take_place(self, *, durable: bool) -> None:
@@ -278,23 +250,6 @@ class FolderStaging(ResumableStaging):
         if strangers:
             carry_over(self.path, self.folder, strangers)
             log.info("%s: carried over to the new checkpoint: %s", self.path, ", ".join(strangers))
-
-    def keep(self, note: str) -> None:
-        write_file(self.folder / NOTE, note.encode(), durable=False)
-
-    def leave(self) -> None:
-        self._unlock()
-
-    def names(self) -> list[str]:
-        files = (path for path in self.folder.rglob("*") if path.is_file())
-        return sorted(path.relative_to(self.folder).as_posix() for path in files if path.name not in (LOCK, NOTE))
-
-    def drop(self, names: Sequence[str]) -> None:
-        try:
-            for name in names:
-                (self.folder / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{self.folder / name}: cannot be removed: {error.strerror or error}") from None
 
     def abandon(self, *, late: bool = False) -> None:
         """Remove the folder, after a failure. Raises nothing. In a folder that is gone nobody creates a file (`late`)."""

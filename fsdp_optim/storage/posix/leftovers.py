@@ -7,7 +7,6 @@ is the earlier checkpoint, until the new one is in place. `<path>.gone-<token>` 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -18,18 +17,14 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import UNTIL_COMMIT, CheckpointProbe, CheckpointStatus, SummaryT
-from fsdp_optim.storage.posix.claim import LOCK, is_held, write_claim
-from fsdp_optim.storage.posix.files import close_quietly, remove_tree, sync_folder
+from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, SummaryT
+from fsdp_optim.storage.posix.claim import is_held
+from fsdp_optim.storage.posix.files import remove_tree, sync_folder
 from fsdp_optim.storage.posix.looks import is_nothing, may_be_there, status_of
-
-NOTE = f"{UNTIL_COMMIT}note"
-"""The file with the note of a save that can be resumed."""
 
 NEW, SAVING, OLD, GONE = ".new-", ".saving-", ".old-", ".gone-"
 UNFINISHED = (NEW, SAVING, GONE)
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
-_MOST_NOTE_NBYTES = 1 << 12
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 log = logging.getLogger("fsdp_optim")
@@ -146,44 +141,6 @@ def _is_replaced(folder: Path, base: Path, probe: CheckpointProbe[SummaryT]) -> 
     except OSError:
         return False
     return True
-
-
-def take_over(path: Path, note: str) -> tuple[Path, int] | None:
-    """The folder of a dead save to `path` that has this note, and a file descriptor that holds its lock; None: there is none."""
-    for folder in _siblings(path, SAVING):
-        if _note_in(folder) != note.encode() or is_held(folder):
-            continue
-        try:
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), os.stat(folder / LOCK)):  # else another save has removed it meanwhile
-                write_claim(folder, is_locked=True)
-                log.info("going on in %s, which a process that died has left", folder)
-                return folder, lock
-        except OSError:
-            pass  # another process was faster
-        except BaseException:
-            close_quietly(lock)
-            raise
-        close_quietly(lock)
-    return None
-
-
-def _note_in(folder: Path) -> bytes | None:
-    """The note of a save that can be resumed; None if there is none."""
-    try:
-        note = os.open(folder / NOTE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return os.read(note, _MOST_NOTE_NBYTES) if stat.S_ISREG(os.fstat(note).st_mode) else None
-    except OSError:
-        return None
-    finally:
-        close_quietly(note)
 
 
 def restore_old(path: Path, probe: CheckpointProbe[SummaryT], *, overwrite: bool) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, causes_of
-from fsdp_optim.storage.base import CheckpointProbe, ResumableStore
+from fsdp_optim.storage.base import CheckpointProbe, Store
 from fsdp_optim.storage.posix.beacon import beacon_above, sees
 from fsdp_optim.storage.posix.directory import FolderShelf
 from fsdp_optim.storage.posix.files import absolute
@@ -26,7 +26,7 @@ from fsdp_optim.storage.posix.writer import FolderWriter
 _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two renames
 
 
-class Folder(ResumableStore):
+class Folder(Store):
     """The checkpoint of a path. `judge`: answers of the format about the files there."""
 
     def __init__(self, path: str | os.PathLike[str], probe: CheckpointProbe[Any]) -> None:
@@ -69,12 +69,6 @@ class Folder(ResumableStore):
                 raise CheckpointError(f"{staging.folder}: {error.strerror or error}") from error
             raise
         return staging
-
-    def resume(self, note: str, *, overwrite: bool) -> FolderStaging | None:
-        return FolderStaging.resume(self.path, self._judge, note, overwrite=overwrite)
-
-    def staged(self, address: str) -> OpenFolder:
-        return OpenFolder(Path(address))
 
     def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> FolderWriter:
         return FolderWriter(Path(address), durable=durable, who=who)
