@@ -15,7 +15,7 @@ from parameterized import parameterized
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fsdp_optim
-from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.testing import run_on_threads
 
 FORMATS = [("dcp",), ("torchtitan",)]
 
@@ -62,7 +62,7 @@ class ConvertFormatsTest(SharedFolder):
 
     @parameterized.expand(FORMATS)
     def test_ranks_write_the_same_files(self, format: str) -> None:
-        written = run_on_ranks(convert_on_ranks, 2, self.source, self.target, format)
+        written = run_on_threads(convert_on_ranks, 2, self.source, self.target, format)
         self.assertTrue(all(written), written)
         check_same("files", data_of(self.target), data_of(self.root / format))
 

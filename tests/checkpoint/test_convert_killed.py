@@ -10,7 +10,7 @@ from unittest import mock
 from kit.compare import check_same
 from kit.conversions import MEMORY, check_converted, data_of, save_some
 from kit.folders import SharedFolder
-from kit.scripts import run
+from kit.forked import run
 from parameterized import parameterized
 
 import fsdp_optim
