@@ -35,7 +35,7 @@ class ReplicatedAdapter(Adapter):
         return True
 
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
-        """Whether a child is the `module` of a DistributedDataParallel or DataParallel, not of another class."""
+        """Return whether a child is the `module` of a DistributedDataParallel or DataParallel, not of another class."""
         return name == "module" and isinstance(module, (_ddp_class(), nn.DataParallel))
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
