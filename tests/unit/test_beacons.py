@@ -17,7 +17,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix import filesystem
 from fsdp_optim.storage.posix.beacon import BEACON, beacon_above, is_somebodys, refresh, sees
-from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, names_in
+from fsdp_optim.storage.posix.path_status import is_empty_folder, is_nothing, names_in
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
 TOKEN = "0123456789abcdef"
