@@ -76,7 +76,7 @@ class Adapter(ABC):
         """Return the Handles of tensors that an optimizer holds in place of the model's parameters, such as fp32 copies.
 
         The originals of a master are the model's parameters: all originals of a live parameter, or none. State is read and
-        loaded with these Handles, weights with those of `handles`. The Handle of a master needs the attribute `master`.
+        loaded with these Handles, weights with the Handles of `handles`. The Handle of a master needs the attribute `master`.
         """
         return ()
 

@@ -138,7 +138,7 @@ class Completion:
                     if not store.check([self._key("outcome")]):
                         raise
                     return None
-            # A lost rank counts only if nobody has reported since `ended` was read: a report may have come after the last beat.
+            # A lost rank counts only if no rank has reported since `ended` was read: a report may have come after the last beat.
             lost = {rank: how for rank, how in self._lost(ranks[1:]).items() if not self._is_done(rank)}
             if lost and store.add(self._key("ended"), 0) == ended:
                 raise CheckpointError(f"{self.what}: lost before their parts were written: {lost_ranks(lost)}")

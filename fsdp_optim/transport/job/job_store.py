@@ -51,7 +51,7 @@ class JobStore:
 
     Attributes:
         neighbours: the ranks on the host of the store, as text for errors.
-        last_meetings: the number and verdict of this rank's last meeting with the same ranks, by the prefix of its keys (`Meeting`).
+        last_meetings: the number and verdict of the last meeting with the same ranks, by the prefix of its keys (`Meeting`).
     """
 
     def __init__(self, find: Callable[[], Store], leaving: Leaving | None = None) -> None:
