@@ -69,7 +69,7 @@ class Adapter(ABC):
         return name in self.wrapper_parts
 
     def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
-        """Place -> live parameter, where another tensor is registered temporarily."""
+        """Return place -> live parameter, where another tensor is registered temporarily."""
         return {}
 
     def masters(self, tree: ModuleTree, optims: Sequence[Any]) -> Iterable[Handle]:
@@ -81,7 +81,7 @@ class Adapter(ABC):
         return ()
 
     def has_cut(self, param: torch.Tensor) -> bool:
-        """Return whether this wrapper has flattened or cut a tensor, so that the tensor must not count as a whole parameter."""
+        """Return whether this wrapper has flattened or cut a tensor, so that it must not count as a complete parameter."""
         return False
 
     def param_order(self, tree: ModuleTree) -> Iterable[torch.Tensor]:
@@ -105,4 +105,4 @@ class Adapter(ABC):
         raise NotImplementedError
 
     def reshard(self, tree: ModuleTree) -> None:  # noqa: B027
-        """Free the whole parameters that a forward pass has left, so that the next forward pass uses the new shards."""
+        """Free the unsharded parameters that a forward pass has left, so that the next forward pass uses the new shards."""

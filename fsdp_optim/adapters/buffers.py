@@ -28,7 +28,7 @@ class Buffers:
 
 
 def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView, rename: Rename) -> Buffers:
-    """Return the persistent buffers, each whole on the ranks that hold the nearest parameters, unless a wrapper has cut it."""
+    """Return the persistent buffers, each complete on the ranks that hold the nearest parameters, unless a wrapper has cut it."""
     near = Near(tree, view)
     cast = {id(buffer) for adapter in adapters for buffer in adapter.cast_buffers(tree)}
     handles: dict[str, Handle] = {}

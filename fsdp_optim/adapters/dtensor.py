@@ -128,7 +128,7 @@ def _check_local_shape(fqn: str, param: DTensor, placement: OnMesh) -> None:
 def _sharded_params(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
     """Return the sharded parameters of fully_shard, by owner and name.
 
-    After a forward pass without a backward pass, whole parameters are registered in place of the sharded parameters, which
+    After a forward pass without a backward pass, unsharded parameters are registered in place of the sharded parameters, which
     the optimizer holds.
     """
     params: dict[Place, torch.Tensor] = {}

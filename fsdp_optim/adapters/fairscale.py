@@ -124,7 +124,7 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
         num_padded=num_padded,
         collected=not unit.no_broadcast_optim_state,
         aliases=aliases,
-        # While a unit is in use, `data` has the whole parameter, possibly in half precision.
+        # While a unit is in use, `data` has the unsharded parameter, possibly in half precision.
         kept=lambda: _kept(param, tree.fqn(originals[0].module, originals[0].attribute) if is_summoned else ""),
     )
 

@@ -127,7 +127,7 @@ class ModelReader:
         return [as_declared(self._tree, handle, self._rank) for handle in claimed.values()]
 
     def _check_unclaimed(self, claimed: Collection[int]) -> None:
-        """Raise WrapperError for a part of a wrapped model, whose flattened or cut tensors would count as whole parameters."""
+        """Raise WrapperError for a part of a wrapped model, whose flattened or cut tensors would count as complete parameters."""
         for param, sites in self._tree.params():
             if id(param) not in claimed:
                 for adapter in self._adapters:
@@ -139,12 +139,12 @@ class ModelReader:
                         )
 
     def reshard(self) -> None:
-        """Free the whole parameters that a forward pass has left, so that the next forward pass uses the new shards."""
+        """Free the unsharded parameters that a forward pass has left, so that the next forward pass uses the new shards."""
         for adapter in self._adapters:
             adapter.reshard(self._tree)
 
     def buffers(self, view: ModelView, name_of: NameOf | None = None) -> Buffers:
-        """Return the persistent buffers: cut as a wrapper has cut them, else whole on the ranks with the nearest parameters."""
+        """Return the persistent buffers, as a wrapper has cut them, else complete on the ranks with the nearest parameters."""
         return read_buffers(self._tree, self._adapters, view, _renamed_by(name_of))
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:

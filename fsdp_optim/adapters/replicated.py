@@ -1,4 +1,4 @@
-"""DistributedDataParallel and plain modules, whose parameters are whole on each of their ranks."""
+"""DistributedDataParallel and plain modules, whose parameters are complete on each of their ranks."""
 
 from __future__ import annotations
 

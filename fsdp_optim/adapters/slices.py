@@ -56,7 +56,7 @@ def has_declared(tree: ModuleTree) -> bool:
 
 
 def as_declared(tree: ModuleTree, handle: Handle, rank: int) -> Handle:
-    """Return the Handle with its declared slices in the place of whole parameters."""
+    """Return the Handle with its declared slices in place of complete parameters."""
     originals, is_declared = [], False
     for original in handle.originals:
         declared = vars(original.module).get(_DECLARED, {}).get(original.attribute)

@@ -59,7 +59,7 @@ class ModuleTree:
         is_wrapper_child: IsWrapperChild,
         stand_ins: StandIns = lambda modules: {},
     ) -> None:
-        """`roots`: the model, or the pipeline stages of this rank, which have the FQNs of the whole model."""
+        """`roots`: the model, or the pipeline stages of this rank, which have the FQNs of the complete model."""
         self.root = roots[0]
         self._is_wrapper_child = is_wrapper_child
         self._sites: dict[nn.Module, _Site] = {}

@@ -105,7 +105,7 @@ def _clipped(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
 
 
 def _rows(copy: Copy, low: int, high: int, *, whole: bool) -> Copy:
-    """Rows [low, high) of a copy; with `whole` False, row `low` as a copy with a dimension less."""
+    """Return rows [low, high) of a copy; with `whole` False, row `low` as a copy with a dimension less."""
     source = copy.source_offset + low * copy.source_strides[0]
     target = copy.target_offset + low * copy.target_strides[0]
     if whole:

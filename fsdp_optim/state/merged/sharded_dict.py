@@ -12,7 +12,7 @@ from fsdp_optim.state.merged.replicas import NAME_OF
 from fsdp_optim.state.merged.reports import Pairs, first_difference
 
 WHOLE_HERE: tuple[int, ...] = ()
-"""The ranks in the placement of a whole value, until the parts of all ranks show which ranks have the value."""
+"""The ranks in the placement of a complete value, until the parts of all ranks show which ranks have the value."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ class Capabilities:
 
     Attributes:
         writes_ranges: whether several processes can write ranges of one file at the same time: from every machine, from one
-            machine only, in whole parts ("parts": each of the file's equal parts by one process), or not at all. Without that
+            machine only, in complete parts ("parts": each of the file's equal parts by one process), or not at all. Without that
             ability each file is written by one process.
         renames: whether a checkpoint gets its name by a single rename. False: its manifest is put last.
         part_nbytes: the size of the equal parts in which the store uploads a file, in bytes. 0: the store writes any range.

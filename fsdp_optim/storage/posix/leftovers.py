@@ -122,7 +122,7 @@ def remove_leftovers(path: Path, probe: CheckpointProbe[SummaryT]) -> None:
 
 
 def _remove_leftover(folder: Path, base: Path) -> None:
-    """Rename a folder and then remove it, so that a save that has just begun in the folder finds it gone as a whole."""
+    """Rename a folder and then remove it, so that a save that has just begun in the folder finds all of it gone at once."""
     gone = new_gone(base)
     try:
         folder.rename(gone)
