@@ -210,7 +210,7 @@ class _Work:
         content = b""
         try:
             if self.leads:
-                claim = Claim.lay(group, store.where)
+                claim = Claim.acquire(group, store.where)
                 staging, strategy = self._stage(store, is_one_machine=is_one_machine)
                 can = staging.capabilities
                 durable = self.options.durable or staging.replaces

@@ -17,7 +17,7 @@ from fsdp_optim import CheckpointError
 from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import beacon_above, filesystem, names_in
 from fsdp_optim.storage.posix.beacon import BEACON, is_somebodys, refresh, sees
-from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing
+from fsdp_optim.storage.posix.path_status import is_empty_folder, is_nothing
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
 TOKEN = "0123456789abcdef"

@@ -90,7 +90,7 @@ def find_stored(
         if key in used:
             continue
         fqn = names.canonical(key)
-        if fqn in by_fqn and names.are_one(key, by_fqn[fqn].key):
+        if fqn in by_fqn and names.would_collide(key, by_fqn[fqn].key):
             continue  # two tensors of the checkpoint, and the model has one of them
         if fqn in by_fqn:
             tied_copies.append((tensor, by_fqn[fqn]))

@@ -24,7 +24,7 @@ from fsdp_optim.memory import Slabs, dtype_name
 from fsdp_optim.options import LoadOptions, WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
-from fsdp_optim.state.live.fits import Fit
+from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.merged.global_state import GlobalState

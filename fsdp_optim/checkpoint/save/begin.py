@@ -243,7 +243,7 @@ class LeaderSetup:
         options = saved.options
         prepared, small_files = _prepared(saved, len(group.ranks))
         listed = managed.check(store) if managed is not None else ()
-        claim = Claim.lay(group, store.where)
+        claim = Claim.acquire(group, store.where)
         undo.callback(claim.release)
         staging = store.begin(overwrite=options.overwrite, durable=options.durable)
         undo.callback(staging.abandon)

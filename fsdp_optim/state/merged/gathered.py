@@ -15,7 +15,7 @@ from fsdp_optim.state.merged.global_state import GlobalState, Param
 def assemble(
     global_state: GlobalState, tensors: Mapping[tuple[str, str], Any], local: LocalOptim, rank: int, key_by: KeyBy
 ) -> FullDict:
-    """The full dict of a gather on this recipient. `tensors`: gathered values by (FQN, value name), which are not copied.
+    """Return the full dict of a gather on this recipient. `tensors`: gathered values by (FQN, value name), which are not copied.
 
     An opaque value of a flat parameter is in the state of the first original only.
     """
@@ -39,7 +39,7 @@ def assemble(
             if not p.handle.collected and p.state is not None and _is_variant(global_state, p.named.fqns)
             for fqn in p.named.fqns
         ),
-        # fairscale's reader counts consecutive equal values, so the originals of a flat parameter must be neighbours
+        # fairscale's reader counts consecutive equal values, so the originals of a flat parameter must be neighbours here
         local_ids={fqn: local_ids.get(fqn) for fqn in live_first},
         unknown_order=seen.unknown_order,
         classes=tuple(cls.name for cls in local.classes),
@@ -54,7 +54,7 @@ def _is_variant(global_state: GlobalState, fqns: Sequence[str]) -> bool:
 
 
 def values_of(param: Param, tensors: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-    """The state of one parameter: its scalars and its gathered values; empty for a parameter without state."""
+    """Return the state of one parameter: its scalars and its gathered values; empty for a parameter without state."""
     summary = param.summary
     if summary is None:
         return {}
@@ -67,8 +67,8 @@ def values_of(param: Param, tensors: Mapping[tuple[str, str], Any]) -> dict[str,
 
 
 def _num_padded(global_state: GlobalState, local: LocalOptim) -> list[list[int]]:
-    """The padding of each group rank, per flat parameter: this rank's units by local id, then the units of other ranks."""
-    mine = [p.named.fqns for p in local.params]
-    here = {fqns: list(p.handle.num_padded) for fqns, p in zip(mine, local.params, strict=True)}
+    """Return the padding of each group rank, per flat parameter: this rank's units by local id, then the units of other ranks."""
+    local_units = [p.named.fqns for p in local.params]
+    here = {fqns: list(p.handle.num_padded) for fqns, p in zip(local_units, local.params, strict=True)}
     others = {p.fqns: list(p.num_padded) for p in global_state.live if p.fqns not in here}
     return [*here.values(), *others.values()]
