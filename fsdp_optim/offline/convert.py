@@ -30,7 +30,7 @@ from fsdp_optim.checkpoint.save.finish import finish
 from fsdp_optim.checkpoint.save.job import Job, encode_written
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.checksums import hex_of
-from fsdp_optim.formats.base.protocols import Format, FormatReader, FormatWriter, Half
+from fsdp_optim.formats.base.protocols import Format, FormatWriter, Half, Reader
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.convert_file import named, place_of
@@ -85,8 +85,8 @@ def convert(
             work = _Work.of(group, checkpoint, transcript, writer, format, options)
             if not all_equal(group, "read", work.compared.encode()):
                 raise StateError(
-                    f"{checkpoint.where}: the processes that convert it see different checkpoints, or have other options: give "
-                    "all of them the same path and options"
+                    f"{checkpoint.index.where}: the processes that convert it see different checkpoints, or have other options: "
+                    "give all of them the same path and options"
                 )
             for why in transcript.left_out if work.leads else ():
                 log.warning("left out of the new checkpoint: %s", why)
@@ -128,7 +128,7 @@ class _Work:
     """A conversion as all ranks plan it."""
 
     group: RankGroup
-    checkpoint: FormatReader
+    checkpoint: Reader
     transcript: SourceContents
     writer: FormatWriter
     format: Format
@@ -139,7 +139,7 @@ class _Work:
     def of(
         cls,
         group: RankGroup,
-        checkpoint: FormatReader,
+        checkpoint: Reader,
         transcript: SourceContents,
         writer: FormatWriter,
         format: Format,
@@ -164,7 +164,7 @@ class _Work:
         """The source, the new files and the cut of both, as text."""
         files = [[file.name, file.plan.nbytes, hex_of(file.plan.head), self._frames_of(file)] for file in self.files]
         small = {name: hex_of(data) for name, data in self.transcript.files.items()}
-        described = [self.format.name, self.unit_nbytes, files, small, self.checkpoint.identity]
+        described = [self.format.name, self.unit_nbytes, files, small, self.checkpoint.index.identity]
         return json.dumps(described, sort_keys=True, default=str)
 
     def _frames_of(self, file: File) -> str:
@@ -319,7 +319,7 @@ class _Work:
             loads[owner] += file.plan.nbytes
         as_save = SaveOptions(
             options.call,
-            step=self.checkpoint.step,
+            step=self.checkpoint.index.facts.step,
             max_file_size=options.max_file_size,
             overwrite=options.overwrite,
             durable=begun.durable,

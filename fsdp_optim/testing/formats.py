@@ -36,15 +36,17 @@ from fsdp_optim.formats.base.protocols import (
     COMMON,
     CheckpointContents,
     Format,
-    FormatReader,
     Half,
     PlannedFile,
     PlannedTensor,
+    Reader,
     Stamp,
     StoredTensor,
     WrittenFiles,
     rank_extra_name,
 )
+from fsdp_optim.formats.base.saved_optim import description_of
+from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing.mix_in import MixIn
@@ -147,7 +149,7 @@ class FormatConformance(MixIn):
         state = {"state.large.exp_avg": torch.ones(300, 1000), "state.large.step": torch.tensor(3.0)}
         return {"model": model, "optim": state}
 
-    def _description(self) -> OptimDescription:
+    def _description(self, shape: Shape = (300, 1000)) -> OptimDescription:
         values = (
             ("exp_avg", TENSOR, "state.large.exp_avg"),
             ("step", SCALAR_TENSOR, "state.large.step"),
@@ -157,7 +159,7 @@ class FormatConformance(MixIn):
         return OptimDescription(
             groups=(GroupDescription((("lr", 1e-3), ("betas", (0.9, 0.999)), ("eps", 1e-8)), ("large",)),),
             other_keys={"loss_scale": 2.0},
-            params={"large": ParamDescription((300, 1000), values, has_state=True)},
+            params={"large": ParamDescription(shape, values, has_state=True)},
             optimizer_class="Adam",
         )
 
@@ -185,15 +187,15 @@ class FormatConformance(MixIn):
         """Everything that a reader returns, including elements."""
         with store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
-            found: dict[str, Any] = {"description": None}
-            for half, tensors in (("model", reader.model), ("optim", reader.optim)):
+            index, found = reader.index, dict[str, Any](description=None)
+            for half, tensors in (("model", index.weights), ("optim", index.optim_tensors)):
                 for key, stored in tensors.items():
                     found[f"{half}: {key}"] = _elements_of(reader, stored)
-            if reader.has_optim:
-                found["description"] = reader.description(allow_pickle=False, records={})
-            for name in sorted(reader.extras):
-                found[f"extra: {name}"] = reader.extra(name, verify=True).decoded(allow_pickle=False)
-            found["rest"] = (dict(reader.aliases), reader.world_size, reader.step)
+            if index.optim is not None:
+                found["description"] = description_of(index.optim.decoded(allow_pickle=False, records={}))
+            for name in sorted(index.extras):
+                found[f"extra: {name}"] = index.extras[name].decoded(allow_pickle=False)
+            found["rest"] = (dict(index.aliases), index.facts.world_size, index.facts.step)
             reader.check_unchanged()
             return found
 
@@ -217,8 +219,8 @@ class FormatConformance(MixIn):
         store = self._save({"model": self._tensors()["model"]}, None).store
         with store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
-            self._case.assertFalse(reader.has_optim)
-            self._case.assertEqual(dict(reader.optim), {})
+            self._case.assertIsNone(reader.index.optim)
+            self._case.assertEqual(dict(reader.index.optim_tensors), {})
 
     def test_extents_have_every_element_once(self) -> None:
         """No two tensors share bytes, and the ranks of storage have all of a tensor together."""
@@ -226,7 +228,7 @@ class FormatConformance(MixIn):
         taken: dict[str, list[tuple[int, int]]] = {}
         with saved.store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
-            for stored in (*reader.model.values(), *reader.optim.values()):
+            for stored in (*reader.index.weights.values(), *reader.index.optim_tensors.values()):
                 placement = stored.placement
                 self._case.assertIsNone(placement.gap(), stored.key)
                 numels = [placement.numel_on(rank) for rank in placement.ranks]
@@ -247,7 +249,7 @@ class FormatConformance(MixIn):
         store = self._save(halves, self._description()).store
         with store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
-            file, start = reader.model["large"].place_on(-1)
+            file, start = reader.index.weights["large"].place_on(-1)
             wanted = bytes(_bytes_of(halves["model"]["large"]))
             for first, stop in ((0, 1), (1, 2), (4095, 70_001), (len(wanted) - 1, len(wanted))):
                 memory = bytearray(b"\xaa" * (stop - first + 2))
@@ -259,7 +261,7 @@ class FormatConformance(MixIn):
         small = {"model": {"w": torch.arange(70.0), "flag": torch.tensor([True, False])}, "optim": {}}
         for key in ("state.large.exp_avg", "state.large.step"):
             small["optim"][key] = torch.ones(2) if key.endswith("avg") else torch.tensor(1.0)
-        saved = self._save(small, self._description(), most_nbytes=100)  # type: ignore[arg-type]
+        saved = self._save(small, self._description((2,)), most_nbytes=100)  # type: ignore[arg-type]
         self._everything(self._put(saved.files, saved.manifest))
         for name, data in saved.files.items():
             cut = 9 if name == saved.manifest else 1  # the last bytes of a text may say nothing
@@ -308,7 +310,7 @@ class FormatConformance(MixIn):
         found = []
         for _ in range(2):
             with self._save({"model": {"w": torch.ones(2)}}, None).store.open() as opened:
-                found.append([self.make_format().open(opened, verify=True).identity for _ in range(2)])
+                found.append([self.make_format().open(opened, verify=True).index.identity for _ in range(2)])
         self._case.assertEqual(found[0][0], found[0][1])
         self._case.assertNotEqual(found[0][0], found[1][0])
 
@@ -323,7 +325,7 @@ class FormatConformance(MixIn):
             try:
                 with store.open() as opened:
                     reader = self.make_format().open(opened, verify=True)
-                    file, start = reader.model["big"].place_on(-1)
+                    file, start = reader.index.weights["big"].place_on(-1)
                     reader.read({file: [Extent(start, memory)]})
                 _, peak = tracemalloc.get_traced_memory()
             finally:
@@ -354,7 +356,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.numpy().data if flat.numel() else memoryview(bytearray())
 
 
-def _elements_of(reader: FormatReader, stored: StoredTensor) -> torch.Tensor:
+def _elements_of(reader: Reader, stored: StoredTensor) -> torch.Tensor:
     """A whole tensor, joined from its elements on the ranks of storage."""
     whole = torch.empty(stored.placement.numel, dtype=dtype_named(stored.dtype))
     for rank in stored.placement.ranks:

@@ -39,12 +39,12 @@ from fsdp_optim.formats.base.protocols import (
     COMMON,
     MODULES,
     CheckpointContents,
-    FormatReader,
     FormatWriter,
     Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
+    Reader,
     Stamp,
     WrittenFiles,
 )
@@ -96,7 +96,7 @@ class DcpWriter(FormatWriter):
         files = {"values.distcp": values.encoded()} if values.items else {}
         return Prepared(contents.content, "", files, contents.optim, contents)
 
-    def copied(self, reader: FormatReader) -> Prepared | None:
+    def copied(self, reader: Reader) -> Prepared | None:
         return None
 
     def files(

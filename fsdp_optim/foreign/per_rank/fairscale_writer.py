@@ -19,7 +19,7 @@ import torch
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun, shortened
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
-from fsdp_optim.foreign.per_rank.fairscale_units import FlatUnit, Units, units_of
+from fsdp_optim.foreign.per_rank.fairscale_units import FlatUnit, Units, cut_of, units_of
 from fsdp_optim.foreign.torch.folder import TorchFilesJudge, sequence_of
 from fsdp_optim.foreign.torch.writer import SmallTensors, check_safe, manifest_of
 from fsdp_optim.formats.base.description import TENSOR
@@ -29,12 +29,12 @@ from fsdp_optim.formats.base.protocols import (
     MODULES,
     CheckpointContents,
     Format,
-    FormatReader,
     FormatWriter,
     Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
+    Reader,
     Stamp,
     WrittenFiles,
 )
@@ -72,7 +72,7 @@ class WrittenFairscaleShards(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(self.probe.manifest) and opened.has(f"{STEM}-shard0.pt")
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         return FAIRSCALE_SHARDS.open(opened, verify=verify)
 
     def writer(self) -> FormatWriter:
@@ -95,11 +95,13 @@ class FairscaleShardsWriter(FormatWriter):
     _extras: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
-        flattens = self.flattens if self.flattens is not None else self.given is not None or contents.flattens
+        cut = cut_of(contents)
+        as_source = self.given is not None or cut is None or cut.flattens
+        flattens = self.flattens if self.flattens is not None else as_source
         self._contents, self._units = contents, tuple(units_of(contents, self.given, flattens=flattens))
         return Prepared(contents.content, "", {}, None, contents)
 
-    def copied(self, reader: FormatReader) -> Prepared | None:
+    def copied(self, reader: Reader) -> Prepared | None:
         return None
 
     def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:

@@ -32,12 +32,12 @@ from fsdp_optim.formats.base.protocols import (
     MODULES,
     CheckpointContents,
     Format,
-    FormatReader,
     FormatWriter,
     Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
+    Reader,
     Stamp,
     WrittenFiles,
 )
@@ -70,7 +70,7 @@ class WrittenTorchFiles(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         return TORCH_FILE.open(opened, verify=verify)
 
     def writer(self) -> FormatWriter:
@@ -105,7 +105,7 @@ class TorchWriter(FormatWriter):
         self._contents = contents
         return Prepared(contents.content, "", {}, contents.optim, contents)
 
-    def copied(self, reader: FormatReader) -> Prepared | None:
+    def copied(self, reader: Reader) -> Prepared | None:
         return None
 
     def files(

@@ -3,11 +3,9 @@
 Reading. All ranks make the same calls, and each rank reads only the bytes that it needs:
 
     format.recognises(opened)                     # a quick look: are the files of this format?
-    reader = format.open(opened, verify=...)      # names, dtypes, places of elements; raises CheckpointError
-    reader.model, reader.optim                    # tensors by key, without their elements
-    reader.description(...)                       # the optimizer's state, without the elements of tensors
-    reader.read(extents)                          # as often as needed, into memory of the caller
-    reader.extra(name)                            # the trainer's values
+    reader = format.open(opened, verify=...)      # raises CheckpointError for damage; reads no elements of tensors
+    reader.index                                  # all that the checkpoint says: weights, optimizer, values of the trainer, facts
+    reader.read(extents)                          # elements, as often as needed, into memory of the caller
     reader.check_unchanged()                      # after the last read
     reader.close()
 
@@ -27,12 +25,12 @@ elements of each such rank are one range of bytes of one file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from fsdp_optim.errors import ReplacedError
-from fsdp_optim.formats.base.description import OptimDescription
 from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.records import (
     COMMON,
     MODULES,
@@ -57,21 +55,20 @@ __all__ = [
     "UNKNOWN_WEIGHTS",
     "CheckpointContents",
     "Chunks",
-    "ExtraValues",
     "Format",
-    "FormatReader",
     "FormatWriter",
     "Half",
     "PlannedFile",
     "PlannedTensor",
     "Prepared",
+    "Reader",
     "SavedWeights",
     "Stamp",
     "StoredTensor",
+    "TensorReader",
     "WrittenFiles",
     "rank_extra_name",
     "replaced_error",
-    "weights_in",
 ]
 
 
@@ -82,80 +79,12 @@ def replaced_error(where: str) -> ReplacedError:
     )
 
 
-class ExtraValues(Protocol):
-    """One value of the trainer, which has been read but not decoded."""
-
-    def decoded(self, *, allow_pickle: bool) -> Any:
-        """The value. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
-
-    def decoded_each(self, *, allow_pickle: bool) -> Any:
-        """The value, but with `codec.Withheld` in the place of each item of a dict that is a pickle and not allowed."""
-
-
-class FormatReader(Protocol):
-    """An open checkpoint. No content is trusted: damage raises a CheckpointError that names the file.
-
-    Attributes:
-        model: the tensors of parameters and buffers, by FQN.
-        optim: the tensors of the optimizer's state, by the keys in the description.
-        aliases: other names of parameters and buffers, each with the stored name.
-        extras: the names of the stored extras.
-        has_optim: whether an optimizer was saved.
-        world_size: the number of ranks that saved; 0 if unknown.
-        step: the `step` that was given to `save`.
-        weights: the treatment of the model's weights by the save.
-        identity: JSON values that differ between any two checkpoints. Ranks compare them.
-    """
+class TensorReader(Protocol):
+    """What has tensors and reads their elements: an open checkpoint, or a dict in memory."""
 
     @property
-    def model(self) -> Mapping[str, StoredTensor]: ...
-    @property
-    def optim(self) -> Mapping[str, StoredTensor]: ...
-    @property
-    def aliases(self) -> Mapping[str, str]: ...
-    @property
-    def extras(self) -> Collection[str]: ...
-    @property
-    def has_optim(self) -> bool: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def identity(self) -> Mapping[str, Any]: ...
-    @property
-    def weights(self) -> SavedWeights:
-        return UNKNOWN_WEIGHTS
-
-    @property
-    def format_name(self) -> str:
-        """The name of the format, for users."""
-
-    @property
-    def has_checksums(self) -> bool:
-        """Whether every byte of a tensor that is read is compared with a checksum."""
-        return False
-
-    @property
-    def full_dict(self) -> Mapping[str, Any] | None:
-        """The optimizer's full dict as another library has it, with a StoredTensor in the place of each tensor.
-
-        None: `description` describes the optimizer.
-        """
-        return None
-
-    @property
-    def where(self) -> str:
-        """The name of the place of the checkpoint."""
-
-    def named(self, name: str) -> str:
-        """The name of one file in words for users."""
-
-    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
-        """The description of the optimizer. `records`: the dataclasses that may occur in the description, by name."""
-
-    def extra(self, name: str, *, verify: bool) -> ExtraValues:
-        """The extra of this name."""
+    def index(self) -> CheckpointIndex:
+        """All that the checkpoint says, without elements."""
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
@@ -165,7 +94,11 @@ class FormatReader(Protocol):
         Several threads may read at the same time.
         """
 
-    def verified(self) -> FormatReader:
+
+class Reader(TensorReader, Protocol):
+    """An open checkpoint. No content is trusted: damage raises a CheckpointError that names the file."""
+
+    def verified(self) -> Reader:
         """The same checkpoint, read with verification. Closing this reader closes both."""
 
     def check_unchanged(self) -> None:
@@ -175,18 +108,8 @@ class FormatReader(Protocol):
         """Values that change when any of the files is written again."""
         return ()
 
-    def about(self) -> Mapping[str, str]:
-        """Other facts about the save, for users: its author and its time."""
-        return {}
-
     def close(self) -> None:
         """Close the files."""
-
-
-def weights_in(reader: FormatReader) -> SavedWeights:
-    """The `weights` of a reader, which readers of other packages may lack."""
-    found: SavedWeights = getattr(reader, "weights", UNKNOWN_WEIGHTS)
-    return found
 
 
 class FormatWriter(Protocol):
@@ -201,7 +124,7 @@ class FormatWriter(Protocol):
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         """Encode the small values. Raises CheckpointError that names a value which cannot be written."""
 
-    def copied(self, reader: FormatReader) -> Prepared | None:
+    def copied(self, reader: Reader) -> Prepared | None:
         """As `prepare`, but copied from a checkpoint of the same format without decoding; None for another format."""
 
     def files(
@@ -256,7 +179,7 @@ class Format(Protocol):
     def recognises(self, opened: Opened) -> bool:
         """Whether an open checkpoint is of this format, damaged or not. Raises nothing."""
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         """Open a checkpoint for reading. Raises CheckpointError if it is damaged or is not a checkpoint."""
 
     def writer(self) -> FormatWriter:

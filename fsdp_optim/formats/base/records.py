@@ -170,8 +170,7 @@ class CheckpointContents:
         optim: None if no optimizer is saved.
         weights: which of the model's tensors are saved: "all", "trainable" or "none".
         weights_dtype: torch's name of the dtype to which floating ones are cast; None: they are saved as they are.
-        units: the FQNs in each flat parameter of the model that saved, by the path of the wrapped module; None if unknown.
-        flattens: False: the parameters of each wrapped module in `units` were cut by themselves.
+        cut: how the parameters were flattened and cut, as for `Facts`; None if unknown.
     """
 
     world_size: int
@@ -180,8 +179,7 @@ class CheckpointContents:
     optim: OptimDescription | None
     weights: Literal["all", "trainable", "none"] = "all"
     weights_dtype: str | None = None
-    units: Mapping[str, Sequence[str]] | None = None
-    flattens: bool = True
+    cut: Any = None
 
     @property
     def content(self) -> str:

@@ -22,12 +22,12 @@ from fsdp_optim.formats.base.json_text import check_density, parse_json
 from fsdp_optim.formats.base.protocols import (
     CheckpointContents,
     Format,
-    FormatReader,
     FormatWriter,
     Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
+    Reader,
     Stamp,
     WrittenFiles,
 )
@@ -70,7 +70,7 @@ class OwnFormat(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         return Checkpoint.opened_in(opened, verify=verify)
 
     def writer(self) -> FormatWriter:
@@ -121,7 +121,7 @@ class OurWriter(FormatWriter):
         )
         return Prepared(contents.content, shared, files, read_back, manifest)
 
-    def copied(self, reader: FormatReader) -> Prepared | None:
+    def copied(self, reader: Reader) -> Prepared | None:
         if not isinstance(reader, Checkpoint):
             return None
         first = min((name for name in reader.files if name.startswith("optim")), default=None)
