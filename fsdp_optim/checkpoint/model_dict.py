@@ -18,7 +18,7 @@ from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.index import CheckpointIndex, Facts, StoredExtra
+from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra
 from fsdp_optim.formats.base.protocols import MODULES, StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
@@ -102,17 +102,6 @@ class _GivenDict:
 
 
 @dataclass(frozen=True)
-class _WholeValues(StoredExtra):
-    values: Mapping[str, Any]
-
-    def decoded(self, *, allow_pickle: bool) -> Any:
-        return self.values
-
-    def decoded_each(self, *, allow_pickle: bool) -> Any:
-        return self.values
-
-
-@dataclass(frozen=True)
 class _GivenEnd(End):
     """The tensors of a full model dict, whole on the source rank."""
 
@@ -140,7 +129,7 @@ def _send_described(group: RankGroup, full: Mapping[str, Any] | None, source_ran
         content = pickle.dumps((shared, values))
     shared, values = pickle.loads(all_gather_bytes(group, "described", content).content_of(source_rank))
     model = {name: StoredTensor(name, dtype, shape, name, 0) for name, (dtype, shape) in shared.items()}
-    extras = {MODULES: _WholeValues({fqn: [None, value] for fqn, value in values.items()})} if values else {}
+    extras = {MODULES: KnownExtra({fqn: [None, value] for fqn, value in values.items()})} if values else {}
     return _GivenDict(CheckpointIndex(where, model, Facts("a dict"), extras=extras), tensors)
 
 

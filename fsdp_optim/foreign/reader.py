@@ -23,9 +23,9 @@ from fsdp_optim.formats.base.protocols import (
     MODULES,
     UNKNOWN_WEIGHTS,
     Format,
-    FormatWriter,
     SavedWeights,
     StoredTensor,
+    Writer,
     rank_extra_name,
 )
 from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened
@@ -96,7 +96,7 @@ class ForeignFormat(Format):
     is_foreign = True
     probe: CheckpointProbe[Any] = NO_JUDGE
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         raise CheckpointError(f"checkpoints of the format {self.name} can be read, but not written")
 
     def sequence_in(self, opened: Opened) -> int:
@@ -205,7 +205,7 @@ class ForeignReader:
             self.aliases,
             StoredOptim(self.optim, lambda *_: SavedOptim(full), self.num_optims) if full is not None else None,
             self._extras(),
-            self._identity,
+            identify=self._identity,
         )
 
     def _extras(self) -> Mapping[str, StoredExtra]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.common.contents import SavedValue
-from fsdp_optim.checkpoint.common.files import File, files_of_both
+from fsdp_optim.checkpoint.common.files import File, planned_files
 from fsdp_optim.checkpoint.common.formats import FormatChoices, format_named
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.results import Saved
@@ -30,7 +30,7 @@ from fsdp_optim.checkpoint.save.finish import finish
 from fsdp_optim.checkpoint.save.job import Job, encode_written
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.checksums import hex_of
-from fsdp_optim.formats.base.protocols import Format, FormatWriter, Half, Reader
+from fsdp_optim.formats.base.protocols import Format, Half, Reader, Writer
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.convert_file import named, place_of
@@ -130,7 +130,7 @@ class _Work:
     group: RankGroup
     checkpoint: Reader
     transcript: SourceContents
-    writer: FormatWriter
+    writer: Writer
     format: Format
     options: ConvertOptions
     files: tuple[File, ...]
@@ -141,7 +141,7 @@ class _Work:
         group: RankGroup,
         checkpoint: Reader,
         transcript: SourceContents,
-        writer: FormatWriter,
+        writer: Writer,
         format: Format,
         options: ConvertOptions,
     ) -> _Work:
@@ -151,7 +151,7 @@ class _Work:
             halves["model"] = transcript.model
         if transcript.has_optim:
             halves["optim"] = transcript.optim
-        files = files_of_both(writer, halves, shared, most_nbytes=most, num_ranks=1)
+        files = planned_files(writer, halves, shared, most_nbytes=most, num_ranks=1)
         return cls(group, checkpoint, transcript, writer, format, options, tuple(files))
 
     @property
@@ -163,7 +163,7 @@ class _Work:
     def _described(self) -> str:
         """The source, the new files and the cut of both, as text."""
         files = [[file.name, file.plan.nbytes, hex_of(file.plan.head), self._frames_of(file)] for file in self.files]
-        small = {name: hex_of(data) for name, data in self.transcript.files.items()}
+        small = {name: hex_of(data) for name, data in self.transcript.prepared.files.items()}
         described = [self.format.name, self.unit_nbytes, files, small, self.checkpoint.index.identity]
         return json.dumps(described, sort_keys=True, default=str)
 
@@ -334,7 +334,7 @@ class _Work:
             FilePlan(self.files, owners, is_alone=len(ranks) == 1),
             (),
             self.writer,
-            self.transcript.files if self.leads else {},
+            self.transcript.prepared.files if self.leads else {},
             self.transcript.prepared if self.leads else None,
             begun.staging,
             begun.claim,

@@ -20,20 +20,20 @@ from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import (
-    CheckpointContents,
     Chunks,
     Format,
-    FormatWriter,
+    Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
     Reader,
     Stamp,
     StoredTensor,
+    Writer,
     WrittenFiles,
     replaced_error,
 )
-from fsdp_optim.formats.base.saved_optim import saved_optim
+from fsdp_optim.formats.base.saved_optim import contents_of, extras_in, saved_optim
 from fsdp_optim.formats.own.extras import Extra, encode_extra, info_of, read_extra
 from fsdp_optim.formats.own.manifest import FileInfo
 from fsdp_optim.layout import FlatChunks
@@ -98,7 +98,7 @@ class Raw(Format):
     def open(self, opened: Opened, *, verify: bool) -> Reader:
         return RawReader(opened)
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         return RawWriter()
 
     def sequence_in(self, opened: Opened) -> int:
@@ -109,22 +109,19 @@ class Raw(Format):
 RAW = Raw()
 
 
-class RawWriter(FormatWriter):
-    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
-        files: dict[str, bytes] = {}
-        read_back = None
+class RawWriter(Writer):
+    def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        contents = contents_of(index, allow_pickle=allow_pickle, records=records)
+        extras = extras_in(index, allow_pickle=allow_pickle)
+        files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras)
         if contents.optim is not None:
             plain = to_plain(contents.optim)
             files[DESCRIPTION] = encode_extra("optim", plain, allow_pickle=allow_pickle, records=records)
-            read_back = contents.optim
         document = {"world_size": contents.world_size, "aliases": dict(contents.aliases)}
-        return Prepared(str(sorted(contents.params)), "", files, read_back, document)
-
-    def copied(self, reader: Reader) -> Prepared | None:
-        return None
+        return Prepared(str(sorted(contents.params)), "", files, contents.optim, document)
 
     def files(
-        self, half: Any, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         return [
             PlannedFile(
@@ -137,10 +134,11 @@ class RawWriter(FormatWriter):
                 segment_nbytes=_SEGMENT_NBYTES,
                 tensors_in=lambda start, stop, key=one.key: key,  # type: ignore[misc]
             )
-            for number, one in enumerate(tensors)
+            for half, its in tensors.items()
+            for number, one in enumerate(its)
         ]
 
-    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+    def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         return f"extra/{name}.safetensors", encode_extra(name, value, allow_pickle=allow_pickle)
 
     def info_of(self, data: bytes) -> Any:
@@ -209,7 +207,7 @@ class RawReader:
                 for name in listed
                 if name != DESCRIPTION
             },
-            lambda: {"token": self.document["token"]},
+            identify=lambda: {"token": self.document["token"]},
         )
 
     def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:

@@ -1,50 +1,80 @@
-"""The description of the optimizer's state, made from the live state at a save."""
+"""The optimizer of the index of a new checkpoint, made from the live state at a save."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from fsdp_optim.checkpoint.common.contents import SavedHalf
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.description import (
-    OPAQUE,
-    SCALAR,
-    GroupDescription,
-    OptimDescription,
-    ParamDescription,
-)
-from fsdp_optim.formats.base.saved_optim import WORD_OF
+from fsdp_optim.formats.base.description import OPAQUE, SCALAR
+from fsdp_optim.formats.base.index import ReadSmall, SavedOptim
+from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.values.classes import class_names_written
 
 
-def describe(state: SavedHalf) -> OptimDescription:
-    """The description of the state to save. Raises CheckpointError for a value that no reader accepts."""
+def describe(state: SavedHalf) -> SavedOptim:
+    """The state to save, with its kinds. Raises CheckpointError for a value that no reader accepts."""
     for index, hyper in enumerate(state.local.optim.groups):
         for name in hyper:
             if not isinstance(name, str):
                 raise CheckpointError(
                     f"param group {index}: the name of a hyperparameter is {name!r}, but must be a str"
                 )
-    keys = {(tensor.fqn, tensor.name): tensor.stored_name for tensor in state.tensors}
-    params = {}
+    stored = stored_tensors(state)
+    tensors = {(value.fqn, value.name): stored[value.stored_name] for value in state.tensors}
+    entries: dict[str, dict[Any, Any]] = {}
+    kinds: dict[str, dict[Any, str]] = {}
     for fqn, param in state.global_state.params.items():
-        values: list[tuple[Any, str, Any]] = []
+        values, words = dict[Any, Any](), dict[Any, str]()
         summary = param.summary
         scalars = dict(summary.scalars) if summary is not None else {}
         for name, kind in summary.kinds if summary is not None else ():
-            if (fqn, name) in keys:
-                values.append((name, WORD_OF.get(kind, kind), keys[fqn, name]))
+            if (fqn, name) in tensors:
+                values[name], words[name] = tensors[fqn, name], kind
             elif name in scalars:
-                values.append((name, SCALAR, scalars[name].value))
+                values[name], words[name] = scalars[name].value, SCALAR
             elif (fqn, name) in state.opaque:
-                values.append((name, OPAQUE, state.opaque[fqn, name]))
-        params[fqn] = ParamDescription(param.placement.shape, tuple(values), summary is not None)
-    return OptimDescription(
-        groups=tuple(
-            GroupDescription(tuple(hyper.items()), state.global_state.group_fqns(index))
-            for index, hyper in enumerate(state.local.optim.groups)
-        ),
-        other_keys=dict(state.local.optim.other_keys),
-        params=params,
-        optimizer_class=class_names_written([known.name for known in state.local.optim.classes]),
-    )
+                values[name], words[name] = state.opaque[fqn, name], OPAQUE
+        entries[fqn] = values
+        if summary is not None:
+            kinds[fqn] = words
+    groups = [
+        {**hyper, "params": list(state.global_state.group_fqns(index))}
+        for index, hyper in enumerate(state.local.optim.groups)
+    ]
+    classes = class_names_written([known.name for known in state.local.optim.classes])
+    full: dict[str, Any] = {"state": entries, "param_groups": groups, "kinds": kinds}
+    if classes is not None:
+        full["optimizer_class"] = classes
+    shapes = {fqn: param.placement.shape for fqn, param in state.global_state.params.items()}
+    return SavedOptim(full, dict(state.local.optim.other_keys), shapes)
+
+
+def stored_tensors(state: SavedHalf) -> dict[str, StoredTensor]:
+    """The tensors of the state to save, by key. Their places in files are not known yet."""
+    return {
+        value.stored_name: StoredTensor(
+            value.stored_name, dtype_name(value.dtype), value.placement.shape, "the new file", 0
+        )
+        for value in state.tensors
+    }
+
+
+def small_values(state: SavedHalf) -> ReadSmall:
+    """A function that gives small tensors of the state to save. Only those that all ranks know have elements: scalars."""
+    by_key = {value.stored_name: value for value in state.tensors}
+
+    def read(stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
+        values = (by_key[tensor.key] for tensor in stored)
+        return [
+            value.constant
+            if value.constant is not None
+            else torch.zeros((), dtype=value.dtype, device="cpu").expand(value.placement.shape)
+            for value in values
+        ]
+
+    return read

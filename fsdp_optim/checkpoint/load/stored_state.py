@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -14,7 +14,7 @@ from fsdp_optim.checkpoint.load.matching import renamed_names
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.index import SavedOptim, mapped, stored_in
+from fsdp_optim.formats.base.index import ReadSmall, SavedOptim, mapped, stored_in
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
@@ -25,9 +25,6 @@ from fsdp_optim.state.dicts.flattened import is_flattened
 from fsdp_optim.state.dicts.full import RESERVED_KEYS, FullState, following_params
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.values.kinds import Kind
-
-ReadSmall: TypeAlias = Callable[[Sequence[StoredTensor]], Sequence[torch.Tensor]]
-"""A function that reads some small tensors whole, on this rank."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class StoredState:
     ) -> StoredState:
         """The state for a model whose parameters have these names and shapes. Reads small tensors, on this rank.
 
-        `off_mesh`: as for `resolve`.
+        `off_mesh`: as for `resolved`.
 
         Raises StateError if no optimizer was saved, or if the checkpoint cannot say whose state it has.
         """
@@ -64,10 +61,10 @@ class StoredState:
             raise StateError(f"{checkpoint.index.where}: was saved without an optimizer: load it without optim=")
         saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
         names = renamed_names(names, index, rename, saved.full)
-        return cls.resolve(checkpoint.index.where, saved, names, shapes, partial(read_constants, checkpoint), off_mesh)
+        return cls.resolved(checkpoint.index.where, saved, names, shapes, partial(read_constants, checkpoint), off_mesh)
 
     @classmethod
-    def resolve(
+    def resolved(
         cls,
         where: str,
         saved: SavedOptim,

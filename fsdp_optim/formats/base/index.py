@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import torch
+
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.records import UNKNOWN_WEIGHTS, SavedWeights, StoredTensor
 from fsdp_optim.layout import Shape
+
+ReadSmall: TypeAlias = Callable[[Sequence[StoredTensor]], Sequence[torch.Tensor]]
+"""A function that reads some small tensors whole, on this rank."""
 
 
 class StoredExtra(Protocol):
@@ -23,6 +29,19 @@ class StoredExtra(Protocol):
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         """The value, but with `codec.Withheld` in the place of each item of a dict that is a pickle and not allowed."""
+
+
+@dataclass(frozen=True)
+class KnownExtra(StoredExtra):
+    """A value that is in memory."""
+
+    value: Any
+
+    def decoded(self, *, allow_pickle: bool) -> Any:
+        return self.value
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -43,14 +62,25 @@ class SavedOptim:
 
 @dataclass(frozen=True)
 class StoredOptim:
-    """The optimizer in a checkpoint. `tensors`: those of its state that are in files, by key.
+    """The optimizer in a checkpoint that is there, or that will be written.
 
-    `decode`: a function of `allow_pickle` and `records`. `num_joined`: how many optimizers of the checkpoint are joined in it.
+    Attributes:
+        tensors: the tensors of its state that are in files, by key.
+        decode: a function of `allow_pickle` and `records`.
+        num_joined: how many optimizers of the checkpoint are joined in it.
+        read: a function that reads small tensors, for a writer; None in the index of a reader.
     """
 
     tensors: Mapping[str, StoredTensor]
     decode: Callable[[bool, Mapping[str, type]], SavedOptim] = field(repr=False)
     num_joined: int = 1
+    read: ReadSmall | None = field(default=None, repr=False)
+
+    def read_small(self, tensors: Sequence[StoredTensor]) -> Sequence[torch.Tensor]:
+        """The elements of some small tensors. Raises CheckpointError for the index of a reader, which reads them itself."""
+        if self.read is None:
+            raise CheckpointError("the index of an open checkpoint has no elements: read them with its reader")
+        return self.read(tensors)
 
     def decoded(self, *, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
         """The state. `records`: the dataclasses that may occur in it, by name.
@@ -90,7 +120,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """All that an open checkpoint says.
+    """All that a checkpoint says: one that is open, or one that will be written, whose tensors have no places in files yet.
 
     Attributes:
         where: the name of the place of the checkpoint.
@@ -99,6 +129,8 @@ class CheckpointIndex:
         aliases: other names of parameters and buffers, each with the stored name.
         optim: the optimizer; None if none was saved.
         extras: the values of the trainer and of modules, by the names in `records`: COMMON, MODULES, and one for each rank.
+        left_out: the shapes of those parameters and buffers of the model that a save has left out, for a writer.
+        source: the reader of the checkpoint that is converted, of which a writer of the same format may copy files.
         identify: a function that returns the `identity`.
     """
 
@@ -108,6 +140,8 @@ class CheckpointIndex:
     aliases: Mapping[str, str] = field(default_factory=dict)
     optim: StoredOptim | None = None
     extras: Mapping[str, StoredExtra] = field(default_factory=dict)
+    left_out: Mapping[str, Shape] = field(default_factory=dict)
+    source: object = None
     identify: Callable[[], Mapping[str, Any]] = field(default=dict, repr=False)
 
     @cached_property

@@ -9,14 +9,14 @@ Reading. All ranks make the same calls, and each rank reads only the bytes that 
     reader.check_unchanged()                      # after the last read
     reader.close()
 
-Writing. One rank leads and prepares; the other ranks get `prepared.shared`, a string. Every rank plans the same files and
-writes its own bytes into them. At the end the leader puts the files that depend on all others:
+Writing. One rank leads, and prepares the index that a reader of the new checkpoint will have; the other ranks get
+`prepared.shared`, a string. Every rank plans the same files and writes its own bytes into them. At the end the leader puts the
+files that depend on all others:
 
     writer = format.writer()
-    prepared = writer.prepare(contents, ...)      # the leader, before anything is written; refuses unreadable values
-    files = writer.files(half, tensors, shared)   # every rank: the model's files, then the optimizer's; or
-    files = writer.all_files({half: tensors}, shared)   # those of both halves, for a conversion
-    name, data = writer.extra(name, value, ...)   # every rank: small files of its own
+    prepared = writer.prepare(index, ...)         # the leader, before anything is written; refuses unreadable values
+    files = writer.files({half: tensors}, shared) # every rank: of both halves together, or of one after the other
+    name, data = writer.small(name, value, ...)   # every rank: small files of its own
     for name, data in writer.last(prepared, files, written, stamp): ...     # the leader; the last of them is the manifest
 
 A stored tensor has a placement like any other tensor. In this placement storage is modelled as ranks with negative numbers; the
@@ -56,7 +56,6 @@ __all__ = [
     "CheckpointContents",
     "Chunks",
     "Format",
-    "FormatWriter",
     "Half",
     "PlannedFile",
     "PlannedTensor",
@@ -66,6 +65,7 @@ __all__ = [
     "Stamp",
     "StoredTensor",
     "TensorReader",
+    "Writer",
     "WrittenFiles",
     "rank_extra_name",
     "replaced_error",
@@ -112,44 +112,24 @@ class Reader(TensorReader, Protocol):
         """Close the files."""
 
 
-class FormatWriter(Protocol):
-    """The plan of the files of one save. Every rank makes one, and plans the same files with it.
+class Writer(Protocol):
+    """The plan of the files of one save, or of one conversion. Every rank makes one, and plans the same files with it."""
 
-    `needs_scalars`: whether `prepare` of a conversion gets the 0-dim tensors of the state themselves, as values of the kind
-    SCALAR, because the metadata in the files depend on their elements.
-    """
+    def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        """Encode all that an index says besides elements. Raises CheckpointError that names a value which cannot be written.
 
-    needs_scalars: bool = False
-
-    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
-        """Encode the small values. Raises CheckpointError that names a value which cannot be written."""
-
-    def copied(self, reader: Reader) -> Prepared | None:
-        """As `prepare`, but copied from a checkpoint of the same format without decoding; None for another format."""
+        In a save the leader prepares alone; in a conversion every rank does.
+        """
 
     def files(
-        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
-        """Plan files for the tensors of one half, in this order.
+        """Plan files for the tensors of both halves, or of one, in this order.
 
         Each file has at most `most_nbytes`, with its header and what is between tensors, or one tensor that is larger alone.
         """
 
-    def all_files(
-        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
-    ) -> list[PlannedFile]:
-        """Plan the files of a conversion. Overridden by formats whose files have tensors of both halves, or slices of tensors."""
-        return [
-            file
-            for half, its in tensors.items()
-            for file in self.files(half, its, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
-        ]
-
-    def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
-        """Take an extra of a conversion into the planned files; False if `extra` makes a file of it."""
-        return False
-
-    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+    def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         """Encode one extra as a file; return its name and bytes. Raises CheckpointError that names an unsavable part."""
 
     def info_of(self, data: bytes) -> Any:
@@ -182,7 +162,7 @@ class Format(Protocol):
     def open(self, opened: Opened, *, verify: bool) -> Reader:
         """Open a checkpoint for reading. Raises CheckpointError if it is damaged or is not a checkpoint."""
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         """The writer for one save. Raises CheckpointError if the format can only be read."""
 
     def sequence_in(self, opened: Opened) -> int:

@@ -163,7 +163,7 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The content of a new checkpoint without tensor elements.
+    """The index of a new checkpoint, decoded, as most writers take it.
 
     Attributes:
         params: the shapes of the model's tensors, by key.
@@ -191,13 +191,13 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of `FormatWriter.prepare`, before anything is written.
+    """The result of `Writer.prepare`, before anything is written.
 
     Attributes:
         content: a string that is equal for two checkpoints of the same parameters that have the same of these: which weights,
             and whether an optimizer.
         shared: a string that every rank needs to plan the files.
-        files: small files that the leader writes.
+        files: small files that the leader writes, those of extras too.
         description: the optimizer's description as a reader will read it; None if there is no optimizer to check.
         document: any object that the format itself needs in `last`.
     """

@@ -1,8 +1,8 @@
-"""The two forms of a recorded optimizer: the description that is written, and the full dict of an index. They are inverse."""
+"""The two forms of a recorded optimizer: the description that writers encode, and the full dict of an index. They are inverse."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
@@ -17,8 +17,8 @@ from fsdp_optim.formats.base.description import (
     ParamDescription,
 )
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.index import SavedOptim
-from fsdp_optim.formats.base.records import StoredTensor
+from fsdp_optim.formats.base.index import CheckpointIndex, SavedOptim
+from fsdp_optim.formats.base.records import CheckpointContents, StoredTensor
 
 WORD_OF = {"sharded": TENSOR, "scalar": SCALAR_TENSOR}
 """The words in a description for kinds of a full dict, where a file has the elements. All other kinds have one word in both."""
@@ -87,3 +87,25 @@ def description_of(saved: SavedOptim) -> OptimDescription:
         for group in saved.full["param_groups"]
     )
     return OptimDescription(groups, dict(saved.other_keys), params, saved.full.get("optimizer_class"))
+
+
+def contents_of(index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> CheckpointContents:
+    """The index of a new checkpoint, decoded."""
+    weights, optim = index.facts.weights, index.optim
+    return CheckpointContents(
+        world_size=max(index.facts.world_size, 1),
+        params={**{fqn: stored.shape for fqn, stored in index.weights.items()}, **index.left_out},
+        aliases=index.aliases,
+        optim=description_of(optim.decoded(allow_pickle=allow_pickle, records=records)) if optim is not None else None,
+        weights="trainable" if weights.which == "trainable" else "none" if weights.which == "none" else "all",
+        weights_dtype=weights.dtype,
+        cut=index.facts.cut,
+    )
+
+
+def extras_in(index: CheckpointIndex, *, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
+    """The names and values of the extras of a new checkpoint."""
+    for name in sorted(index.extras):
+        value = index.extras[name].decoded(allow_pickle=allow_pickle)
+        if value is not None:
+            yield name, value

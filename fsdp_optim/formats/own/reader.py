@@ -148,7 +148,7 @@ class Checkpoint:
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,
             {name.removeprefix(_EXTRA).removesuffix(_SUFFIX): _LazyExtra(self, name) for name in names},
-            self._identity,
+            identify=self._identity,
         )
 
     def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
