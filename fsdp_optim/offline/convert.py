@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.common.contents import SavedValue
-from fsdp_optim.checkpoint.common.files import File, files_of_both
+from fsdp_optim.checkpoint.common.files import File, planned_files
 from fsdp_optim.checkpoint.common.formats import FormatChoices, format_named
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.results import Saved
@@ -37,7 +37,7 @@ from fsdp_optim.checkpoint.save.finish import finish
 from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.checksums import hex_of
-from fsdp_optim.formats.base.protocols import Format, FormatReader, FormatWriter, Half
+from fsdp_optim.formats.base.protocols import Format, Half, Reader, Writer
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.convert_file import named, place_of
@@ -82,8 +82,8 @@ def convert(
             work = _Work.of(group, checkpoint, transcript, writer, format, options)
             if not all_equal(group, "read", work.compared.encode()):
                 raise StateError(
-                    f"{checkpoint.where}: the processes that convert it see different checkpoints, or have other options: give "
-                    "all of them the same path and options"
+                    f"{checkpoint.index.where}: the processes that convert it see different checkpoints, or have other options: "
+                    "give all of them the same path and options"
                 )
             for why in transcript.left_out if work.leads else ():
                 log.warning("left out of the new checkpoint: %s", why)
@@ -123,9 +123,9 @@ class _Work:
     """A conversion as all ranks plan it."""
 
     group: RankGroup
-    checkpoint: FormatReader
+    checkpoint: Reader
     transcript: SourceContents
-    writer: FormatWriter
+    writer: Writer
     format: Format
     options: ConvertOptions
     files: tuple[File, ...]
@@ -134,9 +134,9 @@ class _Work:
     def of(
         cls,
         group: RankGroup,
-        checkpoint: FormatReader,
+        checkpoint: Reader,
         transcript: SourceContents,
-        writer: FormatWriter,
+        writer: Writer,
         format: Format,
         options: ConvertOptions,
     ) -> _Work:
@@ -146,15 +146,15 @@ class _Work:
             halves["model"] = transcript.model
         if transcript.has_optim:
             halves["optim"] = transcript.optim
-        files = files_of_both(writer, halves, shared, most_nbytes=most, num_ranks=1)
+        files = planned_files(writer, halves, shared, most_nbytes=most, num_ranks=1)
         return cls(group, checkpoint, transcript, writer, format, options, tuple(files))
 
     @property
     def compared(self) -> str:
         """The text that ranks compare: the source, the options and the files."""
         files = [[file.name, file.plan.nbytes, hex_of(file.plan.head), self._frames_of(file)] for file in self.files]
-        small = {name: hex_of(data) for name, data in self.transcript.files.items()}
-        described = [self.format.name, self.unit_nbytes, files, small, self.checkpoint.identity]
+        small = {name: hex_of(data) for name, data in self.transcript.prepared.files.items()}
+        described = [self.format.name, self.unit_nbytes, files, small, self.checkpoint.index.identity]
         return f"{self.options.compared_text()} {json.dumps(described, sort_keys=True, default=str)}"
 
     def _frames_of(self, file: File) -> str:
@@ -259,7 +259,7 @@ class _Work:
             loads[owner] += file.plan.nbytes
         as_save = SaveOptions(
             options.call,
-            step=self.checkpoint.step,
+            step=self.checkpoint.index.facts.step,
             max_file_size=options.max_file_size,
             overwrite=options.overwrite,
             durable=begun.durable,
@@ -274,7 +274,7 @@ class _Work:
             plan=FilePlan(self.files, owners, is_alone=len(ranks) == 1),
             absent=(),
             writer=self.writer,
-            extras=self.transcript.files if self.leads else {},
+            extras=self.transcript.prepared.files if self.leads else {},
             prepared=self.transcript.prepared if self.leads else None,
             staging=begun.staging,
             claim=begun.claim,

@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.checksums import Rows, rows_of
-from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
+from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key
 from fsdp_optim.offline.copy_ranges import Copier, CopyRange
@@ -54,7 +54,7 @@ class RankWork:
         failed: takes the error of a unit that cannot be read, and the others go on; None: the error ends all lanes.
     """
 
-    reader: FormatReader
+    reader: Reader
     stored: Mapping[Key, StoredTensor]
     files: Sequence[File]
     units: Sequence[CopyRange]

@@ -23,7 +23,7 @@ from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
-from fsdp_optim.formats.base.protocols import Format, FormatWriter, Prepared
+from fsdp_optim.formats.base.protocols import Format, Prepared, Writer
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.options import SaveOptions
@@ -50,7 +50,7 @@ class Job:
     token: str  # of the checkpoint
     plan: FilePlan
     absent: tuple[str, ...]
-    writer: FormatWriter
+    writer: Writer
     extras: Mapping[str, bytes] = field(default_factory=dict)  # the small files of this rank
     prepared: Prepared | None = None  # on the lowest rank
     staging: Staging | None = None  # on the rank that began the save in the store
