@@ -64,7 +64,7 @@ def dtensor(
     strides: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """Return the DTensor with a local tensor. `strides`: of the unsharded tensor; None: row-major."""
-    made: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
+    value: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
         local,
         mesh,
         spec,
@@ -72,7 +72,7 @@ def dtensor(
         shape=torch.Size(shape),
         stride=row_major_strides(shape) if strides is None else strides,
     )
-    return made
+    return value
 
 
 def is_complete(value: DTensor) -> bool:

@@ -12,10 +12,10 @@ def counted_noun(number: int, noun: str) -> str:
 
 def shortened(items: Iterable[object], most: int = 8, between: str = ", ") -> str:
     """Return the first `most` items as text, and the number of the others: `a, b and 3 more`. Nothing is left out silently."""
-    listed = [str(item) for item in items]
-    left_out = len(listed) - most
+    texts = [str(item) for item in items]
+    left_out = len(texts) - most
     more = f"{' ' if between == ', ' else between}and {left_out} more" if left_out > 0 else ""
-    return between.join(listed[:most]) + more
+    return between.join(texts[:most]) + more
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:

@@ -94,12 +94,12 @@ def _sockets_to(port: int, table: str) -> Iterator[str]:
 def _as_socket(fd: int) -> Iterator[socket.socket]:
     """Yield a socket object for a file descriptor, which stays open and unchanged."""
     is_blocking = os.get_blocking(fd)
-    made = socket.socket(fileno=os.dup(fd))
+    connection = socket.socket(fileno=os.dup(fd))
     try:
         os.set_blocking(fd, is_blocking)
-        yield made
+        yield connection
     finally:
-        made.close()
+        connection.close()
 
 
 def limit_silence(fd: int, seconds: float) -> bool:

@@ -81,8 +81,8 @@ def _joined_copies(fqn: str, first: Handle, other: Handle) -> Handle:
             f"{list(other.local_shape)} and {other.param.dtype}: give name_of= that tells them apart"
         )
     known = first.stage_copies if isinstance(first, StageCopiesHandle) else ()
-    given = {item.name: getattr(first, item.name) for item in fields(Handle)}
-    return StageCopiesHandle(**given, stage_copies=(*known, other.param))
+    fields_of_first = {item.name: getattr(first, item.name) for item in fields(Handle)}
+    return StageCopiesHandle(**fields_of_first, stage_copies=(*known, other.param))
 
 
 class Near:

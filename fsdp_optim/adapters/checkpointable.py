@@ -287,7 +287,7 @@ def _like_param(
     with torch.no_grad():
         if inside is not param:
             local: Any = type(inside)(tensors, [box.offsets for box in boxes])
-            made: torch.Tensor = sys.modules[_DTENSOR_MODULE].DTensor.from_local(
+            value: torch.Tensor = sys.modules[_DTENSOR_MODULE].DTensor.from_local(
                 local,
                 param.device_mesh,
                 param.placements,
@@ -295,24 +295,24 @@ def _like_param(
                 shape=torch.Size(param.shape),
                 stride=row_major_strides(tuple(param.shape)),
             )
-            return made
+            return value
         try:
-            made = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            value = torch.empty_like(param, dtype=dtype, requires_grad=False)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if param.dtype != dtype:
                 raise WrapperError(
                     f"{fqn}: torch.empty_like() of this {type(param).__name__} with dtype={dtype} fails ({error}), so no state "
                     "value of this dtype can be made for the parameter: implement empty_like for the class"
                 ) from error
-            made = copy.deepcopy(param).detach()
-        shards = Shards.of(fqn, made) if describes_itself(made) else None
-        if shards is None or shards.boxes != tuple(boxes) or made.dtype != dtype:
+            value = copy.deepcopy(param).detach()
+        shards = Shards.of(fqn, value) if describes_itself(value) else None
+        if shards is None or shards.boxes != tuple(boxes) or value.dtype != dtype:
             raise WrapperError(
                 f"{fqn}: torch.empty_like() of this {type(param).__name__} gives a tensor with other shards, or of another "
                 "dtype, so no state value can be made for the parameter: implement empty_like for the class"
             )
         shards.fill(torch.cat([flatten(tensor) for tensor in tensors]) if tensors else torch.empty(0, dtype=dtype))
-        return made
+        return value
 
 
 def _sharded_tensor(
@@ -327,7 +327,7 @@ def _sharded_tensor(
         )
         for shard in param.local_shards()
     ]
-    made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(
+    sharded_tensor: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=param._process_group
     )
-    return made
+    return sharded_tensor

@@ -223,8 +223,8 @@ class DTensorHandle(Handle):
             return like
         if any(len(cut) > 2 or cut[0] >= self.mesh.ndim or cut[1] >= len(shape) for cut in saved[1]):
             return like
-        made = self._placed(shape, self._spec_cut(saved[1]))
-        return made if made.cuts == saved[1] else like
+        placement = self._placed(shape, self._spec_cut(saved[1]))
+        return placement if placement.cuts == saved[1] else like
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
         return flatten(local_of(value)) if is_dtensor(value) else super().placed_local(value)

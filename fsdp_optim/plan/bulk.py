@@ -80,11 +80,11 @@ def _listed(shards: Sequence[Sequence[int]]) -> tuple[Numbers, Numbers]:
 
 def _columns(of: Numbers, *columns: Numbers | int) -> Numbers:
     """Stack columns as long as `of`, which is the first column; a number stands for a column of equal numbers."""
-    made = numpy.empty((1 + len(columns), len(of)), numpy.int64)
-    made[0] = of
+    rows = numpy.empty((1 + len(columns), len(of)), numpy.int64)
+    rows[0] = of
     for row, column in enumerate(columns, start=1):
-        made[row] = column
-    return made
+        rows[row] = column
+    return rows
 
 
 def _replicas(parts: Sequence[ShardPair]) -> Numbers:

@@ -135,12 +135,12 @@ class Plans:
                 self._kept.move_to_end(request)
             return plan
 
-    def _keep(self, request: Request, made: RankPlan) -> None:
+    def _keep(self, request: Request, plan: RankPlan) -> None:
         with self._lock:
             self.num_made += 1
             if request not in self._kept:
-                self._kept[request] = made
-                self._nbytes += _nbytes_of(request, made)
+                self._kept[request] = plan
+                self._nbytes += _nbytes_of(request, plan)
             while self._nbytes > self._most_nbytes:
                 self._nbytes -= _nbytes_of(*self._kept.popitem(last=False))
 
@@ -152,5 +152,5 @@ class Plans:
 
 
 def _nbytes_of(request: Request, plan: RankPlan) -> int:
-    listed = request.source.num_listed + request.target.num_listed
-    return _PLAN_NBYTES + _COPY_NBYTES * (len(plan) + listed)
+    num_listed = request.source.num_listed + request.target.num_listed
+    return _PLAN_NBYTES + _COPY_NBYTES * (len(plan) + num_listed)

@@ -110,7 +110,7 @@ def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
     longest = max((nbytes for sizes_of_round in sizes for nbytes in sizes_of_round), default=0)
     num = max(map(len, sizes), default=0)
     slots = [[_buffer(longest, comm_device) for _ in range(num)] for _ in range(min(_ROUNDS_IN_FLIGHT, len(rounds)))]
-    made = []
+    postings_by_round = []
     for index, step in enumerate(rounds):
         free = iter(slots[index % _ROUNDS_IN_FLIGHT])
         postings = []
@@ -122,8 +122,8 @@ def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
                     raise RuntimeError("unreachable: a message lies in a local tensor or in a buffer")
                 operation = dist.P2POp(dist.irecv if received else dist.isend, tensor, peer, group.process_group)
                 postings.append(_Posting(operation, peer, message, buffer, received))
-        made.append(postings)
-    return made
+        postings_by_round.append(postings)
+    return postings_by_round
 
 
 def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:

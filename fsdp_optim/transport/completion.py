@@ -64,11 +64,11 @@ class Completion:
     @classmethod
     def join(cls, group: RankGroup, name: str, what: str) -> Completion:
         """Begin to take part."""
-        made = cls(group, name, what)
-        if not made._is_alone:
+        completion = cls(group, name, what)
+        if not completion._is_alone:
             group.world.pulse.introduce()
             group.world.pulse.hold()
-        return made
+        return completion
 
     @property
     def _is_alone(self) -> bool:

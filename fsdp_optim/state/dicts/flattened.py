@@ -36,34 +36,34 @@ def unflatten(
         section, _, rest = key.partition(".")
         fqn, _, name = rest.rpartition(".")
         {"state": state, "param_groups": hyper}.get(section, {}).setdefault(fqn, {})[name] = value
-    made = _as_grouped(hyper, groups, canonical)
-    return {"state": state, "param_groups": made if made is not None else _with_equal_options(hyper)}
+    param_groups = _as_grouped(hyper, groups, canonical)
+    return {"state": state, "param_groups": param_groups if param_groups is not None else _with_equal_options(hyper)}
 
 
 def _as_grouped(
     hyper: Mapping[str, Mapping[str, Any]], groups: Sequence[Sequence[str]], canonical: Callable[[str], str]
 ) -> list[dict[str, Any]] | None:
     """Return the param groups with these members; None where two members of a group have different hyperparameters."""
-    made: list[dict[str, Any]] = []
+    param_groups: list[dict[str, Any]] = []
     group_of = {fqn: index for index, fqns in enumerate(groups) for fqn in fqns}
-    listed: list[list[str]] = [[] for _ in groups]
+    members: list[list[str]] = [[] for _ in groups]
     others: list[str] = []
     for fqn in hyper:  # as the optimizer listed them
         index = group_of.get(canonical(fqn))
-        (others if index is None else listed[index]).append(fqn)
-    for known in listed:
+        (others if index is None else members[index]).append(fqn)
+    for known in members:
         if not all(same(hyper[fqn], hyper[known[0]]) for fqn in known[1:]):
             return None
-        made.append({**(hyper[known[0]] if known else {}), "params": known})
-    if others and made:
+        param_groups.append({**(hyper[known[0]] if known else {}), "params": known})
+    if others and param_groups:
         # They are refused later, by name, as parameters that the model does not have.
-        made[0]["params"] = [*made[0]["params"], *others]
-    return made
+        param_groups[0]["params"] = [*param_groups[0]["params"], *others]
+    return param_groups
 
 
 def _with_equal_options(hyper: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return param groups of parameters with equal hyperparameters, each where its first parameter is listed."""
-    made: list[dict[str, Any]] = []
+    param_groups: list[dict[str, Any]] = []
     candidates_by_key: dict[
         object, list[tuple[Mapping[str, Any], list[str]]]
     ] = {}  # by the hyperparameters that are quick to compare
@@ -74,6 +74,6 @@ def _with_equal_options(hyper: Mapping[str, Mapping[str, Any]]) -> list[dict[str
         if members is None:
             members = []
             candidates.append((own, members))
-            made.append({**own, "params": members})
+            param_groups.append({**own, "params": members})
         members.append(fqn)
-    return made
+    return param_groups

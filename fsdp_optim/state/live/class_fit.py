@@ -70,15 +70,15 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
             text = saved.difference(group)
             if strict:
                 raise StateError(f"{text}. {_FIX}")
-            taken = saved.common_values(group)
+            loaded = saved.common_values(group)
             groups[index] = (saved.common_hyperparameters(group), fqns)
             for fqn in shared & state.keys():
-                state[fqn] = {name: value for name, value in state[fqn].items() if str(name) in taken}
-                kept[fqn] = group.values - taken
+                state[fqn] = {name: value for name, value in state[fqn].items() if str(name) in loaded}
+                kept[fqn] = group.values - loaded
                 if not state[fqn]:
                     del state[fqn]
             hyperparameters |= saved.own_hyperparameters ^ _own(group.hyperparameters)
-            values |= (saved.values ^ group.values) | (saved.values - taken)
+            values |= (saved.values ^ group.values) | (saved.values - loaded)
             texts.append(text)
     if not texts:
         return full, Unmatched()

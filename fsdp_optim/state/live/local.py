@@ -267,18 +267,18 @@ def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
 
 def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
     groups: dict[tuple[str, str], tuple[OptimizerClass, Mapping[str, Any], list[LocalParam]]] = {}
-    seen: set[str] = set()
+    fqns: set[str] = set()
     for index, optimizer in enumerate(optimizers):
         for group_index, hyper in enumerate(optimizer.groups):
             of = optimizer.classes[group_index]
             *_, members = groups.setdefault((of.name, _key_of_group(hyper, len(groups))), (of, hyper, []))
             for param in optimizer.params:
                 if param.group_index == group_index:
-                    if param.named.fqns[0] in seen:
+                    if param.named.fqns[0] in fqns:
                         raise WrapperError(
                             f"{param.named.fqns[0]} is in two of the {len(optimizers)} optimizers: give each parameter to one"
                         )
-                    seen.add(param.named.fqns[0])
+                    fqns.add(param.named.fqns[0])
                     members.append(replace(param, owner=(index, param.local_id)))
     params: list[LocalParam] = []
     ids = []

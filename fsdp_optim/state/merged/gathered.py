@@ -19,18 +19,18 @@ def assemble(
 
     An opaque value of a flat parameter is in the state of the first original only.
     """
-    seen = global_state.as_seen_by(rank)
-    order = seen.ids()
+    visible = global_state.as_seen_by(rank)
+    order = visible.ids()
     local_ids = {fqn: p.local_id for p in local.params for fqn in p.named.fqns}
     live = {fqn: place for place, p in enumerate(local.params) for fqn in p.named.fqns}
     live_first = sorted(order, key=lambda fqn: (live.get(fqn, len(live)), order[fqn]))
     other_keys = {name: detached_copy(value) for name, value in local.other_keys.items() if name != NON_PARAM_STATE}
     non_param = detached_copy(local.other_keys.get(NON_PARAM_STATE, {}))
     full = FullState(
-        state={f: values_of(seen.params[f], tensors) for f in order if seen.params[f].summary is not None},
+        state={f: values_of(visible.params[f], tensors) for f in order if visible.params[f].summary is not None},
         groups=tuple(
             ({name: detached_copy(value) for name, value in group.items()}, counted.fqns)
-            for group, counted in zip(local.groups, seen.counted, strict=True)
+            for group, counted in zip(local.groups, visible.counted, strict=True)
         ),
         other_keys=other_keys | ({NON_PARAM_STATE: non_param} if non_param else {}),
         uncollected=frozenset(
@@ -41,9 +41,9 @@ def assemble(
         ),
         # fairscale's reader counts consecutive equal values, so the originals of a flat parameter must be neighbours here
         local_ids={fqn: local_ids.get(fqn) for fqn in live_first},
-        unknown_order=seen.unknown_order,
+        unknown_order=visible.unknown_order,
         classes=tuple(cls.name for cls in local.classes),
-        kinds=kinds_of({fqn: seen.params[fqn].summary for fqn in order}),
+        kinds=kinds_of({fqn: visible.params[fqn].summary for fqn in order}),
         num_padded=_num_padded(global_state, local),
     )
     return write(full, key_by)

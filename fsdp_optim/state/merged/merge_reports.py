@@ -34,28 +34,30 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
     for report, _ in reports:
         for name, names_of_values in report.values:
             values[name] = values.get(name, frozenset()).union(names_of_values)
-    seen: dict[str, list[ReportedParam]] = {}
+    by_fqn: dict[str, list[ReportedParam]] = {}
     live: list[LiveParam] = []
     for report, ranks in reports:
         for param in report.params:
             live.append(param)
             for position, fqn in enumerate(param.fqns):
-                seen.setdefault(fqn, []).append(ReportedParam(fqn, param, param.placements[position], ranks))
+                by_fqn.setdefault(fqn, []).append(ReportedParam(fqn, param, param.placements[position], ranks))
     not_held = {fqn for report, _ in reports for fqn in frozenset(report.model_order).difference(report.order)}
-    for fqn, items in seen.items():
+    for fqn, items in by_fqn.items():
         if all(item.live.loose or (fqn in not_held and _is_complete(item)) for item in items):
-            seen[fqn] = on_reporting_ranks(items)
+            by_fqn[fqn] = on_reporting_ranks(items)
         if any(item.placement.is_open for item in items):
-            seen[fqn] = all_listed(fqn, items)
-    models = [tuple(fqn for fqn in report.model_order or report.order if fqn in seen) for report, _ in reports]
+            by_fqn[fqn] = all_listed(fqn, items)
+    models = [tuple(fqn for fqn in report.model_order or report.order if fqn in by_fqn) for report, _ in reports]
     order, _ = merge_lists(models)
-    mismatched = tuple(fqn for fqn in order if fqn in seen and replicas_differ(seen[fqn])) if take_lowest_rank else ()
+    mismatched = (
+        tuple(fqn for fqn in order if fqn in by_fqn and replicas_differ(by_fqn[fqn])) if take_lowest_rank else ()
+    )
     lowest = frozenset(mismatched)
     first_ranks = RankSet(reports[0][1])
     params = {
-        fqn: of_single_report(seen[fqn], first_ranks) or merge_param(seen[fqn], take_lowest_rank=fqn in lowest)
+        fqn: of_single_report(by_fqn[fqn], first_ranks) or merge_param(by_fqn[fqn], take_lowest_rank=fqn in lowest)
         for fqn in order
-        if fqn in seen
+        if fqn in by_fqn
     }
     _check_classes(reports)  # last, because the other errors say more
     module_values, differing = _merge_module_values(reports, take_lowest_rank=take_lowest_rank)

@@ -81,11 +81,11 @@ class _Mount(NamedTuple):
 def _mount_of(place: Path) -> _Mount:
     """Return the mount that a path is on by its text; an empty `_Mount` where it is unknown."""
     try:
-        listed = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return _Mount()
     mounts = [_Mount()]
-    for line in listed:
+    for line in lines:
         before, _, after = line.partition(" - ")
         words = before.split()
         mounted = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), words[4]))

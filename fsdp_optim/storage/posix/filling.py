@@ -62,14 +62,14 @@ class Filling:
     def make(cls, path: str | os.PathLike[str], is_outdated: Callable[[str], bool]) -> Filling:
         """Make an empty folder, in one process. Raises CheckpointError where that is impossible."""
         where = absolute(path)
-        made = cls(where, where.with_name(f"{where.name}{NEW}{secrets.token_hex(8)}"), is_outdated)
+        filling = cls(where, where.with_name(f"{where.name}{NEW}{secrets.token_hex(8)}"), is_outdated)
         try:
-            made.folder.mkdir(parents=True)
-            made.lock = claim(made.folder)
+            filling.folder.mkdir(parents=True)
+            filling.lock = claim(filling.folder)
         except OSError as error:
-            made.remove()
+            filling.remove()
             raise CheckpointError(f"{where}: cannot be saved: {error.strerror or error}") from error
-        return made
+        return filling
 
     def part_of(self, rank: int) -> Path:
         """Return the folder for the files of another machine, whose lowest rank is `rank`. That rank makes it."""

@@ -213,10 +213,10 @@ class JobStore:
         if not self._prefix:  # asked for once: torch's own connection may wait for a host that is lost
             self._prefix = bytes(origin.compare_set(f"{_OWN}/prefix", "", secrets.token_hex(8))).decode()
         before = set(connections_to(root.port))
-        made = TCPStore(
+        client = TCPStore(
             root.host, root.port, is_master=False, timeout=timedelta(seconds=GIVE_UP_AFTER), wait_for_workers=False
         )
-        store = PrefixStore(f"{_OWN}/{self._prefix}", made)
+        store = PrefixStore(f"{_OWN}/{self._prefix}", client)
         for fd in set(connections_to(root.port)) - before:
             if limit_silence(fd, GIVE_UP_AFTER) and dist.is_initialized() and not self._has_told:
                 with contextlib.suppress(RuntimeError):  # a store in which nothing can be appended
