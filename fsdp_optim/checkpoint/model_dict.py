@@ -18,7 +18,15 @@ from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.protocols import MODULES, UNKNOWN_WEIGHTS, ExtraValues, SavedWeights, StoredTensor
+from fsdp_optim.formats.base.protocols import (
+    MODULES,
+    NO_REMARKS,
+    UNKNOWN_WEIGHTS,
+    ExtraValues,
+    Remarks,
+    SavedWeights,
+    StoredTensor,
+)
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move
@@ -102,6 +110,7 @@ class GivenDict:
     world_size: int = 0
     step: int | None = None
     weights: SavedWeights = UNKNOWN_WEIGHTS
+    remarks: Remarks = NO_REMARKS
 
     @property
     def format_name(self) -> str:

@@ -25,11 +25,13 @@ from fsdp_optim.formats.base.protocols import (
     ExtraValues,
     Format,
     FormatWriter,
+    Remarks,
     SavedWeights,
     StoredTensor,
     rank_extra_name,
 )
-from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened
+from fsdp_optim.formats.base.trees import tensors_in
+from fsdp_optim.storage.base import CheckpointProbe, Opened
 
 
 @dataclass(frozen=True)
@@ -73,32 +75,14 @@ class _LastMade(threading.local):
     data: memoryview | None = None
 
 
-class NoJudge(CheckpointProbe[Any]):
-    """The judge of formats that are only read: nothing in a place is this library's own."""
-
-    manifest = ""
-
-    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[Any]:
-        return CheckpointStatus(has_manifest=False, reason="is a checkpoint of another library")
-
-    def token_in(self, opened: Opened) -> str | None:
-        return None
-
-    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        return lambda name: False
-
-
-NO_JUDGE = NoJudge()
-
-
 class ForeignFormat(Format):
     """The parent of the formats of other libraries; a child gives `name`, `recognises` and `open`."""
 
-    is_foreign = True
-    probe: CheckpointProbe[Any] = NO_JUDGE
+    opens_any = True
+    probe: CheckpointProbe[Any] | None = None
 
-    def writer(self) -> FormatWriter:
-        raise CheckpointError(f"checkpoints of the format {self.name} can be read, but not written")
+    def writer(self) -> FormatWriter | None:
+        return None
 
     def sequence_in(self, opened: Opened) -> int:
         return 0
@@ -122,7 +106,8 @@ class ForeignReader:
         module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
         rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
         pickled: a function that returns `extra_values` with all pickles loaded; None if no value is withheld.
-        units, flattens: as for `CheckpointContents`.
+        units: the FQNs in each flat parameter of the model that saved, by the path of the wrapped module; None if unknown.
+        flattens: False: the parameters of each wrapped module in `units` were cut by themselves.
         metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
         files: further files that are read, whose change during the load is noticed.
         notes: what users should know about the choice of files, a line for each.
@@ -207,6 +192,10 @@ class ForeignReader:
             "model": [[one.key, one.dtype, list(one.shape)] for one in self.model.values()],
             "optim": [[one.key, one.dtype, list(one.shape)] for one in self.optim.values()],
         }
+
+    @property
+    def remarks(self) -> Remarks:
+        return Remarks(self.notes, self.num_optims, tuple(self.extra_values or ()), has_other_names=True)
 
     @property
     def has_checksums(self) -> bool:
@@ -324,18 +313,6 @@ class ForeignValues(ExtraValues):
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         return self.pickled() if allow_pickle and self.pickled is not None else self.values
-
-
-def tensors_in(tree: Any) -> Iterator[StoredTensor]:
-    """All StoredTensors in dicts and lists."""
-    if isinstance(tree, StoredTensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from tensors_in(value)
 
 
 def _without_overlaps(ranges: Sequence[Extent]) -> Iterator[Sequence[Extent]]:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File, files_of_both
-from fsdp_optim.checkpoint.common.formats import FormatChoices, format_named
+from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
@@ -30,7 +29,7 @@ from fsdp_optim.checkpoint.save.finish import finish
 from fsdp_optim.checkpoint.save.job import Job, encode_written
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.checksums import hex_of
-from fsdp_optim.formats.base.protocols import Format, FormatReader, FormatWriter, Half
+from fsdp_optim.formats.base.protocols import Format, FormatReader, FormatWriter, Half, WrittenFormat
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.convert_file import named, place_of
@@ -38,6 +37,7 @@ from fsdp_optim.offline.copy_ranges import DIGEST_NBYTES, CopyRange, plan_units
 from fsdp_optim.offline.source_contents import SourceContents, SourceNaming, describe_source
 from fsdp_optim.offline.workers import JOURNAL, RankWork, num_lanes_in, unit_nbytes_in
 from fsdp_optim.options import ConvertOptions, Model, Options, SaveOptions
+from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.base import (
     Opened,
     ResumableStaging,
@@ -74,10 +74,7 @@ def convert(
     group = _callers(options.call)
     with in_turn(group), all_hear(group):
         options.validate()
-        format = target_format or format_named(
-            options.format,
-            FormatChoices(options.world_size, options.key_by, units=options.units, flattens=options.flatten_parameters),
-        )
+        format = format_of_option(target_format if target_format is not None else options.format)
         its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
         with closing(open_on_all(group, its, "", verify=True, format=source_format)) as checkpoint:
             naming, writer = SourceNaming(options.names, model), format.writer()
@@ -131,7 +128,7 @@ class _Work:
     checkpoint: FormatReader
     transcript: SourceContents
     writer: FormatWriter
-    format: Format
+    format: WrittenFormat
     options: ConvertOptions
     files: tuple[File, ...]
 
@@ -142,7 +139,7 @@ class _Work:
         checkpoint: FormatReader,
         transcript: SourceContents,
         writer: FormatWriter,
-        format: Format,
+        format: WrittenFormat,
         options: ConvertOptions,
     ) -> _Work:
         shared, most = transcript.prepared.shared, options.max_file_size

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.adapters.registry import wrapper_parts
+from fsdp_optim.adapters.known import wrapper_parts
 from fsdp_optim.checkpoint.common.contents import RECORDS, SavedValue
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.checkpoint.load.stored_state import StoredState
 from fsdp_optim.checkpoint.load.targets import has_optim_only
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.foreign.reader import ForeignReader
+from fsdp_optim.foreign.scalars import TakesScalars
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.description import (
     OPAQUE,
@@ -119,7 +120,7 @@ def describe_source(
     elif isinstance(checkpoint, ForeignReader):
         weights = _renamed(checkpoint, wrapper_parts())
         stored = _stored(weights, {})
-    if writer.needs_scalars and description is not None:
+    if isinstance(writer, TakesScalars) and description is not None:
         description, state = _with_scalars(checkpoint, description, state, stored)
     contents = CheckpointContents(
         world_size=max(checkpoint.world_size, 1),
@@ -128,8 +129,6 @@ def describe_source(
         optim=description,
         weights=which,
         weights_dtype=weights_in(checkpoint).dtype,
-        units=checkpoint.units if isinstance(checkpoint, ForeignReader) else None,
-        flattens=checkpoint.flattens if isinstance(checkpoint, ForeignReader) else True,
     )
     left_out: list[str] = []
     with as_checkpoint_error(checkpoint.where):

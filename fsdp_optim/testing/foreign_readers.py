@@ -9,7 +9,7 @@
             return Written(model=tensors, optim=[...])
 
         def open_any(self, folder):
-            return Folder(folder, NO_JUDGE).open_any()
+            return Folder(folder, PROBE).open_any()
 
 Everything runs in one process, on a folder.
 """
@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.reader import tensors_in
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import COMMON, Format, FormatReader, StoredTensor
+from fsdp_optim.formats.base.trees import tensors_in
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.plan import Copy, copies_into

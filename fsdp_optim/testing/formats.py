@@ -44,6 +44,7 @@ from fsdp_optim.formats.base.protocols import (
     StoredTensor,
     WrittenFiles,
     rank_extra_name,
+    written,
 )
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.storage.base import Store
@@ -86,7 +87,7 @@ def save_as(
     most_nbytes: int = 1 << 40,
 ) -> SavedSample:
     """Write a checkpoint as one rank, in the order of the calls of a conversion."""
-    writer = format.writer()
+    writer = written(format).writer()
     params = {key: tuple(tensor.shape) for key, tensor in halves["model"].items()}
     contents = CheckpointContents(_RANKS, params, {"other": "large"} if "large" in params else {}, description)
     prepared = writer.prepare(contents, allow_pickle=False, records={})
@@ -107,9 +108,9 @@ def save_as(
     for name, data in small.items():
         store_writer.put(name, data)
     staging.seal([file.name for file in files], [store_writer.finish()], durable=False)
-    written = WrittenFiles(rows, {name: writer.info_of(data) for name, data in small.items()})
+    results = WrittenFiles(rows, {name: writer.info_of(data) for name, data in small.items()})
     names = [*small, *(file.name for file in files)]
-    last = list(writer.last(prepared, files, written, Stamp(staging.token, 5, step=70)))
+    last = list(writer.last(prepared, files, results, Stamp(staging.token, 5, step=70)))
     for name, data in last[:-1]:
         staging.put(name, data, durable=False)
         names.append(name)
@@ -166,7 +167,7 @@ class FormatConformance(MixIn):
     ) -> SavedSample:
         format = self.make_format()
         saved = save_as(format, self.make_store(format), halves, description, EXTRAS, most_nbytes=most_nbytes)
-        self._case.assertEqual(saved.manifest, format.probe.manifest, "the last file is the manifest")
+        self._case.assertEqual(saved.manifest, written(format).probe.manifest, "the last file is the manifest")
         return saved
 
     def _put(self, files: Mapping[str, bytes], manifest: str) -> Store:

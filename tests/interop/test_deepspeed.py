@@ -38,7 +38,8 @@ from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
-from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
+from fsdp_optim.foreign.reader import ForeignReader
+from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import ReaderConformance, WrittenSample, run_on_ranks
@@ -134,7 +135,7 @@ def refuse_all(root: Path, cases: list[tuple[str, str]]) -> None:
 
 
 def opened(path: Path) -> ForeignReader:
-    return DEEPSPEED.open(Folder(path, NO_JUDGE).open_any(), verify=True)
+    return DEEPSPEED.open(Folder(path, PROBE).open_any(), verify=True)
 
 
 def elements(reader: ForeignReader, fqn: str, name: str = "") -> Tensor:
@@ -191,7 +192,7 @@ class TestRuns(unittest.TestCase):
                     bucket.put(f"runs/{name}/{file.relative_to(self.root / name)}", file.read_bytes())
             model = of_zeros()
             optim = optimizer(model)
-            store = ObjectStore(bucket, f"runs/{name}", NO_JUDGE)
+            store = ObjectStore(bucket, f"runs/{name}", PROBE)
             restore.restore(store, model, optim, LoadOptions(Options(), cast=True))
             check_loaded(model, optim, self.oracle, self.root / "live")
 
@@ -464,7 +465,7 @@ class Evil:
 
 def set_step(path: Path, tree: str, step: float) -> None:
     """Write another step into the file of a rank."""
-    with Folder(path.parent, NO_JUDGE).open_any() as files:
+    with Folder(path.parent, PROBE).open_any() as files:
         stored = read_archive(files, path.name).value["optimizer_state_dict"][tree]["state"][1]["step"]
     data = bytearray(path.read_bytes())
     data[stored.start : stored.start + 4] = torch.tensor(step).numpy().tobytes()
@@ -580,7 +581,7 @@ class OfRun(ReaderConformance):
         return DEEPSPEED
 
     def open_any(self, folder: Path) -> Any:
-        return Folder(folder, NO_JUDGE).open_any()
+        return Folder(folder, PROBE).open_any()
 
     def write(self, folder: Path) -> WrittenSample:
         with tempfile.TemporaryDirectory() as place:

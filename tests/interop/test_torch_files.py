@@ -49,8 +49,8 @@ from fsdp_optim.buckets.objects.memory import MemoryBucket
 from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
-from fsdp_optim.foreign.reader import tensors_in
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
+from fsdp_optim.formats.base.trees import tensors_in
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix.opened_any import OpenFiles
 from fsdp_optim.testing import run_on_ranks

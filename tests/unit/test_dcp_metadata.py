@@ -27,8 +27,9 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.keys import Leaf, meaning_of
 from fsdp_optim.foreign.dcp.metadata_pickle import load as load_pickle
 from fsdp_optim.foreign.dcp.reader import DCP
-from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
+from fsdp_optim.foreign.reader import ForeignReader
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Format
+from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.layout import Block, Box, Boxes, DisjointBoxes, FlatChunks, Whole
 from fsdp_optim.plan import Copy, copies_into
 from fsdp_optim.storage.base import Opened
@@ -73,7 +74,7 @@ MODEL = {
 
 
 def open_any(folder: Path) -> Opened:
-    return Folder(folder, NO_JUDGE).open_any()
+    return Folder(folder, PROBE).open_any()
 
 
 def opened(folder: Path) -> ForeignReader:

@@ -13,8 +13,7 @@ import time
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.formats.base.protocols import Format, FormatReader
+from fsdp_optim.formats.base.protocols import Format, FormatReader, remarks_of
 from fsdp_optim.storage.base import VISIBLE_WITHIN, Store
 from fsdp_optim.transport.agree import MeetingResult, agree, all_equal, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
@@ -49,9 +48,8 @@ def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, form
             if checkpoint is not None and not is_same:
                 checkpoint.close()
         if is_same and checkpoint is not None:
-            if group.rank == group.ranks[0] and isinstance(checkpoint, ForeignReader):
-                for note in checkpoint.notes:
-                    log.warning(note)
+            for note in remarks_of(checkpoint).notes if group.rank == group.ranks[0] else ():
+                log.warning(note)
             return checkpoint
         looks += 1
         if num_failed == len(group.ranks):

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import shortened
-from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.formats.base.protocols import FormatReader
+from fsdp_optim.formats.base.protocols import FormatReader, remarks_of
 
 _MOST_PAIRS = 4
 
@@ -21,7 +20,7 @@ def why_names_differ(
     """
     if not missing or not unexpected:
         return ""
-    found = reader.stored_names() if isinstance(checkpoint, ForeignReader) else None
+    found = reader.stored_names() if remarks_of(checkpoint).has_other_names else None
     if found is None:
         return ""
     pairs = shortened((f"{stored} -> {live}" for stored, live in found.pairs), _MOST_PAIRS)

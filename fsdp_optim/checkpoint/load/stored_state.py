@@ -13,10 +13,9 @@ from fsdp_optim.checkpoint.common.optim_description import full_dict
 from fsdp_optim.checkpoint.load.matching import renamed_names
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.foreign.archive.tree import unread_in
-from fsdp_optim.foreign.reader import tensors_in
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
+from fsdp_optim.formats.base.trees import tensors_in, unread_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.options import Rename

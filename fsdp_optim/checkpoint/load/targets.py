@@ -18,8 +18,7 @@ from fsdp_optim.checkpoint.load.stored_names import why_names_differ
 from fsdp_optim.checkpoint.load.stored_state import StoredState
 from fsdp_optim.checkpoint.load.unfilled import check_memory, warn_of_unfilled
 from fsdp_optim.errors import StateError, counted_noun, shortened
-from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor, weights_in
+from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor, remarks_of, weights_in
 from fsdp_optim.memory import Slabs, dtype_name
 from fsdp_optim.options import LoadOptions, WhichWeights
 from fsdp_optim.state.dicts.full import FullState
@@ -181,7 +180,7 @@ def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -
         )
     if optim is None:
         return
-    num = checkpoint.num_optims if isinstance(checkpoint, ForeignReader) else 1
+    num = remarks_of(checkpoint).num_optims
     given = len(optim) if isinstance(optim, (list, tuple)) else 1
     if num > 1 and given != num:
         raise StateError(
@@ -192,7 +191,7 @@ def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -
 
 def _beside(checkpoint: FormatReader) -> str:
     """The other values of another library's file. The user may have mistaken one of them for the weights."""
-    others = (checkpoint.extra_values or {}) if isinstance(checkpoint, ForeignReader) else {}
+    others = remarks_of(checkpoint).others
     return f" (its other values, {shortened(others, _FEW)}, are no dicts of tensors by name)" if others else ""
 
 

@@ -12,7 +12,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.catalog.newest import Series, outdated
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
-from fsdp_optim.checkpoint.common.formats import format_named
+from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.optim_description import describe
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
@@ -46,7 +46,6 @@ from fsdp_optim.move import End
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Staging, Store
-from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
@@ -68,11 +67,10 @@ def begin(
 
     Returns the save, and the live tensors as the source of a move. `managed`: the additions of a CheckpointManager.
     """
-    if format is None:
-        format = format_named(options.format)
+    format = format_of_option(format if format is not None else options.format, of_save=True)
     to_store = options.storage_options if options.upload_to is None else None  # else they are of the second place
     store = store_at(path, format, to_store)
-    if options.upload_to is not None and not isinstance(store, Folder):
+    if options.upload_to is not None and not store.on_file_system:
         raise CheckpointError(f"{store.where}: upload_to= is for saves to a folder")
     warn_if_alone(group, store.where, has_group=options.call.process_group is not None)
     pending.settle(managed.known if managed is not None else None)

@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.catalog.newest import next_sequence
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File
-from fsdp_optim.checkpoint.common.formats import SAVED
+from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.stores import path_of
 from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
@@ -24,7 +24,7 @@ from fsdp_optim.checkpoint.save.upload import FolderUpload
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
-from fsdp_optim.formats.base.protocols import Format, FormatWriter, Prepared
+from fsdp_optim.formats.base.protocols import FormatWriter, Prepared, WrittenFormat
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.options import SaveOptions
@@ -46,7 +46,7 @@ class Job:
     group: RankGroup
     options: SaveOptions
     store: Store
-    format: Format
+    format: WrittenFormat
     address: str  # of the staging in the store
     token: str  # of the checkpoint
     plan: FilePlan
@@ -112,7 +112,7 @@ class Job:
         if not self._sequence:  # no cached_property, which lets saves of other threads wait for this one's listing
             stores = [self.store] if self.upload is None else [self.store, self.upload.store]  # the newest in both
             known = self.managed.known.sequence + 1 if self.managed is not None else 0
-            sequence = max(known, *(next_sequence(store, {self.format, *SAVED}) for store in stores))
+            sequence = max(known, *(next_sequence(store, [self.format, *listed_formats()]) for store in stores))
             if self.managed is not None:
                 self.managed.known.sequence = sequence
             self._sequence.append(sequence)

@@ -17,10 +17,9 @@ from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
-from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.formats.base.protocols import WrittenFormat
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.storage.base import VISIBLE_WITHIN, Capabilities, Opened, Staging, Store, StoreWriter
-from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.completion import Completion
@@ -38,7 +37,7 @@ class FolderUpload:
 
     group: RankGroup
     options: SaveOptions
-    format: Format
+    format: WrittenFormat
     store: Store
     address: str
     files: tuple[File, ...]
@@ -49,7 +48,7 @@ class FolderUpload:
 
     @classmethod
     def begin(
-        cls, group: RankGroup, options: SaveOptions, format: Format, files: Sequence[File], token: str
+        cls, group: RankGroup, options: SaveOptions, format: WrittenFormat, files: Sequence[File], token: str
     ) -> FolderUpload | None:
         """Begin an upload where one is asked for; nothing is sent yet. Called by all ranks.
 
@@ -58,7 +57,7 @@ class FolderUpload:
         if options.upload_to is None:
             return None
         store, content = store_at(options.upload_to, format, options.storage_options), b""
-        if isinstance(store, Folder):
+        if store.on_file_system:
             raise CheckpointError(f"upload_to={options.upload_to!r}: must be a URL, such as s3://bucket/run/step-1000")
         staging: Staging | None = None
         try:

@@ -70,9 +70,8 @@ class FlatUnit:
             at += prod(shape)
 
 
-def units_of(contents: CheckpointContents, given: Units | None, *, flattens: bool) -> Iterator[FlatUnit]:
+def units_of(contents: CheckpointContents, units: Units | None, *, flattens: bool) -> Iterator[FlatUnit]:
     """The units, checked against the weights and the state."""
-    units = given if given is not None else contents.units
     if units is None:
         raise StateError(f"the checkpoint does not say how fairscale flattens its parameters: {_WAY_OUT}")
     optim = contents.optim

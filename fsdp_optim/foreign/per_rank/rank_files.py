@@ -11,12 +11,12 @@ import torch
 from xxhash import xxh3_128
 
 from fsdp_optim.errors import CheckpointError, LayoutError, counted_noun, shortened
-from fsdp_optim.foreign.archive.pickle_table import Unread
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
-from fsdp_optim.foreign.reader import ForeignValues, Source, tensors_in
+from fsdp_optim.foreign.reader import ForeignValues, Source
 from fsdp_optim.foreign.torch.roles import is_extra_state
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
+from fsdp_optim.formats.base.trees import Unread, tensors_in
 from fsdp_optim.layout import FlatRuns, Placement, Shape
 from fsdp_optim.memory import bytes_in_memory
 from fsdp_optim.storage.base import Opened

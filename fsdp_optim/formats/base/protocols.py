@@ -14,7 +14,7 @@ Reading. All ranks make the same calls, and each rank reads only the bytes that 
 Writing. One rank leads and prepares; the other ranks get `prepared.shared`, a string. Every rank plans the same files and
 writes its own bytes into them. At the end the leader puts the files that depend on all others:
 
-    writer = format.writer()
+    writer = format.writer()                      # None: the format can only be read
     prepared = writer.prepare(contents, ...)      # the leader, before anything is written; refuses unreadable values
     files = writer.files(half, tensors, shared)   # every rank: the model's files, then the optimizer's; or
     files = writer.all_files({half: tensors}, shared)   # those of both halves, for a conversion
@@ -28,14 +28,15 @@ elements of each such rank are one range of bytes of one file.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from fsdp_optim.errors import ReplacedError
+from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.description import OptimDescription
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.records import (
     COMMON,
     MODULES,
+    NO_REMARKS,
     UNKNOWN_WEIGHTS,
     CheckpointContents,
     Chunks,
@@ -43,6 +44,7 @@ from fsdp_optim.formats.base.records import (
     PlannedFile,
     PlannedTensor,
     Prepared,
+    Remarks,
     SavedWeights,
     Stamp,
     StoredTensor,
@@ -54,6 +56,7 @@ from fsdp_optim.storage.base import CheckpointProbe, Opened
 __all__ = [
     "COMMON",
     "MODULES",
+    "NO_REMARKS",
     "UNKNOWN_WEIGHTS",
     "CheckpointContents",
     "Chunks",
@@ -65,13 +68,17 @@ __all__ = [
     "PlannedFile",
     "PlannedTensor",
     "Prepared",
+    "Remarks",
     "SavedWeights",
     "Stamp",
     "StoredTensor",
     "WrittenFiles",
+    "WrittenFormat",
     "rank_extra_name",
+    "remarks_of",
     "replaced_error",
     "weights_in",
+    "written",
 ]
 
 
@@ -145,6 +152,11 @@ class FormatReader(Protocol):
         return None
 
     @property
+    def remarks(self) -> Remarks:
+        """What only readers of other tools' checkpoints know."""
+        return NO_REMARKS
+
+    @property
     def where(self) -> str:
         """The name of the place of the checkpoint."""
 
@@ -189,20 +201,23 @@ def weights_in(reader: FormatReader) -> SavedWeights:
     return found
 
 
+def remarks_of(reader: FormatReader) -> Remarks:
+    """The `remarks` of a reader, which readers of other packages may lack."""
+    found: Remarks = getattr(reader, "remarks", NO_REMARKS)
+    return found
+
+
 class FormatWriter(Protocol):
-    """The plan of the files of one save. Every rank makes one, and plans the same files with it.
-
-    `needs_scalars`: whether `prepare` of a conversion gets the 0-dim tensors of the state themselves, as values of the kind
-    SCALAR, because the metadata in the files depend on their elements.
-    """
-
-    needs_scalars: bool = False
+    """The plan of the files of one save. Every rank makes one, and plans the same files with it."""
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         """Encode the small values. Raises CheckpointError that names a value which cannot be written."""
 
     def copied(self, reader: FormatReader) -> Prepared | None:
-        """As `prepare`, but copied from a checkpoint of the same format without decoding; None for another format."""
+        """As `prepare`, but copied from a checkpoint of the same format without decoding; None for another format.
+
+        Called first in a conversion, so that a writer may learn from the source what the contents do not say.
+        """
 
     def files(
         self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
@@ -239,19 +254,28 @@ class FormatWriter(Protocol):
 
 
 class Format(Protocol):
-    """One format of checkpoints. `name`: its name for users; `judge`: the object that stores ask before they remove anything.
+    """One format of checkpoints; its options are the fields of the class.
 
-    `is_foreign`: whether other libraries write it, so that it is opened by `Store.open_any`. `needs_names`: whether other tools
-    find its files by their names alone, so that a store must not keep them in a folder of the save.
+    Attributes:
+        name: the name of the format, for users.
+        probe: the answers about its files that stores ask for before they remove anything, and listings; None for a format that
+            is only read, whose checkpoints are not listed. A format that is listed gives summaries that are `ManifestSummary`.
+        opens_any: whether its files may have been written by any program, so that `Store.open_any` opens them.
+        needs_names: whether other tools find its files by their names alone, so that a store must not keep them in a folder of
+            the save.
+        saves: whether `save` can write it. False: only `convert` does, because its files have parts of several tensors, say.
+        claims_folders: whether a folder that it recognises surely is one checkpoint, and no folder of checkpoints.
     """
 
-    is_foreign: bool = False
-    needs_names: bool = False
+    opens_any: ClassVar[bool] = False
+    needs_names: ClassVar[bool] = False
+    saves: ClassVar[bool] = True
+    claims_folders: ClassVar[bool] = True
 
     @property
     def name(self) -> str: ...
     @property
-    def probe(self) -> CheckpointProbe[Any]: ...
+    def probe(self) -> CheckpointProbe[Any] | None: ...
 
     def recognises(self, opened: Opened) -> bool:
         """Whether an open checkpoint is of this format, damaged or not. Raises nothing."""
@@ -259,8 +283,25 @@ class Format(Protocol):
     def open(self, opened: Opened, *, verify: bool) -> FormatReader:
         """Open a checkpoint for reading. Raises CheckpointError if it is damaged or is not a checkpoint."""
 
-    def writer(self) -> FormatWriter:
-        """The writer for one save. Raises CheckpointError if the format can only be read."""
+    def writer(self) -> FormatWriter | None:
+        """The writer for one save; None if the format can only be read."""
 
     def sequence_in(self, opened: Opened) -> int:
         """The number of a checkpoint among those of its folder; 0 if unknown. Raises nothing."""
+
+
+class WrittenFormat(Format, Protocol):
+    """A format that is written, as saves and conversions use it."""
+
+    @property
+    def probe(self) -> CheckpointProbe[Any]: ...
+
+    def writer(self) -> FormatWriter:
+        """The writer for one save."""
+
+
+def written(format: Format) -> WrittenFormat:
+    """The same format. Raises CheckpointError if it can only be read."""
+    if format.probe is None or format.writer() is None:
+        raise CheckpointError(f"checkpoints of the format {format.name!r} can be read, but not written")
+    return format  # type: ignore[return-value]  # both members are there

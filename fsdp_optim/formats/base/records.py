@@ -102,6 +102,26 @@ UNKNOWN_WEIGHTS = SavedWeights()
 
 
 @dataclass(frozen=True)
+class Remarks:
+    """What a reader knows besides the contents of a checkpoint, for errors and for the log.
+
+    Attributes:
+        notes: what users should know about the choice of files, a line for each.
+        num_optims: the number of optimizers that the state was joined from.
+        others: the names of values that are neither weights nor an optimizer, one of which may have been meant as the weights.
+        has_other_names: whether another tool gave the names, which may differ from those that the model has.
+    """
+
+    notes: Sequence[str] = ()
+    num_optims: int = 1
+    others: Sequence[str] = ()
+    has_other_names: bool = False
+
+
+NO_REMARKS = Remarks()
+
+
+@dataclass(frozen=True)
 class PlannedTensor:
     """A tensor that will be written: its key, torch's name of its dtype, its global shape, and the half that it belongs to."""
 
@@ -170,8 +190,6 @@ class CheckpointContents:
         optim: None if no optimizer is saved.
         weights: which of the model's tensors are saved: "all", "trainable" or "none".
         weights_dtype: torch's name of the dtype to which floating ones are cast; None: they are saved as they are.
-        units: the FQNs in each flat parameter of the model that saved, by the path of the wrapped module; None if unknown.
-        flattens: False: the parameters of each wrapped module in `units` were cut by themselves.
     """
 
     world_size: int
@@ -180,8 +198,6 @@ class CheckpointContents:
     optim: OptimDescription | None
     weights: Literal["all", "trainable", "none"] = "all"
     weights_dtype: str | None = None
-    units: Mapping[str, Sequence[str]] | None = None
-    flattens: bool = True
 
     @property
     def content(self) -> str:

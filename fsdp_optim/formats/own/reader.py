@@ -19,7 +19,7 @@ from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.base.header import Header, HeaderEntry, length_of_header, parse_header
 from fsdp_optim.formats.base.json_text import parse_json
-from fsdp_optim.formats.base.protocols import SavedWeights, StoredTensor, replaced_error
+from fsdp_optim.formats.base.protocols import NO_REMARKS, Remarks, SavedWeights, StoredTensor, replaced_error
 from fsdp_optim.formats.own.extras import Extra, read_extra
 from fsdp_optim.formats.own.manifest import NAME, FileInfo, Manifest, ModelInfo, manifest_in
 from fsdp_optim.storage.base import Opened, check_name
@@ -86,6 +86,7 @@ class Checkpoint:
     """
 
     format_name: ClassVar[str] = "fsdp_optim"
+    remarks: ClassVar[Remarks] = NO_REMARKS
 
     opened: Opened
     manifest: Manifest

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, causes_of
-from fsdp_optim.storage.base import CheckpointProbe, ResumableStore
+from fsdp_optim.storage.base import CheckpointDirectory, CheckpointProbe, ResumableStore
 from fsdp_optim.storage.posix.beacon import beacon_above, sees
 from fsdp_optim.storage.posix.directory import FolderShelf
 from fsdp_optim.storage.posix.files import absolute
@@ -28,6 +28,8 @@ _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two r
 
 class Folder(ResumableStore):
     """The checkpoint of a path. `judge`: answers of the format about the files there."""
+
+    on_file_system = True
 
     def __init__(self, path: str | os.PathLike[str], probe: CheckpointProbe[Any]) -> None:
         self.path = absolute(path)
@@ -54,6 +56,9 @@ class Folder(ResumableStore):
 
     def open_any(self) -> OpenFiles:
         return OpenFiles.at(self.path)
+
+    def with_probe(self, probe: CheckpointProbe[Any]) -> Folder:
+        return Folder(self.path, probe)
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> FolderStaging:
         return self.begun(overwrite=overwrite, durable=durable, token=token)
@@ -95,9 +100,9 @@ class Folder(ResumableStore):
     def directory(self) -> FolderShelf[Any]:
         return self._shelf
 
-    def share_looks(self, directory: FolderShelf[Any]) -> None:
-        """Look at the siblings by a shelf that has looked at them before. Does nothing for the shelf of another folder."""
-        if directory.where == self._shelf.where:
+    def share_looks(self, directory: CheckpointDirectory[Any]) -> None:
+        """As a Store does. Does nothing for the directory of another folder."""
+        if isinstance(directory, FolderShelf) and directory.where == self._shelf.where:
             self._shelf = directory
 
     def siblings(self, known: Collection[str] = ()) -> Iterator[OpenFolder]:
