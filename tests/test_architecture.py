@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
 import sys
 import unittest
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -622,6 +623,39 @@ class TestImport(unittest.TestCase):
         assert f"{PACKAGE}.fairscale" not in ours
         assert f"{PACKAGE}.testing" not in ours
         assert not [name for name in ours if name.startswith(f"{PACKAGE}.integrations")]
+
+    def test_importing_the_package_is_cheap(self) -> None:
+        """What a name needs is imported when the name is asked for: importing all of it takes half a second after torch."""
+        for module, more in ((PACKAGE, []), (f"{PACKAGE}.plugins", ["plugins", "registry"])):
+            code = f"import sys, {module}\nprint(*sys.modules)"
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90)
+            loaded = {name for name in done.stdout.split() if name.split(".")[0] in (PACKAGE, "torch", "numpy", "tqdm")}
+            self.assertEqual(loaded, {PACKAGE, *(f"{PACKAGE}.{name}" for name in ["errors", *more])})
+
+    def test_names_are_there_before_they_are_asked_for(self) -> None:
+        code = f"import {PACKAGE}\nprint(*dir({PACKAGE}))\nassert not hasattr({PACKAGE}, 'nothing')\n"
+        done = run(f"{code}from {PACKAGE} import *\nload, CheckpointError")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        import fsdp_optim
+
+        self.assertEqual(done.stdout.split(), fsdp_optim.__all__)
+
+    def test_the_door_of_plugins_has_what_it_names(self) -> None:
+        """The table by which names are imported, the list, and what type checkers see."""
+        from fsdp_optim import plugins
+
+        file = ROOT / "plugins.py"
+        block = next(node for node in tree_of(file).body if is_for_type_checkers(node))
+        seen = {
+            alias.asname or alias.name: f"{node.module}:{alias.name}"
+            for node in ast.walk(block)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        self.assertEqual(plugins._WHERE, seen)
+        self.assertEqual(plugins.__all__, sorted(seen))
+        for name in plugins.__all__:
+            self.assertIsNotNone(getattr(plugins, name))
 
     def test_asking_for_the_drop_in_loads_fairscale(self) -> None:
         loaded = loaded_by(f"from {PACKAGE} import FullyShardedDataParallel")
