@@ -24,7 +24,7 @@ from fsdp_optim.checkpoint.save.job import Job
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.storage.posix import leftovers
-from fsdp_optim.storage.posix.directory import FolderShelf
+from fsdp_optim.storage.posix.directory import FolderDirectory
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -132,7 +132,7 @@ class LetGoTest(unittest.TestCase):
         check_same("whole", [(path / "fsdp_optim.json").exists() for path in gone], [True, True])
         check_same(
             "no checkpoint",
-            [Path(one.base).name for one in FolderShelf(self.root, OURS.probe).complete()[0]],
+            [Path(one.base).name for one in FolderDirectory(self.root, OURS.probe).complete()[0]],
             ["step-3"],
         )
         self.save(4)

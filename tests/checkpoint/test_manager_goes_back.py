@@ -18,7 +18,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.posix.directory import FolderShelf
+from fsdp_optim.storage.posix.directory import FolderDirectory
 
 
 class BackTest(CatalogTest):
@@ -98,7 +98,7 @@ class BackTest(CatalogTest):
         """A run that dies between its first save after a rollback and the removals resumes from that save, and cleans up."""
         self.run_to(8)
         run = Run(self.root, "plain", every=1)
-        with run.manager, mock.patch.object(FolderShelf, "remove"):
+        with run.manager, mock.patch.object(FolderDirectory, "remove"):
             run.manager.rollback(to=2)
             run.steps(range(3, 4))
             run.manager.wait()

@@ -16,7 +16,7 @@ from parameterized import parameterized
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.own.probe import PROBE
 from fsdp_optim.storage.posix import filesystem
-from fsdp_optim.storage.posix.beacon import BEACON, beacon_above, is_somebodys, refresh, sees
+from fsdp_optim.storage.posix.beacon import BEACON, beacon_above, is_lasting, refresh, sees
 from fsdp_optim.storage.posix.path_status import is_empty_folder, is_nothing, names_in
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
@@ -119,11 +119,11 @@ class BeaconTest(InFolder):
 class NamesTest(InFolder):
     @parameterized.expand([(name,) for name in PASSING])
     def test_passing(self, name: str) -> None:
-        self.assertFalse(is_somebodys(name))
+        self.assertFalse(is_lasting(name))
 
     @parameterized.expand([(name,) for name in SOMEBODYS])
     def test_somebodys(self, name: str) -> None:
-        self.assertTrue(is_somebodys(name))
+        self.assertTrue(is_lasting(name))
 
     def test_a_folder_with_passing_names_only_is_empty(self) -> None:
         for name in PASSING:
@@ -199,7 +199,7 @@ class HostTest(InFolder):
         with mock.patch.object(Path, "read_text", read_text):
             mine = filesystem.this_host(self.root)
             self.assertEqual(filesystem.this_host(self.root), mine)
-            filesystem._nobody_else.cache_clear()  # as in another process
+            filesystem._unique_name.cache_clear()  # as in another process
             self.assertNotEqual(filesystem.this_host(self.root), mine)
 
     @parameterized.expand(
