@@ -148,7 +148,7 @@ checkpoint.common: adapters buckets elements errors foreign.dcp foreign.deepspee
     foreign.per_rank foreign.torch formats.base formats.own layout memory move options plan speed state.dicts
     state.live state.merged state.values storage.base storage.posix transport transport.job verbs view
 checkpoint.catalog: buckets checkpoint.common errors foreign.torch formats.base options storage.base storage.posix
-checkpoint.load: adapters checkpoint.common errors foreign foreign.archive formats.base layout memory move options
+checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options
     plan speed state.dicts state.live state.merged state.values storage.base transport verbs view
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options state.merged
     transport verbs
@@ -158,16 +158,16 @@ checkpoint.run: buckets checkpoint.catalog checkpoint.common checkpoint.load che
     memory options storage.posix transport verbs
 checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save errors formats.own memory options
     state.live storage.base storage.posix transport
-offline: adapters buckets checkpoint.common checkpoint.load checkpoint.save errors foreign foreign.archive
-    foreign.torch formats.base formats.own layout memory move options state.dicts state.live state.values
-    storage.base storage.posix transport
+offline: adapters buckets checkpoint.common checkpoint.load checkpoint.save errors foreign.archive foreign.torch
+    formats.base formats.own layout memory move options state.dicts state.live state.values storage.base storage.posix
+    transport
 api: buckets checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save memory
     offline options state.dicts state.live storage.posix verbs
 cli: api errors
 fairscale: api errors options state.dicts state.live
 integrations: (top) api buckets checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
     checkpoint.trainers errors memory options state.live storage.base storage.posix
-testing: adapters api buckets.objects errors foreign formats.base layout memory plan storage.base transport view
+testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
 (top): api errors fairscale
 __main__: cli
 """
