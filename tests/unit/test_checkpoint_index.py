@@ -113,13 +113,21 @@ class TestResolved(unittest.TestCase):
         self.assertEqual(found.full.other_keys, {"loss_scale": 2.0})
 
     def test_ids_without_kinds(self) -> None:
-        """A number in a list, as fairscale has it, is read before the dialect looks at it."""
-        state = {0: {"exp_avg": TENSORS["m"], "step": [TENSORS["step"]]}}
+        state = {0: {"exp_avg": TENSORS["m"], "step": TENSORS["step"]}}
         groups = [{"lr": 1.0, "params": [0, 1]}, {"lr": TENSORS["rows"], "params": [2]}]
         found = self.resolved(SavedOptim({"state": state, "param_groups": groups}))
         self.assertEqual(found.tensors, {("w", "exp_avg"): TENSORS["m"]})
-        self.assertEqual(found.full.state["w"]["step"][0].item(), 5.0)
+        self.assertEqual(found.full.state["w"]["step"].item(), 5.0)
         self.assertEqual(found.full.groups[1][0]["lr"].tolist(), [5.0] * 3)
+
+    def test_numbers_in_lists(self) -> None:
+        """Fairscale has a number once for each rank, in a list, and the reader of its dialect compares them."""
+        state = {0: {"exp_avg": TENSORS["m"], "step": [TENSORS["step"], TENSORS["step"]]}}
+        full = {"state": state, "param_groups": [{"params": [0, 1, 2]}], "param_id_map": dict.fromkeys(range(3), 0)}
+        names = Names((("w", "frozen", "b"),), {}, unit_order=("w", "frozen", "b"))
+        found = StoredState.resolved("here", SavedOptim(full), names, {"w": (3, 2)}, self.read)
+        self.assertEqual(found.full.state["w"]["step"].item(), 5.0)
+        self.assertEqual(found.tensors, {("w", "exp_avg"): TENSORS["m"]})
 
     def test_one_tensor_in_two_places_is_two(self) -> None:
         state = {key: {"exp_avg": TENSORS["rows"]} for key in (0, 2)}
