@@ -111,16 +111,16 @@ errors:
 formats:
 machine:
 speed:
-wire:
 state:
 storage:
-registry: errors
+wire:
 elements: errors
 layout: errors
 options: errors
+registry: errors
 storage.base: errors
 transport.job: errors machine
-buckets.objects: errors machine storage.base
+buckets.objects: errors storage.base
 plan: errors layout
 storage.posix: errors machine storage.base
 buckets.fsspec: buckets.objects errors storage.base
@@ -146,35 +146,35 @@ foreign.torch: errors foreign foreign.archive foreign.hugging_face formats.base 
     registry storage.base
 verbs: adapters dtensors elements errors layout memory move options speed state.dicts state.live state.merged
     state.values transport view
-foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
-foreign.per_rank: errors foreign foreign.archive foreign.torch formats.base layout memory options storage.base
 checkpoint.common: adapters elements errors formats.base formats.own layout memory move options plan registry
     speed state.dicts state.live state.merged state.values storage.base storage.posix transport transport.job
     verbs view
+foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
+foreign.per_rank: errors foreign foreign.archive foreign.torch formats.base layout memory options storage.base
 checkpoint.catalog: checkpoint.common errors formats.base options registry storage.base storage.posix
 checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan speed
     state.dicts state.live state.merged state.values storage.base transport verbs view
+plugins: adapters buckets.objects foreign.dcp foreign.per_rank foreign.torch formats.base formats.own layout
+    memory registry storage.base view
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
-    move options plan speed state.dicts state.live storage.base transport verbs
+    move options plan speed state.live storage.base transport verbs
 checkpoint.run: checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors formats.base memory
     options registry storage.posix transport verbs
 checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save errors formats.base formats.own
     memory options state.live storage.base storage.posix transport
-offline: adapters checkpoint.common checkpoint.load checkpoint.save errors foreign foreign.archive foreign.torch
+offline: adapters checkpoint.common checkpoint.load checkpoint.save errors foreign.archive foreign.torch
     formats.base formats.own layout memory move options registry state.dicts state.live state.values
     storage.base storage.posix transport
 api: checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save formats.base
     memory options registry state.dicts state.live storage.posix verbs
-plugins: adapters buckets.objects foreign.dcp foreign.per_rank foreign.torch formats.base formats.own layout
-    memory registry storage.base view
 cli: api errors plugins registry
 fairscale: api errors options state.dicts state.live
+integrations: api checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
+    checkpoint.trainers errors formats.own memory options registry state.live storage.base storage.posix
 testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
 (top): api errors fairscale
-integrations: (top) api checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    checkpoint.trainers errors formats.own memory options registry state.live storage.base storage.posix
 __main__: cli
 """
 

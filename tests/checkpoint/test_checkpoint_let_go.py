@@ -24,10 +24,8 @@ from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.checkpoint.common.pending import Pending
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save.job import Job
-from fsdp_optim import CheckpointError
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.storage.posix import FolderDirectory
-from fsdp_optim.storage.posix import leftovers
+from fsdp_optim.storage.posix import FolderDirectory, leftovers
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -137,11 +135,7 @@ class LetGoTest(unittest.TestCase):
         check_same(
             "no checkpoint",
             [Path(one.base).name for one in FolderDirectory(self.root, OURS.probe).complete()[0]],
-<<<<<<< HEAD
             [name_of_step(3)],
-=======
-            ["step-3"],
->>>>>>> words
         )
         self.keep(4, 2)
         check_same("gone", sorted(os.listdir(self.root)), [name_of_step(3), name_of_step(4)])
