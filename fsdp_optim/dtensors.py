@@ -1,6 +1,6 @@
 """DTensors: where their elements live, as cuts in the order in which they were made, and their local tensors.
 
-A DTensor says by itself how it is cut, whatever it belongs to: a parameter of fully_shard, state of a parameter that is no
+A DTensor records how it is cut, whatever it belongs to: a parameter of fully_shard, state of a parameter that is no
 DTensor, a number in a param group. Nothing here imports DTensor or makes a collective call.
 """
 
@@ -35,12 +35,12 @@ _MODULE = "torch.distributed.tensor"
 
 
 def is_loaded() -> bool:
-    """Whether DTensor is loaded in this process."""
+    """Return whether DTensor is loaded in this process."""
     return _MODULE in sys.modules
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor, without importing DTensor."""
+    """Return whether a value is a DTensor, without importing DTensor."""
     if type(value) is torch.Tensor:  # most values are plain, and each is asked about more than once
         return False
     module = sys.modules.get(_MODULE)
@@ -48,7 +48,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def local_of(value: DTensor) -> torch.Tensor:
-    """The local tensor, without autograd, which would cost ten times as much."""
+    """Return the local tensor, without autograd, which would cost ten times as much."""
     local = value._local_tensor
     if type(local) is torch.Tensor:
         return local
@@ -63,8 +63,8 @@ def dtensor(
     shape: Shape,
     strides: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """The DTensor with a local tensor. `strides`: those of the unsharded tensor; None: row-major."""
-    made: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
+    """Return the DTensor with a local tensor. `strides`: of the unsharded tensor; None: row-major."""
+    value: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
         local,
         mesh,
         spec,
@@ -72,11 +72,11 @@ def dtensor(
         shape=torch.Size(shape),
         stride=row_major_strides(shape) if strides is None else strides,
     )
-    return made
+    return value
 
 
 def is_complete(value: DTensor) -> bool:
-    """Whether this rank has the complete tensor: it is replicated, or alone on every mesh dimension that cuts it."""
+    """Return whether this rank has the complete tensor: it is replicated, or alone on every mesh dimension that cuts it."""
     sizes = value.device_mesh.shape
     return value.device_mesh.get_coordinate() is not None and all(
         placement.is_replicate() or (size == 1 and not placement.is_partial())
@@ -85,20 +85,20 @@ def is_complete(value: DTensor) -> bool:
 
 
 def placement_of_value(value: torch.Tensor) -> OnMesh | None:
-    """Where the elements of a state value live that says so by itself; None for any other value."""
+    """Return where the elements of a state value live that records it; None for any other value."""
     if not is_dtensor(value) or not is_plain(local_of(value)):
         return None
     return placement_of("a state value", tuple(value.shape), grid_of(value.device_mesh), value.placements)
 
 
 def dtensor_like(flat: torch.Tensor, live: DTensor) -> torch.Tensor:
-    """The DTensor of these local elements, 1-D, with mesh and placements of `live`."""
+    """Return the DTensor of these local elements, 1-D, with mesh and placements of `live`."""
     local = laid_out_like(flat, local_of(live))
     return dtensor(local, live.device_mesh, live.placements, tuple(live.shape), live.stride())
 
 
 def as_local(where: str, value: Any) -> Any:
-    """A value without DTensors, also inside containers: complete ones become their local tensors.
+    """Return a value without DTensors, also inside containers: complete DTensors become their local tensors.
 
     Raises WrapperError, which names the value as `where`, for a DTensor of which this rank has only a part. Nothing is
     redistributed, because that is a collective call, which not all ranks may make.
@@ -130,7 +130,7 @@ class Grid:
         return tuple(self.ranks.shape)
 
     def in_order(self, split_dims: frozenset[int] = frozenset()) -> Ranks:
-        """The ranks in the order in which DTensor numbers the shards along `split_dims`."""
+        """Return the ranks in the order in which DTensor numbers the shards along `split_dims`."""
         known = self._in_order.get(split_dims)
         if known is None:
             known = self._in_order[split_dims] = _numbered(self.ranks, split_dims)
@@ -138,14 +138,14 @@ class Grid:
 
 
 def grid_of(mesh: DeviceMesh) -> Grid:
-    """The ranks of a mesh."""
+    """Return the ranks of a mesh."""
     return Grid(mesh.mesh)
 
 
 def placement_of(
     fqn: str, shape: Shape, grid: Grid, placements: tuple[Placement, ...], fsdp_dims: frozenset[int] | None = None
 ) -> OnMesh:
-    """Where a DTensor's elements live.
+    """Return where a DTensor's elements live.
 
     `fsdp_dims`: of a parameter of fully_shard, the dimensions of the mesh over which fully_shard has cut it. fully_shard cuts
     the tensor that tensor parallel has left, so these come last. None: unknown, or none.
@@ -167,14 +167,14 @@ def placement_of(
             by_dim.setdefault(dim % max(len(shape), 1), []).append((mesh_dim, _split_factor(placement)))
     ordered: list[tuple[int, int, int]] = []
     for dim, cuts in by_dim.items():
-        found = _cuts_in_order(cuts, grid.shape, fsdp_dims)
-        if found is None:
+        in_order = _cuts_in_order(cuts, grid.shape, fsdp_dims)
+        if in_order is None:
             raise WrapperError(
                 f"{fqn}: {placements} on the mesh {grid.shape} is what fully_shard makes of interleaved rows, and "
                 "what distribute_tensor makes of whole ones, with the elements in different places: pass the root module that "
                 "fully_shard has wrapped, or redistribute the DTensor to Replicate or Shard first"
             )
-        ordered += [(mesh_dim, dim, factor) for mesh_dim, factor in found]
+        ordered += [(mesh_dim, dim, factor) for mesh_dim, factor in in_order]
     if all(factor == 1 for _, _, factor in ordered):
         splits = _as_sorted(ordered, placements)
         return MeshBoxes(shape, grid.shape, splits, (grid.in_order(frozenset(d for d, _ in splits)),))
@@ -188,9 +188,9 @@ _Cuts = list[tuple[int, int]]
 
 
 def _cuts_in_order(cuts: _Cuts, mesh_shape: Shape, fsdp_dims: frozenset[int] | None) -> _Cuts | None:
-    """The cuts of one dimension of a tensor, in the order in which they were made; None where that is not known.
+    """Return the cuts of one dimension of a tensor, in the order in which they were made; None where that is not known.
 
-    `_StridedShard` has two meanings. Where the factors fit, they say the order of contiguous cuts. Else the placements are
+    `_StridedShard` has two meanings. Where the factors fit, they give the order of contiguous cuts. Else the placements are
     in order, and a factor is the number of groups of rows of which every rank has a part.
     """
     order = contiguous_order(cuts, mesh_shape)
@@ -207,21 +207,21 @@ def _cuts_in_order(cuts: _Cuts, mesh_shape: Shape, fsdp_dims: frozenset[int] | N
 
 
 def _as_sorted(ordered: list[tuple[int, int, int]], placements: tuple[Placement, ...]) -> tuple[tuple[int, int], ...]:
-    """The splits sorted by their factors where the order inside each dimension allows it, so that equal cuts are equal values."""
+    """Return the splits sorted by factor where the order inside each dimension allows it, so that equal cuts compare equal."""
     splits = [(mesh_dim, dim) for mesh_dim, dim, _ in ordered]
     by_factor = sorted(splits, key=lambda split: (_split_factor(placements[split[0]]), split[0]))
     dims = {dim for _, dim in splits}
-    alike = all([s for s in splits if s[1] == dim] == [s for s in by_factor if s[1] == dim] for dim in dims)
-    return tuple(by_factor if alike else splits)
+    keeps_order = all([s for s in splits if s[1] == dim] == [s for s in by_factor if s[1] == dim] for dim in dims)
+    return tuple(by_factor if keeps_order else splits)
 
 
 def _split_factor(placement: Placement) -> int:
-    """The number of parts that other mesh dimensions make before the cut of this placement; over 1 for `_StridedShard`."""
+    """Return the number of parts that other mesh dimensions make before the cut of this placement; over 1 for `_StridedShard`."""
     return int(getattr(placement, "split_factor", 1))
 
 
 def _numbered(grid: torch.Tensor, split_dims: frozenset[int]) -> Ranks:
-    """The ranks of a mesh, row-major, in the order in which DTensor numbers the shards along `split_dims`.
+    """Return the ranks of a mesh, row-major, in the order in which DTensor numbers the shards along `split_dims`.
 
     DTensor numbers shards by group rank in the process group of each mesh line, and torch sorts the ranks of a group: on a
     mesh whose ranks do not ascend, that order differs from the order in the mesh.

@@ -1,4 +1,4 @@
-"""Values whose elements cannot be copied: refused by name, before anything is done, with what to do about them.
+"""Values whose elements cannot be copied: refused by name, before anything is done, with the fix.
 
 A tensor may have no elements at all (a lazy module before its first forward pass, the meta device, FakeTensorMode), or elements
 that no copy of bytes gives back (nested tensors, dtypes of less than a byte).
@@ -25,7 +25,7 @@ _OF_LESS_THAN_A_BYTE = frozenset(f"torch.{kind}{bits}" for kind in ("int", "uint
 
 
 def is_usual(value: object) -> bool:
-    """Whether a value is an ordinary tensor, whose elements can be copied. Nearly all are, and need no further check."""
+    """Return whether a value is an ordinary tensor, whose elements can be copied. Nearly all are, and need no further check."""
     if type(value) is not torch.Tensor or value.dtype not in _USUAL:
         return False
     return value.layout is torch.strided and not value.is_meta and not value.is_nested
@@ -54,7 +54,7 @@ def _check(where: str, value: Any, error: type[FsdpOptimError], depth: int) -> N
 
 
 def why_without_elements(value: torch.Tensor) -> str:
-    """Why the elements of a tensor cannot be copied, and what to do; "" where they can."""
+    """Return why the elements of a tensor cannot be copied, and the fix; "" where they can."""
     if hasattr(value, "local_shards"):
         return ""  # a ShardedTensor knows few operations by itself
     if is_lazy(value):
@@ -68,7 +68,7 @@ def why_without_elements(value: torch.Tensor) -> str:
             "is a nested tensor, whose parts differ in shape: give the tensors of its unbind(), or to_padded_tensor()"
         )
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        return ""  # what its class says of itself is for others to ask
+        return ""  # the adapters know how to read other classes
     if value.layout not in _LAYOUTS:
         return f"is in the layout {value.layout}, which torch cannot copy as it is: give its to_dense()"
     if str(value.dtype) in _OF_LESS_THAN_A_BYTE or str(value.dtype).startswith("torch.bits"):
@@ -79,7 +79,7 @@ def why_without_elements(value: torch.Tensor) -> str:
 
 
 def check_weight(where: str, value: torch.Tensor, error: type[FsdpOptimError]) -> None:
-    """As `check_elements`, for a parameter or buffer, which is cut into pieces: a sparse or a quantised one cannot be."""
+    """Check a parameter or buffer as `check_elements` does; refuse sparse and quantised tensors too, which cannot be cut."""
     check_elements(where, value, error)
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         if value.layout is not torch.strided:
@@ -91,12 +91,12 @@ def check_weight(where: str, value: torch.Tensor, error: type[FsdpOptimError]) -
 
 
 def is_lazy(value: object) -> bool:
-    """Whether a value is a parameter or buffer that has no shape yet."""
+    """Return whether a value is a parameter or buffer that has no shape yet."""
     return isinstance(value, UninitializedTensorMixin)
 
 
 def is_fake(value: object) -> bool:
-    """Whether a value is a tensor of FakeTensorMode, without importing that."""
+    """Return whether a value is a tensor of FakeTensorMode, without importing that."""
     module = sys.modules.get(_FAKE)
     return module is not None and isinstance(value, module.FakeTensor)
 

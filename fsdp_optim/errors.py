@@ -6,27 +6,27 @@ from collections.abc import Iterable, Iterator
 
 
 def counted_noun(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return `1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def shortened(items: Iterable[object], most: int = 8, between: str = ", ") -> str:
-    """The first `most` items as text, and the number of the others: `a, b and 3 more`. Nothing is left out silently."""
-    listed = [str(item) for item in items]
-    left_out = len(listed) - most
+    """Return the first `most` items as text, and the number of the others: `a, b and 3 more`. Nothing is left out silently."""
+    texts = [str(item) for item in items]
+    left_out = len(texts) - most
     more = f"{' ' if between == ', ' else between}and {left_out} more" if left_out > 0 else ""
-    return between.join(listed[:most]) + more
+    return between.join(texts[:most]) + more
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and the chain of its causes, including those that `raise ... from None` hides in the traceback."""
+    """Yield an error and the chain of its causes, including causes that `raise ... from None` hides in the traceback."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def missing(user: str, package: str) -> ModuleNotFoundError:
-    """The error of a `user` that needs a package which is not installed. The extra of the same name installs the package."""
+    """Return the error of a `user` that needs a package which is not installed. The extra of that name installs it."""
     return ModuleNotFoundError(
         f"{user} needs {package}, which is not installed: pip install 'fsdp-optim[{package}]'", name=package
     )
@@ -36,7 +36,7 @@ class FsdpOptimError(Exception):
     """Parent of every error that this library raises on purpose.
 
     Attributes:
-        on_all_ranks: whether every rank that makes the call raises this same error, so that no rank must report it.
+        on_all_ranks: whether every rank that makes the call raises this same error, so that no rank needs to report it.
     """
 
     on_all_ranks: bool = False
@@ -59,7 +59,7 @@ class RankError(FsdpOptimError, RuntimeError):
 
 
 class StoreLostError(RankError):
-    """The rendezvous store of the job does not answer, so that ranks cannot agree any more."""
+    """The rendezvous store of the job does not answer, so that ranks can no longer agree."""
 
 
 class RankTimeoutError(FsdpOptimError, TimeoutError):
@@ -67,7 +67,7 @@ class RankTimeoutError(FsdpOptimError, TimeoutError):
 
 
 class CheckpointError(FsdpOptimError, OSError):
-    """A checkpoint cannot be written, is incomplete or damaged. The message names the file and the way out."""
+    """A checkpoint cannot be written, is incomplete or damaged. The message names the file and the fix."""
 
 
 class ReplacedError(CheckpointError):
@@ -75,7 +75,7 @@ class ReplacedError(CheckpointError):
 
 
 def class_name(error: BaseException) -> str:
-    """The name of an error's class; of a subclass of this package's errors, the name of the public class that users catch."""
+    """Return the name of an error's class; for subclasses of this package's errors, the public class that users catch."""
     if not isinstance(error, FsdpOptimError):
         return type(error).__name__
     return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == __name__)

@@ -1,4 +1,4 @@
-"""What this process asks of its machine: which process it is, so that others can see whether it is gone, and its connections."""
+"""Questions to the machine: the identity of this process, by which others see whether it is gone, and its connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROBES = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 def identity_of_process(pid: int | None = None) -> str:
-    """A string for this process, or another one of the same PID namespace, that no other process has; a pid is given again.
+    """Return a string that no other process has, for this process or another in its PID namespace; pids are reused.
 
     `<boot> <PID namespace> <pid> <start>`. Empty where the process is gone, and on systems without /proc.
     """
@@ -33,13 +33,13 @@ def identity_of_process(pid: int | None = None) -> str:
 
 
 def is_neighbour(identity: str) -> bool:
-    """Whether a process with this identity is, or was, one that this process could see: same boot, same PID namespace."""
-    words, mine = identity.split(), identity_of_process().split()
-    return len(words) == len(mine) == 4 and words[:2] == mine[:2]
+    """Return whether this process could see a process with this identity: same boot, same PID namespace."""
+    words, own_words = identity.split(), identity_of_process().split()
+    return len(words) == len(own_words) == 4 and words[:2] == own_words[:2]
 
 
 def is_gone(identity: str) -> bool:
-    """Whether the process with this identity has surely ended; False where this process cannot tell."""
+    """Return whether the process with this identity has surely ended; False where this process cannot tell."""
     words = identity.split()
     if not is_neighbour(identity) or not words[2].isdecimal() or not os.access("/proc/1/stat", os.R_OK):
         return False  # of another machine, or a process of another user would look as if it were gone (hidepid)
@@ -47,9 +47,9 @@ def is_gone(identity: str) -> bool:
 
 
 def connections_to(port: int) -> Iterator[int]:
-    """The file descriptors of this process that are TCP connections to a port, of any host. None on systems without /proc.
+    """Yield the file descriptors of this process that are TCP connections to a port, of any host. None on systems without /proc.
 
-    They are only looked up: a socket object for a connection of somebody else would change whether its calls wait, where the
+    They are only looked up: a socket object for a connection of other code would change whether its calls wait, where the
     program has a `socket.setdefaulttimeout`.
     """
     links = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _sockets_to(port, table)}
@@ -64,7 +64,7 @@ def connections_to(port: int) -> Iterator[int]:
 
 
 def listens_on(port: int) -> bool:
-    """Whether this process serves a TCP port. False on systems without /proc."""
+    """Return whether this process serves a TCP port. False on systems without /proc."""
     listening = "0A"
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -82,7 +82,7 @@ def listens_on(port: int) -> bool:
 
 
 def _sockets_to(port: int, table: str) -> Iterator[str]:
-    """The inodes of the sockets of this network namespace whose other end has a port. `table`: of /proc/net, see proc(5)."""
+    """Yield the inodes of this network namespace's sockets whose other end has a port. `table`: of /proc/net, see proc(5)."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
@@ -92,21 +92,21 @@ def _sockets_to(port: int, table: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _as_socket(fd: int) -> Iterator[socket.socket]:
-    """A socket object for a file descriptor, which stays open, and as it is."""
+    """Yield a socket object for a file descriptor, which stays open and unchanged."""
     is_blocking = os.get_blocking(fd)
-    made = socket.socket(fileno=os.dup(fd))
+    connection = socket.socket(fileno=os.dup(fd))
     try:
         os.set_blocking(fd, is_blocking)
-        yield made
+        yield connection
     finally:
-        made.close()
+        connection.close()
 
 
 def limit_silence(fd: int, seconds: float) -> bool:
     """Let a TCP connection fail when its other end has not answered for some seconds, instead of a quarter of an hour.
 
-    A host that is cut off does not answer, nor does one where the process at the other end is stopped, though its system says
-    that it has got what was sent. Returns whether the other end is on this host.
+    A host that is cut off does not answer. Neither does a stopped process, though its system acknowledges what was sent. Returns
+    whether the other end is on this host.
     """
     with contextlib.suppress(OSError), _as_socket(fd) as connection:
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))

@@ -28,11 +28,11 @@ class Budget:
     use: str = "one call"
 
     def share(self, num: int, use: str) -> Budget:
-        """The equal share of each of `num` uses that need memory at the same time."""
+        """Return the equal share of each of `num` uses that need memory at the same time."""
         return Budget(max(self.nbytes // num, 1), use)
 
     def num_fitting(self, nbytes: int) -> int:
-        """How many uses of `nbytes` each have room at the same time."""
+        """Return how many uses of `nbytes` each have room at the same time."""
         return self.nbytes // nbytes
 
 
@@ -42,7 +42,7 @@ def in_batches(
     most_nbytes: int,
     joins: Callable[[T, T], bool] | None = None,
 ) -> Iterator[list[T]]:
-    """Items in their order, in batches of at most `most_nbytes`; a larger item is a batch by itself.
+    """Yield items in their order, in batches of at most `most_nbytes`; a larger item is a batch by itself.
 
     `joins(last, item)`: whether an item may join the batch that ends with `last`; None: every item may.
     """
@@ -83,7 +83,7 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised contiguous tensor with a storage of its own.
+    """Return an uninitialised contiguous tensor with a storage of its own.
 
     Large CPU tensors ask the kernel for huge pages, because the first touch of fresh 4 KiB pages costs more than the
     transfer of the bytes.
@@ -95,7 +95,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 def in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor whose memory goes back to the operating system when the tensor is freed.
+    """Return an uninitialised CPU tensor whose memory goes back to the operating system when the tensor is freed.
 
     `malloc` keeps freed blocks of up to 32 MiB, more and more of them where their sizes differ. The storage cannot be resized.
     """
@@ -120,7 +120,7 @@ class Slabs:
         self._at = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The same as `empty` of this module, from a slab where that is possible."""
+        """Allocate as `empty` of this module does, from a slab where that is possible."""
         numel = prod(shape)
         nbytes = numel * dtype.itemsize
         if device.type != "cpu" or not _IN_SLABS_FROM <= nbytes <= _SLAB_NBYTES // 2 or _madvise() is None:
@@ -155,13 +155,13 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 @functools.lru_cache(maxsize=64)
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype: `float32`."""
+    """Return the name of a dtype: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(maxsize=64)
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that has a name such as `float32`; the inverse of `dtype_name`."""
+    """Return the dtype that has a name such as `float32`; the inverse of `dtype_name`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} is not a dtype of torch {torch.__version__}")
@@ -172,18 +172,18 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is a torch.Tensor or Parameter and not of another subclass, so that its bytes are the whole value."""
+    """Return whether a value is a torch.Tensor or Parameter, and no other subclass, so that its bytes are all of it."""
     return type(value) in _PLAIN
 
 
 def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
-    """The local tensors of a ShardedTensor, which supports few operations by itself; any other tensor alone."""
+    """Return the local tensors of a ShardedTensor, which supports few operations by itself; any other tensor alone."""
     shards = getattr(value, "local_shards", None)
     return tuple(getattr(shard, "tensor", shard) for shard in shards()) if callable(shards) else (value,)
 
 
 def flatten(value: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor as a contiguous 1-D tensor: a view where the tensor is contiguous, else a copy."""
+    """Return the elements of a tensor as a contiguous 1-D tensor: a view where the tensor is contiguous, else a copy."""
     if type(value) is not torch.Tensor or value.requires_grad or value.is_conj() or value.is_neg():
         value = _resolved(value)
     value = value.contiguous()
@@ -191,23 +191,23 @@ def flatten(value: torch.Tensor) -> torch.Tensor:
 
 
 def _in_a_row(flat: torch.Tensor) -> torch.Tensor:
-    """A contiguous 1-D tensor with the stride 1: one of at most one element may have any, with which its bytes are no view."""
+    """Return a contiguous 1-D tensor with the stride 1: without it, a tensor of one element cannot be viewed as bytes."""
     return flat if flat.stride(0) == 1 else flat.as_strided((len(flat),), (1,))
 
 
 def bytes_in_memory(value: torch.Tensor) -> bytes:
-    """The elements of a tensor on the CPU in row-major order, as bytes."""
+    """Return the elements of a tensor on the CPU in row-major order, as bytes."""
     data: bytes = flatten(value).view(torch.uint8).numpy().tobytes()
     return data
 
 
 def _resolved(value: torch.Tensor) -> torch.Tensor:
-    """A tensor whose bytes are its elements: torch conjugates and negates some views lazily."""
+    """Return a tensor whose bytes are its elements: torch conjugates and negates some views lazily."""
     return value.detach().resolve_conj().resolve_neg()
 
 
 def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The elements of a tensor in row-major order, as pairs (index of the first element, 1-D tensor).
+    """Yield the elements of a tensor in row-major order, as pairs (index of the first element, 1-D tensor).
 
     A contiguous tensor gives one view of all elements, any other tensor gives copies of at most `most_numel` elements.
     """
@@ -222,7 +222,7 @@ def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Te
 
 
 def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements of a dense tensor in row-major order, as 1-D byte tensors on the CPU of at most 2 MiB each.
+    """Yield the elements of a dense tensor in row-major order, as 1-D byte tensors on the CPU of at most 2 MiB each.
 
     Tensors of equal shape and dtype are cut into the same pieces, whatever their strides.
     """
@@ -233,12 +233,12 @@ def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype, on any devices, have the same bits."""
+    """Return whether two tensors of one shape and dtype, on any devices, have the same bits."""
     return all(torch.equal(*pair) for pair in zip(bytes_in_pieces(a), bytes_in_pieces(b), strict=True))
 
 
 def flat_slice(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of a tensor in row-major order, 1-D: a view of a contiguous tensor, else a copy of this range."""
+    """Return elements [start, stop) of a tensor in row-major order, 1-D: a view of a contiguous tensor, else a copy."""
     value = _resolved(value)
     if value.is_contiguous():
         return _in_a_row(value.view(-1))[start:stop]
@@ -248,7 +248,7 @@ def flat_slice(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _copy_elements(value: torch.Tensor, start: int, piece: torch.Tensor) -> None:
-    """Fill `piece` with elements of `value` from index `start` on: part of a row, then whole rows, then part of a row."""
+    """Fill `piece` with elements of `value` from index `start` on: part of a row, then full rows, then part of a row."""
     if value.dim() == 1:
         piece.copy_(value[start : start + len(piece)])
         return
@@ -281,12 +281,12 @@ def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def source_view(copy: Copy, flat: torch.Tensor) -> torch.Tensor:
-    """The elements of a 1-D local tensor that a copy reads."""
+    """Return the elements of a 1-D local tensor that a copy reads."""
     return _strided_view(flat, copy.sizes, copy.source_offset, copy.source_strides)
 
 
 def target_view(copy: Copy, flat: torch.Tensor) -> torch.Tensor:
-    """The elements of a 1-D local tensor that a copy writes."""
+    """Return the elements of a 1-D local tensor that a copy writes."""
     return _strided_view(flat, copy.sizes, copy.target_offset, copy.target_strides)
 
 
@@ -297,10 +297,10 @@ def _strided_view(flat: torch.Tensor, sizes: tuple[int, ...], offset: int, strid
 
 
 def laid_out_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of a contiguous 1-D tensor, in row-major order, as a tensor of the shape and memory order of `like`.
+    """Return the elements of a contiguous 1-D tensor, in row-major order, as a tensor of the shape and memory order of `like`.
 
     The result shares the memory of `flat`, whose elements are rearranged where `like` is not contiguous: fused optimizers pair
-    the elements of a parameter with those of its state by their order in memory (channels_last, transposed parameters).
+    the elements of a parameter and of its state by their order in memory (channels_last, transposed parameters).
     """
     strides = torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
     value = flat.view(like.shape)
@@ -311,7 +311,7 @@ def laid_out_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def detached_copy(value: Any) -> Any:
-    """A copy of a value that shares no memory with the value. Plain tensors are copied to the CPU, also inside containers."""
+    """Return a copy that shares no memory with the value. Plain tensors are copied to the CPU, also inside containers."""
     if is_plain(value):
         return value.detach().to("cpu", copy=True)
     if type(value) is dict:
@@ -322,7 +322,7 @@ def detached_copy(value: Any) -> Any:
         return _own_dtensor(value)
     try:
         return deepcopy(value)
-    except NotImplementedError:  # a tensor subclass without clone(), such as those of torchao
+    except NotImplementedError:  # a tensor subclass without clone(), as torchao has them
         if not hasattr(value, "__tensor_flatten__"):
             raise
         names, context = value.__tensor_flatten__()
@@ -331,7 +331,7 @@ def detached_copy(value: Any) -> Any:
 
 
 def _own_dtensor(value: Any) -> Any:
-    """A copy of a DTensor on this rank alone. A deepcopy of a partial one would call a collective, which others may not make."""
+    """Return a local copy of a DTensor. A deepcopy of a partial DTensor would call a collective, which others may not make."""
     with torch.no_grad():
         local = value.to_local().clone()
     of_all = {"shape": value.shape, "stride": value.stride()}
@@ -339,7 +339,7 @@ def _own_dtensor(value: Any) -> Any:
 
 
 def map_container(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A dict, list or tuple with `change` applied to its items; any other value unchanged."""
+    """Return a dict, list or tuple with `change` applied to its items; any other value unchanged."""
     if type(value) is dict:
         return {key: change(item) for key, item in value.items()}
     if type(value) in (list, tuple):

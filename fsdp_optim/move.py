@@ -3,7 +3,7 @@
     source end --fill--> elements in the source's cut --messages--> elements in the target's cut --drain--> target end
 
 A live end holds all its elements in memory, so its `fill` and `drain` do nothing. A stored end reads and writes windows of
-bounded size. No messages are sent between ends that are cut alike.
+bounded size. No messages are sent between ends with the same cut.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StateValue:
         return self.placement.numel * self.dtype.itemsize
 
     def replica_among(self, source: Placement) -> int:
-        """The number of the replica of `source` that sends this value: a function of the value's name alone."""
+        """Return the number of the replica of `source` that sends this value: a function of the value's name alone."""
         return replica_of(f"{self.fqn}: {self.name}") % source.num_replicas if source.num_replicas > 1 else 0
 
 
@@ -79,15 +79,15 @@ class End:
     is_stored = False
 
     def placement(self, value: StateValue) -> Placement:
-        """Where this end holds a value, as a source, or needs it, as a target."""
+        """Return where this end holds a value, as a source, or needs it, as a target."""
         return value.placement
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
-        """The cut in which the ranks of the call read or write a value of a stored end. `other`: the cut of the other end."""
+        """Return the cut in which the ranks read or write a value of a stored end. `other`: the cut of the other end."""
         return other
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
-        """This rank's elements of a value, in any shape and strides, or contiguous memory to fill; None without elements."""
+        """Return this rank's elements of a value, in any shape and strides, or contiguous memory to fill; None without any."""
         return None
 
     def fill(self, slices: Sequence[Slice], /) -> None:
@@ -164,7 +164,7 @@ def _cuts(value: StateValue, source: End, target: End) -> tuple[Placement, Place
 
 
 def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans, failure: Failure) -> Iterator[Item]:
-    """The tensors to send and to receive, where both ends are memory."""
+    """Yield the tensors to send and to receive, where both ends are memory."""
     routes = (_Route(value, source.placement(value), target.placement(value)) for value in values)
     for route, planned in plans.of(routes):
         value = route.value
@@ -182,7 +182,7 @@ def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans
 
 
 def _slices(routes: Sequence[_Route], source: End, rank: int, budget: Budget) -> Iterator[list[Slice]]:
-    """Slices for a stored target, in the source's cut: a batch of values at a time, or windows of a value that is larger.
+    """Yield slices for a stored target, in the source's cut: a batch of values at a time, or windows of a value that is larger.
 
     Slices of contiguous live memory are views. No messages are needed, so the sizes may differ between ranks.
     """
@@ -195,7 +195,7 @@ def _slices(routes: Sequence[_Route], source: End, rank: int, budget: Budget) ->
             continue
         start, stop = next(at)
         width = budget.share(2, "a window, and what the target makes of it").nbytes // batch[0].value.dtype.itemsize
-        if not source.is_stored:  # what is contiguous there is no copy
+        if not source.is_stored:  # slices of contiguous memory are views, without a copy
             held = source.memory(batch[0].value)
             width = stop - start if held is not None and held.is_contiguous() else width
         for first in range(start, max(stop, start + 1), max(width, 1)):
@@ -203,7 +203,7 @@ def _slices(routes: Sequence[_Route], source: End, rank: int, budget: Budget) ->
 
 
 def _slice(route: _Route, source: End, start: int, stop: int) -> Slice:
-    """Elements [start, stop) of a rank's local tensor for a value: from live memory, or memory for a stored source to fill."""
+    """Return elements [start, stop) of a rank's local tensor for a value: live memory, or memory for a stored source to fill."""
     flat, is_own = None, True
     if start < stop and source.is_stored:
         flat = empty((stop - start,), route.value.dtype, _CPU)
@@ -254,25 +254,24 @@ def _move_window(
 
 
 class _Plans:
-    """The plans of one call. Values that are cut alike, such as those of equal layers, share one plan."""
+    """The plans of one call. Values with the same cut, such as values of equal layers, share one plan."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._same: dict[tuple[int, int], Request] = {}
 
     def of(self, routes: Iterable[_Route]) -> Iterator[tuple[_Route, RankPlan]]:
-        """Each route with the plan of its value, which is made together with plans of the next routes.
+        """Yield each route with the plan of its value, which is made together with plans of the next routes.
 
         Raises LayoutError where no rank holds some elements of a source.
         """
-        routes, asked = itertools.tee(routes)
-        return zip(routes, self._group.world.plans.each(map(self._request, asked)), strict=True)
+        routes, to_plan = itertools.tee(routes)
+        return zip(routes, self._group.world.plans.each(map(self._request, to_plan)), strict=True)
 
     def _request(self, route: _Route) -> Request:
         value, source, target = route.value, route.source, route.target
-        same = self._same.get(
-            (id(source), id(target))
-        )  # layers share their placements, which take long to look for gaps
+        # Layers share their placements, in which a search for gaps takes long.
+        same = self._same.get((id(source), id(target)))
         if same is not None:
             return same
         gap = source.gap()
@@ -281,7 +280,7 @@ class _Plans:
                 f"{value.fqn}: elements [{gap[0]}, {gap[1]}) of {value.name} are held by no rank "
                 f"(the source has {counted_noun(len(source.ranks), 'rank')})"
             )
-        sends = len(self._group.ranks) > 1  # a rank that calls alone sends to nobody
+        sends = len(self._group.ranks) > 1  # a rank that makes the call alone sends nothing
         request = Request(source, target, self._group.rank, value.replica_among(source), sends)
         if source.num_replicas == 1:  # else the sender depends on the value's name
             self._same[id(source), id(target)] = request  # its references keep the ids unique
@@ -289,7 +288,7 @@ class _Plans:
 
 
 def _clipped(clip: Callable[[Copy, int, int], Iterator[Copy]], planned: RankPlan, window: Window) -> list[Copy]:
-    """The copies of a plan in a window of the staged elements. `clip`: `clip_to_source` or `clip_to_target`."""
+    """Return the copies of a plan in a window of the staged elements. `clip`: `clip_to_source` or `clip_to_target`."""
     return [part for copy in planned for part in clip(copy, window.start, window.stop)]
 
 
@@ -306,7 +305,7 @@ def _check_filled(planned: RankPlan, value: StateValue) -> None:
 
 
 def _batches(sized: Iterable[tuple[_Route, int]], most_nbytes: int) -> Iterator[list[_Route]]:
-    """Batches of routes to move together, from pairs (route, elements to hold): a value that is too large is a batch alone."""
+    """Yield batches of routes to move together, from pairs (route, elements to hold): a too large value is a batch alone."""
     for batch in in_batches(sized, lambda pair: pair[1] * pair[0].value.dtype.itemsize, most_nbytes):
         yield [route for route, _ in batch]
 
@@ -320,12 +319,12 @@ class Window:
     is_all: bool = False
 
     def numel_in(self, numel: int) -> int:
-        """How many elements of a local tensor with `numel` elements lie in the window."""
+        """Return how many elements of a local tensor with `numel` elements lie in the window."""
         return max(min(numel, self.stop) - self.start, 0)
 
 
 def _windows(batch: Sequence[_Route], numel: int, most_nbytes: int) -> Iterator[Window]:
-    """One window for a batch of several values, or windows of bounded size for a single value.
+    """Yield one window for a batch of several values, or windows of bounded size for a single value.
 
     `numel`: at least as many elements as any rank holds of a value.
     """

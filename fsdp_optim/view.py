@@ -44,7 +44,7 @@ class Handle:
         synchronized: True where the wrapper itself keeps replicas equal; False: equality must be checked.
         loose: True where no wrapper knows which ranks hold the parameter, so its placement names all ranks of the model.
         aliases: other (module, attribute) places of the originals, by position in `originals`.
-        kept: gives this rank's elements where the wrapper at times keeps them elsewhere than in `param`.
+        kept: gives this rank's elements where the wrapper sometimes keeps them elsewhere than in `param`.
         skipped: True where the wrapper gives this rank no element and no gradient, so no optimizer has state for it here.
         cast_by_wrapper: True where the wrapper casts it in the first forward pass, so the present dtype says little (buffers).
         master: for a master (`Adapter.masters`), the name of the state value that has the elements in the optimizer's own
@@ -65,7 +65,7 @@ class Handle:
     master: str | None = None
 
     def weights(self) -> torch.Tensor:
-        """The parameter's elements on this rank, in the local shape; shares the parameter's memory."""
+        """Return the parameter's elements on this rank, in the local shape; shares the parameter's memory."""
         return self.kept().detach() if self.kept is not None else self.param.detach()
 
     @property
@@ -74,25 +74,25 @@ class Handle:
         return self.param.dtype if self.kept is None else self.kept().dtype
 
     def install(self, flat: torch.Tensor) -> None:
-        """Overwrite the elements that `weights` gives with those of a 1-D tensor."""
+        """Overwrite the elements that `weights` gives with the elements of a 1-D tensor."""
         with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
             self.weights().copy_(flat.view(self.local_shape))
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
-        """This rank's part of a state value, sharing its memory; None for a value that is not cut like the parameter."""
+        """Return this rank's part of a state value, sharing its memory; None for a value that is not cut like the parameter."""
         return value.detach() if self.is_held(value) else None
 
     def is_held(self, value: torch.Tensor) -> bool:
-        """Whether a state value is cut like the parameter."""
+        """Return whether a state value is cut like the parameter."""
         return is_plain(value) and value.shape == self.local_shape
 
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
-        """The same as `held`, as a 1-D tensor: a copy where the value is not contiguous."""
+        """Return the result of `held` as a 1-D tensor: a copy where the value is not contiguous."""
         held = self.held(value)
         return flatten(held) if held is not None else None
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
-        """The inverse of `local`: a state value in the live optimizer's form, from this rank's elements.
+        """Return a state value in the live optimizer's form, from this rank's elements: the inverse of `local`.
 
         The value is in the memory of `flat`, with the strides of the parameter, as optimizers make it.
         """
@@ -106,47 +106,47 @@ class Handle:
         return False
 
     def is_marked(self, value: torch.Tensor) -> bool:
-        """Whether a state value records its own cut: a DTensor does, whatever its parameter is."""
+        """Return whether a state value records its own cut: a DTensor does, whatever its parameter is."""
         return is_dtensor(value)
 
     def placement_of(self, value: torch.Tensor) -> Placement | None:
-        """The placement of a state value that records a shape or a cut of its own; None for all other values."""
+        """Return the placement of a state value that records a shape or a cut of its own; None for all other values."""
         return placement_of_value(value)
 
     def place_like(self, shape: Shape, cut: str = "") -> Placement | None:
-        """How this wrapper would cut a value whose shape is not the parameter's; None where the wrapper cannot.
+        """Return how this wrapper would cut a value of another shape than the parameter's; None where it cannot.
 
         `cut`: the cut of the saved value as text (`cut_of`), where it is known.
         """
         return None
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's elements, as a 1-D tensor, of a value for which `placement_of` gives a placement."""
+        """Return this rank's elements, as a 1-D tensor, of a value for which `placement_of` gives a placement."""
         if is_dtensor(value):
             return flatten(local_of(value))
         raise WrapperError(f"a {type(value).__name__} does not record where its elements live")
 
     def from_placed(self, flat: torch.Tensor, placement: Placement) -> torch.Tensor:
-        """The inverse of `placed_local`."""
+        """Return a value with a placement of its own, from this rank's elements: the inverse of `placed_local`."""
         raise WrapperError(f"this wrapper cannot place a value of shape {list(placement.shape)}")
 
     def own_place(self, live: object) -> Placement | None:
-        """The placement of a live value with a cut of its own, by which a load cuts a value of the same name and shape.
+        """Return the placement of a live value with a cut of its own, by which a load cuts a value of the same name and shape.
 
         None where nothing says so: the live value is cut like the parameter, or is no DTensor.
         """
         return self.placement_of(live) if is_dtensor(live) and not self.is_held(live) else None
 
     def like_live(self, flat: torch.Tensor, live: Any) -> torch.Tensor:
-        """The value in the form of such a live value, from this rank's elements."""
+        """Return a value in the form of the live value of `own_place`, from this rank's elements."""
         return dtensor_like(flat, live)
 
     def unwrap(self, value: Any) -> Any:
-        """An opaque value without references to objects of this process, so that it can be sent to another rank."""
+        """Return an opaque value without references to objects of this process, so that it can be sent to another rank."""
         return as_local("an opaque value", value)
 
     def rewrap(self, value: Any) -> Any:
-        """The inverse of `unwrap`."""
+        """Return the opaque value on the receiving rank: the inverse of `unwrap`."""
         return value
 
     @property
@@ -188,7 +188,7 @@ class ModuleValue:
         key: the entry's name in the module (`_extra_state`).
         value: the entry's value, which may share memory with the module.
         others: the entry's FQNs by other paths to the same module.
-        twins: the entries of other pipeline stages of this rank with the same FQN.
+        stage_copies: the entries of other pipeline stages of this rank with the same FQN.
     """
 
     module: nn.Module
@@ -204,7 +204,7 @@ class ModuleValues:
 
     Attributes:
         values: the entries by FQN.
-        takers: modules that may load entries that they do not have now, by path.
+        extra_state_loaders: modules that may load entries that they do not have now, by path.
         lost: FQNs of entries that their modules cannot load.
         hooked: modules whose state_dict() is changed by hooks, which this library does not run.
     """
@@ -219,7 +219,7 @@ class ModuleValues:
         return {other: fqn for fqn, entry in self.values.items() for other in entry.others}
 
     def extra_state_loader_of(self, fqn: str) -> tuple[nn.Module, str] | None:
-        """The innermost module that may load an entry with this FQN, and the entry's name in the module."""
+        """Return the innermost module that may load an entry with this FQN, and the entry's name in the module."""
         paths = [path for path in self.extra_state_loaders if not path or fqn.startswith(f"{path}.")]
         path = max(paths, key=len, default=None)
         return (self.extra_state_loaders[path], fqn[len(path) + 1 :] if path else fqn) if path is not None else None
@@ -228,7 +228,7 @@ class ModuleValues:
 def check_materialized(handles: Iterable[NamedHandle], rank: int) -> None:
     """Refuse a model with parameters or buffers on the meta device, which have no memory to read or to fill.
 
-    Raises WrapperError that names the first such tensor and the way out.
+    Raises WrapperError that names the first such tensor and the fix.
     """
     on_meta = [fqn for named in handles if named.handle.is_meta for fqn in named.fqns]
     if on_meta:
@@ -252,7 +252,7 @@ class ModelView:
         given_names: FQN on this rank -> the name from `name_of`; empty without `name_of`.
         wrapper_parts: name components that wrappers insert, and that are not part of an FQN.
         mixed: for each module from which the wrapper took only some parameters, the FQNs of the parameters that it took and of
-            those that it left. The order between the two groups is lost; `order` has the taken parameters first.
+            the parameters that it left. The order between the two groups is lost; `order` has the taken parameters first.
         unit_order: FQNs as the wrapper's own full dict counts them, unit after unit; None where there is no such count.
     """
 
@@ -276,7 +276,7 @@ class ModelView:
         return self._by_param.get(id(param))
 
     def position_of(self, named: NamedHandle) -> int:
-        """The index of a live parameter in the wrapped model's `parameters()`."""
+        """Return the index of a live parameter in the wrapped model's `parameters()`."""
         return self._positions[id(named.handle.param)]
 
     @cached_property
@@ -295,7 +295,7 @@ class ModelView:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """One rank's part of a DTensor inside an opaque value: the local elements, the cut as text (`cut_of`), the whole shape."""
+    """One rank's part of a DTensor inside an opaque value: local elements, the cut as text (`cut_of`), the unsharded shape."""
 
     local: Any
     cut: str
@@ -306,7 +306,7 @@ class LocalPart:
 
 
 def has_local_part(value: Any) -> bool:
-    """Whether a value is a LocalPart, or a container with one inside."""
+    """Return whether a value is a LocalPart, or a container with one inside."""
     if type(value) is dict:
         return any(map(has_local_part, value.values()))
     if type(value) in (list, tuple):

@@ -15,12 +15,12 @@ RecordT = TypeVar("RecordT")
 
 
 def encode(record: msgspec.Struct | tuple[object, ...]) -> str:
-    """A record as JSON on one line, in ASCII."""
+    """Return a record as JSON on one line, in ASCII."""
     return json.dumps(msgspec.to_builtins(record))
 
 
 def decode(kind: type[RecordT], data: str | bytes) -> RecordT:
-    """The inverse of `encode`; `kind` may be a union of tagged Structs.
+    """Decode a record, the inverse of `encode`; `kind` may be a union of tagged Structs.
 
     Raises msgspec.ValidationError for a record of another kind.
     """

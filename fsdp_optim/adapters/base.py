@@ -26,7 +26,7 @@ class Adapter(ABC):
     2. `is_wrapper_child` for every child of every module, then `stand_ins` once: they make the `ModuleTree`, which gives
        every later method the modules, their live parameters and the FQNs of the unwrapped model.
     3. `rank_sets`: the ranks that must make a call about this model.
-    4. `handles`: the live parameters. The adapters are called in the order of their list, those that users have added first, and
+    4. `handles`: the live parameters. The adapters are called in the order of their list, which begins with the users' own, and
        the first Handle for a tensor counts. Then `has_cut` for every tensor without a Handle.
     5. `param_order` and, for a call about an optimizer, `masters`.
     6. For a checkpoint, `cast_buffers` once and `buffer` for every buffer; `reshard` after new weights were loaded.
@@ -35,7 +35,7 @@ class Adapter(ABC):
 
     A Handle gives a Placement for each original parameter (from a few integers that every rank knows), and the local tensor
     with this rank's elements (`local`, `from_local`). An adapter raises `WrapperError` for a parameter that it cannot represent,
-    with the parameter's FQN and the way out. `fsdp_optim.testing.AdapterConformance` proves an adapter.
+    naming the FQN and the fix. `fsdp_optim.testing.AdapterConformance` proves an adapter.
     """
 
     name: str
@@ -46,15 +46,15 @@ class Adapter(ABC):
 
     @abstractmethod
     def is_present(self) -> bool:
-        """Whether the wrapper is loaded in this process, without importing it."""
+        """Return whether the wrapper is loaded in this process, without importing it."""
 
     @abstractmethod
     def rank_sets(self, tree: ModuleTree) -> Iterable[Ranks]:
-        """The global ranks of every group over which something in the model is sharded or replicated."""
+        """Return the global ranks of every group over which something in the model is sharded or replicated."""
 
     @abstractmethod
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterable[Handle]:
-        """The live parameters that this wrapper has made, in any order; each original parameter is in exactly one of them.
+        """Return the live parameters that this wrapper has made, in any order; each original parameter is in exactly one of them.
 
         Args:
             ranks: the global ranks that share the model, sorted.
@@ -62,47 +62,47 @@ class Adapter(ABC):
         """
 
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
-        """Whether the child `name` is the wrapped module of `module`, so that the name is not part of an FQN.
+        """Return whether the child `name` is the wrapped module of `module`, so that the name is not part of an FQN.
 
         A module of the user's own may have a child of this name too: override this with a check of the class of `module`.
         """
         return name in self.wrapper_parts
 
     def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
-        """Place -> live parameter, where another tensor is registered temporarily."""
+        """Return place -> live parameter, where another tensor is registered temporarily."""
         return {}
 
     def masters(self, tree: ModuleTree, optims: Sequence[Any]) -> Iterable[Handle]:
-        """The Handles of tensors that an optimizer holds in place of the model's parameters, such as fp32 copies.
+        """Return the Handles of tensors that an optimizer holds in place of the model's parameters, such as fp32 copies.
 
         The originals of a master are the model's parameters: all originals of a live parameter, or none. State is read and
-        loaded with these Handles, weights with those of `handles`. The Handle of a master needs the attribute `master`.
+        loaded with these Handles, weights with the Handles of `handles`. The Handle of a master needs the attribute `master`.
         """
         return ()
 
     def has_cut(self, param: torch.Tensor) -> bool:
-        """Whether this wrapper has flattened or cut a tensor, so that the tensor must not count as a whole parameter."""
+        """Return whether this wrapper has flattened or cut a tensor, so that it must not count as a complete parameter."""
         return False
 
     def param_order(self, tree: ModuleTree) -> Iterable[torch.Tensor]:
-        """The live parameters in the order of ids in the wrapper's own full dict; empty if the wrapper has no such dict."""
+        """Return the live parameters in the order of ids in the wrapper's own full dict; empty if it has no such dict."""
         return ()
 
     def cast_buffers(self, tree: ModuleTree) -> Iterable[torch.Tensor]:
-        """The buffers that the wrapper casts to a dtype of its own in the first forward pass."""
+        """Return the buffers that the wrapper casts to a dtype of its own in the first forward pass."""
         return ()
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
-        """The Handle of a buffer that this wrapper has cut over ranks; None for any other buffer."""
+        """Return the Handle of a buffer that this wrapper has cut over ranks; None for any other buffer."""
         return None
 
     def is_sharded_value(self, value: torch.Tensor) -> bool:
-        """Whether a value of a sharded dict is cut over ranks by this wrapper."""
+        """Return whether a value of a sharded dict is cut over ranks by this wrapper."""
         return False
 
     def read_sharded_value(self, fqn: str, value: torch.Tensor) -> tuple[Placement, torch.Tensor]:
-        """The placement of such a value, and this rank's elements as a 1-D tensor."""
+        """Return the placement of such a value, and this rank's elements as a 1-D tensor."""
         raise NotImplementedError
 
     def reshard(self, tree: ModuleTree) -> None:  # noqa: B027
-        """Free the whole parameters that a forward pass has left, so that the next forward pass uses the new shards."""
+        """Free the unsharded parameters that a forward pass has left, so that the next forward pass uses the new shards."""

@@ -28,7 +28,7 @@ class Buffers:
 
 
 def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView, rename: Rename) -> Buffers:
-    """The persistent buffers, each whole on the ranks that hold the nearest parameters, unless a wrapper has cut it."""
+    """Return the persistent buffers, each complete on the ranks that hold the nearest parameters, unless a wrapper has cut it."""
     near = Near(tree, view)
     cast = {id(buffer) for adapter in adapters for buffer in adapter.cast_buffers(tree)}
     handles: dict[str, Handle] = {}
@@ -36,7 +36,7 @@ def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView,
     for fqn, value, others in tree.buffers():
         ranks, loose = near.ranks(fqn), near.is_loose(fqn)
         name = rename(fqn, ranks)
-        handle = next((found for adapter in adapters if (found := adapter.buffer(tree, fqn, value)) is not None), None)
+        handle = next((cut for adapter in adapters if (cut := adapter.buffer(tree, fqn, value)) is not None), None)
         if handle is None:
             place = Original(tree.root, fqn, Whole(tuple(value.shape), ranks))
             handle = Handle(
@@ -54,18 +54,18 @@ def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView,
 
 @dataclass(frozen=True, kw_only=True)
 class StageCopiesHandle(Handle):
-    """The Handle of a buffer that several pipeline stages of this rank have a copy of. The copies are saved as one."""
+    """The Handle of a buffer of which several pipeline stages of this rank have a copy. The copies are saved as one buffer."""
 
     stage_copies: tuple[torch.Tensor, ...]
 
     def install(self, flat: torch.Tensor) -> None:
         super().install(flat)
         with torch.no_grad():
-            for twin in self.stage_copies:
-                twin.copy_(flat.view(self.local_shape))
+            for stage_copy in self.stage_copies:
+                stage_copy.copy_(flat.view(self.local_shape))
 
     def check_equal(self, fqn: str) -> None:
-        if not all(same_bits(self.param, twin) for twin in self.stage_copies):
+        if not all(same_bits(self.param, stage_copy) for stage_copy in self.stage_copies):
             raise StateError(
                 f"{fqn}: {len(self.stage_copies) + 1} pipeline stages of this rank have a buffer of this name, and the buffers "
                 "differ: make them equal, or give name_of= that tells them apart"
@@ -73,7 +73,7 @@ class StageCopiesHandle(Handle):
 
 
 def _joined_copies(fqn: str, first: Handle, other: Handle) -> Handle:
-    """One Handle for two buffers of one name. Raises WrapperError for those that cannot be saved as one."""
+    """Join the Handles of two buffers of one name. Raises WrapperError where the two cannot be saved as one buffer."""
     plain = all(type(handle) in (Handle, StageCopiesHandle) for handle in (first, other))
     if not plain or (first.local_shape, first.param.dtype) != (other.local_shape, other.param.dtype):
         raise WrapperError(
@@ -81,8 +81,8 @@ def _joined_copies(fqn: str, first: Handle, other: Handle) -> Handle:
             f"{list(other.local_shape)} and {other.param.dtype}: give name_of= that tells them apart"
         )
     known = first.stage_copies if isinstance(first, StageCopiesHandle) else ()
-    given = {one.name: getattr(first, one.name) for one in fields(Handle)}
-    return StageCopiesHandle(**given, stage_copies=(*known, other.param))
+    fields_of_first = {item.name: getattr(first, item.name) for item in fields(Handle)}
+    return StageCopiesHandle(**fields_of_first, stage_copies=(*known, other.param))
 
 
 class Near:
@@ -93,29 +93,29 @@ class Near:
 
     @cached_property
     def _by_prefix(self) -> dict[str, tuple[set[int], bool]]:
-        """By the path of a module, the ranks that hold its parameters, and whether all of these are loose."""
-        found: dict[str, tuple[set[int], bool]] = {}
+        """Path of a module -> the ranks that hold its parameters, and whether all of its parameters are loose."""
+        by_prefix: dict[str, tuple[set[int], bool]] = {}
         for named in self._view.handles:
             for original in named.handle.originals:
                 parts = self._tree.fqn(original.module, original.attribute).split(".")
                 for length in range(1, len(parts)):
-                    ranks, loose = found.get(".".join(parts[:length]), (set(), True))
+                    ranks, loose = by_prefix.get(".".join(parts[:length]), (set(), True))
                     known = (ranks.union(original.placement.ranks), loose and named.handle.loose)
-                    found[".".join(parts[:length])] = known
-        return found
+                    by_prefix[".".join(parts[:length])] = known
+        return by_prefix
 
     def ranks(self, fqn: str) -> Ranks:
-        """The ranks that hold parameters of the buffer's module, or of the nearest outer module with parameters."""
+        """Return the ranks that hold parameters of the buffer's module, or of the nearest outer module with parameters."""
         return tuple(sorted(self._nearest(fqn)[0]))
 
     def is_loose(self, fqn: str) -> bool:
-        """Whether no wrapper knows these ranks, as for a pipeline stage without wrapper."""
+        """Return whether no wrapper knows these ranks, as for a pipeline stage without wrapper."""
         return self._nearest(fqn)[1]
 
     def _nearest(self, fqn: str) -> tuple[set[int], bool]:
         parts = fqn.split(".")
         for length in range(len(parts) - 1, 0, -1):
-            found = self._by_prefix.get(".".join(parts[:length]))
-            if found is not None and found[0]:
-                return found
+            nearest = self._by_prefix.get(".".join(parts[:length]))
+            if nearest is not None and nearest[0]:
+                return nearest
         return set(self._view.ranks), True

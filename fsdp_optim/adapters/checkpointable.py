@@ -3,7 +3,7 @@
 One way is `__create_chunk_list__` and `__get_tensor_shard__` (torch's `_Checkpointable`, also inside a DTensor), which give the
 chunks of this rank. The other way is `local_shards()`, each with `tensor`, `metadata.shard_offsets` and `metadata.shard_sizes`,
 and possibly `metadata().shards_metadata` with the shards of all ranks (ShardedTensor). The Placement of a tensor that knows only
-this rank's shards is open: the ranks exchange their lists when they meet.
+this rank's shards is open: the ranks all-gather their lists at the rendezvous of the call.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class CheckpointableAdapter(Adapter):
     name = "a tensor that describes its own shards"
 
     def is_present(self) -> bool:
-        """Always true, because such tensors are recognised by their methods."""
+        """Return True always, because such tensors are recognised by their methods."""
         return True
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
-        """The ranks of the process group or mesh of each tensor; all ranks of the job for a tensor without either."""
+        """Yield the ranks of the process group or mesh of each tensor; all ranks of the job for a tensor without either."""
         for param, _ in tree.params():
             if describes_itself(param):
                 yield _ranks_of(param) if _inside(param) is param else _ranks_of_mesh(param, tree)
@@ -71,7 +71,7 @@ class CheckpointableAdapter(Adapter):
 
 
 def describes_itself(value: object) -> bool:
-    """Whether a tensor describes which boxes of a whole tensor it holds on this rank."""
+    """Return whether a tensor describes which boxes of the unsharded tensor it holds on this rank."""
     if not isinstance(value, torch.Tensor) or is_plain(value):
         return False
     inside = _inside(value)
@@ -83,7 +83,7 @@ def _has_chunks(value: object) -> bool:
 
 
 def _inside(value: torch.Tensor) -> torch.Tensor:
-    """The tensor whose methods describe the shards: the local tensor of a DTensor, else the value itself."""
+    """Return the tensor whose methods describe the shards: the local tensor of a DTensor, else the value itself."""
     module = sys.modules.get(_DTENSOR_MODULE)
     return value._local_tensor if module is not None and isinstance(value, module.DTensor) else value
 
@@ -123,27 +123,27 @@ class Shards:
         inside = _inside(value)
         shape, by_rank = tuple(value.shape), None
         if _has_chunks(inside):
-            found = list(_chunks(fqn, inside))
+            held = list(_chunks(fqn, inside))
             items = value.__create_write_items__(fqn, value) if hasattr(value, "__create_write_items__") else ()
             shape = next((tuple(item.tensor_data.size) for item in items), shape)
         else:
             by_offsets = {_box(shard.metadata): shard.tensor for shard in value.local_shards()}
             by_rank = _boxes_by_rank(value)
-            mine = dict(by_rank).get(_me(), ()) if by_rank is not None else tuple(by_offsets)
-            missing = [box for box in mine if box.numel and box not in by_offsets]
+            boxes = dict(by_rank).get(_me(), ()) if by_rank is not None else tuple(by_offsets)
+            missing = [box for box in boxes if box.numel and box not in by_offsets]
             if missing:
                 raise WrapperError(
                     f"{fqn}: the metadata of this {type(value).__name__} lists {missing[0]} on rank {_me()}, which has no such "
                     "local shard: make the tensor with metadata that agrees with its local shards"
                 )
-            found = [(box, by_offsets[box]) for box in mine if box.numel]
-        for box, tensor in found:
+            held = [(box, by_offsets[box]) for box in boxes if box.numel]
+        for box, tensor in held:
             if tuple(tensor.shape) != box.sizes:
                 raise WrapperError(
                     f"{fqn}: on rank {_me()} its shard at {list(box.offsets)} has shape {list(tensor.shape)}, and the "
                     f"description says {list(box.sizes)}: make the tensor with a description that agrees with its shards"
                 )
-        return cls(shape, tuple(box for box, _ in found), tuple(tensor for _, tensor in found), by_rank)
+        return cls(shape, tuple(box for box, _ in held), tuple(tensor for _, tensor in held), by_rank)
 
     @property
     def local_shape(self) -> Shape:
@@ -151,7 +151,7 @@ class Shards:
         return self.boxes[0].sizes if len(self.boxes) == 1 else (sum(box.numel for box in self.boxes),)
 
     def placement(self, fqn: str) -> Boxes:
-        """The placement of the tensor, open if this rank knows its own shards only."""
+        """Return the placement of the tensor, open if this rank knows its own shards only."""
         by_rank = self.by_rank if self.by_rank is not None else ((_me(), self.boxes),)
         try:
             return Boxes(
@@ -165,7 +165,7 @@ class Shards:
             ) from error
 
     def local(self, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's elements in the local shape: the memory of a single shard, or a copy of several shards."""
+        """Return this rank's elements in the local shape: the memory of a single shard, or a copy of several shards."""
         if len(self.tensors) == 1:
             return self.tensors[0].detach()
         if not self.tensors:
@@ -197,15 +197,15 @@ def _box(metadata: Any) -> Box:
 
 
 def _boxes_by_rank(value: Any) -> tuple[tuple[int, tuple[Box, ...]], ...] | None:
-    """The boxes of every global rank from a tensor's metadata; None for a tensor without metadata."""
+    """Return the boxes of every global rank from a tensor's metadata; None for a tensor without metadata."""
     metadata = getattr(value, "metadata", None)
     if not callable(metadata):
         return None
-    found: dict[int, tuple[Box, ...]] = dict.fromkeys(_ranks_of(value), ())
+    boxes_of: dict[int, tuple[Box, ...]] = dict.fromkeys(_ranks_of(value), ())
     for shard in metadata().shards_metadata:
         box, rank = _box(shard), shard.placement.rank()
-        found[rank] = (*found.get(rank, ()), *([box] if box.numel else []))
-    return tuple(sorted(found.items()))
+        boxes_of[rank] = (*boxes_of.get(rank, ()), *([box] if box.numel else []))
+    return tuple(sorted(boxes_of.items()))
 
 
 def _blocks(boxes: Sequence[Box]) -> tuple[Block, ...]:
@@ -247,7 +247,7 @@ class ShardsHandle(Handle):
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         parts = torch.split(flat, [box.numel for box in self.boxes]) if self.boxes else ()
         tensors = [part.view(box.sizes) for part, box in zip(parts, self.boxes, strict=True)]
-        return _alike(self.fqn, self.param, self.boxes, tensors, flat.dtype)
+        return _like_param(self.fqn, self.param, self.boxes, tensors, flat.dtype)
 
     @property
     def marks(self) -> bool:
@@ -273,8 +273,10 @@ class ShardsHandle(Handle):
         return Shards.of(self.fqn, value)
 
 
-def _alike(fqn: str, param: Any, boxes: Sequence[Box], tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the parameter's class, with the parameter's shards, and the elements of `tensors`.
+def _like_param(
+    fqn: str, param: Any, boxes: Sequence[Box], tensors: list[torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a tensor of the parameter's class, with the parameter's shards, and the elements of `tensors`.
 
     Raises WrapperError for a tensor class that neither `empty_like` nor a copy can make.
     """
@@ -285,7 +287,7 @@ def _alike(fqn: str, param: Any, boxes: Sequence[Box], tensors: list[torch.Tenso
     with torch.no_grad():
         if inside is not param:
             local: Any = type(inside)(tensors, [box.offsets for box in boxes])
-            made: torch.Tensor = sys.modules[_DTENSOR_MODULE].DTensor.from_local(
+            value: torch.Tensor = sys.modules[_DTENSOR_MODULE].DTensor.from_local(
                 local,
                 param.device_mesh,
                 param.placements,
@@ -293,24 +295,24 @@ def _alike(fqn: str, param: Any, boxes: Sequence[Box], tensors: list[torch.Tenso
                 shape=torch.Size(param.shape),
                 stride=row_major_strides(tuple(param.shape)),
             )
-            return made
+            return value
         try:
-            made = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            value = torch.empty_like(param, dtype=dtype, requires_grad=False)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if param.dtype != dtype:
                 raise WrapperError(
                     f"{fqn}: torch.empty_like() of this {type(param).__name__} with dtype={dtype} fails ({error}), so no state "
                     "value of this dtype can be made for the parameter: implement empty_like for the class"
                 ) from error
-            made = copy.deepcopy(param).detach()
-        shards = Shards.of(fqn, made) if describes_itself(made) else None
-        if shards is None or shards.boxes != tuple(boxes) or made.dtype != dtype:
+            value = copy.deepcopy(param).detach()
+        shards = Shards.of(fqn, value) if describes_itself(value) else None
+        if shards is None or shards.boxes != tuple(boxes) or value.dtype != dtype:
             raise WrapperError(
                 f"{fqn}: torch.empty_like() of this {type(param).__name__} gives a tensor with other shards, or of another "
                 "dtype, so no state value can be made for the parameter: implement empty_like for the class"
             )
         shards.fill(torch.cat([flatten(tensor) for tensor in tensors]) if tensors else torch.empty(0, dtype=dtype))
-        return made
+        return value
 
 
 def _sharded_tensor(
@@ -325,7 +327,7 @@ def _sharded_tensor(
         )
         for shard in param.local_shards()
     ]
-    made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(
+    sharded_tensor: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=param._process_group
     )
-    return made
+    return sharded_tensor

@@ -38,7 +38,7 @@ class DTensorAdapter(Adapter):
         return is_loaded()
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
-        """The ranks of the mesh of every DTensor parameter."""
+        """Return the ranks of the mesh of every DTensor parameter."""
         meshes = {id(param.device_mesh): param.device_mesh for param, _ in _params(tree)}
         return (tree.once(grid_of, mesh).in_order() for mesh in meshes.values())
 
@@ -46,7 +46,7 @@ class DTensorAdapter(Adapter):
         return _sharded_params(modules)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
-        alike: dict[
+        placements: dict[
             tuple[DeviceMesh, tuple[Placement, ...], Shape, frozenset[int] | None], tuple[OnMesh, set[Shape]]
         ] = {}
         fsdp_dims = _fsdp_dims(tree.modules)
@@ -60,10 +60,10 @@ class DTensorAdapter(Adapter):
                 tuple(local_of(param).shape),
             )
             last = fsdp_dims.get(id(param))
-            known = alike.get((mesh, spec, shape, last))
+            known = placements.get((mesh, spec, shape, last))
             if known is None:
                 placement = placement_of(tree.fqn(*sites[0]), shape, tree.once(grid_of, mesh), spec, last)
-                known = alike[mesh, spec, shape, last] = placement, set()
+                known = placements[mesh, spec, shape, last] = placement, set()
             placement, checked = known
             if held not in checked:
                 _check_local_shape(tree.fqn(*sites[0]), param, placement)
@@ -71,7 +71,7 @@ class DTensorAdapter(Adapter):
             yield _handle(param, placement, sites, tree.once(grid_of, mesh), last)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
-        """The Handle of a DTensor buffer, as in a tensor parallel module."""
+        """Return the Handle of a DTensor buffer, as in a tensor parallel module."""
         if not is_dtensor(value):
             return None
         grid = tree.once(grid_of, value.device_mesh)
@@ -113,7 +113,7 @@ def _handle(
 
 
 def _check_local_shape(fqn: str, param: DTensor, placement: OnMesh) -> None:
-    """Raise WrapperError where the computed shape of this rank's shard is not that of the DTensor's local tensor."""
+    """Raise WrapperError where the computed shape of this rank's shard differs from the DTensor's local tensor."""
     shard = placement.shard_of(torch.distributed.get_rank())
     computed = placement.local_shape(shard) if shard is not None else ()
     held = local_of(param)
@@ -126,31 +126,31 @@ def _check_local_shape(fqn: str, param: DTensor, placement: OnMesh) -> None:
 
 
 def _sharded_params(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
-    """The sharded parameters of fully_shard, by owner and name.
+    """Return the sharded parameters of fully_shard, by owner and name.
 
-    After a forward pass without a backward pass, whole parameters are registered in place of the sharded parameters, which
+    After a forward pass without a backward pass, unsharded parameters are registered in place of the sharded parameters, which
     the optimizer holds.
     """
-    found: dict[Place, torch.Tensor] = {}
+    params: dict[Place, torch.Tensor] = {}
     for param in _params_of_fsdp(modules):
         info = param._module_info
-        found[info.module, info.param_name] = param.sharded_param
+        params[info.module, info.param_name] = param.sharded_param
         for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-            found[shared, name] = param.sharded_param
-    return found
+            params[shared, name] = param.sharded_param
+    return params
 
 
 def _fsdp_dims(modules: Iterable[nn.Module]) -> dict[int, frozenset[int]]:
-    """By the id of each sharded parameter of fully_shard, the mesh dimensions over which fully_shard has cut or replicated it."""
-    found = {}
+    """Return, by the id of each sharded parameter of fully_shard, the mesh dimensions over which it is cut or replicated."""
+    dims_of = {}
     for param in _params_of_fsdp(modules):
         dims = getattr(param, "_dp_dim_indices", None)  # of a parameter that had all dimensions of the mesh before
-        found[id(param.sharded_param)] = frozenset(range(param.mesh_info.mesh.ndim)) if dims is None else dims
-    return found
+        dims_of[id(param.sharded_param)] = frozenset(range(param.mesh_info.mesh.ndim)) if dims is None else dims
+    return dims_of
 
 
 def _params_of_fsdp(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """The parameters of fully_shard, as torch describes them."""
+    """Yield the parameters of fully_shard, as torch describes them."""
     loaded = sys.modules.get(_FULLY_SHARD_MODULE)
     if loaded is None:
         return
@@ -223,8 +223,8 @@ class DTensorHandle(Handle):
             return like
         if any(len(cut) > 2 or cut[0] >= self.mesh.ndim or cut[1] >= len(shape) for cut in saved[1]):
             return like
-        made = self._placed(shape, self._spec_cut(saved[1]))
-        return made if made.cuts == saved[1] else like
+        placement = self._placed(shape, self._spec_cut(saved[1]))
+        return placement if placement.cuts == saved[1] else like
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
         return flatten(local_of(value)) if is_dtensor(value) else super().placed_local(value)
@@ -247,16 +247,16 @@ class DTensorHandle(Handle):
             return map_container(value, self.rewrap)
         _, cuts = cut_named(value.cut) or (0, ())
         like = self._spec_like(value.shape)
-        alike = self._placed(value.shape, like).cuts == cuts
-        return self._dtensor(value.local, like if alike else self._spec_cut(cuts), value.shape)
+        is_same_cut = self._placed(value.shape, like).cuts == cuts
+        return self._dtensor(value.local, like if is_same_cut else self._spec_cut(cuts), value.shape)
 
     def _placed(self, shape: Shape, spec: tuple[Placement, ...], mesh: DeviceMesh | None = None) -> OnMesh:
-        """The placement of a state value, which is cut as the parameter is if it has the same placements."""
+        """Return the placement of a state value, which is cut as the parameter is if it has the same placements."""
         grid = self.grid if mesh is None or mesh is self.mesh or mesh == self.mesh else grid_of(mesh)
         return placement_of("a state value", shape, grid, spec, self.fsdp_dims)
 
     def _spec_like(self, shape: Shape) -> tuple[Placement, ...]:
-        """The DTensor placements for a value of another shape: dimensions of the parameter's sizes are cut like there."""
+        """Return the DTensor placements for a value of another shape: a dimension of the parameter's size is cut as there."""
         replicate = sys.modules[_MODULE].Replicate()
         same = [len(shape) == len(self.shape) and a == b for a, b in zip(shape, self.shape, strict=False)]
         return tuple(
@@ -265,7 +265,7 @@ class DTensorHandle(Handle):
         )
 
     def _spec_of(self, placement: OnMesh) -> tuple[Placement, ...]:
-        """The DTensor placements for a value with a Placement."""
+        """Return the DTensor placements for a value with a Placement."""
         like = self._spec_like(placement.shape)
         return like if self._placed(placement.shape, like).cuts == placement.cuts else self._spec_cut(placement.cuts)
 

@@ -37,7 +37,7 @@ class FairscaleAdapter(Adapter):
         return _MODULE in sys.modules
 
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
-        """Whether a child is the module inside one of fairscale's two wrappers, not inside a class of the user's own."""
+        """Return whether a child is the module inside one of fairscale's two wrappers, not inside a class of the user's own."""
         if name == "_fsdp_wrapped_module":
             return is_loaded_class(module, _MODULE, "FullyShardedDataParallel")
         return name == "_fpw_module" and is_loaded_class(module, _FLAT_MODULE, "FlattenParamsWrapper")
@@ -66,7 +66,7 @@ class FairscaleAdapter(Adapter):
         return (param for unit in _units(tree) for param in unit.non_shared_params())
 
     def cast_buffers(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
-        """All floating point buffers of fairscale's units."""
+        """Return all floating point buffers of fairscale's units."""
         return (buffer for unit in _units(tree) for buffer in unit.buffers() if buffer.is_floating_point())
 
     def reshard(self, tree: ModuleTree) -> None:
@@ -78,7 +78,7 @@ class FairscaleAdapter(Adapter):
 
 
 def _units(tree: ModuleTree) -> tuple[FullyShardedDataParallel, ...]:
-    """fairscale's FSDP units in fairscale's order, including units without parameters."""
+    """Return fairscale's FSDP units in fairscale's order, including units without parameters."""
     cls = sys.modules[_MODULE].FullyShardedDataParallel
     return tuple(module for module in tree.modules if isinstance(module, cls))
 
@@ -101,9 +101,8 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
             f"{counted_noun(recorded, 'element')}, and not by {num_padded[unit.rank]} as version 0.4.13 does for "
             f"{counted_noun(numel, 'element')} on {counted_noun(len(ranks), 'rank')}: use fairscale 0.4.13"
         )
-    is_summoned = (
-        unit.training_state.name == "SUMMON_FULL_PARAMS"
-    )  # the exit of the context may write the whole copies back
+    # The exit of summon_full_params() may write the unsharded copies back, over what a load has written.
+    is_summoned = unit.training_state.name == "SUMMON_FULL_PARAMS"
     if index < unit._num_flatten_params:
         originals, aliases = _flat_originals(param, chunk_numel, ranks)
         if is_summoned:
@@ -125,7 +124,7 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
         num_padded=num_padded,
         collected=not unit.no_broadcast_optim_state,
         aliases=aliases,
-        # While a unit is in use, `data` has the whole parameter, possibly in half precision.
+        # While a unit is in use, `data` has the unsharded parameter, possibly in half precision.
         kept=lambda: _kept(param, tree.fqn(originals[0].module, originals[0].attribute) if is_summoned else ""),
     )
 

@@ -39,16 +39,16 @@ class FSDP1Adapter(Adapter):
         return _MODULE in sys.modules
 
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
-        """Whether a child is the module inside a FullyShardedDataParallel, not inside a class of the user's own."""
+        """Return whether a child is the module inside a FullyShardedDataParallel, not inside a class of the user's own."""
         return name in self.wrapper_parts and is_loaded_class(module, _MODULE, "FullyShardedDataParallel")
 
     def has_cut(self, param: torch.Tensor) -> bool:
         return bool(getattr(param, "_fsdp_flattened", False))
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
-        """The ranks of every replica of every unit."""
-        alike = {id(replicas): replicas for unit in _units(tree) for replicas in [_replicas(tree, unit)]}
-        return (ranks for replicas in alike.values() for ranks in replicas)
+        """Return the ranks of every replica of every unit."""
+        by_id = {id(replicas): replicas for unit in _units(tree) for replicas in [_replicas(tree, unit)]}
+        return (ranks for replicas in by_id.values() for ranks in replicas)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         cuts = _Cuts()
@@ -63,7 +63,7 @@ class FSDP1Adapter(Adapter):
                 yield _flat_handle(tree, handle, replicas, kept_equal)
 
     def cast_buffers(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
-        """The floating point buffers of units whose MixedPrecision has a buffer_dtype."""
+        """Yield the floating point buffers of units whose MixedPrecision has a buffer_dtype."""
         cls = sys.modules[_MODULE].FullyShardedDataParallel
         for unit in tree.modules:
             if isinstance(unit, cls) and unit.mixed_precision.buffer_dtype is not None:
@@ -72,15 +72,14 @@ class FSDP1Adapter(Adapter):
     def reshard(self, tree: ModuleTree) -> None:
         for unit in _units(tree):
             handle = _handle_of(unit)
-            if handle.uses_sharded_strategy and hasattr(
-                handle.flat_param, "_local_shard"
-            ):  # absent before the first use
+            has_shard = hasattr(handle.flat_param, "_local_shard")  # absent before the first use
+            if handle.uses_sharded_strategy and has_shard:
                 handle.reshard(True)
                 handle.post_reshard()  # type: ignore[no-untyped-call]
 
 
 def _units(tree: ModuleTree) -> Iterator[FullyShardedDataParallel]:
-    """The units that have parameters themselves."""
+    """Return the units that have parameters themselves."""
     cls = sys.modules[_MODULE].FullyShardedDataParallel
     return (module for module in tree.modules if isinstance(module, cls) and module._handle is not None)
 
@@ -92,13 +91,13 @@ def _handle_of(unit: FullyShardedDataParallel) -> FlatParamHandle:
 
 
 def _across(unit: FullyShardedDataParallel) -> dist.ProcessGroup | None:
-    """The group of HYBRID_SHARD's replicas. `vars` avoids a unit's slow lookup of absent attributes in the wrapped module."""
-    found: dist.ProcessGroup | None = vars(unit).get("_inter_node_pg")
-    return found
+    """Return the group of HYBRID_SHARD's replicas. `vars` avoids the slow lookup of absent attributes in the wrapped module."""
+    replicate_group: dist.ProcessGroup | None = vars(unit).get("_inter_node_pg")
+    return replicate_group
 
 
 def _replicas(tree: ModuleTree, unit: FullyShardedDataParallel) -> tuple[Ranks, ...]:
-    """The ranks of every replica of a unit, each in the order of its shards. Units share their groups."""
+    """Return the ranks of every replica of a unit, each in the order of its shards. Units share their groups."""
     handle = _handle_of(unit)
     return tree.once(_replicas_of, handle.process_group, _across(unit), unit._device_mesh, handle.uses_sharded_strategy)
 
@@ -106,24 +105,24 @@ def _replicas(tree: ModuleTree, unit: FullyShardedDataParallel) -> tuple[Ranks, 
 def _replicas_of(
     group: dist.ProcessGroup, across: dist.ProcessGroup | None, mesh: DeviceMesh | None, is_sharded: bool
 ) -> tuple[Ranks, ...]:
-    mine = dist.get_process_group_ranks(group)
+    shard_ranks = dist.get_process_group_ranks(group)
     if not is_sharded:
         if across is not None:  # HYBRID_SHARD over one rank becomes NO_SHARD
-            mine = sorted({*mine, *dist.get_process_group_ranks(across)})
-        return tuple((rank,) for rank in mine)
+            shard_ranks = sorted({*shard_ranks, *dist.get_process_group_ranks(across)})
+        return tuple((rank,) for rank in shard_ranks)
     if across is None:
-        return (ranks_in_order(mine),)
+        return (ranks_in_order(shard_ranks),)
     if mesh is not None and mesh.ndim == 2:
         # A process group sorts its ranks, so the order in the mesh does not matter.
         return tuple(sorted((ranks_in_order(sorted(row)) for row in mesh.mesh.tolist()), key=lambda row: row[0]))
-    return _grid(mine, sorted(dist.get_process_group_ranks(across)))
+    return _grid(shard_ranks, sorted(dist.get_process_group_ranks(across)))
 
 
 def _grid(row: list[int], column: list[int]) -> tuple[Ranks, ...]:
-    """The shard groups of all replicas, from the shard group and the replicate group of this rank.
+    """Return the shard groups of all replicas, from the shard group and the replicate group of this rank.
 
     Two plain groups give only one row and one column of the grid. The other rows are assumed to be shifted copies of this
-    row, but only if they cover every rank of the job: then all ranks meet, and a rank with another row raises an error.
+    row, but only if they cover every rank of the job: then all ranks take part in the call, and a rank with another row raises.
 
     Raises WrapperError for all other groups.
     """
@@ -140,7 +139,7 @@ def _grid(row: list[int], column: list[int]) -> tuple[Ranks, ...]:
 
 
 def _starts(handle: FlatParamHandle) -> tuple[list[int], int]:
-    """The index in the flat parameter at which each original begins, and the flat parameter's length with alignment."""
+    """Return the index in the flat parameter at which each original begins, and the flat parameter's length with alignment."""
     flat = handle.flat_param
     starts, at = [], 0
     for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
@@ -165,7 +164,7 @@ def _check(tree: ModuleTree, handle: FlatParamHandle) -> None:
 
 
 def _is_summoned(handle: FlatParamHandle) -> bool:
-    """Whether the call is made inside `summon_full_params()`, whose exit may write the whole copies back."""
+    """Return whether the call is made inside `summon_full_params()`, whose exit may write the unsharded copies back."""
     return bool(handle._training_state.name == "SUMMON_FULL_PARAMS")
 
 
@@ -199,20 +198,20 @@ def _flat_handle(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Rank
 
 
 def _kept(handle: FlatParamHandle) -> torch.Tensor:
-    """This rank's chunk, which is not the data of the flat parameter while a unit is in use."""
+    """Return this rank's chunk, which is not the data of the flat parameter while a unit is in use."""
     flat = handle.flat_param
     shard = getattr(flat, "_local_shard", None)
     return shard if shard is not None and shard.numel() else flat.data
 
 
 class _Cuts:
-    """The cuts of originals on this rank, computed once for all originals that are cut alike."""
+    """The cuts of originals on this rank, computed once for all originals with the same cut."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Shape, int, int, tuple[Ranks, ...]], tuple[FlatChunks, Shape, bool]] = {}
 
     def of(self, shape: Shape, start: int, chunk: int, replicas: tuple[Ranks, ...]) -> tuple[FlatChunks, Shape, bool]:
-        """The placement of an original, the shape of its part on this rank, and whether the wrapper skips it here."""
+        """Return the placement of an original, the shape of its part on this rank, and whether the wrapper skips it here."""
         key = shape, start, chunk, replicas
         known = self._known.get(key)
         if known is None:
@@ -257,7 +256,7 @@ def _original_handles(
 
 
 def _part_of_chunk(tree: ModuleTree, handle: FlatParamHandle, placement: FlatChunks, info: ParamInfo) -> torch.Tensor:
-    """The elements of an original in this rank's chunk; the original's own tensor is whole while a unit is in use."""
+    """Return the elements of an original in this rank's chunk; the original's own tensor is unsharded while a unit is in use."""
     if _is_summoned(handle):
         raise summoned(tree.fqn(info.module, info.param_name), "torch FSDP")
     run = replace(placement, own_tensor=False).run(placement.shard_of(dist.get_rank()) or 0)

@@ -11,7 +11,7 @@ from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 
 def with_masters(view: ModelView, masters: Iterable[Handle], naming: Naming) -> ModelView:
-    """The view of a model whose optimizer holds masters: each master replaces the live parameters that it copies.
+    """Return the view of a model whose optimizer holds masters: each master replaces the live parameters that it copies.
 
     Raises WrapperError for a master of a part of a live parameter, and for a master of no parameter of the model.
     """
@@ -33,12 +33,12 @@ def with_masters(view: ModelView, masters: Iterable[Handle], naming: Naming) -> 
         )
     handles: dict[int, NamedHandle] = {}
     for named in view.handles:
-        mine = [of_fqn[fqn] for fqn in named.fqns if fqn in of_fqn]
-        if mine and len(mine) < len(named.fqns):
+        replacing = [of_fqn[fqn] for fqn in named.fqns if fqn in of_fqn]
+        if replacing and len(replacing) < len(named.fqns):
             lacking = next(fqn for fqn in named.fqns if fqn not in of_fqn)
             raise WrapperError(
-                f"{mine[0].fqns[0]}: the optimizer holds a master of this parameter and none of {lacking}, and both are in one "
-                "live parameter: give the optimizer masters of both, or of none"
+                f"{replacing[0].fqns[0]}: the optimizer holds a master of this parameter and none of {lacking}, and both are in "
+                "one live parameter: give the optimizer masters of both, or of none"
             )
-        handles.update((id(handle), handle) for handle in mine or [named])
+        handles.update((id(handle), handle) for handle in replacing or [named])
     return replace(view, handles=tuple(handles.values()))

@@ -20,7 +20,7 @@ _EXTRA = "_extra_state"  # torch's key for the result of get_extra_state()
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether an entry of a state_dict() is the result of a module's get_extra_state()."""
+    """Return whether an entry of a state_dict() is the result of a module's get_extra_state()."""
     return name.rpartition(".")[2] == _EXTRA
 
 
@@ -29,7 +29,7 @@ _OF_TORCH = ("torch.", "fairscale.")
 
 
 def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> ModuleValues:
-    """The entries of all modules. Parameters are not gathered, and hooks are not run.
+    """Return the entries of all modules. Parameters are not gathered, and hooks are not run.
 
     Raises StateError where a module's own code fails.
     """
@@ -40,7 +40,7 @@ def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> Mod
     near, taken = Near(tree, view), _names_of_params(view) if adding else {}
     for module in adding:
         path = tree.path(module)
-        if _is_taker(module):
+        if _may_load_others(module):
             extra_state_loaders[path] = module
         own = {*module._parameters, *module._buffers, *taken.get(module, ())} - module._non_persistent_buffers_set
         for key, value in _saved(path, module).items():
@@ -53,27 +53,27 @@ def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> Mod
             ranks = near.ranks(fqn)
             others = tuple(rename(other, ranks) for other in tree.other_fqns(module, key))
             name = rename(fqn, ranks)
-            found = ModuleValue(module, key, value, others)
+            entry = ModuleValue(module, key, value, others)
             first = values.get(name)
-            values[name] = found if first is None else replace(first, stage_copies=(*first.stage_copies, found))
+            values[name] = entry if first is None else replace(first, stage_copies=(*first.stage_copies, entry))
     return ModuleValues(values, extra_state_loaders, tuple(lost), tuple(_hooked(tree)))
 
 
 def _function(method: Any) -> Callable[..., Any]:
     while isinstance(method, functools.partial):
         method = method.func
-    found: Callable[..., Any] = getattr(method, "__func__", method)
-    return found
+    function: Callable[..., Any] = getattr(method, "__func__", method)
+    return function
 
 
 def _is_of(method: Any, places: tuple[str, ...]) -> bool:
-    """Whether a method or a hook is defined in one of the packages `places`."""
+    """Return whether a method or a hook is defined in one of the packages `places`."""
     function = _function(method)
     return str(getattr(function, "__module__", None) or type(function).__module__).startswith(places)
 
 
 def _overrides(module: nn.Module, name: str) -> bool:
-    """Whether a module's class overrides a method of nn.Module, other than the classes of wrappers."""
+    """Return whether a module's class overrides a method of nn.Module, other than the classes of wrappers."""
     method = getattr(module, name)
     return _function(method) is not getattr(nn.Module, name) and not _is_of(method, _WRAPPERS)
 
@@ -83,9 +83,9 @@ def _has_extra(module: nn.Module) -> bool:
 
 
 def _adding(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that add entries of their own. A class is asked once, unless a module has methods of its own."""
+    """Return the modules that add entries of their own. A class is examined once, unless a module has methods of its own."""
     of_class: dict[type[nn.Module], bool] = {}
-    found = []
+    modules_that_add = []
     for module in modules:
         kind, own = type(module), module.__dict__
         if "get_extra_state" in own or "_save_to_state_dict" in own:
@@ -95,16 +95,16 @@ def _adding(modules: Iterable[nn.Module]) -> list[nn.Module]:
         else:
             adds = of_class[kind] = _adds(module)
         if adds:
-            found.append(module)
-    return found
+            modules_that_add.append(module)
+    return modules_that_add
 
 
 def _adds(module: nn.Module) -> bool:
     return _has_extra(module) or _overrides(module, "_save_to_state_dict")
 
 
-def _is_taker(module: nn.Module) -> bool:
-    """Whether a module may load entries that it does not have now, because its entries may depend on its history."""
+def _may_load_others(module: nn.Module) -> bool:
+    """Return whether a module may load entries that it does not have now, because its entries may depend on its history."""
     return _overrides(module, "_save_to_state_dict") and _overrides(module, "_load_from_state_dict")
 
 
@@ -113,7 +113,7 @@ def _is_restored(module: nn.Module, key: str) -> bool:
 
 
 def _names_of_params(view: ModelView) -> dict[nn.Module, set[str]]:
-    """Module -> names of its parameters, including the parameters that a wrapper has taken out."""
+    """Return, by module, the names of its parameters, including the parameters that a wrapper has taken out."""
     names: dict[nn.Module, set[str]] = {}
     for named in view.handles:
         for original in named.handle.originals:
@@ -124,17 +124,17 @@ def _names_of_params(view: ModelView) -> dict[nn.Module, set[str]]:
 
 
 def _saved(path: str, module: nn.Module) -> dict[str, Any]:
-    """The entries that a module itself puts into a state_dict(), including parameters and buffers, not copied."""
+    """Return the entries that a module itself puts into a state_dict(), including parameters and buffers, not copied."""
     if not _overrides(module, "_save_to_state_dict"):
         return {_EXTRA: _of_module(path, module, "get_extra_state")}
-    found: OrderedDict[str, Any] = OrderedDict()
-    found._metadata = OrderedDict()  # type: ignore[attr-defined]  # some modules read this attribute
-    _of_module(path, module, "_save_to_state_dict", found, "", True)
-    return dict(found)
+    entries: OrderedDict[str, Any] = OrderedDict()
+    entries._metadata = OrderedDict()  # type: ignore[attr-defined]  # some modules read this attribute
+    _of_module(path, module, "_save_to_state_dict", entries, "", True)
+    return dict(entries)
 
 
 def _of_module(path: str, module: nn.Module, name: str, *args: Any) -> Any:
-    """The result of a method of a module. Raises StateError where the method fails."""
+    """Return the result of a method of a module. Raises StateError where the method fails."""
     try:
         with torch.no_grad():
             return getattr(module, name)(*args)
@@ -146,7 +146,7 @@ def _of_module(path: str, module: nn.Module, name: str, *args: Any) -> Any:
 
 
 def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> None:
-    """Load entries that `read_module_values` read into a module. Raises StateError where the module refuses them.
+    """Load entries that `read_module_values` read into a module. Raises StateError where the module rejects the entries.
 
     `version`: the version of the saved module's code.
     """
@@ -169,7 +169,7 @@ def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> N
 
 
 def _hooked(tree: ModuleTree) -> Iterator[str]:
-    """The modules whose state_dict() is changed by hooks or overrides, which this library does not run."""
+    """Yield the modules whose state_dict() is changed by hooks or overrides, which this library does not run."""
     for module in tree.modules:
         hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
         foreign = [hook for hook in hooks if not _is_of(hook, _OF_TORCH)]

@@ -11,7 +11,7 @@ from fsdp_optim.view import Handle, NamedHandle
 
 
 class Naming:
-    """A naming of Handles, one after the other, which collects the order of the unwrapped model on the way."""
+    """Names Handles one after the other, and collects the order of the unwrapped model on the way."""
 
     def __init__(self, tree: ModuleTree, name_of: NameOf | None) -> None:
         self._tree, self._name_of = tree, name_of
@@ -36,7 +36,7 @@ class Naming:
         return tuple((tuple(taken), tuple(left)) for taken, left in by_module.values() if taken and left)
 
     def name(self, handle: Handle) -> NamedHandle:
-        """The Handle with its FQNs. Raises WrapperError where two parameters would have one name."""
+        """Return the Handle with its FQNs. Raises WrapperError where two parameters would have one name."""
         fqns = []
         for original in handle.originals:
             module, attribute = original.module, original.attribute

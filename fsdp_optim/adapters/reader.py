@@ -62,7 +62,7 @@ class ModelReader:
     def _rank_sets(self) -> list[Ranks]:
         sets = [ranks for adapter in self._adapters for ranks in adapter.rank_sets(self._tree)]
         if self._has_declared and dist.is_initialized():
-            sets.append(range(dist.get_world_size()))  # nothing in a slice shows the ranks of the others
+            sets.append(range(dist.get_world_size()))  # a slice does not show which other ranks have slices
         return sets
 
     @cached_property
@@ -70,7 +70,7 @@ class ModelReader:
         return has_declared(self._tree)
 
     def read(self, ranks: Sequence[int] | None = None, name_of: NameOf | None = None, optim: Any = None) -> ModelView:
-        """The live parameters, and where their originals live. The result is cached; every call makes a new reader.
+        """Return the live parameters, and where their originals live. The result is cached; every call makes a new reader.
 
         Args:
             ranks: the global ranks that share the model (None: `self.ranks`).
@@ -113,7 +113,7 @@ class ModelReader:
                 raise WrapperError(f"{fqn}: on rank {self._rank} this tensor {why_without_elements(value)}")
 
     def _handles(self, everyone: tuple[int, ...]) -> list[Handle]:
-        """The Handle of every live parameter, from the first adapter that claims it; the last adapter claims the rest."""
+        """Return the Handle of every live parameter, from the first adapter that claims it; the last adapter claims the rest."""
         *specific, rest = self._adapters
         claimed: dict[int, Handle] = {}
         for adapter in specific:
@@ -127,7 +127,7 @@ class ModelReader:
         return [as_declared(self._tree, handle, self._rank) for handle in claimed.values()]
 
     def _check_unclaimed(self, claimed: Collection[int]) -> None:
-        """Raise WrapperError for a part of a wrapped model, whose flattened or cut tensors would count as whole parameters."""
+        """Raise WrapperError for a part of a wrapped model, whose flattened or cut tensors would count as complete parameters."""
         for param, sites in self._tree.params():
             if id(param) not in claimed:
                 for adapter in self._adapters:
@@ -139,43 +139,46 @@ class ModelReader:
                         )
 
     def reshard(self) -> None:
-        """Free the whole parameters that a forward pass has left, so that the next forward pass uses the new shards."""
+        """Free the unsharded parameters that a forward pass has left, so that the next forward pass uses the new shards."""
         for adapter in self._adapters:
             adapter.reshard(self._tree)
 
     def buffers(self, view: ModelView, name_of: NameOf | None = None) -> Buffers:
-        """The persistent buffers, each whole on the ranks that hold the nearest parameters, unless a wrapper has cut it."""
+        """Return the persistent buffers, as a wrapper has cut them, else complete on the ranks with the nearest parameters."""
         return read_buffers(self._tree, self._adapters, view, _renamed_by(name_of))
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers with persistent=False by FQN, which no checkpoint has."""
+        """Return the buffers with persistent=False by FQN, which no checkpoint has."""
         return self._tree.unsaved_buffers()
 
     def stored_names(self) -> StoredNames | None:
-        """What transformers does with the names of the model's weights in its files; None where they are those of the model."""
+        """Return how transformers renames the model's weights in its files; None where the files have the model's names."""
         return stored_names_of(self._tree.root.modules())
 
     def module_values(self, view: ModelView, name_of: NameOf | None = None) -> ModuleValues:
-        """The entries of state_dict() that are neither parameters nor buffers."""
+        """Return the entries of state_dict() that are neither parameters nor buffers."""
         return read_module_values(self._tree, view, _renamed_by(name_of))
 
     def _stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
-        found: dict[Place, torch.Tensor] = {}
+        live_params: dict[Place, torch.Tensor] = {}
         for adapter in self._adapters:
-            found.update(adapter.stand_ins(modules))
-        return found
+            live_params.update(adapter.stand_ins(modules))
+        return live_params
 
 
 def _wrapper_children(adapters: Sequence[Adapter]) -> IsWrapperChild:
-    """Whether any adapter says so of a child. Every module is asked for, so the adapters that compare names are asked as one."""
-    by_name = [one for one in adapters if type(one).is_wrapper_child is Adapter.is_wrapper_child]
-    names = frozenset[str]().union(*(one.wrapper_parts for one in by_name))
-    others = [one.is_wrapper_child for one in adapters if one not in by_name]
+    """Return a function that says whether a child is the wrapped module for any of the adapters.
+
+    It is called for every module of a model, so all adapters that only compare names share one set of names.
+    """
+    by_name = [adapter for adapter in adapters if type(adapter).is_wrapper_child is Adapter.is_wrapper_child]
+    names = frozenset[str]().union(*(adapter.wrapper_parts for adapter in by_name))
+    by_class = [adapter.is_wrapper_child for adapter in adapters if adapter not in by_name]
 
     def is_wrapper_child(module: nn.Module, name: str) -> bool:
         if name in names:
             return True
-        for is_child in others:  # noqa: SIM110  # any() would make a generator for every module
+        for is_child in by_class:  # noqa: SIM110  # any() would make a generator for every module
             if is_child(module, name):
                 return True
         return False

@@ -1,4 +1,4 @@
-"""The registry of adapters: built-in adapters, those of installed packages, and those that a program adds."""
+"""The registry of adapters: built in, of installed packages, and added by a program."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _added: ContextVar[tuple[Adapter, ...]] = ContextVar("added", default=())
 
 @contextlib.contextmanager
 def use_adapters(adapters: Sequence[Adapter]) -> Iterator[None]:
-    """A context in which calls use these adapters too, before all others.
+    """Use these adapters too, before all others, for calls inside the context.
 
     All ranks must use the same adapters. Threads that are started inside the context do not inherit the adapters.
 
@@ -53,7 +53,7 @@ def use_adapters(adapters: Sequence[Adapter]) -> Iterator[None]:
 
 
 def all_adapters() -> tuple[Adapter, ...]:
-    """All adapters in the order of their calls: those of `use_adapters`, of installed packages, and the built-in adapters.
+    """Return all adapters in the order of their calls: from `use_adapters`, of installed packages, and the built-in adapters.
 
     Raises WrapperError that names an entry point which cannot be loaded.
     """
@@ -62,31 +62,31 @@ def all_adapters() -> tuple[Adapter, ...]:
 
 
 def wrapper_parts() -> frozenset[str]:
-    """The components of names that wrappers insert, and that are not part of an FQN."""
+    """Return the components of names that wrappers insert, and that are not part of an FQN."""
     return TRANSPARENT_CHILDREN.union(*(adapter.wrapper_parts for adapter in all_adapters()))
 
 
 def is_wrapper_child(module: nn.Module, name: str) -> bool:
-    """Whether a child is the module that a wrapper has inside itself, by the classes of the wrappers that are loaded."""
+    """Return whether a child is the module that a wrapper has inside itself, by the classes of the wrappers that are loaded."""
     present = (adapter for adapter in all_adapters() if adapter.is_present())
     return is_transparent(module, name) or any(adapter.is_wrapper_child(module, name) for adapter in present)
 
 
 @functools.cache
 def installed_points() -> tuple[EntryPoint, ...]:
-    """The entry points of all installed packages, looked up once per process because that takes milliseconds."""
+    """Return the entry points of all installed packages, looked up once per process because that takes milliseconds."""
     return tuple(sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)))
 
 
 @functools.cache
 def _loaded(point: EntryPoint) -> Adapter:
-    """The adapter of an entry point, which names an Adapter, or a class or a function that returns an Adapter."""
+    """Return the adapter of an entry point, which names an Adapter, or a class or a function that returns an Adapter."""
     where = f"the entry point {point.name!r} = {point.value!r} in the group {GROUP!r}"
     if point.dist is not None:
         where += f" of the package {point.dist.name} {point.dist.version}"
     try:
-        found = point.load()
-        return _check(found if isinstance(found, Adapter) else found(), f"{where} is")
+        loaded = point.load()
+        return _check(loaded if isinstance(loaded, Adapter) else loaded(), f"{where} is")
     except WrapperError:
         raise
     except Exception as error:

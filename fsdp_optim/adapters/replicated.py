@@ -1,4 +1,4 @@
-"""DistributedDataParallel and plain modules, whose parameters are whole on each of their ranks."""
+"""DistributedDataParallel and plain modules, whose parameters are complete on each of their ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReplicatedAdapter(Adapter):
         return True
 
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
-        """Whether a child is the `module` of a DistributedDataParallel or DataParallel, not of another class."""
+        """Return whether a child is the `module` of a DistributedDataParallel or DataParallel, not of another class."""
         return name == "module" and isinstance(module, (_ddp_class(), nn.DataParallel))
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:

@@ -14,12 +14,12 @@ from fsdp_optim.memory import is_plain
 
 
 def is_sharded_value(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a state value is cut over ranks."""
+    """Return whether a state value is cut over ranks."""
     return isinstance(value, torch.Tensor) and not is_plain(value) and _adapter_of(value) is not None
 
 
 def read_sharded_value(fqn: str, value: torch.Tensor) -> tuple[Placement, torch.Tensor]:
-    """The placement of a value, and this rank's elements as a 1-D tensor."""
+    """Return the placement of a value, and this rank's elements as a 1-D tensor."""
     adapter = _adapter_of(value)
     if adapter is None:
         raise WrapperError(f"{fqn}: no adapter knows how this {type(value).__name__} is cut over ranks")

@@ -1,4 +1,4 @@
-"""Declared slices: a parameter of this rank that is a part of a larger one, such as the experts of a rank in a stack of all."""
+"""Declared slices: a rank's parameter that is a part of a larger parameter, such as its experts in a stack of all experts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DECLARED = "_fsdp_optim_slices"
 
 @dataclass(frozen=True)
 class DeclaredSlice:
-    """Where a parameter of this rank lies in the whole parameter."""
+    """Where a parameter of this rank lies in the global parameter."""
 
     global_shape: Shape
     offset: Shape
 
 
 def declare(module: nn.Module, name: str, global_shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Keep in a module where one of its parameters lies in a larger parameter. Raises WrapperError for an impossible slice."""
+    """Note in a module where one of its parameters lies in a larger parameter. Raises WrapperError for an impossible slice."""
     if not isinstance(module, nn.Module) or not isinstance(name, str):
         raise WrapperError(
             f"declare_slice takes a module and the name of a parameter in it, not a {type(module).__name__} and {name!r}"
@@ -36,27 +36,27 @@ def declare(module: nn.Module, name: str, global_shape: Sequence[int], offset: S
             raise WrapperError(
                 f"{name}: {what} must be whole numbers of at least 0, one for each dimension, not {given!r}"
             )
-    found = DeclaredSlice(tuple(map(int, global_shape)), tuple(map(int, offset)))
+    declared_slice = DeclaredSlice(tuple(map(int, global_shape)), tuple(map(int, offset)))
     param = module._parameters.get(name)
-    if len(found.offset) != len(found.global_shape) or any(
-        o > n for o, n in zip(found.offset, found.global_shape, strict=True)
+    if len(declared_slice.offset) != len(declared_slice.global_shape) or any(
+        o > n for o, n in zip(declared_slice.offset, declared_slice.global_shape, strict=True)
     ):
         raise WrapperError(
-            f"{name}: the offset {list(found.offset)} is no index in the shape {list(found.global_shape)}"
+            f"{name}: the offset {list(declared_slice.offset)} is no index in the shape {list(declared_slice.global_shape)}"
         )
-    if param is not None and param.dim() == len(found.offset):
-        _check_inside(name, tuple(param.shape), found, "")
+    if param is not None and param.dim() == len(declared_slice.offset):
+        _check_inside(name, tuple(param.shape), declared_slice, "")
     declared = getattr(module, _DECLARED, {})
-    setattr(module, _DECLARED, {**declared, name: found})
+    setattr(module, _DECLARED, {**declared, name: declared_slice})
 
 
 def has_declared(tree: ModuleTree) -> bool:
-    """Whether a module of the model has declared slices."""
+    """Return whether a module of the model has declared slices."""
     return any(_DECLARED in vars(module) for module in tree.modules)
 
 
 def as_declared(tree: ModuleTree, handle: Handle, rank: int) -> Handle:
-    """The Handle with its declared slices in the place of whole parameters."""
+    """Return the Handle with its declared slices in place of complete parameters."""
     originals, is_declared = [], False
     for original in handle.originals:
         declared = vars(original.module).get(_DECLARED, {}).get(original.attribute)
@@ -73,7 +73,7 @@ def as_declared(tree: ModuleTree, handle: Handle, rank: int) -> Handle:
 
 
 def _in_whole(fqn: str, placement: Placement, declared: DeclaredSlice, rank: int) -> Boxes:
-    """The Placement in the whole parameter of a slice with the Placement `placement`. Other ranks list their own slices."""
+    """Return the Placement in the global parameter of a slice that has `placement`. Other ranks list their own slices."""
     if placement.is_open:
         raise WrapperError(f"{fqn}: this tensor describes its own shards, so it cannot be declared as a slice too")
     _check_inside(fqn, placement.shape, declared, f"on rank {rank} ")

@@ -13,14 +13,14 @@ _MODELS, _MAPPINGS = "transformers.modeling_utils", "transformers.conversion_map
 
 @dataclass(frozen=True)
 class StoredNames:
-    """A model whose files have other names. `pairs`: parts of names in its files, each with those of the model."""
+    """A model whose files have other names. `pairs`: (part of a name in its files, part of a name in the model)."""
 
     class_name: str
     pairs: tuple[tuple[str, str], ...]
 
 
 def stored_names_of(modules: Iterable[nn.Module]) -> StoredNames | None:
-    """The first model of transformers among modules, if its files have other names; None else, and for versions before 5."""
+    """Return the stored names of the first transformers model, if they differ; None otherwise, and for versions before 5."""
     models, mappings = sys.modules.get(_MODELS), sys.modules.get(_MAPPINGS)
     base = getattr(models, "PreTrainedModel", None)
     mapping_of = getattr(mappings, "get_model_conversion_mapping", None)
@@ -33,7 +33,7 @@ def stored_names_of(modules: Iterable[nn.Module]) -> StoredNames | None:
     for transform in mapping_of(model, add_legacy=False):
         stored, live = (getattr(transform, name, []) for name in ("source_patterns", "target_patterns"))
         pairs.append((" and ".join(map(_plain, stored)), " and ".join(map(_plain, live))))
-    names = [one.__name__ for one in type(model).__mro__ if one.__module__.startswith("transformers.")]
+    names = [cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers.")]
     return StoredNames(names[0], tuple(pairs)) if pairs else None
 
 

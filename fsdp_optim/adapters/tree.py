@@ -34,12 +34,12 @@ TRANSPARENT_CHILDREN = frozenset(_TRANSPARENT)
 
 
 def is_transparent(module: nn.Module, name: str) -> bool:
-    """Whether a child is the module inside torch.compile's or activation checkpointing's, not one of the user's own class."""
+    """Return whether a child is the module inside torch.compile's or activation checkpointing's wrapper, not the user's own."""
     return name in _TRANSPARENT and is_loaded_class(module, *_TRANSPARENT[name])
 
 
 def is_loaded_class(module: nn.Module, place: str, name: str) -> bool:
-    """Whether a module is an instance of a class, without importing the module `place` that has the class."""
+    """Return whether a module is an instance of a class, without importing the module `place` that has the class."""
     cls = getattr(sys.modules.get(place), name, None)
     return cls is not None and isinstance(module, cls)
 
@@ -59,7 +59,7 @@ class ModuleTree:
         is_wrapper_child: IsWrapperChild,
         stand_ins: StandIns = lambda modules: {},
     ) -> None:
-        """`roots`: the model, or the pipeline stages of this rank, which have the FQNs of the whole model."""
+        """`roots`: the model, or the pipeline stages of this rank, which have the FQNs of the complete model."""
         self.root = roots[0]
         self._is_wrapper_child = is_wrapper_child
         self._sites: dict[nn.Module, _Site] = {}
@@ -89,11 +89,11 @@ class ModuleTree:
             self._visit(child, path if transparent else join(path, name))
 
     def root_of(self, module: nn.Module) -> int:
-        """The number of the root, in the order in which the roots were given, that has a module."""
+        """Return the number of the root, in the order in which the roots were given, that has a module."""
         return bisect.bisect_right(self._first_of_root, self._sites[module].index) - 1
 
     def once(self, read: Callable[..., T], *things: object) -> T:
-        """`read(*things)`, computed once in the life of this tree, which is one call.
+        """Return `read(*things)`, computed once in the life of this tree, which is one call.
 
         Units and parameters share meshes and process groups, which take long to read. The things are compared by identity.
         """
@@ -101,8 +101,8 @@ class ModuleTree:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = ((read, *things), read(*things))  # references that keep the ids unique
-        found: T = known[1]
-        return found
+        result: T = known[1]
+        return result
 
     @property
     def modules(self) -> Iterator[nn.Module]:
@@ -121,48 +121,48 @@ class ModuleTree:
         return join(site.path, attribute)
 
     def other_fqns(self, module: nn.Module, attribute: str) -> Iterator[str]:
-        """The names of a parameter by other paths to the same module."""
+        """Return the names of a parameter by other paths to the same module."""
         return (join(path, attribute) for path, other in self._other_paths if other is module)
 
     def index(self, module: nn.Module) -> int:
         return self._sites[module].index
 
     def params(self) -> Iterator[tuple[torch.Tensor, list[tuple[nn.Module, str]]]]:
-        """Every registered parameter once, with every (module, attribute) that refers to it, first place first."""
+        """Return every registered parameter once, with every (module, attribute) that refers to it, first place first."""
         return iter(self._sites_of_params.items())
 
     def buffers(self) -> Iterable[tuple[str, torch.Tensor, list[str]]]:
-        """(first FQN, buffer, other FQNs) of each persistent buffer."""
-        found: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
+        """Return (first FQN, buffer, other FQNs) of each persistent buffer."""
+        named: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
         for module, site in self._sites.items():
             for name, value in module._buffers.items():
                 if value is not None and name not in module._non_persistent_buffers_set:
                     fqn = join(site.path, name)
-                    first, _, others = found.setdefault(id(value), (fqn, value, []))
+                    first, _, others = named.setdefault(id(value), (fqn, value, []))
                     others += [fqn] if fqn != first else []
                     others += self.other_fqns(module, name)
-        return found.values()
+        return named.values()
 
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
-        """Each buffer with persistent=False, which is in no state_dict(), under its first FQN."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}
+        """Return the buffers with persistent=False, which are in no state_dict(), by their first FQN."""
+        named: dict[int, tuple[str, torch.Tensor]] = {}
         for module, site in self._sites.items():
             for name, value in module._buffers.items():
                 if value is not None and name in module._non_persistent_buffers_set:
-                    found.setdefault(id(value), (join(site.path, name), value))
-        return dict(found.values())
+                    named.setdefault(id(value), (join(site.path, name), value))
+        return dict(named.values())
 
     def sites_of(self, param: torch.Tensor) -> list[tuple[nn.Module, str]]:
         return self._sites_of_params.get(param, [])
 
 
 def join(path: str, name: str) -> str:
-    """The FQN of `name` inside the module at `path`."""
+    """Return the FQN of `name` inside the module at `path`."""
     return f"{path}.{name}" if path else name
 
 
 def summoned(fqn: str, wrapper: str) -> WrapperError:
-    """The error of a call inside `summon_full_params()`."""
+    """Return the error of a call inside `summon_full_params()`."""
     return WrapperError(
         f"{fqn}: {wrapper} has replaced this parameter by a whole copy, because the call is made inside "
         "summon_full_params(): leave that context first; no function of this library needs it"

@@ -49,12 +49,8 @@ def convert(
 
     Reads every format that `load` reads. Works without a process group; where torch.distributed is initialized, all ranks of the
     default group make the call and each copies a share of the bytes. The new checkpoint is written aside and gets its name when
-    it is complete. A conversion that is killed or interrupted goes on where it stopped, if it is called again with the same
-    unchanged source, the same `dst` and the same options: in a folder, data that are there already are verified and not written
-    again; in a bucket that takes parts (`s3://`), parts that the store has are not put again. On another machine, the second call
-    goes on only if two minutes have passed since the kill, so that the first process is surely gone. Any other save into the same
-    parent folder removes such leftovers; under the same prefix of a bucket, it does so after five minutes. After an error nothing
-    is left.
+    it is complete. Any other save into the same parent folder removes what a killed conversion has left; under the same prefix of
+    a bucket, it does so after five minutes. After an error or an interrupt nothing is left.
 
     Args:
         src: the checkpoint: a path, or a URL as for `save`.
@@ -86,7 +82,7 @@ def convert(
         storage_options: as for `save`, for both places that are URLs.
 
     Returns:
-        A `Saved`; `nbytes_written` are the bytes that this process wrote, without those that a killed conversion had written.
+        A `Saved`; `nbytes_written` are the bytes that this process wrote.
 
     Raises (the same on all ranks):
         CheckpointError: the source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.

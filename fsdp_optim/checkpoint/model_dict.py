@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,8 @@ from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.protocols import MODULES, UNKNOWN_WEIGHTS, ExtraValues, SavedWeights, StoredTensor
+from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra
+from fsdp_optim.formats.base.protocols import MODULES, StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move
@@ -85,48 +86,11 @@ def scatter_model(model: Model, full: Mapping[str, Any] | None, source_rank: int
 
 
 @dataclass(frozen=True)
-class GivenDict:
-    """A full model dict as a FormatReader. `tensors`: the tensors themselves, on the source rank only.
+class _GivenDict:
+    """A full model dict. `tensors`: the tensors themselves, on the source rank only."""
 
-    `values`: the other entries, by name.
-    """
-
-    where: str
-    model: Mapping[str, StoredTensor]
-    values: Mapping[str, Any]
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    optim: Mapping[str, StoredTensor] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    full_dict: Mapping[str, Any] | None = None
-    has_optim: bool = False
-    world_size: int = 0
-    step: int | None = None
-    weights: SavedWeights = UNKNOWN_WEIGHTS
-
-    @property
-    def format_name(self) -> str:
-        return "a dict"
-
-    @property
-    def has_checksums(self) -> bool:
-        return False
-
-    @property
-    def extras(self) -> Collection[str]:
-        return [MODULES] if self.values else []
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        return {}
-
-    def named(self, name: str) -> str:
-        return self.where
-
-    def description(self, **_: Any) -> Any:
-        raise StateError(f"{self.where}: has no optimizer")
-
-    def extra(self, name: str, *, verify: bool) -> ExtraValues:
-        return _WholeValues({fqn: [None, value] for fqn, value in self.values.items()})
+    index: CheckpointIndex
+    tensors: Mapping[str, torch.Tensor] = field(repr=False)
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
@@ -136,38 +100,12 @@ class GivenDict:
             for extent in ranges:
                 extent.memory[:] = data[extent.start : extent.stop]
 
-    def verified(self) -> GivenDict:
-        return self
-
-    def check_unchanged(self) -> None:
-        """Nothing replaces a dict."""
-
-    def about(self) -> Mapping[str, str]:
-        return {}
-
-    def versions(self) -> Sequence[object]:
-        return ()
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
-@dataclass(frozen=True)
-class _WholeValues(ExtraValues):
-    values: Mapping[str, Any]
-
-    def decoded(self, *, allow_pickle: bool) -> Any:
-        return self.values
-
-    def decoded_each(self, *, allow_pickle: bool) -> Any:
-        return self.values
-
 
 @dataclass(frozen=True)
 class _GivenEnd(End):
     """The tensors of a full model dict, whole on the source rank."""
 
-    given: GivenDict
+    given: _GivenDict
     source_rank: int
 
     def placement(self, value: StateValue) -> Whole:
@@ -178,7 +116,7 @@ class _GivenEnd(End):
         return flatten(held.detach()) if held is not None else None
 
 
-def _send_described(group: RankGroup, full: Mapping[str, Any] | None, source_rank: int) -> GivenDict:
+def _send_described(group: RankGroup, full: Mapping[str, Any] | None, source_rank: int) -> _GivenDict:
     """A full model dict on its source rank; a description of it on the others. Called by all ranks."""
     if source_rank not in group.ranks:
         raise RankError(
@@ -191,7 +129,8 @@ def _send_described(group: RankGroup, full: Mapping[str, Any] | None, source_ran
         content = pickle.dumps((shared, values))
     shared, values = pickle.loads(all_gather_bytes(group, "described", content).content_of(source_rank))
     model = {name: StoredTensor(name, dtype, shape, name, 0) for name, (dtype, shape) in shared.items()}
-    return GivenDict(where, model, values, tensors)
+    extras = {MODULES: KnownExtra({fqn: [None, value] for fqn, value in values.items()})} if values else {}
+    return _GivenDict(CheckpointIndex(where, model, Facts("a dict"), extras=extras), tensors)
 
 
 def _checked(full: Mapping[str, Any] | None, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

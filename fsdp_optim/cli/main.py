@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # `| head` has read enough
             sys.stderr.close()  # else Python complains of the pipe at its exit
         except KeyboardInterrupt:
-            return _failed(f"interrupted{options.when_interrupted}")
+            return _failed("interrupted")
     return 0
 
 
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", metavar="PATH", help="a checkpoint of any format that can be read: a path or a URL")
     _add_common(verify)
     _add_memory(verify)
-    verify.set_defaults(run=_verify, by_all_ranks=False, when_interrupted="")
+    verify.set_defaults(run=_verify, by_all_ranks=False)
     inspect = commands.add_parser(
         "inspect",
         help="show what a checkpoint has",
@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH", help="a checkpoint of any format that can be read: a path or a URL")
     inspect.add_argument("--all", action="store_true", help="every tensor on a line of its own, without folding layers")
     _add_common(inspect)
-    inspect.set_defaults(run=_inspect, by_all_ranks=False, when_interrupted="")
+    inspect.set_defaults(run=_inspect, by_all_ranks=False)
     return parser
 
 
@@ -198,8 +198,8 @@ def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
         help="write a checkpoint again, in another format or in other files",
-        description="Write a checkpoint again, bit for bit, in bounded memory. If it is killed, the same command goes on where "
-        "it stopped. With torchrun, each process copies a share of the bytes.",
+        description="Write a checkpoint again, bit for bit, in bounded memory. With torchrun, each process copies a share of the "
+        "bytes.",
     )
     convert.add_argument("src", metavar="SRC", help="a checkpoint of any format that can be read: a path or a URL")
     convert.add_argument("dst", metavar="DST", help="the new checkpoint: a path or a URL")
@@ -231,7 +231,7 @@ def _add_convert(commands: Any) -> None:
         "--allow-pickle", action="store_true", help="unpickle values, which can run any code of their author"
     )
     _add_common(convert)
-    convert.set_defaults(run=_convert, by_all_ranks=True, when_interrupted=": the same command goes on in a folder")
+    convert.set_defaults(run=_convert, by_all_ranks=True)
 
 
 def _add_memory(command: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ strips what wrappers add to names, and reads the elements that a rank needs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.bools import check_bytes
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.description import OptimDescription
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
+from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim, stored_in
 from fsdp_optim.formats.base.protocols import (
     COMMON,
     MODULES,
     UNKNOWN_WEIGHTS,
-    ExtraValues,
     Format,
-    FormatWriter,
     SavedWeights,
     StoredTensor,
+    Writer,
     rank_extra_name,
 )
 from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened
@@ -97,7 +96,7 @@ class ForeignFormat(Format):
     is_foreign = True
     probe: CheckpointProbe[Any] = NO_JUDGE
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         raise CheckpointError(f"checkpoints of the format {self.name} can be read, but not written")
 
     def sequence_in(self, opened: Opened) -> int:
@@ -122,7 +121,7 @@ class ForeignReader:
         module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
         rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
         pickled: a function that returns `extra_values` with all pickles loaded; None if no value is withheld.
-        units, flattens: as for `CheckpointContents`.
+        cut: as for `Facts`.
         metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
         files: further files that are read, whose change during the load is noticed.
         notes: what users should know about the choice of files, a line for each.
@@ -144,8 +143,7 @@ class ForeignReader:
     step: int | None = None
     weights: SavedWeights = UNKNOWN_WEIGHTS
     metadata_digest: str = ""
-    units: Mapping[str, Sequence[str]] | None = None
-    flattens: bool = True
+    cut: Any = None
     files: Sequence[str] = field(default=(), repr=False)
     notes: Sequence[str] = field(default=(), repr=False)
     archives: Callable[[], Sequence[Archive]] | None = field(default=None, repr=False)
@@ -184,23 +182,42 @@ class ForeignReader:
     def optim(self) -> Mapping[str, StoredTensor]:
         """The tensors of the optimizer's full dict, by their keys."""
         found: dict[str, StoredTensor] = {}
-        for stored in tensors_in(self.full_dict):
+        for stored in stored_in(self.full_dict):
             if found.setdefault(stored.key, stored) is not stored and found[stored.key] != stored:
                 raise CheckpointError(f"{self.where}: two tensors of the optimizer have the name {stored.key}")
         return found
 
-    @property
-    def extras(self) -> Collection[str]:
-        of_ranks = [rank_extra_name(position) for position in range(len(self.rank_extras))]
-        common = [COMMON] if self.extra_values is not None else []
-        return [*common, *([MODULES] if self.module_values else []), *of_ranks]
+    @cached_property
+    def index(self) -> CheckpointIndex:
+        full = self.full_dict
+        return CheckpointIndex(
+            self.where,
+            self.model,
+            Facts(
+                self.format_name,
+                self.world_size,
+                self.step,
+                self.weights,
+                names_are_fqns=False,
+                notes=self.notes,
+                cut=self.cut,
+            ),
+            self.aliases,
+            StoredOptim(self.optim, lambda *_: SavedOptim(full), self.num_optims) if full is not None else None,
+            self._extras(),
+            identify=self._identity,
+        )
 
-    @property
-    def has_optim(self) -> bool:
-        return self.full_dict is not None
+    def _extras(self) -> Mapping[str, StoredExtra]:
+        common = {COMMON: ForeignValues(self.extra_values, self.pickled)} if self.extra_values is not None else {}
+        of_modules = {MODULES: ForeignValues(self.module_values, None)} if self.module_values else {}
+        of_ranks = {
+            rank_extra_name(position): value if isinstance(value, ForeignValues) else ForeignValues(value, None)
+            for position, value in enumerate(self.rank_extras)
+        }
+        return {**common, **of_modules, **of_ranks}
 
-    @property
-    def identity(self) -> Mapping[str, Any]:
+    def _identity(self) -> Mapping[str, Any]:
         return {
             "format": self.format_name,
             "digest": self.metadata_digest,
@@ -209,30 +226,8 @@ class ForeignReader:
         }
 
     @property
-    def has_checksums(self) -> bool:
-        return False
-
-    def about(self) -> Mapping[str, str]:
-        return {}
-
-    @property
     def where(self) -> str:
         return self.opened.where
-
-    def named(self, name: str) -> str:
-        return self.opened.named(self._source(name).file or name)
-
-    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
-        raise CheckpointError(f"{self.where}: a checkpoint of the format {self.format_name} has no description")
-
-    def extra(self, name: str, *, verify: bool) -> ExtraValues:
-        if name == COMMON:
-            return ForeignValues(self.extra_values, self.pickled)
-        if name == MODULES:
-            return ForeignValues(self.module_values, None)
-        of_ranks = {rank_extra_name(position): position for position in range(len(self.rank_extras))}
-        found = self.rank_extras[of_ranks[name]]
-        return found if isinstance(found, ForeignValues) else ForeignValues(found, None)
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
@@ -301,15 +296,12 @@ class ForeignReader:
             if version != () and self.opened.version_of(name) != version:
                 raise ReplacedError(f"{self.opened.named(name)}: was written again during the load: load it once more")
 
-    def versions(self) -> Sequence[object]:
-        return [self.metadata_digest, *((name, self.opened.version_of(name)) for name in self._versions)]
-
     def close(self) -> None:
         self.opened.close()
 
 
 @dataclass(frozen=True)
-class ForeignValues(ExtraValues):
+class ForeignValues(StoredExtra):
     """Values of the trainer. `pickled`: a function that returns the values with all pickles loaded."""
 
     values: Any
@@ -324,18 +316,6 @@ class ForeignValues(ExtraValues):
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         return self.pickled() if allow_pickle and self.pickled is not None else self.values
-
-
-def tensors_in(tree: Any) -> Iterator[StoredTensor]:
-    """All StoredTensors in dicts and lists."""
-    if isinstance(tree, StoredTensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from tensors_in(value)
 
 
 def _without_overlaps(ranges: Sequence[Extent]) -> Iterator[Sequence[Extent]]:

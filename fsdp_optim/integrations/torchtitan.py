@@ -30,7 +30,7 @@ from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, StateError, shortened
 from fsdp_optim.integrations.needed import needed
-from fsdp_optim.storage.posix.beside import copy_beside, make_folder
+from fsdp_optim.storage.posix.trainer_files import copy_beside, make_folder
 
 __all__ = ["FsdpOptimCheckpointManager"]
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 import numpy
 
@@ -57,20 +56,8 @@ class FlatChunks(Placement):
         return self._hash
 
     @property
-    def shape(self) -> Shape:
-        return self.full_shape
-
-    @property
     def num_shards(self) -> int:
         return len(self.replicas[0])
-
-    @cached_property
-    def _numel(self) -> int:
-        return prod(self.full_shape)
-
-    @property
-    def numel(self) -> int:
-        return self._numel
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy
 
@@ -49,20 +48,8 @@ class FlatRuns(Placement):
         return self._hash
 
     @property
-    def shape(self) -> Shape:
-        return self.full_shape
-
-    @property
     def num_listed(self) -> int:
         return len(self.by)
-
-    @cached_property
-    def _numel(self) -> int:
-        return prod(self.full_shape)
-
-    @property
-    def numel(self) -> int:
-        return self._numel
 
     @cached_property
     def _shards(self) -> dict[int, int]:

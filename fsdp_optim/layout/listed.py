@@ -47,10 +47,6 @@ class Boxes(Placement):
     def __hash__(self) -> int:
         return self._hash
 
-    @property
-    def shape(self) -> Shape:
-        return self.full_shape
-
     @cached_property
     def _shards(self) -> tuple[tuple[tuple[Block, ...], tuple[int, ...]], ...]:
         """(Blocks, ranks) of each shard: ranks that list the same Blocks hold one shard."""

@@ -55,10 +55,6 @@ class OnMesh(Placement):
         return hash((self.full_shape, self.mesh_shape, self.splits, self.replicas))
 
     @property
-    def shape(self) -> Shape:
-        return self.full_shape
-
-    @property
     def _split_parts(self) -> tuple[tuple[int, int], ...]:
         """Each split as (parameter dimension, number of parts)."""
         return _split_parts(self.mesh_shape, self.splits)

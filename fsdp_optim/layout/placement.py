@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import numpy
@@ -20,9 +21,19 @@ class Placement(ABC):
     Placements are frozen values that compute the shard of any rank, so every rank can plan for every other rank.
     """
 
+    full_shape: Shape
+
     @property
-    @abstractmethod
-    def shape(self) -> Shape: ...
+    def shape(self) -> Shape:
+        return self.full_shape
+
+    @cached_property
+    def _numel(self) -> int:
+        return prod(self.full_shape)
+
+    @property
+    def numel(self) -> int:
+        return self._numel
 
     @property
     @abstractmethod
@@ -160,10 +171,6 @@ class Placement(ABC):
         """The number of boxes or runs that the placement lists one by one, for an estimate of its memory."""
         return 0
 
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
     def numel_on(self, rank: int) -> int:
         """How many elements a rank holds."""
         shard = self.shard_of(rank)
@@ -195,10 +202,6 @@ class Whole(Placement):
     def __post_init__(self) -> None:
         object.__setattr__(self, "on", ranks_in_order(self.on))
         check_distinct((self.on,))
-
-    @property
-    def shape(self) -> Shape:
-        return self.full_shape
 
     @property
     def num_shards(self) -> int:

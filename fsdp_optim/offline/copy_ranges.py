@@ -1,4 +1,4 @@
-"""The units of a conversion: ranges of the bytes of new files, each read, written and, after a kill, verified by itself.
+"""The units of a conversion: ranges of the bytes of new files, each read and written by itself.
 
 # file of the target | head | weight 0 . . . . . . . . | weight 1 | weight 2 . . . |
 # units              |      |   0   |   1   |   2   |   3   |   4   |   5   |  6  |     bounded; no segment of checksums is cut
@@ -21,22 +21,19 @@ from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, StoredValue
-from fsdp_optim.formats.base.checksums import Rows, hash_of
+from fsdp_optim.formats.base.checksums import Rows
 from fsdp_optim.formats.base.extents import DataSection, Extent, write_extents
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import FlatRuns, Whole
 from fsdp_optim.memory import empty
 from fsdp_optim.move import Key, move
-from fsdp_optim.storage.base import Opened, StoreWriter
+from fsdp_optim.storage.base import StoreWriter
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 
-_GRID_NBYTES = (
-    1 << 20
-)  # bytes; segments of files whose format has no checksums, which a resumed conversion compares too
+_GRID_NBYTES = 1 << 20  # bytes; units of files whose format has no checksums end at multiples of it
 _MARGIN = 16  # bytes: the largest element, which may begin before its unit
 _CPU = torch.device("cpu")
-DIGEST_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +41,16 @@ class CopyRange:
     """Bytes [start, stop) of the data section of a file, and its values [first, last), which have bytes there.
 
     Attributes:
-        number: the index of the unit among all units of the conversion.
         others: if the unit is a part of the file for the store, the bytes of the head and the frames in it, each with the byte of
             the file at which they begin; None: frames are written with the data beside them, and the head is there.
-        part: the number of that part.
     """
 
-    number: int
     file: File
     start: int
     stop: int
     first: int
     last: int
     others: tuple[tuple[int, memoryview], ...] | None = None
-    part: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -83,17 +76,10 @@ class CopyRange:
 
 def plan_units(files: Sequence[File], most_nbytes: int, part_nbytes: Mapping[str, int]) -> list[CopyRange]:
     """Cut files into units of about `most_nbytes`. `part_nbytes`: by file, the size of the parts in which the store takes it."""
-    numbers = itertools.count()
-    return [
-        CopyRange(next(numbers), *ranges)
-        for file in files
-        for ranges in _ranges(file, most_nbytes, part_nbytes.get(file.name, 0))
-    ]
+    return [unit for file in files for unit in _units_of(file, most_nbytes, part_nbytes.get(file.name, 0))]
 
 
-def _ranges(
-    file: File, most_nbytes: int, part_nbytes: int
-) -> Iterator[tuple[File, int, int, int, int, tuple[tuple[int, memoryview], ...] | None, int]]:
+def _units_of(file: File, most_nbytes: int, part_nbytes: int) -> Iterator[CopyRange]:
     plan = file.plan
     if part_nbytes:
         places = [*range(0, plan.nbytes, part_nbytes), plan.nbytes]
@@ -112,7 +98,7 @@ def _ranges(
         while last < len(values) and starts[last] < stop:
             last += 1
         others = _others(file, places[index], places[index + 1]) if places else None
-        yield file, start, stop, first, last, others, index
+        yield CopyRange(file, start, stop, first, last, others)
 
 
 def _nbytes_at(file: File, index: int) -> int:
@@ -181,24 +167,7 @@ class Copier:
             raise failure.error
         for place, content in unit.others or ():
             self._writer.write(unit.file.name, [content], place)
-        return self._hashed(unit, extents, self._section(unit))
-
-    def staged(self, unit: CopyRange, files: Opened) -> Rows | None:
-        """The segments of a unit that has been written already; None if the frames beside it were not written."""
-        base, extents = unit.start - _MARGIN, list[Extent]()
-        for value, begin, first, last in unit.values():
-            size = value.dtype.itemsize
-            start, stop = max(begin + first * size, unit.start), min(begin + last * size, unit.stop)
-            self._add(extents, start, stop, base)
-        name, frames = unit.file.name, unit.file.plan.frames
-        for extent in extents:
-            for place, pieces in frames.without_frames([extent.memory], extent.start):
-                files.read_into(name, pieces, place)
-        for index in frames.touched(unit.start, unit.stop):
-            content, is_next = frames.contents[index], frames.at[index] == unit.stop < frames.data_nbytes
-            if not is_next and files.read(name, frames.starts[index], len(content)) != content:
-                return None
-        return self._hashed(unit, extents, DataSection(name, _nowhere, 0, unit.file.plan.tensors_in))
+        return write_extents(self._section(unit), extents, unit.file.plan.segment_nbytes)
 
     def _section(self, unit: CopyRange) -> DataSection:
         """The data of a file, to which the writes of a unit go."""
@@ -217,15 +186,3 @@ class Copier:
         if extents and extents[-1].stop == start:
             start = extents.pop().start
         extents.append(Extent(start, self._memory[start - base : stop - base]))
-
-    def _hashed(self, unit: CopyRange, extents: Sequence[Extent], section: DataSection) -> Rows:
-        return write_extents(section, extents, _grid_of(unit.file))
-
-
-def _nowhere(pieces: Sequence[memoryview], offset: int) -> None:
-    pass
-
-
-def digest_of(rows: Rows) -> bytes:
-    """Eight bytes that tell the segments of a unit from any others, never all zero."""
-    return (hash_of(rows.tobytes()) or 1).to_bytes(DIGEST_NBYTES, "little")

@@ -14,9 +14,9 @@ from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import counted_noun
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.protocols import COMMON, MODULES, FormatReader, StoredTensor, weights_in
+from fsdp_optim.formats.base.index import CheckpointIndex
+from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
 from fsdp_optim.memory import dtype_name
 
 
@@ -110,22 +110,23 @@ class Inspected:
 def inspect(place: Place, storage_options: StorageOptions = None) -> Inspected:
     """Read the content of a checkpoint. No communication."""
     with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
-        state, groups, classes = _optimizer(checkpoint)
+        index = checkpoint.index
+        state, groups, classes = _optimizer(index)
         return Inspected(
-            path=checkpoint.where,
-            format=checkpoint.format_name,
-            about=checkpoint.about(),
-            world_size=checkpoint.world_size,
-            step=checkpoint.step,
-            weights=weights_in(checkpoint).which,
-            weights_dtype=weights_in(checkpoint).dtype,
-            model={key: _info(one) for key, one in checkpoint.model.items()},
-            aliases=dict(checkpoint.aliases),
-            has_optim=checkpoint.has_optim,
+            path=index.where,
+            format=index.facts.format_name,
+            about=index.facts.about,
+            world_size=index.facts.world_size,
+            step=index.facts.step,
+            weights=index.facts.weights.which,
+            weights_dtype=index.facts.weights.dtype,
+            model={key: _info(one) for key, one in index.weights.items()},
+            aliases=dict(index.aliases),
+            has_optim=index.optim is not None,
             state=state,
             groups=groups,
             optimizer_class=classes,
-            extras=tuple(sorted(checkpoint.extras, key=lambda name: (name not in (COMMON, MODULES), name))),
+            extras=tuple(sorted(index.extras, key=lambda name: (name not in (COMMON, MODULES), name))),
         )
 
 
@@ -136,28 +137,11 @@ def _info(stored: StoredTensor) -> TensorInfo:
 _State = dict[Any, dict[Any, "TensorInfo | str"]]
 
 
-def _optimizer(checkpoint: FormatReader) -> tuple[_State, tuple[GroupInfo, ...], tuple[str, ...]]:
-    if not checkpoint.has_optim:
+def _optimizer(index: CheckpointIndex) -> tuple[_State, tuple[GroupInfo, ...], tuple[str, ...]]:
+    if index.optim is None:
         return {}, (), ()
-    if checkpoint.full_dict is not None:
-        with as_checkpoint_error(checkpoint.where):
-            return _of_full_dict(checkpoint.full_dict)
-    return _of_description(checkpoint, checkpoint.description(allow_pickle=False, records=RECORDS))
-
-
-def _of_description(
-    checkpoint: FormatReader, description: OptimDescription
-) -> tuple[_State, tuple[GroupInfo, ...], tuple[str, ...]]:
-    state: _State = {}
-    for fqn, param in description.params.items():
-        if param.has_state:
-            state[fqn] = {
-                name: _described(content) if kind in (SCALAR, OPAQUE) else _info(checkpoint.optim[content])
-                for name, kind, content in param.values
-            }
-    groups = tuple(GroupInfo(_shown(dict(group.hyperparameters)), group.params) for group in description.groups)
-    names = description.optimizer_class
-    return state, groups, (names,) if isinstance(names, str) else tuple(names or ())
+    with as_checkpoint_error(index.where):
+        return _of_full_dict(index.optim.decoded(allow_pickle=False, records=RECORDS).full)
 
 
 def _of_full_dict(full: Mapping[str, Any]) -> tuple[_State, tuple[GroupInfo, ...], tuple[str, ...]]:
@@ -168,8 +152,12 @@ def _of_full_dict(full: Mapping[str, Any]) -> tuple[_State, tuple[GroupInfo, ...
             if str(key).startswith("state."):
                 flat.setdefault(fqn, {})[name] = _described(value)
         return flat, (), ()
-    entries = full.get("state", {})
-    state = {key: {name: _described(value) for name, value in values.items()} for key, values in entries.items()}
+    entries, kinds = full.get("state", {}), full.get("kinds")
+    state = {
+        key: {name: _described(value) for name, value in values.items()}
+        for key, values in entries.items()
+        if kinds is None or key in kinds  # else the parameter has no state
+    }
     groups = tuple(
         GroupInfo(
             _shown({name: value for name, value in group.items() if name not in ("params", "param_names")}),
@@ -177,7 +165,8 @@ def _of_full_dict(full: Mapping[str, Any]) -> tuple[_State, tuple[GroupInfo, ...
         )
         for group in full["param_groups"]
     )
-    return state, groups, ()
+    names = full.get("optimizer_class") or ()
+    return state, groups, (names,) if isinstance(names, str) else tuple(names)
 
 
 def _described(value: object) -> TensorInfo | str:

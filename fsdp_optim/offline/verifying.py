@@ -12,9 +12,8 @@ from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
-from fsdp_optim.foreign.archive.record_sums import RecordSums, archives_of
-from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.formats.base.protocols import FormatReader, Half, PlannedFile, StoredTensor
+from fsdp_optim.foreign.archive.record_sums import RecordSums
+from fsdp_optim.formats.base.protocols import Half, PlannedFile, Reader, StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
@@ -63,15 +62,13 @@ def verify(
         unit_nbytes = unit_nbytes_in(budget)
         files, stored = _files(checkpoint)
         nbytes, problems = sum(file.plan.nbytes for file in files), list[str]()
-        archives = archives_of(checkpoint) if isinstance(checkpoint, ForeignReader) else []
-        of_archives = sum(archive.nbytes for archive in archives)
+        sums = RecordSums.of(checkpoint)
+        of_archives = sums.nbytes if sums is not None else 0
         with Progress(progress, "verifying", of_archives + nbytes, shown=True) as shown:
             problems += _read_small(checkpoint)
-            has_sums = checkpoint.has_checksums
-            if isinstance(checkpoint, ForeignReader):
-                sums = RecordSums(checkpoint, shown.up_to)
-                sums.compare(archives, _NUM_THREADS)
-                problems += sums.problems
+            has_sums = checkpoint.index.facts.has_checksums
+            if sums is not None:
+                problems += sums.compare(_NUM_THREADS, shown.up_to)
                 has_sums = sums.is_whole
             share = RankWork(
                 checkpoint,
@@ -79,8 +76,6 @@ def verify(
                 files,
                 plan_units(files, unit_nbytes, {}),
                 join=Nowhere,
-                staged=None,
-                has_journal=False,
                 unit_nbytes=unit_nbytes,
                 shown=lambda num: shown.up_to(of_archives + num),
                 failed=lambda error: problems.append(str(error)),
@@ -90,12 +85,12 @@ def verify(
             _raise(checkpoint, problems)
             shown.done()
         return Verified(
-            checkpoint.where,
-            checkpoint.format_name,
+            checkpoint.index.where,
+            checkpoint.index.facts.format_name,
             len(stored),
             nbytes,
             has_sums,
-            len(checkpoint.extras),
+            len(checkpoint.index.extras),
         )
 
 
@@ -118,13 +113,13 @@ class Nowhere(StoreWriter):
         pass
 
 
-def _files(checkpoint: FormatReader) -> tuple[list[File], dict[Key, StoredTensor]]:
+def _files(checkpoint: Reader) -> tuple[list[File], dict[Key, StoredTensor]]:
     """One file for each half with all tensors, as for a save, in the order in which they are stored."""
     files: list[File] = []
     stored: dict[Key, StoredTensor] = {}
     halves: tuple[tuple[Half, dict[str, StoredTensor]], ...] = (
-        ("model", dict(checkpoint.model)),
-        ("optim", dict(checkpoint.optim)),
+        ("model", dict(checkpoint.index.weights)),
+        ("optim", dict(checkpoint.index.optim_tensors)),
     )
     for half, tensors in halves:
         values, starts, at = list[SavedValue](), list[int](), 0
@@ -144,26 +139,26 @@ def _unnamed(start: int, stop: int) -> str:
     return "its tensors"
 
 
-def _read_small(checkpoint: FormatReader) -> Iterator[str]:
+def _read_small(checkpoint: Reader) -> Iterator[str]:
     """Read the description of the optimizer and the extras, without decoding pickles. Yields the errors."""
-    if checkpoint.has_optim and checkpoint.full_dict is None:
+    if checkpoint.index.optim is not None:
         try:
-            checkpoint.description(allow_pickle=False, records=RECORDS)
+            checkpoint.index.optim.decoded(allow_pickle=False, records=RECORDS)
         except CheckpointError as error:
             if "allow_pickle" not in str(error):
                 yield str(error)
-    for name in checkpoint.extras:
+    for extra in checkpoint.index.extras.values():
         try:
-            checkpoint.extra(name, verify=True)
+            extra.decoded_each(allow_pickle=False)
         except CheckpointError as error:
             yield str(error)
 
 
-def _raise(checkpoint: FormatReader, problems: Sequence[str]) -> None:
+def _raise(checkpoint: Reader, problems: Sequence[str]) -> None:
     if len(problems) == 1:
         raise CheckpointError(problems[0])
     if problems:
         raise CheckpointError(
-            f"{checkpoint.where}: {counted_noun(len(problems), 'damaged place')}: "
+            f"{checkpoint.index.where}: {counted_noun(len(problems), 'damaged place')}: "
             + shortened(sorted(problems), _MOST_NAMED, "; ")
         )

@@ -1,9 +1,4 @@
-"""The lanes of a conversion: threads of one rank. Each thread copies units until the share of the rank is done.
-
-What is done is noted in a journal among the new files: eight bytes for each unit, written after the unit. After a kill, a unit
-with a note is read from the new files, and copied again only if its segments do not have this digest. A store that takes parts
-notes each part with the store's receipt and the segments in the part, because it gives no part back before the commit.
-"""
+"""The lanes of a conversion: threads of one rank. Each thread copies units until the share of the rank is done."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy
 import torch
@@ -20,16 +14,13 @@ import torch
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd
 from fsdp_optim.errors import CheckpointError, ReplacedError
-from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_of
-from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
+from fsdp_optim.formats.base.checksums import Rows, rows_of
+from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key
-from fsdp_optim.offline.copy_ranges import DIGEST_NBYTES, Copier, CopyRange, digest_of
-from fsdp_optim.storage.base import UNTIL_COMMIT, Opened, PartsWriter, StoreWriter
+from fsdp_optim.offline.copy_ranges import Copier, CopyRange
+from fsdp_optim.storage.base import StoreWriter
 from fsdp_optim.transport.world import alone
-
-JOURNAL = f"{UNTIL_COMMIT}journal"
-"""The name of the file of the journal."""
 
 _UNIT_NBYTES, _MOST_LANES = 8 << 20, 16
 _USES = 4  # of a lane's memory, at most a unit each: a unit, the bytes around it that are read or kept by the store
@@ -58,30 +49,21 @@ class RankWork:
         stored: the stored tensor of each value.
         files: all new files.
         join: gives a lane its access to the new files.
-        staged: the new files as a killed conversion has left them; None if there are none.
-        has_journal: whether the units are noted, so that they can be found after a kill.
         unit_nbytes: the length of the longest unit.
-        notes_parts: whether the units are parts that the store notes, so that they can be found after a kill.
-        noted: the parts that a killed conversion has put: the receipt and the segments of each.
         shown: called with the number of bytes that are done.
         failed: takes the error of a unit that cannot be read, and the others go on; None: the error ends all lanes.
     """
 
-    reader: FormatReader
+    reader: Reader
     stored: Mapping[Key, StoredTensor]
     files: Sequence[File]
     units: Sequence[CopyRange]
     join: Callable[[], StoreWriter]
-    staged: Opened | None
-    has_journal: bool
     unit_nbytes: int
-    notes_parts: bool = False
-    noted: Mapping[tuple[str, int], tuple[str, bytes]] = field(default_factory=dict)
     shown: Callable[[int], None] = lambda nbytes: None
     failed: Callable[[CheckpointError], None] | None = None
-    nbytes_written: int = 0
     nbytes_done: int = 0
-    receipt: bytes = b""
+    receipts: list[bytes] = field(default_factory=list)
     _rows: dict[str, list[Rows]] = field(default_factory=dict)
     _left: list[deque[CopyRange]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -111,8 +93,7 @@ class RankWork:
                     except BaseException:
                         self._stopped.set()
                         raise
-            receipts = [writer.finish() for writer in writers]
-            self.receipt = receipts[0]  # several lanes write to a folder, which gives no receipts
+            self.receipts = [writer.finish() for writer in writers]
         finally:
             for writer in writers:
                 writer.discard()
@@ -135,47 +116,19 @@ class RankWork:
                 if unit is None:
                     return
                 try:
-                    self._copy(copier, unit, writer)
+                    rows = copier.copy(unit)
                 except CheckpointError as error:
                     if self.failed is None or isinstance(error, ReplacedError):
                         raise
                     self.failed(error)
+                else:
+                    self._done(unit, rows)
         except BaseException:
             self._stopped.set()
             raise
 
-    def _copy(self, copier: Copier, unit: CopyRange, writer: StoreWriter) -> None:
-        rows = self._adopted(unit, writer) if self.notes_parts else self._found(copier, unit)
-        is_new = rows is None
-        if rows is None:
-            rows = copier.copy(unit)
-            if self.has_journal:
-                writer.write(JOURNAL, [memoryview(digest_of(rows))], unit.number * DIGEST_NBYTES)
-            elif self.notes_parts:
-                cast(PartsWriter, writer).note_part(unit.file.name, unit.part, rows.tobytes())
-        self._done(unit, rows, is_new=is_new)
-
-    def _adopted(self, unit: CopyRange, writer: StoreWriter) -> Rows | None:
-        """The segments of a part that a killed conversion has put; None if it must be put."""
-        receipt, data = self.noted.get((unit.file.name, unit.part), ("", b""))
-        if not receipt:
-            return None
-        cast(PartsWriter, writer).adopt_part(unit.file.name, unit.part, receipt)
-        return rows_from(data)
-
-    def _found(self, copier: Copier, unit: CopyRange) -> Rows | None:
-        """The segments of a unit that has been copied before a kill; None if it must be copied."""
-        if self.staged is None:
-            return None
-        noted = self.staged.read(JOURNAL, unit.number * DIGEST_NBYTES, DIGEST_NBYTES)
-        if not any(noted):
-            return None
-        rows = copier.staged(unit, self.staged)
-        return rows if rows is not None and digest_of(rows) == noted else None
-
-    def _done(self, unit: CopyRange, rows: Rows, *, is_new: bool) -> None:
+    def _done(self, unit: CopyRange, rows: Rows) -> None:
         with self._lock:
             self._rows.setdefault(unit.file.name, []).append(rows)
-            self.nbytes_written += unit.nbytes if is_new else 0
             self.nbytes_done += unit.nbytes
             self.shown(self.nbytes_done)

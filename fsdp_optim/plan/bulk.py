@@ -1,6 +1,6 @@
 """The copies of one rank, computed at once: what the Boxes of many pairs of shards have in common, dimension by dimension.
 
-The pairs are those of one parameter, or of several whose placements are of one kind.
+The pairs belong to one parameter, or to several whose placements are of one kind.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fsdp_optim.plan.table import CopyTable
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Shards of the source and of the target that may have elements in common, and the rank that sends to the other one.
+    """Pairs of a source shard and a target shard that may have elements in common, with the sending and the receiving rank.
 
-    `columns`: by pair, the number of the parameter, the shard of the source, the shard of the target, the rank that sends and
-    the one that receives. `shape`: that of the parameter; or by dimension and pair, where there are several parameters.
+    `columns`: by pair, the number of the parameter, the source shard, the target shard, the rank that sends and the rank that
+    receives. `shape`: the shape of the parameter; for several parameters, sizes by dimension and pair.
     """
 
     columns: Numbers
@@ -29,7 +29,7 @@ class Pairs:
 
     @classmethod
     def of(cls, parts: Sequence[ShardPair]) -> Pairs:
-        """The pairs of some parts of one kind: part after part, and of each part first what its rank receives."""
+        """Return the pairs of some parts of one kind: part after part, and in each part first what its rank receives."""
         columns, sent = _received(parts), _sent(parts)
         if sent.shape[1]:
             columns = numpy.concatenate((columns, sent), axis=1)
@@ -38,7 +38,7 @@ class Pairs:
         return cls(columns, at(shape, columns[0]))
 
     def rows(self, index: Numbers | None) -> Pairs:
-        """The pairs at some indices; all pairs for None."""
+        """Return the pairs at some indices; all pairs for None."""
         return self if index is None else Pairs(self.columns[:, index], at(self.shape, index))
 
     def __len__(self) -> int:
@@ -46,13 +46,13 @@ class Pairs:
 
 
 def _by_part(numbers: Sequence[Sequence[int]]) -> Columns:
-    """The numbers of a single part, or those of several parts by number and part."""
+    """Return the numbers of a single part; for several parts, an array by number and part."""
     return numbers[0] if len(numbers) == 1 else numpy.array(numbers, numpy.int64).T
 
 
 def _received(parts: Sequence[ShardPair]) -> Numbers:
-    """The columns of the pairs in which the rank receives."""
-    (source, target, rank, _, _), shard = parts[0].request, parts[0].mine
+    """Return the columns of the pairs in which the rank receives."""
+    (source, target, rank, _, _), shard = parts[0].request, parts[0].target_shard
     of, shards = _listed([part.into for part in parts])
     if shard is None or not len(shards):
         return _columns(of, 0, 0, 0, 0)
@@ -60,31 +60,31 @@ def _received(parts: Sequence[ShardPair]) -> Numbers:
 
 
 def _sent(parts: Sequence[ShardPair]) -> Numbers:
-    """The columns of the pairs in which the rank sends to other ranks."""
-    (source, target, rank, _, _), shard = parts[0].request, parts[0].held
+    """Return the columns of the pairs in which the rank sends to other ranks."""
+    (source, target, rank, _, _), shard = parts[0].request, parts[0].source_shard
     of, shards = _listed([part.out for part in parts])
     if shard is None or not len(shards):
         return _columns(of, 0, 0, 0, 0)
     holders = target.holders_of(shards)  # by replica and shard
     of, shards, ranks = of.repeat(len(holders)), shards.repeat(len(holders)), holders.T.ravel()
     senders = _senders(source, numpy.array([shard]), ranks, target, _replicas(parts)[of])
-    (its,) = ((senders == rank) & (ranks != rank)).nonzero()
-    return _columns(of[its], shard, shards[its], rank, ranks[its])
+    (is_sent,) = ((senders == rank) & (ranks != rank)).nonzero()
+    return _columns(of[is_sent], shard, shards[is_sent], rank, ranks[is_sent])
 
 
 def _listed(shards: Sequence[Sequence[int]]) -> tuple[Numbers, Numbers]:
-    """The part of each shard, and the shards, one part after the other."""
-    arrays = [number_array(its) for its in shards]
-    return numpy.arange(len(arrays)).repeat([len(its) for its in arrays]), numpy.concatenate(arrays)
+    """Return the part of each shard, and the shards, one part after the other."""
+    arrays = [number_array(indices) for indices in shards]
+    return numpy.arange(len(arrays)).repeat([len(indices) for indices in arrays]), numpy.concatenate(arrays)
 
 
 def _columns(of: Numbers, *columns: Numbers | int) -> Numbers:
-    """Columns as long as `of`, which is the first one; a number stands for a column of equal numbers."""
-    made = numpy.empty((1 + len(columns), len(of)), numpy.int64)
-    made[0] = of
+    """Stack columns as long as `of`, which is the first column; a number stands for a column of equal numbers."""
+    rows = numpy.empty((1 + len(columns), len(of)), numpy.int64)
+    rows[0] = of
     for row, column in enumerate(columns, start=1):
-        made[row] = column
-    return made
+        rows[row] = column
+    return rows
 
 
 def _replicas(parts: Sequence[ShardPair]) -> Numbers:
@@ -92,7 +92,7 @@ def _replicas(parts: Sequence[ShardPair]) -> Numbers:
 
 
 def _senders(source: Placement, shards: Numbers, to: Numbers | int, target: Placement, replicas: Numbers) -> Numbers:
-    """The sender of each of `shards` to the rank `to`, or of a single shard to each rank in `to`.
+    """Return the sender of each of `shards` to the rank `to`, or of a single shard to each rank in `to`.
 
     A rank that holds a shard sends that shard to itself; other ranks take the shard from the replicas in turn.
     """
@@ -105,8 +105,8 @@ def _senders(source: Placement, shards: Numbers, to: Numbers | int, target: Plac
     return numpy.where(is_held, to, holders[turn, numpy.arange(len(shards))])
 
 
-def copies_of_alike(parts: Sequence[ShardPair]) -> list[CopyTable]:
-    """The copies of each part, where all parts are of one kind, in the order of its pairs of shards."""
+def copies_of_kind(parts: Sequence[ShardPair]) -> list[CopyTable]:
+    """Return the copies of each part, where all parts are of one kind, in the order of its pairs of shards."""
     pairs = Pairs.of(parts)
     rows, copies = _copies_between(parts, pairs)
     if len(parts) == 1:
@@ -116,7 +116,7 @@ def copies_of_alike(parts: Sequence[ShardPair]) -> list[CopyTable]:
 
 
 def _copies_between(parts: Sequence[ShardPair], pairs: Pairs) -> Found:
-    """The copies of what each pair of shards has in common, in the order of the pairs.
+    """Return the copies of the elements that each pair of shards has in common, in the order of the pairs.
 
     Runs are compared as ranges of the flattened parameter, Boxes dimension by dimension.
     """
@@ -131,17 +131,17 @@ def _copies_between(parts: Sequence[ShardPair], pairs: Pairs) -> Found:
 
 
 def _tables(parts: Sequence[ShardPair], pairs: Pairs) -> tuple[BoxTable, BoxTable]:
-    """The shards of all pairs: both as runs or both as Boxes, where that is possible."""
+    """Return the shards of all pairs: both as runs or both as Boxes, where that is possible."""
     source, target = parts[0].request[:2]
     of, from_, to = pairs.columns[:3]
-    its, others = None, None
+    source_numbers, target_numbers = None, None
     if len(parts) > 1:
-        its = at(_by_part([part.request.source.numbers for part in parts]), of)
-        others = at(_by_part([part.request.target.numbers for part in parts]), of)
-    runs = source.run_table(from_, its), target.run_table(to, others)
+        source_numbers = at(_by_part([part.request.source.numbers for part in parts]), of)
+        target_numbers = at(_by_part([part.request.target.numbers for part in parts]), of)
+    runs = source.run_table(from_, source_numbers), target.run_table(to, target_numbers)
     if runs[0] is not None and runs[1] is not None:
         return runs[0], runs[1]
-    boxes = source.box_table(from_, its), target.box_table(to, others)
+    boxes = source.box_table(from_, source_numbers), target.box_table(to, target_numbers)
     left, right = (run if box is None else box for run, box in zip(runs, boxes, strict=True))
     if left is None or right is None:
         raise LayoutError(f"a placement {source if left is None else target} has neither runs nor boxes")
@@ -149,7 +149,7 @@ def _tables(parts: Sequence[ShardPair], pairs: Pairs) -> tuple[BoxTable, BoxTabl
 
 
 def _matched(left: BoxTable, right: BoxTable, num: int) -> tuple[Numbers | None, Numbers | None, Numbers | None]:
-    """The rows of both tables that belong to one pair, each with each, and their pairs; None for all rows in their order."""
+    """Match the rows of both tables that belong to one pair, each with each: (rows, rows, pairs); None for all in their order."""
     if left.owners is None or right.owners is None:
         return right.owners, left.owners, right.owners if left.owners is None else left.owners
     times = numpy.bincount(right.owners, minlength=num)
@@ -165,7 +165,7 @@ Found = tuple[Numbers, CopyTable]
 
 
 def _common_of(pairs: Pairs, left: BoxTable, right: BoxTable, is_alone: Mask | None) -> Found:
-    """The copies of what each row of both tables has in common, whether the rows are runs or Boxes.
+    """Return the copies of the elements that the rows of both tables have in common, whether the rows are runs or Boxes.
 
     A Box that is a run, and the only Box of its shard, is compared with a run as a run.
     """
@@ -178,23 +178,25 @@ def _common_of(pairs: Pairs, left: BoxTable, right: BoxTable, is_alone: Mask | N
         are_runs &= is_alone
     if not are_runs.any():
         return _cut(pairs, runs, boxes, is_from_runs)
-    one, more = numpy.flatnonzero(are_runs), numpy.flatnonzero(~are_runs)
-    its = pairs.rows(one)
-    rows, copies = _common(its, *_ordered(runs.rows(one), boxes.rows(one).as_runs(its.shape), is_from_runs))
-    if not len(more):
-        return one[rows], copies
-    others, cut = _cut(pairs.rows(more), runs.rows(more), boxes.rows(more), is_from_runs)
-    numbers = numpy.concatenate((one[rows], more[others]))
+    run_rows, box_rows = numpy.flatnonzero(are_runs), numpy.flatnonzero(~are_runs)
+    run_pairs = pairs.rows(run_rows)
+    rows, copies = _common(
+        run_pairs, *_ordered(runs.rows(run_rows), boxes.rows(run_rows).as_runs(run_pairs.shape), is_from_runs)
+    )
+    if not len(box_rows):
+        return run_rows[rows], copies
+    cut_rows, cut = _cut(pairs.rows(box_rows), runs.rows(box_rows), boxes.rows(box_rows), is_from_runs)
+    numbers = numpy.concatenate((run_rows[rows], box_rows[cut_rows]))
     order = numpy.argsort(numbers, kind="stable")
     return numbers[order], copies.joined(cut).rows_at(order)
 
 
 def _cut(pairs: Pairs, runs: BoxTable, boxes: BoxTable, is_from_runs: bool) -> Found:
-    """The copies of what each run has in common with a Box that is not a run."""
+    """Return the copies of the elements that each run has in common with a Box that is not a run."""
     parts = runs.as_boxes(pairs.shape)
-    its = parts.owners if parts.owners is not None else numpy.arange(len(parts))
-    rows, copies = _common(pairs.rows(its), *_ordered(parts, boxes.rows(its), is_from_runs))
-    return its[rows], copies
+    owners = parts.owners if parts.owners is not None else numpy.arange(len(parts))
+    rows, copies = _common(pairs.rows(owners), *_ordered(parts, boxes.rows(owners), is_from_runs))
+    return owners[rows], copies
 
 
 def _ordered(runs: BoxTable, boxes: BoxTable, is_from_runs: bool) -> tuple[BoxTable, BoxTable]:
@@ -202,12 +204,12 @@ def _ordered(runs: BoxTable, boxes: BoxTable, is_from_runs: bool) -> tuple[BoxTa
 
 
 def _common(pairs: Pairs, left: BoxTable, right: BoxTable) -> Found:
-    """The copies of what each Box of one table has in common with the Box of the other one."""
+    """Return the copies of the elements that each Box of one table has in common with the Box of the other table."""
     lows = numpy.maximum(left.lows, right.lows)
     sizes = numpy.minimum(left.highs, right.highs) - lows
     (rows,) = (sizes > 0).all(axis=0).nonzero()
     is_run = left.num_dims == 1
-    ends = [(its.bases + (lows[0] if is_run else along(lows, its.strides)))[None] for its in (left, right)]
-    strides = [] if is_run else [left.strides, right.strides]  # those of runs are 1
+    ends = [(table.bases + (lows[0] if is_run else along(lows, table.strides)))[None] for table in (left, right)]
+    strides = [] if is_run else [left.strides, right.strides]  # the strides of runs are 1
     columns = numpy.concatenate([pairs.columns[3:], *ends, sizes, *strides])
     return rows, CopyTable(columns if len(rows) == len(pairs) else columns[:, rows]).merged()

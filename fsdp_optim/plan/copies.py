@@ -37,7 +37,7 @@ class Copy:
 
 
 def clip_to_target(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
-    """The part of a copy that fills elements [start, stop) of the target's local tensor, as copies into that slice alone."""
+    """Yield the part of a copy that fills elements [start, stop) of the target's local tensor, as copies into that slice."""
     if copy.is_run:
         yield from _run(copy, copy.target_offset, start, stop, in_target=True)
         return
@@ -46,7 +46,7 @@ def clip_to_target(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
 
 
 def clip_to_source(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
-    """The part of a copy that reads elements [start, stop) of the source's local tensor, as copies from that slice alone."""
+    """Yield the part of a copy that reads elements [start, stop) of the source's local tensor, as copies from that slice."""
     if copy.is_run:
         yield from _run(copy, copy.source_offset, start, stop, in_target=False)
         return
@@ -55,7 +55,7 @@ def clip_to_source(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
 
 
 def _run(copy: Copy, at: int, start: int, stop: int, *, in_target: bool) -> Iterator[Copy]:
-    """The part of a run, which begins at `at` on one side, in the slice [start, stop) of that side. Most runs lie inside."""
+    """Yield the part of a run, which begins at `at` on one side, in the slice [start, stop) of that side. Most lie inside."""
     first, last = max(at, start), min(at + copy.sizes[0], stop)
     if first >= last:
         return
@@ -76,7 +76,7 @@ def _run(copy: Copy, at: int, start: int, stop: int, *, in_target: bool) -> Iter
 
 
 def _reversed(copy: Copy) -> Copy:
-    """The copy with source and target swapped."""
+    """Return the copy with source and target swapped."""
     return Copy(
         copy.fqn,
         copy.target_rank,
@@ -90,7 +90,7 @@ def _reversed(copy: Copy) -> Copy:
 
 
 def _clipped(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
-    """The parts of a copy whose target elements lie in [start, stop): in each dimension part of a row, whole rows, a rest."""
+    """Yield the parts of a copy with target elements in [start, stop): in each dimension part of a row, full rows, a rest."""
     size, inner = copy.sizes[0], copy.sizes[1:]
     stride, first = copy.target_strides[0], copy.target_offset
     span = 1 + sum((n - 1) * step for n, step in zip(inner, copy.target_strides[1:], strict=True))  # length of one row
@@ -105,7 +105,7 @@ def _clipped(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
 
 
 def _rows(copy: Copy, low: int, high: int, *, whole: bool) -> Copy:
-    """Rows [low, high) of a copy; with `whole` False, row `low` as a copy with a dimension less."""
+    """Return rows [low, high) of a copy; with `whole` False, row `low` as a copy with a dimension less."""
     source = copy.source_offset + low * copy.source_strides[0]
     target = copy.target_offset + low * copy.target_strides[0]
     if whole:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape
-from fsdp_optim.plan.bulk import copies_of_alike
+from fsdp_optim.plan.bulk import copies_of_kind
 from fsdp_optim.plan.copies import Copy
 from fsdp_optim.plan.request import Request, ShardPair
 
@@ -19,12 +19,12 @@ RUNS_FROM, BOXES_FROM = 48, 4
 
 
 def plan(source: Layout, target: Layout, *, rank: int | None = None) -> tuple[Copy, ...]:
-    """The copies that fill every Piece of `target` from `source`.
+    """Return the copies that fill every Piece of `target` from `source`.
 
     Each target element is filled exactly once: from the target rank itself where that rank holds the element, else from one
     of the replicas (`replica_of`). Padding is never copied. With `rank`, the result has only the copies that this rank sends
     or receives, and takes time in proportion to their number; the copies between any two ranks are the same, in the same
-    order, as in the whole plan. `source` may have more parameters than `target`.
+    order, as in the complete plan. `source` may have more parameters than `target`.
 
     Raises:
         LayoutError: a parameter of `target` is missing from `source`, or has another shape in `source`.
@@ -33,7 +33,7 @@ def plan(source: Layout, target: Layout, *, rank: int | None = None) -> tuple[Co
 
 
 def copies_of(source: Placement, target: Placement, *, rank: int | None = None, replica: int = 0) -> Sequence[Copy]:
-    """The same as `plan` for a single parameter; the copies have no FQN.
+    """Plan a single parameter as `plan` does; the copies have no FQN.
 
     Args:
         replica: the number of the replica (modulo the number of replicas) that sends to ranks which do not hold an element
@@ -46,47 +46,53 @@ def copies_of(source: Placement, target: Placement, *, rank: int | None = None, 
 
 
 def copies_into(source: Placement, target: Placement, rank: int, replica: int = 0) -> Sequence[Copy]:
-    """Those copies of `copies_of` that this rank receives, from itself or from other ranks."""
+    """Plan only the copies of `copies_of` that this rank receives, from itself or from other ranks."""
     return copies_of_parts([part_of(Request(source, target, rank, replica, sends=False))])[0]
 
 
 def part_of(request: Request) -> ShardPair:
-    """The shards of a request.
+    """Return the shards of a request.
 
     Raises:
         LayoutError: source and target have different shapes.
     """
     source, target, rank, _, sends = request
     _check_shapes("", source, target)
-    mine, held = target.shard_of(rank), source.shard_of(rank) if sends else None
+    target_shard, source_shard = target.shard_of(rank), source.shard_of(rank) if sends else None
     if source.overlapping or not source.numel:
-        return ShardPair(request, mine, (), held, ())
-    return ShardPair(request, mine, _shards_over(target, mine, source), held, _shards_over(source, held, target))
+        return ShardPair(request, target_shard, (), source_shard, ())
+    return ShardPair(
+        request,
+        target_shard,
+        _shards_over(target, target_shard, source),
+        source_shard,
+        _shards_over(source, source_shard, target),
+    )
 
 
 def _shards_over(placement: Placement, shard: int | None, other: Placement) -> Sequence[int]:
-    """The shards of another placement that may have elements of a shard."""
+    """Return the shards of another placement that may have elements of a shard."""
     bounds = placement.bounds(shard) if shard is not None else None
     return other.shards_over(*bounds) if bounds is not None else ()
 
 
 def copies_of_parts(parts: Sequence[ShardPair]) -> list[Sequence[Copy]]:
-    """The copies of some parts. Those with many pairs of shards are planned at once, and parts of one kind together."""
-    found: list[Sequence[Copy]] = [()] * len(parts)
-    alike: dict[object, list[int]] = {}
+    """Return the copies of some parts. Parts with many pairs of shards are planned at once, parts of one kind together."""
+    results: list[Sequence[Copy]] = [()] * len(parts)
+    by_kind: dict[object, list[int]] = {}
     for number, part in enumerate(parts):
         kind = part.kind if len(parts) > 1 and not part.in_runs else number  # a copy between two runs is quick to make
-        alike.setdefault(kind, []).append(number)
-    for numbers in alike.values():
-        its = [parts[number] for number in numbers]
-        made = copies_of_alike(its) if _are_many(its) else [_one_by_one(part) for part in its]
-        for number, copies in zip(numbers, made, strict=True):
-            found[number] = copies
-    return found
+        by_kind.setdefault(kind, []).append(number)
+    for numbers in by_kind.values():
+        same_kind = [parts[number] for number in numbers]
+        planned = copies_of_kind(same_kind) if _are_many(same_kind) else [_one_by_one(part) for part in same_kind]
+        for number, copies in zip(numbers, planned, strict=True):
+            results[number] = copies
+    return results
 
 
 def _are_many(parts: Sequence[ShardPair]) -> bool:
-    """Whether parts of one kind are planned quicker at once than copy by copy."""
+    """Return whether parts of one kind are planned quicker at once than copy by copy."""
     source, target = parts[0].request[:2]
     if source.overlapping or not source.has_tables or not target.has_tables:
         return False
@@ -99,7 +105,7 @@ def _one_by_one(part: ShardPair) -> tuple[Copy, ...]:
 
 
 def replica_of(name: str) -> int:
-    """The number of the replica that sends the value with this name: a function of the name alone.
+    """Return the number of the replica that sends the value with this name: a function of the name alone.
 
     The other values of a plan do not matter, so batches and windows change no sender. Consecutive shards are sent by
     consecutive replicas, and many names are spread evenly over the replicas.
@@ -133,23 +139,23 @@ class _Parameter:
     replica: int
 
     def copies(self, rank: int | None) -> Iterator[Copy]:
-        """All copies, or those that a rank sends or receives."""
+        """Return all copies; with `rank`, only the copies that this rank sends or receives."""
         if rank is None:
             return self._of_all()
         return self.of_part(part_of(Request(self.source, self.target, rank, self.replica)))
 
     def of_part(self, part: ShardPair) -> Iterator[Copy]:
-        """The copies of a part, one by one: those that the rank receives, then those that it sends to other ranks."""
+        """Yield the copies of a part, one by one: first what the rank receives, then what it sends to other ranks."""
         rank = part.request.rank
         if self.source.overlapping and part.request.sends:
             yield from (copy for copy in self._of_all() if rank in (copy.source_rank, copy.target_rank))
         elif self.source.overlapping:
-            yield from self._into_from_overlapping(part.mine, rank) if part.mine is not None else ()
+            yield from self._into_from_overlapping(part.target_shard, rank) if part.target_shard is not None else ()
         else:
-            if part.mine is not None:
-                yield from self._into(part.mine, rank, part.into)
-            if part.held is not None:
-                yield from self._out_of(part.held, rank, part.out)
+            if part.target_shard is not None:
+                yield from self._into(part.target_shard, rank, part.into)
+            if part.source_shard is not None:
+                yield from self._out_of(part.source_shard, rank, part.out)
 
     def _of_all(self) -> Iterator[Copy]:
         for shard in range(self.target.num_shards):
@@ -160,13 +166,13 @@ class _Parameter:
                     yield from self._into(shard, rank, _shards_over(self.target, shard, self.source))
 
     def _into(self, shard: int, target_rank: int, source_shards: Sequence[int]) -> Iterator[Copy]:
-        """All copies that fill a shard on one target rank, from some shards that do not overlap."""
+        """Yield all copies that fill a shard on one target rank, from some shards that do not overlap."""
         for source_shard in source_shards:
             source_rank = self._sender(source_shard, target_rank)
             yield from self._between(source_shard, source_rank, shard, target_rank)
 
     def _out_of(self, shard: int, source_rank: int, target_shards: Sequence[int]) -> Iterator[Copy]:
-        """All copies of a shard that one source rank sends to other ranks, which hold some shards."""
+        """Yield all copies of a shard that one source rank sends to other ranks, which hold some shards."""
         is_only_holder = self.source.num_replicas == 1
         for target_shard in target_shards:
             for target_rank in self.target.holders(target_shard):
@@ -180,7 +186,7 @@ class _Parameter:
         return holders[(self.replica + source_shard + self._target_index(target_rank)) % len(holders)]
 
     def _target_index(self, rank: int) -> int:
-        """The index of a rank among the target's ranks: ranks that need the same shard take it from the replicas in turn."""
+        """Return a rank's index among the target's ranks: ranks that need the same shard take it from the replicas in turn."""
         return bisect.bisect_left(self._target_ranks, rank)
 
     @cached_property
@@ -204,7 +210,7 @@ class _Parameter:
         yield from sorted(copies, key=lambda copy: (copy.target_offset, copy.source_offset))
 
     def _into_from_overlapping(self, shard: int, target_rank: int) -> Iterator[Copy]:
-        """All copies from overlapping source shards: each shard fills what is still missing, the rank's own shard first."""
+        """Yield all copies from overlapping source shards: each shard fills what is still missing, the rank's own shard first."""
         order = sorted(range(self.source.num_shards), key=lambda s: target_rank not in self.source.holders(s))
         copies = []
         for target in self.target.blocks(shard):
@@ -212,8 +218,8 @@ class _Parameter:
             for source_shard in order:
                 source_rank = self._sender(source_shard, target_rank)
                 for source in self.source.blocks(source_shard):
-                    found = [common for box in missing if (common := box.intersect(source.box)) is not None]
-                    copies += [_block_copy(self.fqn, box, source, source_rank, target, target_rank) for box in found]
+                    overlaps = [common for box in missing if (common := box.intersect(source.box)) is not None]
+                    copies += [_block_copy(self.fqn, box, source, source_rank, target, target_rank) for box in overlaps]
                     missing = tuple(rest for box in missing for rest in box.subtract(source.box))
         yield from sorted(copies, key=lambda copy: (copy.target_offset, copy.source_offset))
 
@@ -228,7 +234,7 @@ def _run_copy(fqn: str, source: Run, source_rank: int, target: Run, target_rank:
 
 
 def _block_copy(fqn: str, common: Box, source: Block, source_rank: int, target: Block, target_rank: int) -> Copy:
-    """The copy of one common Box; dimensions over which both sides are contiguous are merged."""
+    """Return the copy of one common Box; dimensions over which both sides are contiguous are merged."""
     source_strides, target_strides = source.local_strides, target.local_strides
     source_offset = source.offset + _index(common, source.box, source_strides)
     target_offset = target.offset + _index(common, target.box, target_strides)

@@ -33,7 +33,7 @@ class RankPlan(Sequence[Copy]):
 
     @classmethod
     def of(cls, source: Placement, target: Placement, rank: int, replica: int = 0, *, sends: bool = True) -> RankPlan:
-        """The plan of `rank` from `source` to `target`.
+        """Return the plan of `rank` from `source` to `target`.
 
         Args:
             replica: as in `copies_of`.
@@ -81,13 +81,13 @@ class RankPlan(Sequence[Copy]):
 
 
 class Plans:
-    """Plans of one rank, each made once and found again by the values from which it was made.
+    """A cache of one rank's plans, each made once and looked up by the values from which it was made.
 
     A plan is a function of two placements, a rank and the number of a replica. So a kept plan is never out of date: a parameter
     that was replaced, wrapped again or moved to other ranks has another placement, which has another plan. Names, dtypes and
     memory are not part of a plan. Threads may share one object.
 
-    `most_nbytes`: about the most memory of the kept plans; those that were not used for longest go first.
+    `most_nbytes`: about the most memory of the kept plans; the least recently used plans are dropped first.
     """
 
     def __init__(self, most_nbytes: int = 32 << 20) -> None:
@@ -97,50 +97,50 @@ class Plans:
         self._lock = threading.Lock()
 
     def of(self, source: Placement, target: Placement, rank: int, replica: int = 0, *, sends: bool = True) -> RankPlan:
-        """As `RankPlan.of`."""
+        """Return the plan that `RankPlan.of` makes, from the cache where it is kept."""
         (planned,) = self.each([Request(source, target, rank, replica, sends)])
         return planned
 
     def each(self, requests: Iterable[Request]) -> Iterator[RankPlan]:
-        """The plan of each request, in their order.
+        """Yield the plan of each request, in the order of the requests.
 
-        Plans that are not kept are made together, which takes less time: so many at once as have some thousands of pairs of
-        shards, so that they need little memory.
+        Missing plans are made together, which takes less time: a batch ends at some thousands of pairs of shards, which bounds
+        its memory.
         """
-        asked, found, num_pairs = list[Request](), dict[Request, RankPlan | ShardPair](), 0
+        batch, known, num_pairs = list[Request](), dict[Request, RankPlan | ShardPair](), 0
         for request in requests:
-            asked.append(request)
-            if request not in found:
+            batch.append(request)
+            if request not in known:
                 kept = self._find(request)
-                found[request] = known = kept if kept is not None else part_of(request)
-                num_pairs += 1 + known.num_pairs if isinstance(known, ShardPair) else 0
+                known[request] = entry = kept if kept is not None else part_of(request)
+                num_pairs += 1 + entry.num_pairs if isinstance(entry, ShardPair) else 0
             if num_pairs >= PAIRS_TOGETHER:
-                yield from self._made(asked, found)
-                asked, found, num_pairs = [], {}, 0
-        yield from self._made(asked, found)
+                yield from self._made(batch, known)
+                batch, known, num_pairs = [], {}, 0
+        yield from self._made(batch, known)
 
-    def _made(self, asked: Sequence[Request], found: Mapping[Request, RankPlan | ShardPair]) -> list[RankPlan]:
-        """The plans of some requests, for which there is a kept plan or the part that is still to be planned."""
-        missing = [part for part in found.values() if isinstance(part, ShardPair)]
-        plans = {request: plan for request, plan in found.items() if isinstance(plan, RankPlan)}
+    def _made(self, batch: Sequence[Request], known: Mapping[Request, RankPlan | ShardPair]) -> list[RankPlan]:
+        """Return the plans of some requests, for which there is a kept plan or the part that is still to be planned."""
+        missing = [part for part in known.values() if isinstance(part, ShardPair)]
+        plans = {request: plan for request, plan in known.items() if isinstance(plan, RankPlan)}
         for part, copies in zip(missing, copies_of_parts(missing), strict=True):
             plans[part.request] = plan = RankPlan(part.request.rank, part.request.target, copies)
             self._keep(part.request, plan)
-        return [plans[request] for request in asked]
+        return [plans[request] for request in batch]
 
     def _find(self, request: Request) -> RankPlan | None:
         with self._lock:
-            found = self._kept.get(request)
-            if found is not None:
+            plan = self._kept.get(request)
+            if plan is not None:
                 self._kept.move_to_end(request)
-            return found
+            return plan
 
-    def _keep(self, request: Request, made: RankPlan) -> None:
+    def _keep(self, request: Request, plan: RankPlan) -> None:
         with self._lock:
             self.num_made += 1
             if request not in self._kept:
-                self._kept[request] = made
-                self._nbytes += _nbytes_of(request, made)
+                self._kept[request] = plan
+                self._nbytes += _nbytes_of(request, plan)
             while self._nbytes > self._most_nbytes:
                 self._nbytes -= _nbytes_of(*self._kept.popitem(last=False))
 
@@ -152,5 +152,5 @@ class Plans:
 
 
 def _nbytes_of(request: Request, plan: RankPlan) -> int:
-    listed = request.source.num_listed + request.target.num_listed
-    return _PLAN_NBYTES + _COPY_NBYTES * (len(plan) + listed)
+    num_listed = request.source.num_listed + request.target.num_listed
+    return _PLAN_NBYTES + _COPY_NBYTES * (len(plan) + num_listed)

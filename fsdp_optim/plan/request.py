@@ -1,4 +1,4 @@
-"""What is asked of a plan: the copies of one rank, between two placements of one parameter."""
+"""Requests for plans: the copies of one rank, between two placements of one parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp_optim.layout import Placement
 
 
 class Request(NamedTuple):
-    """The copies that `rank` receives and, with `sends`, those that it sends. `replica`: as in `copies_of`."""
+    """A request for the copies that `rank` receives and, with `sends`, sends. `replica`: as in `copies_of`."""
 
     source: Placement
     target: Placement
@@ -22,16 +22,16 @@ class ShardPair(NamedTuple):
     """A request with the shards that may have elements in common.
 
     Attributes:
-        mine: the shard of the target that the rank holds; None for none.
-        into: the shards of the source that may have elements of `mine`.
-        held: the shard of the source that the rank holds, and sends; None for none.
-        out: the shards of the target that may have elements of `held`.
+        target_shard: the shard of the target that the rank holds; None for none.
+        into: the shards of the source that may have elements of `target_shard`.
+        source_shard: the shard of the source that the rank holds, and sends; None for none.
+        out: the shards of the target that may have elements of `source_shard`.
     """
 
     request: Request
-    mine: int | None = None
+    target_shard: int | None = None
     into: Sequence[int] = ()
-    held: int | None = None
+    source_shard: int | None = None
     out: Sequence[int] = ()
 
     @property
@@ -46,6 +46,6 @@ class ShardPair(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What parts have in common that can be planned at once: the rank, and all of their placements but some numbers."""
+        """A key that is equal for parts that can be planned at once: the rank, and all of the placements but some numbers."""
         source, target, rank, _, sends = self.request
         return source.kind, target.kind, len(source.shape), rank, sends

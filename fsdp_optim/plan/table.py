@@ -49,16 +49,16 @@ class CopyTable(Sequence[Copy]):
 
     @property
     def _dims(self) -> Numbers:
-        """The sizes, the strides in the source and those in the target, by dimension and copy."""
+        """The sizes, the source strides and the target strides, by dimension and copy."""
         if self.are_runs:
-            ones = numpy.ones_like(self.columns[4])
-            return numpy.stack((self.columns[4], ones, ones))[:, None]
+            unit_strides = numpy.ones_like(self.columns[4])
+            return numpy.stack((self.columns[4], unit_strides, unit_strides))[:, None]
         return self.columns[4:].reshape(3, len(self.columns) // 3 - 1, len(self))
 
     def merged(self) -> CopyTable:
-        """The copies with neighbouring dimensions made one over which both sides are contiguous. Changes this table.
+        """Merge neighbouring dimensions over which both sides are contiguous. Changes this table.
 
-        A merged dimension is where the outer one was, and its inner one has one element.
+        A merged dimension takes the place of the outer dimension; the inner dimension then has one element.
         """
         if self.are_runs:
             return self
@@ -66,29 +66,29 @@ class CopyTable(Sequence[Copy]):
         for dim in range(len(sizes) - 2, -1, -1):
             outer, inner = sizes[dim], sizes[dim + 1]
             are_even = strides[:, dim] == inner * strides[:, dim + 1]
-            are_one = are_even[0] & are_even[1] | (outer == 1)
-            numpy.copyto(strides[:, dim], strides[:, dim + 1], where=are_one)
-            numpy.multiply(outer, inner, out=outer, where=are_one)
-            inner[are_one] = 1
+            is_merged = are_even[0] & are_even[1] | (outer == 1)
+            numpy.copyto(strides[:, dim], strides[:, dim + 1], where=is_merged)
+            numpy.multiply(outer, inner, out=outer, where=is_merged)
+            inner[is_merged] = 1
         if _are_runs(sizes, *strides).all():
             return CopyTable(self.columns[:5].copy())
         return self
 
     def joined(self, other: CopyTable) -> CopyTable:
-        """These copies, followed by those of `other`."""
+        """Return these copies, followed by the copies of `other`."""
         if self.are_runs and other.are_runs:
             return CopyTable(numpy.concatenate((self.columns, other.columns), axis=1))
         num = max(self._dims.shape[1], other._dims.shape[1])
         return CopyTable(numpy.concatenate((self._widened(num), other._widened(num)), axis=1))
 
     def _widened(self, num: int) -> Numbers:
-        """The columns with `num` dimensions. The added dimensions have one element."""
+        """Return the columns with `num` dimensions. The added dimensions have one element."""
         dims = numpy.ones((3, num, len(self)), numpy.int64)
         dims[:, : self._dims.shape[1]] = self._dims
         return numpy.concatenate((self.columns[:4], dims.reshape(3 * num, len(self))))
 
     def split(self, ends: Numbers) -> list[CopyTable]:
-        """The copies cut into one table for each of `ends`, the indices at which the tables end, in ascending order."""
+        """Return the copies cut into one table for each of `ends`, the indices at which the tables end, in ascending order."""
         stops = ends.tolist()
         pairs = zip([0, *stops], stops, strict=False)
         if self.are_runs:
@@ -96,18 +96,17 @@ class CopyTable(Sequence[Copy]):
         num_strided = numpy.append(0, (~_are_runs(*self._dims)).cumsum()).tolist()
         tables = []
         for start, stop in pairs:
-            width = (
-                len(self.columns) if num_strided[start] < num_strided[stop] else 5
-            )  # copies that are runs have one size
+            are_runs = num_strided[start] == num_strided[stop]
+            width = 5 if are_runs else len(self.columns)  # copies that are runs have one size
             tables.append(CopyTable(self.columns[:width, start:stop].copy()))
         return tables
 
     def rows_at(self, index: Numbers) -> CopyTable:
-        """The copies at some indices, in the order of `index`."""
+        """Return the copies at some indices, in the order of `index`."""
         return CopyTable(self.columns[:, index])
 
     def rows(self) -> Iterator[Row]:
-        """The numbers of each copy."""
+        """Return the numbers of each copy."""
         source, target, source_offset, target_offset = self.columns[:4].tolist()
         numbers = zip(source, target, self.numels.tolist(), source_offset, target_offset, strict=True)
         if self.are_runs:
@@ -134,7 +133,10 @@ class CopyTable(Sequence[Copy]):
             return (
                 Copy("", s, t, (num,), at, (1,), to, (1,)) for (s, t, at, to), num in zip(ends, numels, strict=True)
             )
-        return (_strided(*its, *dims) for its, dims in zip(ends, self._dims.transpose(2, 0, 1).tolist(), strict=True))
+        return (
+            _strided(*columns, *dims)
+            for columns, dims in zip(ends, self._dims.transpose(2, 0, 1).tolist(), strict=True)
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(Copy.__eq__, self, other))
@@ -143,9 +145,9 @@ class CopyTable(Sequence[Copy]):
 
 
 def _are_runs(sizes: Numbers, source_strides: Numbers, target_strides: Numbers) -> Mask:
-    """Whether each copy is a run, which has all its elements in the first dimension."""
-    are_ones = (source_strides[:1] == 1) & (target_strides[:1] == 1) | (sizes[:1] == 1)
-    mask: Mask = (sizes[1:] == 1).all(axis=0) & are_ones.all(axis=0)
+    """Return whether each copy is a run, which has all its elements in the first dimension."""
+    are_contiguous = (source_strides[:1] == 1) & (target_strides[:1] == 1) | (sizes[:1] == 1)
+    mask: Mask = (sizes[1:] == 1).all(axis=0) & are_contiguous.all(axis=0)
     return mask
 
 
@@ -158,21 +160,21 @@ def _strided(
     source_strides: Sequence[int],
     target_strides: Sequence[int],
 ) -> Copy:
-    """The Copy of one row of a table, without its dimensions of one element."""
-    its = [dim for dim in zip(sizes, source_strides, target_strides, strict=True) if dim[0] > 1]
-    size, source, target = zip(*(its or [(1, 1, 1)]), strict=True)
+    """Return the Copy of one row of a table, without its dimensions of one element."""
+    dims = [dim for dim in zip(sizes, source_strides, target_strides, strict=True) if dim[0] > 1]
+    size, source, target = zip(*(dims or [(1, 1, 1)]), strict=True)
     return Copy("", source_rank, target_rank, size, source_offset, source, target_offset, target)
 
 
 def has_from(copies: Sequence[Copy], rank: int) -> bool:
-    """Whether a rank is the source of any of the copies."""
+    """Return whether a rank is the source of any of the copies."""
     if isinstance(copies, CopyTable):
         return bool((copies.source_ranks == rank).any())
     return any(copy.source_rank == rank for copy in copies)
 
 
 def num_into(copies: Sequence[Copy], rank: int) -> int:
-    """The number of elements that the copies bring to a rank."""
+    """Return the number of elements that the copies bring to a rank."""
     if isinstance(copies, CopyTable):
         return int(copies.numels[copies.target_ranks == rank].sum())
     return sum(copy.numel for copy in copies if copy.target_rank == rank)

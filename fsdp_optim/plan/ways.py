@@ -41,7 +41,7 @@ class Ways:
 
     @classmethod
     def of(cls, copies: Sequence[Copy], rank: int) -> Ways:
-        """The ways of `rank` in those of the copies that it sends or receives."""
+        """Return the ways of `rank` in the copies that it sends or receives."""
         rows = copies.rows() if isinstance(copies, CopyTable) else map(_row_of, copies)
         ways = tuple([_way(rank, *row) for row in rows if rank in (row[0], row[1])])
         return cls(ways, _tiles([way for way in ways if way.peer is None or not way.is_sent]))

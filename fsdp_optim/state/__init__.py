@@ -1,4 +1,4 @@
-"""What an optimizer's state is, as plain values. No communication.
+"""An optimizer's state as plain values. No communication.
 
 values/    one value: its kind, dtype and placement; equality, bit for bit
 dicts/     full dicts, in every library's dialect: names, ids, and their order

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.reader import tensors_in
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.protocols import COMMON, Format, FormatReader, StoredTensor
+from fsdp_optim.formats.base.index import stored_in
+from fsdp_optim.formats.base.protocols import COMMON, Format, Reader, StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.plan import Copy, copies_into
@@ -84,7 +84,7 @@ class ReaderConformance(MixIn):
         place.mkdir()
         return place, self.write(place)
 
-    def _open(self, folder: Path) -> FormatReader:
+    def _open(self, folder: Path) -> Reader:
         format = self.make_format()
         opened = self.open_any(folder)
         try:
@@ -110,14 +110,17 @@ class ReaderConformance(MixIn):
     def test_every_tensor_is_read_as_it_was_written(self) -> None:
         folder, written = self._written()
         with closing(self._open(folder)) as reader:
-            self._case.assertEqual(sorted(reader.model), sorted(written.model))
+            self._case.assertEqual(sorted(reader.index.weights), sorted(written.model))
             for name, tensor in written.model.items():
-                self._check_read(reader, name, reader.model[name], tensor)
-            stored = list(tensors_in(reader.full_dict))
+                self._check_read(reader, name, reader.index.weights[name], tensor)
+            optim = reader.index.optim
+            stored = list(stored_in(optim.decoded(allow_pickle=False, records={}).full)) if optim is not None else []
             self._case.assertEqual(len(stored), len(written.optim))
             for one, tensor in zip(stored, written.optim, strict=True):
                 self._check_read(reader, one.key, one, tensor)
-            self._case.assertEqual(reader.has_optim, reader.full_dict is not None)
+            self._case.assertEqual(
+                [*reader.index.optim_tensors.values()], list({one.key: one for one in stored}.values())
+            )
             reader.check_unchanged()
 
     def test_parts_are_read(self) -> None:
@@ -130,7 +133,7 @@ class ReaderConformance(MixIn):
                 for _ in range(4 if numel else 0):
                     first = rng.randrange(numel)
                     num = rng.randrange(1, numel - first + 1)
-                    found = read_elements(reader, reader.model[name], first, num)
+                    found = read_elements(reader, reader.index.weights[name], first, num)
                     wanted = _bytes_of(tensor)[first * tensor.itemsize : (first + num) * tensor.itemsize]
                     self._case.assertEqual(found, wanted, f"{name}: elements [{first}, {first + num})")
 
@@ -139,31 +142,29 @@ class ReaderConformance(MixIn):
         if written.extra is None:
             return
         with closing(self._open(folder)) as reader:
-            self._case.assertEqual(COMMON in reader.extras, bool(written.extra))
+            self._case.assertEqual(COMMON in reader.index.extras, bool(written.extra))
             if written.extra:
-                self._case.assertEqual(
-                    reader.extra(COMMON, verify=True).decoded(allow_pickle=False), dict(written.extra)
-                )
+                self._case.assertEqual(reader.index.extras[COMMON].decoded(allow_pickle=False), dict(written.extra))
 
     def test_two_readers_agree(self) -> None:
         """The identity is the same for two readers of one checkpoint, and another one for another checkpoint."""
         folder, _ = self._written()
         with closing(self._open(folder)) as one, closing(self._open(folder)) as other:
-            self._case.assertEqual(one.identity, other.identity)
+            self._case.assertEqual(one.index.identity, other.index.identity)
 
     def test_nothing_is_written(self) -> None:
         folder, written = self._written()
         before = {path: path.read_bytes() for path in _files(folder)}
         with closing(self._open(folder)) as reader:
             for name in written.model:
-                read_elements(reader, reader.model[name], 0, reader.model[name].placement.numel)
+                read_elements(reader, reader.index.weights[name], 0, reader.index.weights[name].placement.numel)
         self._case.assertEqual({path: path.read_bytes() for path in _files(folder)}, before)
 
     def test_a_file_that_is_written_again_is_noticed(self) -> None:
         folder, written = self._written()
         with closing(self._open(folder)) as reader:
             name = next(iter(written.model))
-            read_elements(reader, reader.model[name], 0, reader.model[name].placement.numel)
+            read_elements(reader, reader.index.weights[name], 0, reader.index.weights[name].placement.numel)
             for path in _files(folder):
                 data = path.read_bytes()
                 path.unlink()
@@ -207,16 +208,16 @@ class ReaderConformance(MixIn):
             if not self._recognises(folder):
                 return
             with closing(self._open(folder)) as reader:
-                for stored in (*reader.model.values(), *reader.optim.values()):
+                for stored in (*reader.index.weights.values(), *reader.index.optim_tensors.values()):
                     read_elements(reader, stored, 0, stored.placement.numel)
-                for name in reader.extras:
-                    reader.extra(name, verify=True).decoded_each(allow_pickle=False)
+                for extra in reader.index.extras.values():
+                    extra.decoded_each(allow_pickle=False)
         except CheckpointError:
             return
         except BaseException as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
 
-    def _check_read(self, reader: FormatReader, name: str, stored: StoredTensor, tensor: torch.Tensor) -> None:
+    def _check_read(self, reader: Reader, name: str, stored: StoredTensor, tensor: torch.Tensor) -> None:
         self._case.assertEqual(
             (stored.dtype, tuple(stored.shape)), (dtype_name(tensor.dtype), tuple(tensor.shape)), name
         )
@@ -225,7 +226,7 @@ class ReaderConformance(MixIn):
         self._case.assertEqual(found, _bytes_of(tensor), name)
 
 
-def read_elements(reader: FormatReader, stored: StoredTensor, first: int, num: int) -> bytes:
+def read_elements(reader: Reader, stored: StoredTensor, first: int, num: int) -> bytes:
     """Some elements of a stored tensor, in row-major order, one run at a time. Raises ValueError if an element is in no chunk."""
     size, data = stored.itemsize, bytearray(num * stored.itemsize)
     covered, memory = 0, memoryview(data)

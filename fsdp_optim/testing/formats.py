@@ -15,9 +15,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -31,25 +29,20 @@ from fsdp_optim.formats.base.description import (
     OptimDescription,
     ParamDescription,
 )
-from fsdp_optim.formats.base.extents import Extent, write_extents
+from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import (
-    COMMON,
-    CheckpointContents,
     Format,
-    FormatReader,
     Half,
-    PlannedFile,
-    PlannedTensor,
-    Stamp,
+    Reader,
     StoredTensor,
-    WrittenFiles,
     rank_extra_name,
 )
+from fsdp_optim.formats.base.saved_optim import description_of
+from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing.mix_in import MixIn
-
-Tensors: TypeAlias = Mapping[str, torch.Tensor]
+from fsdp_optim.testing.saved_sample import EXTRAS, NUM_RANKS, SavedSample, Tensors, bytes_of, save_as
 
 _DTYPES = (
     *(torch.float64, torch.int64, torch.complex64, torch.float32, torch.int32, torch.bfloat16, torch.float16),
@@ -57,67 +50,6 @@ _DTYPES = (
 )
 _FOREIGN = "nobody-knows.json"
 _BIG_NBYTES = 24 << 20
-_RANKS = 2  # the world size of the checkpoints that the tests write
-
-
-@dataclass(frozen=True)
-class SavedSample:
-    """A checkpoint in a store. `files`: the bytes of each file, by name. `manifest`: the name of the file that was put last."""
-
-    store: Store
-    files: Mapping[str, bytes]
-    manifest: str
-
-
-EXTRAS: Mapping[str, Any] = {
-    COMMON: {"step": 7, "t": torch.ones(2)},
-    rank_extra_name(0): [0],
-    rank_extra_name(1): [1],
-}
-
-
-def save_as(
-    format: Format,
-    store: Store,
-    halves: Mapping[Half, Tensors],
-    description: OptimDescription | None,
-    extras: Mapping[str, Any],
-    *,
-    most_nbytes: int = 1 << 40,
-) -> SavedSample:
-    """Write a checkpoint as one rank, in the order of the calls of a conversion."""
-    writer = format.writer()
-    params = {key: tuple(tensor.shape) for key, tensor in halves["model"].items()}
-    contents = CheckpointContents(_RANKS, params, {"other": "large"} if "large" in params else {}, description)
-    prepared = writer.prepare(contents, allow_pickle=False, records={})
-    small = dict(prepared.files)
-    for name, value in extras.items():
-        if not writer.keeps_extra(name, value, allow_pickle=False):
-            small.update([writer.extra(name, value, allow_pickle=False)])
-    planned = {half: _planned(half, its) for half, its in halves.items() if half == "model" or description is not None}
-    files = writer.all_files(planned, prepared.shared, most_nbytes=most_nbytes, num_ranks=_RANKS)
-    staging = store.begin(overwrite=False, durable=False)
-    store_writer = store.join(staging.address, durable=False, who="rank 0")
-    rows = {}
-    for file in files:
-        store_writer.create(file.name, file.nbytes, file.head)
-        section = file.section(partial(store_writer.write, file.name))
-        extents = [Extent(start, _bytes_in(file, index, halves)) for index, start in enumerate(file.starts)]
-        rows[file.name] = [write_extents(section, extents, file.segment_nbytes)]
-    for name, data in small.items():
-        store_writer.put(name, data)
-    staging.seal([file.name for file in files], [store_writer.finish()], durable=False)
-    written = WrittenFiles(rows, {name: writer.info_of(data) for name, data in small.items()})
-    names = [*small, *(file.name for file in files)]
-    last = list(writer.last(prepared, files, written, Stamp(staging.token, 5, step=70)))
-    for name, data in last[:-1]:
-        staging.put(name, data, durable=False)
-        names.append(name)
-    manifest, data = last[-1]
-    staging.commit(manifest, data, durable=False)
-    with store.open() as opened:
-        content = {name: opened.read(name, 0, opened.size_of(name)) for name in names}
-    return SavedSample(store, content | {manifest: data}, manifest)
 
 
 class FormatConformance(MixIn):
@@ -147,7 +79,7 @@ class FormatConformance(MixIn):
         state = {"state.large.exp_avg": torch.ones(300, 1000), "state.large.step": torch.tensor(3.0)}
         return {"model": model, "optim": state}
 
-    def _description(self) -> OptimDescription:
+    def _description(self, shape: Shape = (300, 1000)) -> OptimDescription:
         values = (
             ("exp_avg", TENSOR, "state.large.exp_avg"),
             ("step", SCALAR_TENSOR, "state.large.step"),
@@ -157,7 +89,7 @@ class FormatConformance(MixIn):
         return OptimDescription(
             groups=(GroupDescription((("lr", 1e-3), ("betas", (0.9, 0.999)), ("eps", 1e-8)), ("large",)),),
             other_keys={"loss_scale": 2.0},
-            params={"large": ParamDescription((300, 1000), values, has_state=True)},
+            params={"large": ParamDescription(shape, values, has_state=True)},
             optimizer_class="Adam",
         )
 
@@ -185,15 +117,15 @@ class FormatConformance(MixIn):
         """Everything that a reader returns, including elements."""
         with store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
-            found: dict[str, Any] = {"description": None}
-            for half, tensors in (("model", reader.model), ("optim", reader.optim)):
+            index, found = reader.index, dict[str, Any](description=None)
+            for half, tensors in (("model", index.weights), ("optim", index.optim_tensors)):
                 for key, stored in tensors.items():
                     found[f"{half}: {key}"] = _elements_of(reader, stored)
-            if reader.has_optim:
-                found["description"] = reader.description(allow_pickle=False, records={})
-            for name in sorted(reader.extras):
-                found[f"extra: {name}"] = reader.extra(name, verify=True).decoded(allow_pickle=False)
-            found["rest"] = (dict(reader.aliases), reader.world_size, reader.step)
+            if index.optim is not None:
+                found["description"] = description_of(index.optim.decoded(allow_pickle=False, records={}))
+            for name in sorted(index.extras):
+                found[f"extra: {name}"] = index.extras[name].decoded(allow_pickle=False)
+            found["rest"] = (dict(index.aliases), index.facts.world_size, index.facts.step)
             reader.check_unchanged()
             return found
 
@@ -207,7 +139,7 @@ class FormatConformance(MixIn):
             wanted: dict[str, Any] = {f"{half}: {key}": t for half, its in halves.items() for key, t in its.items()}
             wanted |= {"extra: common": {"step": 7, "t": torch.ones(2)}, "description": description}
             wanted |= {f"extra: {rank_extra_name(0)}": [0], f"extra: {rank_extra_name(1)}": [1]}
-            wanted["rest"] = ({"other": "large"}, _RANKS, 70)
+            wanted["rest"] = ({"other": "large"}, NUM_RANKS, 70)
             self._case.assertEqual(sorted(found), sorted(wanted))
             for name, value in wanted.items():
                 self._case.assertTrue(_same(found[name], value), f"{name}: {found[name]!r:.200}, not {value!r:.200}")
@@ -217,8 +149,8 @@ class FormatConformance(MixIn):
         store = self._save({"model": self._tensors()["model"]}, None).store
         with store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
-            self._case.assertFalse(reader.has_optim)
-            self._case.assertEqual(dict(reader.optim), {})
+            self._case.assertIsNone(reader.index.optim)
+            self._case.assertEqual(dict(reader.index.optim_tensors), {})
 
     def test_extents_have_every_element_once(self) -> None:
         """No two tensors share bytes, and the ranks of storage have all of a tensor together."""
@@ -226,7 +158,7 @@ class FormatConformance(MixIn):
         taken: dict[str, list[tuple[int, int]]] = {}
         with saved.store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
-            for stored in (*reader.model.values(), *reader.optim.values()):
+            for stored in (*reader.index.weights.values(), *reader.index.optim_tensors.values()):
                 placement = stored.placement
                 self._case.assertIsNone(placement.gap(), stored.key)
                 numels = [placement.numel_on(rank) for rank in placement.ranks]
@@ -247,8 +179,8 @@ class FormatConformance(MixIn):
         store = self._save(halves, self._description()).store
         with store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
-            file, start = reader.model["large"].place_on(-1)
-            wanted = bytes(_bytes_of(halves["model"]["large"]))
+            file, start = reader.index.weights["large"].place_on(-1)
+            wanted = bytes(bytes_of(halves["model"]["large"]))
             for first, stop in ((0, 1), (1, 2), (4095, 70_001), (len(wanted) - 1, len(wanted))):
                 memory = bytearray(b"\xaa" * (stop - first + 2))
                 reader.read({file: [Extent(start + first, memoryview(memory)[1:-1])]})
@@ -259,7 +191,7 @@ class FormatConformance(MixIn):
         small = {"model": {"w": torch.arange(70.0), "flag": torch.tensor([True, False])}, "optim": {}}
         for key in ("state.large.exp_avg", "state.large.step"):
             small["optim"][key] = torch.ones(2) if key.endswith("avg") else torch.tensor(1.0)
-        saved = self._save(small, self._description(), most_nbytes=100)  # type: ignore[arg-type]
+        saved = self._save(small, self._description((2,)), most_nbytes=100)  # type: ignore[arg-type]
         self._everything(self._put(saved.files, saved.manifest))
         for name, data in saved.files.items():
             cut = 9 if name == saved.manifest else 1  # the last bytes of a text may say nothing
@@ -308,7 +240,7 @@ class FormatConformance(MixIn):
         found = []
         for _ in range(2):
             with self._save({"model": {"w": torch.ones(2)}}, None).store.open() as opened:
-                found.append([self.make_format().open(opened, verify=True).identity for _ in range(2)])
+                found.append([self.make_format().open(opened, verify=True).index.identity for _ in range(2)])
         self._case.assertEqual(found[0][0], found[0][1])
         self._case.assertNotEqual(found[0][0], found[1][0])
 
@@ -318,12 +250,12 @@ class FormatConformance(MixIn):
         store = self._save({"model": {"big": big}}, None).store
         for numel in (16_000, big.numel()):
             target = torch.empty(numel, dtype=torch.int32)
-            memory = _bytes_of(target)
+            memory = bytes_of(target)
             tracemalloc.start()
             try:
                 with store.open() as opened:
                     reader = self.make_format().open(opened, verify=True)
-                    file, start = reader.model["big"].place_on(-1)
+                    file, start = reader.index.weights["big"].place_on(-1)
                     reader.read({file: [Extent(start, memory)]})
                 _, peak = tracemalloc.get_traced_memory()
             finally:
@@ -332,35 +264,13 @@ class FormatConformance(MixIn):
             self._case.assertLess(peak, _BIG_NBYTES // 2, "bytes at the peak")
 
 
-def _planned(half: Half, tensors: Tensors) -> list[PlannedTensor]:
-    """The tensors with the widest elements first, as the library orders them."""
-    ordered = sorted(tensors, key=lambda key: -tensors[key].itemsize)
-    return [PlannedTensor(key, dtype_name(tensors[key].dtype), tuple(tensors[key].shape), half) for key in ordered]
-
-
-def _bytes_in(file: PlannedFile, index: int, halves: Mapping[Half, Tensors]) -> memoryview:
-    """The bytes of one of a file's tensors, or of the slice of it that the file has."""
-    one = file.tensors[index]
-    tensor = halves[one.half][one.key]
-    if not file.slices:
-        return _bytes_of(tensor)
-    first, stop = file.slices[index]
-    return _bytes_of(tensor)[first * tensor.itemsize : stop * tensor.itemsize]
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    return flat.numpy().data if flat.numel() else memoryview(bytearray())
-
-
-def _elements_of(reader: FormatReader, stored: StoredTensor) -> torch.Tensor:
+def _elements_of(reader: Reader, stored: StoredTensor) -> torch.Tensor:
     """A whole tensor, joined from its elements on the ranks of storage."""
     whole = torch.empty(stored.placement.numel, dtype=dtype_named(stored.dtype))
     for rank in stored.placement.ranks:
         part = torch.empty(stored.placement.numel_on(rank), dtype=whole.dtype)
         file, start = stored.place_on(rank)
-        reader.read({file: [Extent(start, _bytes_of(part))]})
+        reader.read({file: [Extent(start, bytes_of(part))]})
         shard = stored.placement.shard_of(rank)
         for block in stored.placement.blocks(shard) if shard is not None else ():
             index = tuple(slice(o, o + n) for o, n in zip(block.box.offsets, block.box.sizes, strict=True))
@@ -375,7 +285,7 @@ def _same(found: Any, wanted: Any) -> bool:
         return (
             isinstance(found, torch.Tensor)
             and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-            and bytes(_bytes_of(found.contiguous())) == bytes(_bytes_of(wanted.contiguous()))
+            and bytes(bytes_of(found.contiguous())) == bytes(bytes_of(wanted.contiguous()))
         )
     if isinstance(wanted, Mapping):
         return found.keys() == wanted.keys() and all(_same(found[key], its) for key, its in wanted.items())

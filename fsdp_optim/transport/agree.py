@@ -1,7 +1,7 @@
 """All ranks agree, or all ranks raise the same error. No rank hangs: the error names the ranks that did not come.
 
 The ranks meet through the `Control` of their world (`base.py`). The contents that the ranks bring to a meeting are available
-when the meeting ends, so nobody waits to read them.
+when the meeting ends, so no rank waits to read them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_optim.transport.verdict import Reason, Statement
 
 
 def agree(group: RankGroup, step: str, error: BaseException | None = None, *, fatal: bool = False) -> None:
-    """Meet the other ranks at one step of a call, or report `error` to them. All ranks go on, or all ranks raise.
+    """Meet the other ranks at one step of a call, or report `error` to them. All ranks continue, or all ranks raise.
 
     Called by all ranks of `group`, the same number of times on each rank.
 
@@ -29,16 +29,16 @@ def agree(group: RankGroup, step: str, error: BaseException | None = None, *, fa
         fatal: this rank's `error` broke the connection to another rank, which may never come, so the others must not wait.
 
     Raises:
-        The error that ranks have brought, on all ranks alike. Its class is that of the failed ranks' errors where they
-        have the same class of this library, else RankError. The message names the failed ranks and their reasons.
-        KeyboardInterrupt, SystemExit: `error` is one, on this rank only; the others raise RankError.
+        The error that ranks have brought, the same on all ranks. Where the errors of the failed ranks have one class of this
+        library, it has that class too, else RankError. The message names the failed ranks and their reasons.
+        KeyboardInterrupt, SystemExit: `error` is an interrupt, on this rank only; the others raise RankError.
         RankTimeoutError: some ranks did not come within the timeout; the message names these ranks.
     """
     all_gather_bytes(group, step, b"", error=error, fatal=fatal)
 
 
 def all_equal(group: RankGroup, step: str, compared: bytes, error: BaseException | None = None) -> bool:
-    """The same as `agree`; returns, on all ranks alike, whether `compared` is equal on all ranks."""
+    """Agree as `agree` does, and return whether `compared` is equal on all ranks: the same answer on each."""
     return all_gather_bytes(group, step, b"", compared, error).all_equal
 
 
@@ -53,7 +53,7 @@ class MeetingResult:
     _content_of: Callable[[int], bytes]
 
     def content_of(self, rank: int) -> bytes:
-        """The content of `rank`, which is available without waiting."""
+        """Return the content of `rank`, which is available without waiting."""
         return self._content_of(rank)
 
 
@@ -66,7 +66,7 @@ def all_gather_bytes(
     *,
     fatal: bool = False,
 ) -> MeetingResult:
-    """The same as `agree`; afterwards every rank can read the `content` of every other rank.
+    """Agree as `agree` does; afterwards every rank can read the `content` of every other rank.
 
     `content` and `compared` may differ between ranks.
     """
@@ -83,7 +83,7 @@ def all_gather_bytes(
     has_failed = bool(verdict.missing or verdict.reasons)
     group.turn.num_met += not has_failed
     interrupt = error if is_interrupt(error) else verdict.interrupt
-    if interrupt is not None:  # where the meeting has failed, none of the others waits for this rank any more
+    if interrupt is not None:  # after a failed meeting no other rank waits for this rank
         interrupt.on_all_ranks = has_failed  # type: ignore[attr-defined]
         raise interrupt
     if group.rank in verdict.missing:
@@ -102,11 +102,12 @@ def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: 
 
     First every rank allocates its memory, and the ranks agree that all of them are ready: an error in `failure`, or an error
     of the preparation, is raised on all ranks before data moves. After that an error of this rank alone is not raised but
-    noted in `failure`, and this rank goes on to send and receive, so that its peers finish.
+    noted in `failure`, and this rank continues to send and receive, so that its peers finish.
 
     Holds at most `budget`, which is equal on all ranks, beyond the items' own tensors.
     """
     send = group.world.transport.prepare(group, items, failure, budget)
+    # The ranks agree before the first message, because a peer of a rank that cannot send would wait until the timeout.
     num_met = group.turn.num_met
     try:
         agree(group, "ready to move", failure.error)
@@ -119,7 +120,7 @@ def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: 
 
 @contextmanager
 def all_hear(group: RankGroup) -> Iterator[None]:
-    """Report an exception that this rank raises between two meetings in the next meeting, to which all ranks come.
+    """Report an exception that this rank raises between two meetings: all other ranks learn of it in their next meeting.
 
     A rank with an interrupt does not wait for them: it must end, and the others may have made this call to its end.
     """
@@ -152,7 +153,7 @@ def in_turn(group: RankGroup) -> Iterator[None]:
     finally:
         try:
             group.world.turns.leave(turn)
-        except INTERRUPTS:  # a call that seemed to be in flight would refuse all that follow
+        except INTERRUPTS:  # a call that seemed to be in flight would refuse all later calls
             group.world.turns.leave(turn)
             raise
 
@@ -178,15 +179,15 @@ def _on_all_ranks(error: FsdpOptimError) -> FsdpOptimError:
 
 
 def _common_error(reasons: tuple[Reason, ...], num_ranks: int) -> FsdpOptimError:
-    """One error, equal on all ranks, made of the reasons of the failed ranks."""
+    """Return one error, equal on all ranks, made of the reasons of the failed ranks."""
     names = {name for _, name, _ in reasons}
     known = getattr(errors, next(iter(names)), None) if len(names) == 1 else None
-    ours = isinstance(known, type) and issubclass(known, FsdpOptimError)
-    cls: type[FsdpOptimError] = known if ours and known is not None else RankError
+    is_own_class = isinstance(known, type) and issubclass(known, FsdpOptimError)
+    cls: type[FsdpOptimError] = known if is_own_class and known is not None else RankError
     by_reason: dict[str, list[int]] = {}
     for rank, name, message in reasons:
-        by_reason.setdefault(message if ours else f"{name}: {message}".rstrip(": "), []).append(rank)
-    if ours and len(by_reason) == 1 and len(reasons) == num_ranks:
+        by_reason.setdefault(message if is_own_class else f"{name}: {message}".rstrip(": "), []).append(rank)
+    if is_own_class and len(by_reason) == 1 and len(reasons) == num_ranks:
         return cls(next(iter(by_reason)))
     return cls(
         "\n".join(

@@ -24,9 +24,9 @@ from fsdp_optim.transport.verdict import Statement, Verdict
 
 
 class Control(Protocol):
-    """How the ranks of a job agree; the basis of `agree`, `compare` and `tell` (`agree.py`).
+    """How the ranks of a job agree; the basis of `agree`, `all_equal` and `all_gather_bytes` (`agree.py`).
 
-    The order of calls, on every rank of a group: `meet`, the same number of times on each, by one thread at a time. A meeting
+    The order of calls, on every rank of a group: `meet`, equally often on each, by one thread at a time. A meeting
     never hangs: it ends when the last rank has come, when a rank has come with a fatal error, or when the timeout of the
     group is over. Then all ranks that came get the same verdict, even if other ranks are missing. `claim` and `release` are
     called at any time, by any rank. `kit.control_conformance` of the tests proves a control.
@@ -39,8 +39,8 @@ class Control(Protocol):
         at another step than the first rank counts as a rank with an error. A waiting rank looks for missing ranks that wait
         for this rank in another meeting, and logs a warning after half a minute. The resources of a meeting are freed when the
         next meeting of the same ranks has ended. A rank that comes too late finds itself among `missing`; where the others
-        have gone on to a later meeting, the late rank goes to that meeting. A KeyboardInterrupt or SystemExit of this rank during
-        the meeting becomes its error, or the `interrupt` of its verdict where the others cannot be told any more.
+        are in a later meeting already, the late rank joins that meeting. A KeyboardInterrupt or SystemExit of this rank during
+        the meeting becomes its error, or the `interrupt` of its verdict where the others can no longer learn of it.
         """
 
     def claim(self, who: str, place: str) -> str:
@@ -53,7 +53,7 @@ class Control(Protocol):
 class Item(NamedTuple):
     """One tensor to move: the copies of one state value of one parameter that this rank takes part in.
 
-    Two ranks list the items that both take part in in the same order. `source` and `target` are this rank's 1-D local tensors,
+    Two ranks list the items in which both take part in the same order. `source` and `target` are this rank's 1-D local tensors,
     or None where the rank is not on that side; with copies to this rank, a `target` of None drops the elements.
     """
 
@@ -77,7 +77,7 @@ class Transport(Protocol):
     """
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised contiguous memory that peers may fill. Items may have targets from elsewhere too."""
+        """Return uninitialised contiguous memory that peers may fill. Items may have targets from elsewhere too."""
 
     def prepare(self, group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> Send:
         """Do everything that could fail, copy the elements that this rank sends to itself, and return the `Send` for the rest.
@@ -86,7 +86,7 @@ class Transport(Protocol):
         all ranks, beyond the items' own tensors. This method waits for no other rank.
 
         All ranks must call the returned `Send`, or none. `Send` raises nothing: an error is noted in its `failure`, and the rank
-        goes on, so that its peers finish. A peer that does not answer within the timeout of the group is named in a fatal
+        continues, so that its peers finish. A peer that does not answer within the timeout of the group is named in a fatal
         RankError.
         """
 
@@ -94,8 +94,8 @@ class Transport(Protocol):
 class World(ABC):
     """The ranks of one job, seen from one rank, with the Control and the Transport that the ranks use.
 
-    What lasts from call to call: `turns`, the calls in flight; `plans`, this rank's plans of earlier calls; `board`, keys and
-    values that the ranks share, for what goes on in the background; `pulse`, the signs of life of this rank, on the board.
+    Kept from call to call: `turns`, the calls in flight; `plans`, this rank's plans of earlier calls; `board`, keys and
+    values that the ranks share, for work in the background; `pulse`, the signs of life of this rank, on the board.
     """
 
     rank: int
@@ -112,11 +112,11 @@ class World(ABC):
 
     @abstractmethod
     def ranks_of(self, process_group: Any) -> tuple[int, ...]:
-        """The ranks of a user's process group. Raises WrapperError for any other value, and for a group without this rank."""
+        """Return the ranks of a user's process group. Raises WrapperError for other values, and for groups without this rank."""
 
     @abstractmethod
     def group_rank(self, process_group: Any) -> int:
-        """This rank's group rank in a process group (None: in the world); negative where this rank is not in the group."""
+        """Return this rank's group rank in a process group (None: in the world); negative where this rank is not in the group."""
 
     def group(
         self,
@@ -126,7 +126,7 @@ class World(ABC):
         timeout: float = DEFAULT_TIMEOUT,
         bucket_nbytes: int = BUCKET_NBYTES,
     ) -> RankGroup:
-        """The group of the ranks that make a call. `call`: the name of the public function."""
+        """Return the group of the ranks that make a call. `call`: the name of the public function."""
         in_order = tuple(sorted(ranks))
         carrier = process_group if process_group is not None else self.process_group
         return RankGroup(self, in_order, process_group, timeout, bucket_nbytes, Turn(call, in_order, carrier))

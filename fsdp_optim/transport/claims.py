@@ -17,11 +17,11 @@ class Claim:
     place: str
 
     @classmethod
-    def lay(cls, group: RankGroup, place: str) -> Claim:
+    def acquire(cls, group: RankGroup, place: str) -> Claim:
         """Claim a place for the ranks of a call. Raises CheckpointError where other ranks of the job have claimed it."""
         who = ", ".join(map(str, group.ranks))
         if len(group.ranks) == group.world.size:
-            return cls(None, who, place)
+            return cls(None, who, place)  # no other ranks are left that could save to the place
         holder = group.world.control.claim(who, place)
         if holder != who:
             raise CheckpointError(

@@ -31,11 +31,11 @@ class CollectiveTransport:
     """The `Transport` of torch.distributed's ranks."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `Transport.empty`: any memory is suitable."""
+        """Allocate memory as `Transport.empty` says: any memory is suitable."""
         return empty(shape, dtype, device)
 
     def prepare(self, group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> Send:
-        """As `Transport.prepare`: plan all messages, and allocate their buffers."""
+        """Prepare as `Transport.prepare` says: plan all messages, and allocate their buffers."""
         width = min(max(len(group.ranks) - 1, 1), _PEERS_AT_ONCE)
         message = budget.share(2 * _ROUNDS_IN_FLIGHT * width, "a buffer to and from each peer, in each round in flight")
         streams = Streams(group.rank, max(message.nbytes // _WIDEST * _WIDEST, _WIDEST))
@@ -64,9 +64,7 @@ def _post(group: RankGroup, rounds: Sequence[Sequence[_Posting]], failure: Failu
                             break
                         except INTERRUPTS as interrupt:  # this rank continues: its peers wait for its messages
                             failure.note(interrupt)
-                            if (
-                                work.is_completed()
-                            ):  # a signal is heard when Gloo has ended its only wait for the message
+                            if work.is_completed():  # Gloo lets a signal through after its only wait for the message
                                 break
                 except Exception as error:
                     lost.add(posting.peer)
@@ -106,13 +104,13 @@ class _Posting:
 
 
 def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
-    """The postings of a rank's rounds. Rounds that are never in flight together share buffers."""
+    """Return the postings of a rank's rounds. Rounds that are never in flight together share buffers."""
     comm_device = comm_device_of(group)
     sizes = [[m.nbytes for _, m in (*step.receive, *step.send) if m.find(comm_device) is None] for step in rounds]
     longest = max((nbytes for sizes_of_round in sizes for nbytes in sizes_of_round), default=0)
     num = max(map(len, sizes), default=0)
     slots = [[_buffer(longest, comm_device) for _ in range(num)] for _ in range(min(_ROUNDS_IN_FLIGHT, len(rounds)))]
-    made = []
+    postings_by_round = []
     for index, step in enumerate(rounds):
         free = iter(slots[index % _ROUNDS_IN_FLIGHT])
         postings = []
@@ -124,19 +122,19 @@ def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
                     raise RuntimeError("unreachable: a message lies in a local tensor or in a buffer")
                 operation = dist.P2POp(dist.irecv if received else dist.isend, tensor, peer, group.process_group)
                 postings.append(_Posting(operation, peer, message, buffer, received))
-        made.append(postings)
-    return made
+        postings_by_round.append(postings)
+    return postings_by_round
 
 
 def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory for packed messages, which saves and loads allocate for each window: `malloc` would keep it between windows."""
+    """Allocate memory for packed messages. Saves and loads do so for each window; `malloc` would keep it between windows."""
     if device.type == "cpu":
         return in_pages((nbytes,), torch.uint8)
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def comm_device_of(group: RankGroup) -> torch.device:
-    """The device whose memory the group's backend can send: the CPU where the backend supports it, else the GPU."""
+    """Return the device whose memory the group's backend can send: the CPU where the backend supports it, else the GPU."""
     backends = str(dist.get_backend_config(group.process_group))
     if "cpu:" in backends or "cuda:" not in backends:
         return torch.device("cpu")
@@ -163,12 +161,12 @@ def _connection_lost(group: RankGroup, peers: set[int], error: BaseException) ->
 
 
 def _blocks(message: Message, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The blocks of a message that this rank has, as pairs (view of the local tensor, the same elements in the buffer)."""
-    found = []
+    """Return the blocks of a message that this rank has: (view of the local tensor, the same elements in the buffer)."""
+    pairs = []
     for span in message.spans:
         nbytes = sum(span.numels) * span.dtype.itemsize
         parts = buffer[span.offset : span.offset + nbytes].view(span.dtype).split_with_sizes(span.numels)
         for view, part in zip(span.views, parts, strict=True):
             if view is not None:
-                found.append((view, part if view.dim() == 1 else part.view(view.shape)))
-    return found
+                pairs.append((view, part if view.dim() == 1 else part.view(view.shape)))
+    return pairs

@@ -19,7 +19,7 @@ _MOST_REASONS = 64  # failed ranks that an error names
 _LOOK_EVERY, _PER_RANK = 0.02, 0.0001  # seconds between looks; more with many ranks, which ask one store
 _LOOK_FOR_LIFE_EVERY = 0.5  # seconds
 _GRACE = 10.0  # seconds in which the other ranks can read the outcome
-_FAILED = 1 << 20  # one number counts the ranks that are done, and those that have failed
+_FAILED = 1 << 20  # one number counts both the ranks that are done and the ranks that have failed
 _COMMITTING, _SAVED, _NOT_SAVED = "committing", "saved", "not saved: "
 _HAS_KEYS = "+"
 _UNTOLD = "its save ended without a word: look at the log of that rank"
@@ -42,8 +42,8 @@ class Completion:
     completion.wait_for_end()                         # the others
     completion.close()
 
-    Any thread may make the calls, one at a time. While it is open, this rank beats (`Pulse`). What all ranks but the dead have
-    read leaves nothing in the store. Every method raises StoreLostError where the store of the job is gone.
+    Any thread may make the calls, one at a time. While it is open, this rank beats (`Pulse`). When all ranks but the dead have
+    read the outcome, nothing is left in the store. Every method raises StoreLostError where the store of the job is gone.
 
     Attributes:
         name: a string that no other save of the job has, the same on all ranks.
@@ -64,11 +64,11 @@ class Completion:
     @classmethod
     def join(cls, group: RankGroup, name: str, what: str) -> Completion:
         """Begin to take part."""
-        made = cls(group, name, what)
-        if not made._is_alone:
+        completion = cls(group, name, what)
+        if not completion._is_alone:
             group.world.pulse.introduce()
             group.world.pulse.hold()
-        return made
+        return completion
 
     @property
     def _is_alone(self) -> bool:
@@ -108,7 +108,7 @@ class Completion:
         self._has_reported = True
         if self._is_alone:
             return
-        with contextlib.suppress(StoreLostError):  # the others notice that too
+        with contextlib.suppress(StoreLostError):  # the other ranks notice the lost store too
             store = self.group.world.board
             index = store.add(self._key("failures"), 1)
             if index <= _MOST_REASONS:
@@ -118,8 +118,8 @@ class Completion:
     def wait_for_all(self) -> list[bytes]:
         """Wait for all ranks, on the leader; return their reports in the order of the ranks.
 
-        Raises CheckpointError with the reasons of the ranks that failed, or with those that are lost; RankTimeoutError with a
-        rank that announced nothing in time.
+        Raises CheckpointError with the reasons of the failed ranks, or with the lost ranks; RankTimeoutError with a rank that
+        announced nothing in time.
         """
         if self._is_alone:
             return self._reports
@@ -134,10 +134,11 @@ class Completion:
             if ended == len(ranks):
                 try:
                     return self._read_reports()
-                except StoreLostError:  # they are gone, if the others have just given this rank up
+                except StoreLostError:  # the reports are gone, if the others have just given this rank up
                     if not store.check([self._key("outcome")]):
                         raise
                     return None
+            # A lost rank counts only if no rank has reported since `ended` was read: a report may have come after the last beat.
             lost = {rank: how for rank, how in self._lost(ranks[1:]).items() if not self._is_done(rank)}
             if lost and store.add(self._key("ended"), 0) == ended:
                 raise CheckpointError(f"{self.what}: lost before their parts were written: {lost_ranks(lost)}")
@@ -156,9 +157,10 @@ class Completion:
         """
         if self._is_alone:
             return
-        found = self.group.world.board.compare_set(self._key("outcome"), "", _COMMITTING).decode()
-        if found != _COMMITTING:
-            raise CheckpointError(found.removeprefix(_NOT_SAVED))
+        # compare_set makes one decision of two: the leader commits, or the others have given it up, never both.
+        outcome = self.group.world.board.compare_set(self._key("outcome"), "", _COMMITTING).decode()
+        if outcome != _COMMITTING:
+            raise CheckpointError(outcome.removeprefix(_NOT_SAVED))
 
     def saved(self) -> None:
         """Announce that the checkpoint is there; return when the others know it, or after some seconds. Raises nothing."""
@@ -184,7 +186,7 @@ class Completion:
         while (waits_for := others - self._left().keys() - dead - silent) and time.monotonic() < deadline:
             lost = self._lost(self.group.ranks[1:])
             dead |= {rank for rank, how in lost.items() if how.endswith("ended")}
-            silent |= set(lost)  # for these there is no use in waiting, though they may come back
+            silent |= set(lost)  # waiting for these ranks is useless, though they may come back
             if waits_for - silent:
                 time.sleep(self._pause)
         if others - self._left().keys() - dead:  # a rank that is cut off may still come back and read the outcome
@@ -207,10 +209,10 @@ class Completion:
             lost = self._lost((self._leader,))
             if lost:
                 why = f"{self.what}: {lost_ranks(lost)}; that rank finishes the checkpoint: look at its log"
-                found = store.compare_set(self._key("outcome"), "", f"{_NOT_SAVED}{why}").decode()
-                if found == _COMMITTING:
+                outcome = store.compare_set(self._key("outcome"), "", f"{_NOT_SAVED}{why}").decode()
+                if outcome == _COMMITTING:
                     raise CheckpointError(f"{why}. It may have finished it: fsdp_optim.latest shows that")
-                return self._read_outcome(found)
+                return self._read_outcome(outcome)
             return None
 
         def late() -> str:
@@ -244,7 +246,7 @@ class Completion:
         self.group.world.pulse.let_go()
 
     def _leave(self) -> None:
-        """Note that this rank makes no more use of this save. The last one deletes what is left of it, if the leader has gone."""
+        """Note that this rank no longer uses this save. The last rank deletes the remaining keys, if the leader has gone."""
         store = self.group.world.board
         if self._leads:
             why = f"{_NOT_SAVED}{self.what}: rank {self._leader}: {_UNTOLD}"
@@ -256,7 +258,7 @@ class Completion:
             self._forget(set(), with_outcome=True)
 
     def _left(self) -> dict[int, bool]:
-        """The ranks that make no more use of this save; True: their reports are still there."""
+        """Return the ranks that no longer use this save; True: their reports are still there."""
         words = (self.group.world.board.read(self._key("left")) or b"").decode().split(",")
         return {int(word.removesuffix(_HAS_KEYS)): word.endswith(_HAS_KEYS) for word in words if word}
 
@@ -269,18 +271,18 @@ class Completion:
     def _poll(
         self, look: Callable[[], list[bytes] | bool | None], late: Callable[[], str], seconds: float
     ) -> list[bytes]:
-        """The first result of `look` that is not None. Raises RankTimeoutError with `late` after some seconds."""
+        """Return the first result of `look` that is not None. Raises RankTimeoutError with `late` after some seconds."""
         deadline = time.monotonic() + seconds
         while True:
-            found = look()
-            if found is not None:
-                return found if isinstance(found, list) else []
+            result = look()
+            if result is not None:
+                return result if isinstance(result, list) else []
             if time.monotonic() > deadline:
                 raise RankTimeoutError(late())
             time.sleep(self._pause)
 
     def _lost(self, ranks: tuple[int, ...]) -> dict[int, str]:
-        """The lost ones of these ranks, twice a second; nothing in between."""
+        """Return which of these ranks are lost, twice a second; nothing in between."""
         if time.monotonic() < self._look_for_life_at or not ranks:
             return {}
         if self._watch is None:
@@ -296,7 +298,7 @@ class Completion:
         number = min(store.add(self._key("failures"), 0), _MOST_REASONS)
         written = (store.read(self._key(f"failure/{index + 1}")) for index in range(number))
         reasons = sorted(decode(_Failed, text) for text in written if text is not None)
-        missing = number - len(reasons)  # of ranks that died before they had written theirs
+        missing = number - len(reasons)  # ranks that died before they had written their reason
         lines = [f"rank {rank}: {why}" for rank, why in reasons]
         return "\n".join([*lines, *(["a rank failed, and could not say why: look at the logs"] * bool(missing))])
 
@@ -313,7 +315,7 @@ class Completion:
         return [value for batch in batches for value in store.multi_get(batch)]
 
     def _forget(self, dead: set[int], *, with_outcome: bool) -> None:
-        """Delete the keys of this save. `with_outcome`: nobody comes to read it any more. `dead`: ranks that have ended."""
+        """Delete the keys of this save. `with_outcome`: no rank will read the outcome any more. `dead`: ranks that have ended."""
         store = self.group.world.board
         num_failures = min(store.add(self._key("failures"), 0), _MOST_REASONS)
         names = ["ended", "failures", *(f"failure/{index + 1}" for index in range(num_failures))]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TypeGuard
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
-"""What a signal handler or a notebook raises on one rank."""
+"""Exceptions that a signal handler or a notebook raises on one rank."""
 
 RANK_ERRORS = (Exception, *INTERRUPTS)
-"""What ends a call on one rank, so that the other ranks must be told."""
+"""Errors that end a call on one rank, so that the other ranks must learn of them."""
 
 
 def is_interrupt(error: BaseException | None) -> TypeGuard[KeyboardInterrupt | SystemExit]:
-    """Whether this is an interrupt of this rank, which is raised as it is, while the other ranks hear of it as of an error."""
+    """Return whether this is an interrupt of this rank. It is raised unchanged here; the other ranks get it as an error."""
     return isinstance(error, INTERRUPTS)
 
 
@@ -28,7 +28,7 @@ class Failure:
         self.fatal = self.fatal or fatal
 
     def __enter__(self) -> None:
-        """`with failure:` notes an error of its block and goes on after the block; an error of all ranks is not caught."""
+        """Note an error of the block and continue after the block; an error of all ranks is not caught."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, RANK_ERRORS) or getattr(error, "on_all_ranks", False):

@@ -51,7 +51,7 @@ class _Meeting:
 
     statements: dict[int, Statement] = field(default_factory=dict)
     verdict: Verdict | None = None
-    is_whole: bool = False
+    is_complete: bool = False
 
     def come(self, rank: int, statement: Statement) -> None:
         """Add the statement of a rank; a rank at another step than the first rank counts as a rank with an error."""
@@ -61,20 +61,20 @@ class _Meeting:
             statement = Statement(statement.step, statement.compared, b"", error)
         self.statements[rank] = statement
 
-    def end(self, *, is_whole: bool) -> None:
-        """Make the verdict from the statements so far. `is_whole`: all ranks have come."""
+    def end(self, *, is_complete: bool) -> None:
+        """Make the verdict from the statements so far. `is_complete`: all ranks have come."""
         came = self.statements
         reasons = sorted(
             Reason(rank, class_name(s.error), str(s.error)) for rank, s in came.items() if s.error is not None
         )
-        all_equal = is_whole and not reasons and len({s.compared for s in came.values()}) == 1
+        all_equal = is_complete and not reasons and len({s.compared for s in came.values()}) == 1
         contents = {rank: s.content for rank, s in came.items() if s.error is None}
-        self.is_whole = is_whole
+        self.is_complete = is_complete
         self.verdict = Verdict(all_equal, tuple(reasons), content_of=lambda rank: contents.get(rank, b""))
 
 
 class _WaitingRank(NamedTuple):
-    """The meeting in which a rank waits, and for whom. `is_alone`: the rank has no other call in flight that could go on."""
+    """The meeting in which a rank waits, and for whom. `is_alone`: the rank has no other call in flight that could continue."""
 
     ranks: RankTuple
     number: int
@@ -125,7 +125,7 @@ class InProcessControl:
         self._shared = shared
 
     def meet(self, group: RankGroup, statement: Statement) -> Verdict:
-        """As `Control.meet`."""
+        """Meet as `Control.meet` says."""
         shared = self._shared
         with shared.changed:
             while True:
@@ -142,11 +142,11 @@ class InProcessControl:
         shared = self._shared
         meeting = shared.meetings.setdefault((group.ranks, number), _Meeting())
         meeting.come(group.rank, statement)
-        is_whole = len(meeting.statements) == len(group.ranks)
-        if meeting.verdict is None and (is_whole or statement.fatal):
-            meeting.end(is_whole=is_whole)
+        is_complete = len(meeting.statements) == len(group.ranks)
+        if meeting.verdict is None and (is_complete or statement.fatal):
+            meeting.end(is_complete=is_complete)
             shared.changed.notify_all()
-        if meeting.is_whole:  # every rank has left the earlier meetings
+        if meeting.is_complete:  # every rank has left the earlier meetings
             for key in [key for key in shared.meetings if key[0] == group.ranks and key[1] < number]:
                 del shared.meetings[key]
         if meeting.verdict is None:
@@ -182,7 +182,7 @@ class InProcessControl:
         return tuple(rank for rank in ranks if self._shared.came[ranks, rank] < number)
 
     def _look(self, group: RankGroup) -> None:
-        """End two meetings whose ranks wait for each other, because neither meeting could go on."""
+        """End two meetings whose ranks wait for each other, because neither meeting could end."""
         here = self._shared.waiting[group.rank]
         for rank in self._missing(here.ranks, here.number):
             there = self._shared.waiting.get(rank)
@@ -201,7 +201,7 @@ class InProcessControl:
                 return
 
     def claim(self, who: str, place: str) -> str:
-        """As `Control.claim`."""
+        """Claim as `Control.claim` says."""
         with self._shared.changed:
             claims = self._shared.claims
             holder = claims.setdefault(place, who)
@@ -211,7 +211,7 @@ class InProcessControl:
             return holder
 
     def release(self, who: str, place: str) -> None:
-        """As `Control.release`."""
+        """Release as `Control.release` says."""
         with self._shared.changed:
             if self._shared.claims.get(place) == who:
                 del self._shared.claims[place]
@@ -224,11 +224,11 @@ class InProcessTransport:
         self._shared = shared
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `Transport.empty`: any memory is suitable."""
+        """Allocate memory as `Transport.empty` says: any memory is suitable."""
         return memory.empty(shape, dtype, device)
 
     def prepare(self, group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> Send:
-        """As `Transport.prepare`, without any buffers."""
+        """Prepare as `Transport.prepare` says, without any buffers."""
         outgoing: dict[int, list[torch.Tensor]] = {}
         incoming: dict[int, list[torch.Tensor | None]] = {}
         here: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -285,7 +285,7 @@ class InProcessTransport:
             self._shared.changed.notify_all()
 
     def _take(self, letter: _Letter, targets: Sequence[torch.Tensor | None], failure: Failure) -> None:
-        """Copy the blocks of a letter, and let the sender go on."""
+        """Copy the blocks of a letter, and let the sender continue."""
         try:
             if failure.error is None:
                 pairs = zip(targets, letter.blocks, strict=True)
@@ -295,9 +295,9 @@ class InProcessTransport:
                 letter.is_taken = True
                 self._shared.changed.notify_all()
 
-    def _wait_for(self, found: Callable[[], _Letter | None], deadline: float) -> _Letter | None:
+    def _wait_for(self, look_up: Callable[[], _Letter | None], deadline: float) -> _Letter | None:
         with self._shared.changed:
-            while (letter := found()) is None and time.monotonic() < deadline:
+            while (letter := look_up()) is None and time.monotonic() < deadline:
                 self._shared.wait(deadline - time.monotonic())
             return letter
 
@@ -330,7 +330,7 @@ class InProcessWorld(World):
         self.pulse = Pulse(self.board, rank, shared.size)
 
     def ranks_of(self, process_group: Any) -> RankTuple:
-        """As `World.ranks_of`."""
+        """Return the ranks as `World.ranks_of` says."""
         if not isinstance(process_group, InProcessGroup) or self.rank not in process_group.ranks:
             raise WrapperError(
                 f"process_group must be an InProcessGroup with rank {self.rank} in it, not {process_group!r}"
@@ -338,6 +338,6 @@ class InProcessWorld(World):
         return process_group.ranks
 
     def group_rank(self, process_group: Any) -> int:
-        """As `World.group_rank`."""
+        """Return the group rank as `World.group_rank` says."""
         ranks = process_group.ranks if process_group is not None else range(self.size)
         return ranks.index(self.rank) if self.rank in ranks else -1

@@ -1,9 +1,9 @@
 """One meeting of ranks in the rendezvous store: the ranks that came, their statements, and one verdict for all of them.
 
 Any set of ranks can meet, and a missing rank leaves nothing pending in the process group. Whatever the number of ranks, a rank
-waits three times for an answer of the store: it is counted, it hears that there is a verdict, it reads the verdict; and the last
-rank to come twice: it is counted, it reads what the others have stated. All else is sent without waiting. In the next meeting of
-the same ranks the lowest one deletes the keys of a meeting; it mostly is on the host of the store.
+waits three times for an answer of the store: it is counted, it learns that there is a verdict, it reads the verdict. The last
+rank to come waits twice: it is counted, it reads the statements of the others. All else is sent without waiting. The keys of a
+meeting are deleted in the next meeting of the same ranks, by the lowest rank, which mostly is on the host of the store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ASK_EVERY = 0.5  # seconds
 _LOOK_AGAIN = 1.5  # a rank looks again when it has waited this many times as long
 _WARN_AFTER = 30.0  # seconds
 
-# One number, and so one store operation, counts the ranks that came, those with an error, and those that decide before all came.
+# One number, and so one store operation, counts three things: ranks that came, ranks with an error, ranks that decide early.
 _FAILED, _DECIDED = 1 << 20, 1 << 40
 
 
@@ -56,22 +56,22 @@ class Meeting:
 
     @classmethod
     def enter(cls, group: RankGroup, store: JobStore) -> Meeting:
-        """The next meeting of this rank with the others."""
+        """Begin the next meeting of this rank with the others."""
         group.world.pulse.introduce()
         who = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
         prefix = f"fsdp_optim/{who}"
-        if prefix not in store.last_meetings:  # those of an earlier process group may have used this store
+        if prefix not in store.last_meetings:  # an earlier process group may have used this store
             store.last_meetings[prefix] = int(store.read(_at(prefix, group.rank)) or 0), None
         number, previous = store.last_meetings[prefix]
         store.set(_at(prefix, group.rank), str(number + 1))
         return cls(group, store, prefix, number + 1, previous)
 
     def key(self, name: str) -> str:
-        """The full key of `name` in this meeting."""
+        """Return the full key of `name` in this meeting."""
         return f"{self.prefix}/{self.number}/{name}"
 
     def reader(self, verdict: StoredVerdict) -> Callable[[int], bytes]:
-        """A function that gives the content of a rank, which is in the store, or in the verdict, before the verdict is there."""
+        """Return a function that gives the content of a rank: in the verdict, or in the store, where it is before the verdict."""
         notes = {note.rank: note for note in verdict.contents}
 
         def content(rank: int) -> bytes:
@@ -84,14 +84,14 @@ class Meeting:
     def conclude(self, statement: Statement) -> tuple[StoredVerdict, BaseException | None]:
         """Publish this rank's statement, wait for the other ranks, and read the verdict.
 
-        An interrupt of this rank is its error, as long as the others can be told of it in this meeting. Later the rank does its
+        An interrupt of this rank is its error, as long as the others can learn of it in this meeting. Later the rank does its
         part of the meeting first, and returns the interrupt with the verdict.
         """
         held, self.store.last_meetings[self.prefix] = Failure(), (self.number, None)
         try:
             number = self._come(statement)
             makes = number % _FAILED == len(self.group.ranks) and number < _DECIDED
-        except INTERRUPTS as error:  # it may have come already, which nobody can tell
+        except INTERRUPTS as error:  # whether this rank was counted is unknown, so it is counted again
             held.note(error)
             number = self._come(statement._replace(error=error))
             makes = number % _FAILED >= len(self.group.ranks)
@@ -101,9 +101,10 @@ class Meeting:
                 makes = makes or ((statement.fatal or held.error is not None) and self.decides())
                 if makes:
                     verdict = self._made(is_last, has_errors=held.error is not None or number % _DECIDED >= _FAILED)
+                    # After an interrupt this rank may have written already: a verdict that others have read must stay.
                     self.write_if_missing(verdict) if held.error is not None else self.write(verdict)
                 elif not self._sees_verdict(_QUIET):
-                    _Wait(self, statement, watches=number % _FAILED <= _WATCHERS).until_verdict()
+                    _LongWait(self, statement, watches=number % _FAILED <= _WATCHERS).until_verdict()
                 if not makes or held.error is not None:
                     verdict = decode(StoredVerdict, self._read("verdict"))
             except INTERRUPTS as error:
@@ -113,7 +114,7 @@ class Meeting:
                 verdict = None
         self.group.turn.num_met += not (verdict.missing or verdict.reasons)
         with held:
-            if verdict.whole and self.group.position == 0:
+            if verdict.is_complete and self.group.position == 0:
                 self._forget_the_previous()
         self.store.last_meetings[self.prefix] = self.number, verdict
         return verdict, held.error
@@ -161,13 +162,13 @@ class Meeting:
         self._note(ContentNote(self.group.rank, num_parts, ""))
 
     def _made(self, is_last: bool, has_errors: bool) -> StoredVerdict:
-        """The verdict of the rank that decides when all have come, or when it has broken a connection."""
+        """Make the verdict, on the rank that decides when all have come, or when it has broken a connection."""
         notes = self._notes()
         num_errors = self.store.add(self.key("errors"), 0) if has_errors else 0
         reasons = (self._errors(num_errors) + notes.at_other_steps())[:_MAX_REASONS]
         return StoredVerdict(
-            all_equal=is_last and not reasons and notes.are_alike,
-            whole=is_last,
+            all_equal=is_last and not reasons and notes.are_all_equal,
+            is_complete=is_last,
             reasons=tuple(sorted(reasons)),
             contents=tuple(notes.contents),
             num_errors=num_errors,
@@ -177,7 +178,7 @@ class Meeting:
         return [decode(Reason, self._read(f"error/{index + 1}")) for index in range(min(num_errors, _MAX_REASONS))]
 
     def decides(self) -> bool:
-        """Whether this rank makes the verdict before all have come: the first rank that calls this does, unless all have come."""
+        """Return whether this rank makes the verdict early: it is the first rank that calls this, and not all have come."""
         number = self.store.add(self.key("here"), _DECIDED)
         return number < 2 * _DECIDED and number % _FAILED < len(self.group.ranks)
 
@@ -190,27 +191,27 @@ class Meeting:
         self.store.compare_set(self.key("verdict"), "", encode(verdict))
 
     def _read(self, name: str) -> bytes:
-        """A value of this meeting that is there."""
-        found = self.store.read(self.key(name))
-        return self.store.get(self.key(name)) if found is None else found  # which raises the error
+        """Return a value of this meeting that exists."""
+        value = self.store.read(self.key(name))
+        return self.store.get(self.key(name)) if value is None else value  # which raises the error
 
     def _sees_verdict(self, seconds: float) -> bool:
         """Wait for the verdict for at most `seconds`; returns whether the verdict is there."""
         return self.store.wait(self.key("verdict"), min(seconds, self.group.timeout))
 
     def missing(self) -> tuple[int, ...]:
-        """The ranks that have not come."""
+        """Return the ranks that have not come."""
         came = {note.rank for note in self._notes().steps}
         return tuple(rank for rank in self.group.ranks if rank not in came)
 
     def last_to_come(self) -> tuple[int, ...]:
-        """The other ranks that have come, the last one first."""
+        """Return the other ranks that have come, the last one first."""
         return tuple(note.rank for note in reversed(self._notes().steps) if note.rank != self.group.rank)
 
     def catch_up(self, verdict: StoredVerdict) -> bool:
-        """Whether this rank, which the verdict calls missing, must go to a later meeting; if so, its next meeting is that one.
+        """Return whether this rank, which the verdict calls missing, must join a later meeting, which then is its next one.
 
-        It was passed by, or the other ranks are in a later meeting. Otherwise a rank that skipped a call would be one meeting
+        It was passed by, or the other ranks are in a later meeting. Without this, a rank that skipped a call would be a meeting
         behind for the rest of the job.
         """
         last = self.store.add(_came(self.prefix, self.group.rank), 0)
@@ -224,10 +225,10 @@ class Meeting:
         return True
 
     def pass_by(self, rank: int, number: int) -> None:
-        """Count a rank as come to its meetings up to `number`, so that its next meeting is the one after that."""
+        """Count a rank as come to its meetings up to `number`, so that its next meeting has the number after that."""
         key = _came(self.prefix, rank)
         while (came := self.store.add(key, 0)) < number:
-            # compare_set, because the rank may come meanwhile, or another rank may do the same for it.
+            # compare_set, because the rank may come meanwhile, or another rank may pass it by at the same time.
             if self.store.compare_set(key, str(came), str(number)) == str(number).encode():
                 return
 
@@ -239,22 +240,22 @@ class Meeting:
         earlier, verdict = replace(self, number=self.number - 1), self.previous
         while True:
             if verdict is None:
-                found = self.store.read(earlier.key("verdict"))
-                if found is None:
+                value = self.store.read(earlier.key("verdict"))
+                if value is None:
                     return
-                verdict = decode(StoredVerdict, found)
+                verdict = decode(StoredVerdict, value)
             earlier._forget(verdict)
-            if verdict.whole:
+            if verdict.is_complete:
                 return
             earlier, verdict = replace(earlier, number=earlier.number - 1), None
 
     def _forget(self, verdict: StoredVerdict) -> None:
         """Delete all keys of this meeting."""
         contents, num_errors = verdict.contents, verdict.num_errors
-        if not verdict.whole:  # ranks that came after the verdict may have added contents and errors
+        if not verdict.is_complete:  # ranks that came after the verdict may have added contents and errors
             contents, num_errors = tuple(self._notes().contents), self.store.add(self.key("errors"), 0)
         names = ["verdict", "here", "notes"]
-        if num_errors or not verdict.whole:
+        if num_errors or not verdict.is_complete:
             names += ["errors", *(f"error/{index + 1}" for index in range(min(num_errors, _MAX_REASONS)))]
         names += [f"content/{note.rank}/{part}" for note in contents for part in range(note.num_parts)]
         for name in names:
@@ -262,18 +263,18 @@ class Meeting:
 
 
 def _at(prefix: str, rank: int) -> str:
-    """The key with the number of a rank's last meeting."""
+    """Return the key with the number of a rank's last meeting."""
     return f"{prefix}/at/{rank}"
 
 
 def _came(prefix: str, rank: int) -> str:
-    """The key with the number of the last meeting by which others have passed a rank."""
+    """Return the key with the number of the last meeting by which others have passed a rank."""
     return f"{prefix}/came/{rank}"
 
 
 @dataclass(frozen=True)
-class _Wait:
-    """A rank that waits longer than usual: it publishes where it waits, looks for the missing ranks, and gives up in the end.
+class _LongWait:
+    """A wait that is longer than usual: the rank publishes where it waits, looks for the missing ranks, and gives up in the end.
 
     Ranks that wait for each other in two meetings, because their process groups or their calls are for different ranks, find
     each other in this way, and raise long before the timeout.
@@ -319,15 +320,15 @@ class _Wait:
         return f"fsdp_optim/waits/{rank}"
 
     def _where(self) -> str:
-        """Where this rank waits, as JSON for the other ranks."""
+        """Return where this rank waits, as JSON for the other ranks."""
         group = self.meeting.group
         place = (self.meeting.prefix, self.meeting.number, group.ranks)
         return encode(WaitingPlace(*place, self.statement.step, reason_of(self.statement.error), group.is_alone))
 
     def _look_for_life(self, missing: tuple[int, ...]) -> None:
-        """End this meeting if a missing rank is lost, or one that came last and should have written the verdict.
+        """End this meeting if a missing rank is lost, or the rank that came last and should have written the verdict.
 
-        `missing`: as of the last time that all were counted.
+        `missing`: as of the last count of all ranks.
         """
         lost: dict[int, str] = {}
         for rank in missing or self.meeting.last_to_come()[:_WATCHERS]:
@@ -344,12 +345,12 @@ class _Wait:
             self.meeting.write(StoredVerdict(missing=self.meeting.missing(), text=text, is_early=True))
 
     def _take_over(self, lost: dict[int, str]) -> None:
-        """Write the verdict of a meeting to which all have come, where the last one is lost and has written none."""
+        """Write the verdict of a meeting to which all have come, where the last rank is lost and has written none."""
         text = loss(self.statement.step, lost_ranks(lost))
         self.meeting.write_if_missing(StoredVerdict(missing=tuple(lost), text=text, is_early=True))
 
     def _look(self, missing: tuple[int, ...]) -> None:
-        """Look for a rank that waits for this rank in another meeting: neither of them can go on, so both raise."""
+        """Look for a rank that waits for this rank in another meeting: neither can continue, so both raise."""
         me = self.meeting.group.rank
         for rank in missing if self.meeting.group.is_alone else ():
             place = self.store.read(self._place(rank))
@@ -360,8 +361,8 @@ class _Wait:
                 continue
             group = replace(self.meeting.group, ranks=there.ranks)
             other = replace(self.meeting, group=group, prefix=there.prefix, number=there.number)
-            mine = Waiting(me, self.meeting.group.ranks, self.statement.step, reason_of(self.statement.error))
-            self._part(other, deadlock(mine, Waiting(rank, there.ranks, there.step, there.reason)))
+            waiting = Waiting(me, self.meeting.group.ranks, self.statement.step, reason_of(self.statement.error))
+            self._part(other, deadlock(waiting, Waiting(rank, there.ranks, there.step, there.reason)))
             return
 
     def _part(self, other: Meeting, text: str) -> None:

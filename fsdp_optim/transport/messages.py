@@ -1,4 +1,4 @@
-"""The messages of bounded size that a rank sends and receives, derived from the plan alone, alike at both ends.
+"""The messages of bounded size that a rank sends and receives, derived from the plan alone, the same at both ends.
 
 Each rank turns its copies into one stream of messages per peer. A large run is sent from its memory without a copy; small and
 strided blocks are packed. This file sends nothing.
@@ -52,17 +52,16 @@ class Message:
         self.nbytes += numel * dtype.itemsize
 
     def start(self, dtype: torch.dtype) -> int:
-        """The byte at which a next block of this dtype would begin, aligned for a view of the dtype."""
+        """Return the byte at which a next block of this dtype would begin, aligned for a view of the dtype."""
         return -(-self.nbytes // dtype.itemsize) * dtype.itemsize
 
     def in_place(self, comm_device: torch.device) -> torch.Tensor | None:
-        """The bytes in the local tensor of a message that is one contiguous block on the device; None for all others."""
+        """Return the bytes in the local tensor of a message that is one contiguous block on the device; None for all others."""
         if len(self.spans) != 1 or len(self.spans[0].views) != 1 or self.spans[0].views[0] is None:
             return None
         view = self.spans[0].views[0]
-        is_run = (
-            view.dim() == 1 and view.stride(0) == 1
-        )  # a single element may have another stride, and no view as bytes
+        # A single element may have another stride, and then has no view as bytes.
+        is_run = view.dim() == 1 and view.stride(0) == 1
         return view.view(torch.uint8) if is_run and view.device == comm_device else None
 
     def find(self, comm_device: torch.device) -> torch.Tensor | None:
@@ -73,17 +72,17 @@ class Message:
 
 @dataclass(frozen=True)
 class Round:
-    """At most one message to and one from each of some peers, as pairs (peer, message)."""
+    """At most one message to, and one message from, each of some peers, as pairs (peer, message)."""
 
     send: list[tuple[int, Message]]
     receive: list[tuple[int, Message]]
 
 
 def rounds_of(ranks: Sequence[int], rank: int, streams: Streams, width: int) -> list[Round]:
-    """The rounds in which `rank` exchanges messages with the other `ranks`, with one set of `width` peers after the other.
+    """Return the rounds in which `rank` exchanges messages with the other `ranks`, with one set of `width` peers after the other.
 
-    All ranks take their peers in the same order, and two peers their messages, so the rank that is furthest behind never
-    waits for a message that its peer has not posted.
+    All ranks take their peers in the same order, and two peers take their messages in the same order, so the rank that is
+    furthest behind never waits for a message that its peer has not posted.
     """
     num, here = len(ranks), ranks.index(rank)
     rounds = []
@@ -114,9 +113,9 @@ class Streams:
     def add(self, item: Item, failure: Failure) -> None:
         """Add the copies of one item that this rank takes part in, as blocks of messages."""
         copies, dtype, source, target = item
-        mine = copies.ways if isinstance(copies, RankPlan) else Ways.of(copies, self._rank)
-        parts = iter(_cut_at_once(target, mine.tiles, failure))
-        for way in mine.ways:
+        ways = copies.ways if isinstance(copies, RankPlan) else Ways.of(copies, self._rank)
+        parts = iter(_cut_at_once(target, ways.tiles, failure))
+        for way in ways.ways:
             peer, is_sent, numel, source_at, target_at, strided = way
             part = None if is_sent and peer is not None else next(parts, None)
             if peer is None:
@@ -162,22 +161,22 @@ class Streams:
 
 
 def _source_view(way: Way, flat: torch.Tensor) -> torch.Tensor:
-    """The elements that a copy reads from a 1-D local tensor."""
+    """Return the elements that a copy reads from a 1-D local tensor."""
     return _run(flat, way.source_at, way.numel) if way.strided is None else memory.source_view(way.strided, flat)
 
 
 def _target_view(way: Way, flat: torch.Tensor) -> torch.Tensor:
-    """The elements that a copy writes in a 1-D local tensor."""
+    """Return the elements that a copy writes in a 1-D local tensor."""
     return _run(flat, way.target_at, way.numel) if way.strided is None else memory.target_view(way.strided, flat)
 
 
 def _run(flat: torch.Tensor, at: int, numel: int) -> torch.Tensor:
-    """Elements [at, at + numel) of a 1-D tensor; the tensor itself where these are all its elements."""
+    """Return elements [at, at + numel) of a 1-D tensor; the tensor itself where these are all its elements."""
     return flat if not at and flat.numel() == numel else flat.narrow(0, at, numel)
 
 
 def _cut_at_once(target: torch.Tensor | None, tiles: Sequence[int], failure: Failure) -> Sequence[torch.Tensor]:
-    """The tiles of a target as views, in one call of torch; empty where there are none, or they do not fill the target."""
+    """Return the tiles of a target as views, in one call of torch; empty where there are none, or they do not fill the target."""
     if target is not None and tiles and target.numel() == sum(tiles):
         with failure:
             return target.split_with_sizes(tiles)
@@ -223,7 +222,7 @@ class _Stream:
 
 
 def _cut(sizes: tuple[int, ...], view: torch.Tensor | None, limit: int) -> Iterator[tuple[torch.Tensor | None, int]]:
-    """A block in parts of at most `limit` elements, cut along its first dimension, then the next."""
+    """Yield a block in parts of at most `limit` elements, cut along its first dimension, then the next."""
     numel = 1
     for size in sizes:
         numel *= size

@@ -37,7 +37,7 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(parts: Sequence[torch.Tensor]) -> Any:
-    """The inverse of `pack`, from parts as 1-D byte tensors. The value uses the memory of the parts."""
+    """Return the inverse of `pack`, from parts as 1-D byte tensors. The value uses the memory of the parts."""
     around, *rest = parts
     data = around.numpy().data
     num_arrays = int.from_bytes(data[:_LENGTH], "big")

@@ -44,7 +44,7 @@ class _ByteRange:
 def send(
     group: RankGroup, parcels: Sequence[Parcel], value_of: Callable[[int], Any], failure: Failure
 ) -> dict[int, Any]:
-    """The values of the parcels that this rank is a target of, by index. Called by all ranks, with the same parcels.
+    """Send parcels; return the values for which this rank is a target, by index. Called by all ranks, with the same parcels.
 
     `value_of(index)`: the value, called on the source rank only. An error in `failure`, or an error of this preparation, is
     raised on all ranks before data moves. Holds at most `group.budget` beyond the values and their pickles, which contain no
@@ -89,7 +89,7 @@ def _memory_of(
     arrived: Mapping[int, Sequence[torch.Tensor]],
     failure: Failure,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """This rank's memory for a byte range, as (source, target)."""
+    """Return this rank's memory for a byte range, as (source, target)."""
     with failure:
         if byte_range.parcel in packed:
             part = packed[byte_range.parcel].parts[byte_range.part]
@@ -101,7 +101,7 @@ def _memory_of(
 
 
 def _batches(sizes: Mapping[int, Sequence[int]], most_nbytes: int) -> Iterator[list[_ByteRange]]:
-    """Batches of byte ranges with at most `most_nbytes` in each, the same on all ranks."""
+    """Return batches of byte ranges with at most `most_nbytes` in each, the same on all ranks."""
     most = max(most_nbytes // _ALIGNED * _ALIGNED, _ALIGNED)
     byte_ranges = (
         _ByteRange(index, part, start, min(start + most, nbytes))

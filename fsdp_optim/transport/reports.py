@@ -1,4 +1,4 @@
-"""An exchange in which every rank gets the report of every rank, over any set of ranks and any backend."""
+"""An all-gather of reports: every rank gets the report of every rank, over any set of ranks and any backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LENGTH = 8  # bytes of a report's length
 
 
 def exchange_reports(group: RankGroup, content: bytes, error: BaseException | None = None) -> list[bytes]:
-    """The reports of all ranks, in the order of `group.ranks`. An `error` of any rank is raised on all ranks.
+    """Return the reports of all ranks, in the order of `group.ranks`. An `error` of any rank is raised on all ranks.
 
     The lowest rank joins the reports, so the bytes that are read grow with the number of ranks, not with its square.
     """

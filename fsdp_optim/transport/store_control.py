@@ -14,13 +14,13 @@ _CLAIMS = "fsdp_optim/claims"
 
 
 class StoreControl:
-    """The `Control` of torch.distributed's ranks. `calls`: the store for meetings; `board`: for what other threads may do too."""
+    """The `Control` of torch.distributed's ranks. `calls`: the store for meetings; `board`: the store that any thread may use."""
 
     def __init__(self, calls: JobStore, board: JobStore) -> None:
         self._calls, self._board = calls, board
 
     def meet(self, group: RankGroup, statement: Statement) -> Verdict:
-        """As `Control.meet`."""
+        """Meet as `Control.meet` says."""
         while True:
             meeting = Meeting.enter(group, self._calls)
             record, interrupt = meeting.conclude(statement)
@@ -41,24 +41,25 @@ class StoreControl:
         )
 
     def claim(self, who: str, place: str) -> str:
-        """As `Control.claim`. The store keeps two keys for each `who`, whatever the number of earlier places."""
+        """Claim as `Control.claim` says. The store keeps two keys for each `who`, whatever the number of earlier places."""
         store = self._board
+        # compare_set, so that of two owners that claim a place at once exactly one gets it, and both learn which.
         holder = store.compare_set(place_key(place), "", who).decode()
         if holder == who:
-            mine = f"{_CLAIMS}/by/{who}"
-            previous = store.read(mine)
+            last_place_key = f"{_CLAIMS}/by/{who}"
+            previous = store.read(last_place_key)
             if previous is not None and previous.decode() != place:
                 store.delete_key(place_key(previous.decode()))
-            store.set(mine, place)
+            store.set(last_place_key, place)
         return holder
 
     def release(self, who: str, place: str) -> None:
-        """As `Control.release`."""
+        """Release as `Control.release` says."""
         store = self._board
         store.delete_key(place_key(place))
         store.delete_key(f"{_CLAIMS}/by/{who}")
 
 
 def place_key(place: str) -> str:
-    """The key of a claimed place in the store."""
+    """Return the key of a claimed place in the store."""
     return f"{_CLAIMS}/at/{hashlib.blake2b(place.encode(errors='surrogateescape'), digest_size=16).hexdigest()}"

@@ -1,4 +1,4 @@
-"""What ranks state in a meeting, and its verdict, in the forms in which the rendezvous store has them."""
+"""The statements of ranks in a meeting, and its verdict, in the forms in which the rendezvous store has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_optim.wire import decode
 
 
 class StepNote(Struct, array_like=True, frozen=True, tag="step"):
-    """The step of a rank, and the digest of what it compares; both are empty for a rank with an error."""
+    """The step of a rank, and the digest of its compared bytes; both are empty for a rank with an error."""
 
     rank: int
     step: str
@@ -47,13 +47,13 @@ class StoredVerdict(Struct, array_like=True, frozen=True):
 
     Attributes:
         all_equal, reasons, missing, text, is_early: as in `Verdict`.
-        whole: all ranks had come when the verdict was made.
+        is_complete: all ranks had come when the verdict was made.
         contents: where the content of each rank is.
         num_errors: the number of errors in the store.
     """
 
     all_equal: bool = False
-    whole: bool = False
+    is_complete: bool = False
     reasons: tuple[Reason, ...] = ()
     missing: tuple[int, ...] = ()
     text: str = ""
@@ -67,7 +67,7 @@ _ANY_NOTE: Any = StepNote | ContentNote
 
 @dataclass
 class Notes:
-    """What ranks have stated, in the order in which they came: lines of one value in the store, to which each rank appends.
+    """The notes of ranks, in the order in which they came: lines of one value in the store, to which each rank appends.
 
     Attributes:
         steps: one note of each rank.
@@ -79,7 +79,7 @@ class Notes:
 
     @classmethod
     def decoded(cls, lines: bytes) -> Notes:
-        """The notes of a value to which each rank has appended lines."""
+        """Return the notes of a value to which each rank has appended lines."""
         notes = cls()
         for line in lines.splitlines():
             note: StepNote | ContentNote = decode(_ANY_NOTE, line)
@@ -90,12 +90,12 @@ class Notes:
         return notes
 
     @property
-    def are_alike(self) -> bool:
-        """Whether all ranks compare the same."""
+    def are_all_equal(self) -> bool:
+        """Whether the compared bytes are equal on all ranks."""
         return len({note.digest for note in self.steps}) == 1
 
     def at_other_steps(self) -> list[Reason]:
-        """The errors of the ranks that are at another step than the first one that came without an error."""
+        """Return the errors of the ranks that are at another step than the first rank that came without an error."""
         stated = [(note.rank, note.step) for note in self.steps if note.digest]
         return [
             Reason(rank, RankError.__name__, at_another_step(step, *stated[0]))

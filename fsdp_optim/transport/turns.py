@@ -40,8 +40,8 @@ class Turn:
     def __post_init__(self) -> None:
         self.running.acquire()
 
-    def meets(self, other: Turn) -> bool:
-        """Whether two calls share their meetings, or messages between two ranks."""
+    def conflicts_with(self, other: Turn) -> bool:
+        """Return whether two calls share their meetings, or messages between two ranks."""
         same_wire = self.process_group is other.process_group
         return self.ranks == other.ranks or (same_wire and len(set(self.ranks) & set(other.ranks)) > 1)
 
@@ -67,7 +67,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        # Garbage collection can close an iterator, and so end a call, while this thread holds the lock.
+        # Reentrant: garbage collection can close an iterator, and so end a call, while this thread holds the lock.
         self._lock = threading.RLock()
         self.in_flight: tuple[Turn, ...] = ()  # oldest first
 
@@ -82,7 +82,7 @@ class Turns:
     def _enter(self, turn: Turn) -> Turn | None:
         with self._lock:
             for other in self.in_flight:
-                if turn.meets(other):
+                if turn.conflicts_with(other):
                     return other
             self.in_flight = (*self.in_flight, turn)
         return None
@@ -94,13 +94,13 @@ class Turns:
 
 
 def refusal(turn: Turn, other: Turn, rank: int) -> RankError:
-    """The error of a call that was made while another call was in flight."""
-    way_out = (
+    """Return the error of a call that was made while another call was in flight."""
+    fix = (
         "exhaust the iterator first, or close it"
         if other.is_suspended
         else "make one call after the other, in one thread"
     )
     return RankError(
         f"rank {rank}: {turn.call} was called while {other.call} is in flight on the ranks {list(other.ranks)}, and the "
-        f"messages of the two would mix; {way_out}"
+        f"messages of the two would mix; {fix}"
     )

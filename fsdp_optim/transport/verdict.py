@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Reason(NamedTuple):
-    """The error of one rank. `name`: that of its class."""
+    """The error of one rank. `name`: the name of its class."""
 
     rank: int
     name: str
@@ -46,11 +46,10 @@ class Verdict:
         reasons: the errors of the failed ranks, sorted.
         missing: the ranks that did not come.
         text: the error message about the missing ranks, which the ranks that came raise.
-        is_early: the missing ranks cannot come, as was noticed before the timeout: they wait for these ranks in another meeting,
-        or
+        is_early: the verdict came before the timeout, because the missing ranks cannot come: they wait in another meeting, or
             are lost.
         content_of: the content of a rank's statement, which can be read until this rank comes to its next meeting.
-        interrupt: what came to this rank alone when it had stated that it goes on, and the others could not be told any more.
+        interrupt: an interrupt of this rank alone, which came too late for the others to learn of it in this meeting.
     """
 
     all_equal: bool = False
@@ -63,7 +62,7 @@ class Verdict:
 
 
 def at_another_step(step: str, rank: int, other: str) -> str:
-    """The error message of a rank that comes to a meeting at another step than the first rank."""
+    """Return the error message of a rank that comes to a meeting at another step than the first rank."""
     return (
         f"at {step!r}, where rank {rank} is at {other!r}: every rank must make the same calls in the same order, one after "
         "the other"
@@ -71,7 +70,7 @@ def at_another_step(step: str, rank: int, other: str) -> str:
 
 
 def absence(step: str, ranks: tuple[int, ...], missing: tuple[int, ...], seconds: float) -> str:
-    """The message about missing ranks, in the same words as a warning and as an error."""
+    """Return the message about missing ranks, in the same words as a warning and as an error."""
     names = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
     return (
         f"{step}: {names} did not arrive within {seconds:g} s; {len(ranks) - len(missing)} of the ranks {list(ranks)} did. Every "
@@ -80,7 +79,7 @@ def absence(step: str, ranks: tuple[int, ...], missing: tuple[int, ...], seconds
 
 
 def loss(step: str, lost: str) -> str:
-    """The message about ranks that are lost. `lost`: these ranks as `lost_ranks` names them."""
+    """Return the message about ranks that are lost. `lost`: these ranks as `lost_ranks` names them."""
     return f"{step}: {lost}. The other ranks cannot go on: look at the logs of the lost ones"
 
 
@@ -94,7 +93,7 @@ class Waiting(NamedTuple):
 
 
 def deadlock(first: Waiting, second: Waiting) -> str:
-    """The error message of two ranks that wait for each other in two meetings."""
+    """Return the error message of two ranks that wait for each other in two meetings."""
     text = "; ".join(
         f"rank {rank} is at {step!r} with the ranks {list(ranks)}" + (f" ({reason})" if reason else "")
         for rank, ranks, step, reason in sorted((first, second))
@@ -103,5 +102,5 @@ def deadlock(first: Waiting, second: Waiting) -> str:
 
 
 def reason_of(error: BaseException | None) -> str:
-    """The error of a rank as text, for the other ranks."""
+    """Return the error of a rank as text, for the other ranks."""
     return f"{type(error).__name__}: {error}" if error is not None else ""

@@ -24,8 +24,8 @@ from fsdp_optim.transport.turns import Turns
 _entered: ContextVar[World | None] = ContextVar("entered", default=None)
 
 
-class _Lasting:
-    """What a rank keeps from call to call. It connects to the store of the job when it is used first."""
+class _LastingState:
+    """The objects that a rank keeps from call to call. It connects to the store of the job when it is first used."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.turns, self.plans = Turns(), Plans()
@@ -34,18 +34,18 @@ class _Lasting:
         self.pulse = Pulse(self.board, rank, size)
 
 
-_lasting: WeakKeyDictionary[dist.ProcessGroup, _Lasting] = WeakKeyDictionary()
-"""By torch.distributed's default group, with which these things are dropped."""
+_lasting_states: WeakKeyDictionary[dist.ProcessGroup, _LastingState] = WeakKeyDictionary()
+"""By torch.distributed's default group, with which the state is dropped."""
 
 
 def world_here() -> World:
-    """The world that this thread has entered; else torch.distributed's world, which may have a single rank."""
+    """Return the world that this thread has entered; else torch.distributed's world, which may have a single rank."""
     return _entered.get() or TorchWorld()
 
 
 @contextlib.contextmanager
 def entered(world: World) -> Iterator[None]:
-    """A context in which this thread's calls are calls of a rank of `world`."""
+    """Make this thread's calls inside the context calls of a rank of `world`."""
     token = _entered.set(world)
     try:
         yield
@@ -61,17 +61,17 @@ class TorchWorld(World):
         self.rank = dist.get_rank() if self.is_initialized else 0
         self.size = dist.get_world_size() if self.is_initialized else 1
         self.process_group = dist.group.WORLD if self.is_initialized else None
-        kept = _lasting.get(self.process_group) if self.process_group is not None else None
+        kept = _lasting_states.get(self.process_group) if self.process_group is not None else None
         if kept is None:
-            kept = _Lasting(self.rank, self.size)
+            kept = _LastingState(self.rank, self.size)
             if self.process_group is not None:
-                kept = _lasting.setdefault(self.process_group, kept)
+                kept = _lasting_states.setdefault(self.process_group, kept)
         self.turns, self.plans, self.board, self.pulse = kept.turns, kept.plans, kept.board, kept.pulse
         self.control = StoreControl(kept.calls, kept.board)
         self.transport = CollectiveTransport()
 
     def ranks_of(self, process_group: Any) -> tuple[int, ...]:
-        """As `World.ranks_of`."""
+        """Return the ranks as `World.ranks_of` says."""
         if not isinstance(process_group, dist.ProcessGroup):
             name = "GroupMember.NON_GROUP_MEMBER" if isinstance(process_group, int) else repr(process_group)
             raise WrapperError(
@@ -81,11 +81,11 @@ class TorchWorld(World):
         return tuple(dist.get_process_group_ranks(process_group))
 
     def group_rank(self, process_group: Any) -> int:
-        """As `World.group_rank`."""
+        """Return the group rank as `World.group_rank` says."""
         return dist.get_rank(process_group) if self.is_initialized else 0
 
 
-class _ByItself(TorchWorld):
+class _SingleRankWorld(TorchWorld):
     """A world with the single rank 0, whatever torch.distributed says."""
 
     def __init__(self) -> None:
@@ -94,5 +94,5 @@ class _ByItself(TorchWorld):
 
 
 def alone(call: str) -> RankGroup:
-    """A group of this process alone, for calls that do not concern other ranks."""
-    return _ByItself().group(call, (0,))
+    """Return a group of this process alone, for calls that do not concern other ranks."""
+    return _SingleRankWorld().group(call, (0,))

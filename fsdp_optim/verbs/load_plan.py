@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.state.dicts.packed import LocalId
-from fsdp_optim.state.live.fits import Fit
+from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import LocalParam
 from fsdp_optim.state.live.local_dict import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
 from fsdp_optim.state.values.summary import Summary

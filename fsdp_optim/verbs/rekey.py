@@ -18,7 +18,7 @@ from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullDict, FullState, kinds_of, records_kinds, write
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.dicts.order import OrderedParam, as_ids_count, count
-from fsdp_optim.state.live.fits import check_fits
+from fsdp_optim.state.live.fit_check import check_fits
 from fsdp_optim.state.live.local import Optimizers, read_optimizer
 from fsdp_optim.state.live.local_dict import summarize
 from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers

@@ -18,7 +18,7 @@ from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import Model, Options, ScatterOptions
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullState
-from fsdp_optim.state.live.fits import Fit
+from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, allocate, summarize
 from fsdp_optim.state.merged.global_state import GlobalState

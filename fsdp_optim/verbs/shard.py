@@ -16,7 +16,7 @@ from fsdp_optim.options import Model, Options
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.expected import expected_optimizer
-from fsdp_optim.state.live.fits import check_shapes
+from fsdp_optim.state.live.fit_check import check_shapes
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, summarize
 from fsdp_optim.transport.agree import agree

@@ -11,7 +11,7 @@ from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import OnMesh, Placement, cut_of
 from fsdp_optim.options import Model, Options
 from fsdp_optim.state.dicts.full import FullState
-from fsdp_optim.state.live.fits import LIVE_GROUPS, Fit
+from fsdp_optim.state.live.fit_check import LIVE_GROUPS, Fit
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.merged.global_state import GlobalState, Param
 from fsdp_optim.state.merged.reports import LiveParam

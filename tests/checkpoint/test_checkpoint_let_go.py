@@ -25,7 +25,7 @@ from fsdp_optim.checkpoint.common.pending import Pending
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save.job import Job
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.storage.posix import FolderShelf, leftovers
+from fsdp_optim.storage.posix import FolderDirectory, leftovers
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -134,7 +134,7 @@ class LetGoTest(unittest.TestCase):
         check_same("whole", [(path / "fsdp_optim.json").exists() for path in gone], [True, True])
         check_same(
             "no checkpoint",
-            [Path(one.base).name for one in FolderShelf(self.root, OURS.probe).complete()[0]],
+            [Path(one.base).name for one in FolderDirectory(self.root, OURS.probe).complete()[0]],
             [name_of_step(3)],
         )
         self.keep(4, 2)

@@ -10,13 +10,12 @@ from unittest import mock
 
 from kit.checkpoints import InFolder
 from kit.compare import check_refused, check_same, error_text
-from kit.trained import Trained
-from kit.wrapping import cpu
+from kit.described import training_here
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.testing import run_on_threads
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "save": lambda path: fsdp_optim.save(path, nn.Linear(3, 2), durable=False),
@@ -36,14 +35,12 @@ URLS = {  # and the words of the error
 
 
 def refused_on_ranks(path: str) -> tuple[str, str]:
-    with cpu():
-        one = Trained("FSDP2", steps=1)
+    with training_here() as one:
         return error_text(lambda: fsdp_optim.save(path, one.model, one.optim, durable=False, timeout=30.0))
 
 
 def no_optimizers(root: Path) -> list[tuple[str, str]]:
-    with cpu():
-        one = Trained("FSDP2", steps=1)
+    with training_here() as one:
         fsdp_optim.save(root / "good", one.model, one.optim, durable=False)
         calls: list[Callable[[], Any]] = [
             lambda: fsdp_optim.save(root / "step-1", one.model, [], durable=False),
@@ -75,7 +72,7 @@ class SchemeTest(InFolder):
         self.assertIn("storage_options", text)
 
     def test_on_all_ranks(self) -> None:
-        errors = run_on_ranks(refused_on_ranks, 2, "nosuch://bucket/x")
+        errors = run_on_threads(refused_on_ranks, 2, "nosuch://bucket/x")
         check_refused("a URL", errors, "CheckpointError", "nosuch")
 
     def test_a_folder_that_is_called_so(self) -> None:
@@ -108,7 +105,7 @@ class SchemeTest(InFolder):
 class NoOptimizerTest(InFolder):
     def test_an_empty_list_is_refused(self) -> None:
         """It would save a checkpoint with an optimizer that has no state."""
-        found = run_on_ranks(no_optimizers, 2, self.root)
+        found = run_on_threads(no_optimizers, 2, self.root)
         for errors in zip(*found, strict=True):
             check_refused("no optimizer", errors, "WrapperError", "optim", "None")
         self.check_only("good")

@@ -12,16 +12,14 @@ from unittest import mock
 import torch
 from kit.catalogs import LOG, CatalogTest, load, save
 from kit.checkpoint_format import MANIFEST, all_bytes, check_folder
-from kit.checkpoints import save as save_trained
 from kit.compare import check_same, error_text
+from kit.described import training_here
 from kit.retention import path_of_step
-from kit.trained import Trained
-from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.testing import run_on_threads
 
 
 def put(folder: Path) -> dict[str, bytes]:
@@ -42,13 +40,12 @@ def put(folder: Path) -> dict[str, bytes]:
 
 
 def save_on_ranks(path: Path, number: int, in_background: bool) -> None:
-    with cpu():
-        one = Trained("FSDP2", steps=1)
+    with training_here() as one:
+        options: dict[str, Any] = {"extra": {"number": number}, "overwrite": True, "durable": False}
         if in_background:
-            options: dict[str, Any] = {"extra": {"number": number}, "overwrite": True, "durable": False}
             fsdp_optim.async_save(path, one.model, one.optim, **options).wait(60)
         else:
-            save_trained(path, one, overwrite=True, extra={"number": number}, per_rank_extra={"rank": 1})
+            fsdp_optim.save(path, one.model, one.optim, per_rank_extra={"rank": 1}, **options)
 
 
 class CarriedOverTest(CatalogTest):
@@ -62,11 +59,11 @@ class CarriedOverTest(CatalogTest):
     @parameterized.expand(((False,), (True,)))
     def test_overwrite(self, in_background: bool) -> None:
         """Again and again, and nothing of the old checkpoint itself stays."""
-        run_on_ranks(save_on_ranks, 2, self.path, 0, False)
+        run_on_threads(save_on_ranks, 2, self.path, 0, False)
         own = set(all_bytes(self.path))
         files = put(self.path)
         for number in (1, 2):
-            run_on_ranks(save_on_ranks, 2, self.path, number, in_background)
+            run_on_threads(save_on_ranks, 2, self.path, number, in_background)
             self.check_all_there(files)
             check_same("number", fsdp_optim.load(self.path)["number"], number)
         new = set(all_bytes(self.path)) - set(files) - {"link"}

@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 from kit.compare import check_same
 from kit.folders import SharedFolder, at
-from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 
@@ -18,12 +17,11 @@ import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.cli.main import main
 from fsdp_optim.storage.posix import one_file
-from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.testing import run_on_threads
 
 
 def converted_by_all(source: str, target: str) -> str:
-    with cpu():
-        return str(fsdp_optim.convert(source, target, format="torch_file", durable=False, progress=False).path)
+    return str(fsdp_optim.convert(source, target, format="torch_file", durable=False, progress=False).path)
 
 
 class OneFileTest(SharedFolder):
@@ -66,7 +64,7 @@ class OneFileTest(SharedFolder):
 
     def test_by_several_ranks(self) -> None:
         target = self.folder / "out.pt"
-        found = run_on_ranks(converted_by_all, 2, str(self.root / "source"), str(target))
+        found = run_on_threads(converted_by_all, 2, str(self.root / "source"), str(target))
         check_same("paths", found, [str(target)] * 2)
         self.check(target)
 

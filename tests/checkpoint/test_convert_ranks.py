@@ -25,7 +25,7 @@ from fsdp_optim.checkpoint.common import progress
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.base import Capabilities
 from fsdp_optim.storage.posix import FolderStaging
-from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.testing import run_on_ranks, run_on_threads, thread_rank
 
 
 @contextlib.contextmanager
@@ -35,16 +35,9 @@ def no_shared_files() -> Iterator[None]:
         yield
 
 
-def convert_all(source: Path, root: Path) -> dict[str, Any]:
+def convert_to(target: Path, source: Path, size: int) -> int:
     """On each rank."""
-    written = {}
-    for name, size in (("one", 10**9), ("several", 1 << 21)):
-        done = fsdp_optim.convert(source, root / name, memory=MEMORY, durable=False, max_file_size=size)
-        written[name] = done.nbytes_written
-    with no_shared_files():
-        done = fsdp_optim.convert(source, root / "own", memory=MEMORY, durable=False, max_file_size=1 << 21)
-        written["own"] = done.nbytes_written
-    return written
+    return fsdp_optim.convert(source, target, memory=MEMORY, durable=False, max_file_size=size).nbytes_written
 
 
 def convert_alone(source: Path, target: Path) -> int | None:
@@ -57,8 +50,8 @@ def convert_alone(source: Path, target: Path) -> int | None:
 
 def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
     """The errors of ranks if they see different sources, or have other options, or one of them reads damage."""
-    mine = root / f"source-{dist.get_rank()}"
-    memory = MEMORY * (1 + dist.get_rank())
+    mine = root / f"source-{thread_rank()}"
+    memory = MEMORY * (1 + thread_rank())
     return {
         "another source": error_text(lambda: fsdp_optim.convert(mine, root / "to", durable=False)),
         "other options": error_text(
@@ -90,13 +83,14 @@ class ConvertRanksTest(SharedFolder):
         self.folder = self.own_folder()
 
     def test_ranks_write_a_share_each_of_the_same_files(self) -> None:
-        first, second = run_on_ranks(convert_all, 2, self.source, self.folder)
         for name, size in (("one", 10**9), ("several", 1 << 21), ("own", 1 << 21)):
+            with no_shared_files() if name == "own" else contextlib.nullcontext():
+                first, second = run_on_threads(convert_to, 2, self.folder / name, self.source, size)
             wanted = self.folder / f"wanted-{name}"
             done = fsdp_optim.convert(self.source, wanted, memory=MEMORY, durable=False, max_file_size=size)
             check_converted(self.folder / name, wanted)
-            self.assertEqual(first[name] + second[name], done.nbytes)
-            self.assertLess(abs(first[name] - second[name]), done.nbytes / 2)
+            self.assertEqual(first + second, done.nbytes)
+            self.assertLess(abs(first - second), done.nbytes / 2)
 
     def test_one_rank_of_a_job_by_itself(self) -> None:
         found = run_on_ranks(convert_alone, 2, self.source, self.folder / "to")
@@ -112,7 +106,7 @@ class ConvertRanksTest(SharedFolder):
         content = bytearray(damaged.read_bytes())
         content[-1] ^= 1  # in the share of rank 1
         damaged.write_bytes(content)
-        found = run_on_ranks(fail_on_all, 2, self.folder)
+        found = run_on_threads(fail_on_all, 2, self.folder)
         for case in found[0]:
             check_same(case, found[1][case], found[0][case])
         self.assertRegex(found[0]["another source"][1], "the ranks see different checkpoints")

@@ -16,7 +16,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.storage.posix import FolderShelf
+from fsdp_optim.storage.posix import FolderDirectory
 
 
 class BackTest(CatalogTest):
@@ -96,7 +96,7 @@ class BackTest(CatalogTest):
         """A run that dies between its first save after a rollback and the removals resumes from that save, and cleans up."""
         self.run_to(8)
         run = Run(self.root, "plain", every=1)
-        with run.manager, mock.patch.object(FolderShelf, "remove"):
+        with run.manager, mock.patch.object(FolderDirectory, "remove"):
             run.manager.rollback(to=2)
             run.steps(range(3, 4))
             run.manager.wait()

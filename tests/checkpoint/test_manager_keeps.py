@@ -19,7 +19,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.storage.posix import FolderShelf
+from fsdp_optim.storage.posix import FolderDirectory
 
 
 class KeepTest(CatalogTest):
@@ -88,7 +88,7 @@ class KeepTest(CatalogTest):
         """Also with durable=False: what goes may be the only one that is on the disk."""
         run = Run(self.root, "plain", every=1, **rules)
         events: list[str] = []
-        real_sync, real_remove = os.fsync, FolderShelf.remove
+        real_sync, real_remove = os.fsync, FolderDirectory.remove
 
         def sync(file: int) -> None:
             if os.readlink(f"/proc/self/fd/{file}").endswith("model.safetensors"):
@@ -99,7 +99,7 @@ class KeepTest(CatalogTest):
             events.append("remove")
             real_remove(directory, ones, reason)
 
-        patches = (mock.patch.object(os, "fsync", sync), mock.patch.object(FolderShelf, "remove", remove))
+        patches = (mock.patch.object(os, "fsync", sync), mock.patch.object(FolderDirectory, "remove", remove))
         with run.manager, patches[0], patches[1]:
             run.steps(range(1, last + 1))
             run.manager.wait()

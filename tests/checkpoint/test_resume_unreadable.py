@@ -21,7 +21,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.testing import run_on_threads
 
 
 def filled(value: float) -> nn.Module:
@@ -282,7 +282,7 @@ class RanksTest(CatalogTest):
         for step in (5, 10):
             save(self.root / f"step-{step}", filled(step), weights_only=True, step=step)
         (self.root / "step-10" / MANIFEST).unlink()
-        run_on_ranks(resume_on_ranks, 2, self.root)
+        run_on_threads(resume_on_ranks, 2, self.root)
 
 
 if __name__ == "__main__":

@@ -126,13 +126,13 @@ with run.manager:
 """
 KILLED = """
 import os, signal
-from fsdp_optim.storage.posix.directory import FolderShelf
+from fsdp_optim.storage.posix.directory import FolderDirectory
 from kit.managed import Run
 run = Run({root!r}, 'plain', every=1, keep_last=1)
 run.manager.resume()
 run.steps([1])
 run.manager.wait()
-FolderShelf.remove = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+FolderDirectory.remove = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 run.steps([2])
 run.manager.wait()
 """

@@ -25,7 +25,8 @@ from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.foreign.per_rank.olmo_local import OLMO_LOCAL
 from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
-from fsdp_optim.foreign.reader import NO_JUDGE, tensors_in
+from fsdp_optim.foreign.reader import NO_JUDGE
+from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
@@ -86,7 +87,7 @@ class RankFilesConformance(VerifiedConformance):
             "step": torch.tensor(float(STEPS)),
         }
         with closing(self.make_format().open(self.open_any(folder), verify=True)) as reader:
-            keys = [stored.key for stored in tensors_in(reader.full_dict)]
+            keys = [stored.key for stored in stored_in(reader.full_dict)]
         listed = [values["step" if key.endswith(".step") else key.removeprefix("optim.")] for key in keys]
         return WrittenSample(weights_of(oracle.model), listed)
 

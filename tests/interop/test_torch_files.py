@@ -27,8 +27,8 @@ import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
-from fsdp_optim.foreign.reader import tensors_in
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
+from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix import OpenFiles
 from fsdp_optim.testing import run_on_ranks
@@ -315,7 +315,7 @@ class TorchFilesTest(SharedFolder):
             found = read_archive(opened, "sharded.pt", stand_ins=names).value["model"]["stem.weight"]
         dtype, shape = found.description[:2]
         self.assertEqual((dtype, tuple(shape)), (torch.float32, (7, 5)))
-        self.assertEqual([one.shape for one in tensors_in(found.state)], [(4, 5)])
+        self.assertEqual([one.shape for one in stored_in(found.state)], [(4, 5)])
 
 
 class Described:

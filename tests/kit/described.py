@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_optim.adapters import Adapter, ModuleTree
+from fsdp_optim.adapters import Adapter, ModuleTree, use_adapters
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Ranks, Whole
+from fsdp_optim.transport.world import world_here
 from fsdp_optim.view import Handle, Original
+from kit.optimizers import adam
 
 SHAPES = {"scale": (1,), "embed.weight": (7, 5), "layer.weight": (3, 8, 2), "layer.bias": (4,), "empty": (0, 3)}
 STEPS = 2
@@ -123,6 +126,14 @@ class Training:
         for step in steps:
             self.model.set_gradients(step)
             self.optim.step()
+
+
+@contextmanager
+def training_here(cut: str = "rows", steps: int = 1) -> Iterator[Training]:
+    """A training on all ranks of the world that this thread is one of."""
+    world = world_here()
+    with use_adapters([DescribedAdapter()]):
+        yield Training(cut, range(world.size), world.rank, adam, steps)
 
 
 def oracle(make: Callable[[Any], Any], steps: int = STEPS) -> Training:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy
@@ -14,24 +14,26 @@ from xxhash import xxh3_64_hexdigest
 from fsdp_optim import CheckpointError
 from fsdp_optim.formats.base.bools import check_bytes
 from fsdp_optim.formats.base.checksums import Sums, join_tables
-from fsdp_optim.formats.base.description import OptimDescription, decoded, to_plain
+from fsdp_optim.formats.base.description import decoded, to_plain
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
+from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import (
-    CheckpointContents,
     Chunks,
     Format,
-    FormatReader,
-    FormatWriter,
+    Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
+    Reader,
     Stamp,
     StoredTensor,
+    Writer,
     WrittenFiles,
     replaced_error,
 )
+from fsdp_optim.formats.base.saved_optim import contents_of, extras_in, saved_optim
 from fsdp_optim.formats.own.extras import Extra, encode_extra, info_of, read_extra
 from fsdp_optim.formats.own.manifest import FileInfo
 from fsdp_optim.layout import FlatChunks
@@ -93,10 +95,10 @@ class Raw(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(INDEX)
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         return RawReader(opened)
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         return RawWriter()
 
     def sequence_in(self, opened: Opened) -> int:
@@ -107,22 +109,19 @@ class Raw(Format):
 RAW = Raw()
 
 
-class RawWriter(FormatWriter):
-    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
-        files: dict[str, bytes] = {}
-        read_back = None
+class RawWriter(Writer):
+    def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        contents = contents_of(index, allow_pickle=allow_pickle, records=records)
+        extras = extras_in(index, allow_pickle=allow_pickle)
+        files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras)
         if contents.optim is not None:
             plain = to_plain(contents.optim)
             files[DESCRIPTION] = encode_extra("optim", plain, allow_pickle=allow_pickle, records=records)
-            read_back = contents.optim
         document = {"world_size": contents.world_size, "aliases": dict(contents.aliases)}
-        return Prepared(str(sorted(contents.params)), "", files, read_back, document)
-
-    def copied(self, reader: FormatReader) -> Prepared | None:
-        return None
+        return Prepared(str(sorted(contents.params)), "", files, contents.optim, document)
 
     def files(
-        self, half: Any, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         return [
             PlannedFile(
@@ -135,10 +134,11 @@ class RawWriter(FormatWriter):
                 segment_nbytes=_SEGMENT_NBYTES,
                 tensors_in=lambda start, stop, key=one.key: key,  # type: ignore[misc]
             )
-            for number, one in enumerate(tensors)
+            for half, its in tensors.items()
+            for number, one in enumerate(its)
         ]
 
-    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+    def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         return f"extra/{name}.safetensors", encode_extra(name, value, allow_pickle=allow_pickle)
 
     def info_of(self, data: bytes) -> Any:
@@ -160,20 +160,17 @@ class RawWriter(FormatWriter):
 class RawReader:
     """The chunks of a tensor are equal runs of elements, in the order of its files."""
 
-    full_dict: Mapping[str, Any] | None = None
-    format_name, has_checksums = "raw", True
-
     def __init__(self, opened: Opened) -> None:
         self.opened, self.version = opened, opened.version_of(INDEX)
-        self.index = index_in(opened)
+        self.document = index_in(opened)
         self.sums: dict[str, tuple[Sums, str, str]] = {}
         with as_checkpoint_error(opened.named(INDEX)):
             self.model, self.optim = ({k: self.tensor(k, v) for k, v in its.items()} for its in self.halves())
-            for name, (nbytes, _) in self.index["extras"].items():
+            for name, (nbytes, _) in self.document["extras"].items():
                 self._check_size(name, nbytes)
 
     def halves(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.index["tensors"]["model"], self.index["tensors"]["optim"]
+        return self.document["tensors"]["model"], self.document["tensors"]["optim"]
 
     def tensor(self, key: str, described: Any) -> StoredTensor:
         dtype, shape, names = (
@@ -196,32 +193,27 @@ class RawReader:
         if self.opened.size_of(check_name(self.where, name)) != nbytes:
             raise CheckpointError(f"{self.named(name)}: does not have the {nbytes} bytes that were saved")
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        found: Mapping[str, str] = self.index["aliases"]
-        return found
+    @cached_property
+    def index(self) -> CheckpointIndex:
+        listed = self.document["extras"]
+        return CheckpointIndex(
+            self.where,
+            self.model,
+            Facts("raw", self.document["world_size"], self.document["step"], has_checksums=True),
+            self.document["aliases"],
+            StoredOptim(self.optim, self._decoded_optim) if DESCRIPTION in listed else None,
+            {
+                name.removeprefix("extra/").removesuffix(".safetensors"): RawExtra(self, name)
+                for name in listed
+                if name != DESCRIPTION
+            },
+            identify=lambda: {"token": self.document["token"]},
+        )
 
-    @property
-    def extras(self) -> Collection[str]:
-        names = (name for name in self.index["extras"] if name != DESCRIPTION)
-        return [name.removeprefix("extra/").removesuffix(".safetensors") for name in names]
-
-    @property
-    def has_optim(self) -> bool:
-        return DESCRIPTION in self.index["extras"]
-
-    @property
-    def world_size(self) -> int:
-        return int(self.index["world_size"])
-
-    @property
-    def step(self) -> int | None:
-        found: int | None = self.index["step"]
-        return found
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        return {"token": self.index["token"]}
+    def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
+        file = self.extra(DESCRIPTION)
+        description = decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)
+        return saved_optim(self.where, description, self.optim)
 
     @property
     def where(self) -> str:
@@ -230,15 +222,8 @@ class RawReader:
     def named(self, name: str) -> str:
         return self.opened.named(name)
 
-    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
-        file = self._extra(DESCRIPTION)
-        return decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)
-
-    def extra(self, name: str, *, verify: bool) -> Extra:
-        return self._extra(f"extra/{name}.safetensors")
-
-    def _extra(self, name: str) -> Extra:
-        nbytes, header = self.index["extras"][name]
+    def extra(self, name: str) -> Extra:
+        nbytes, header = self.document["extras"][name]
         return read_extra(self.opened, name, FileInfo(nbytes, header, None), verify=True)
 
     def read(
@@ -251,18 +236,24 @@ class RawReader:
             for one in its if dtype == "bool" else ():
                 check_bytes(section.name, key, one.memory)
 
-    def verified(self) -> FormatReader:
+    def verified(self) -> Reader:
         return self
 
     def check_unchanged(self) -> None:
         if self.opened.version_of(INDEX) != self.version:
             raise replaced_error(self.where)
 
-    def about(self) -> Mapping[str, str]:
-        return {}
-
-    def versions(self) -> list[object]:
-        return [self.version]
-
     def close(self) -> None:
         self.opened.close()
+
+
+@dataclass(frozen=True)
+class RawExtra(StoredExtra):
+    reader: RawReader
+    name: str
+
+    def decoded(self, *, allow_pickle: bool) -> Any:
+        return self.reader.extra(self.name).decoded(allow_pickle=allow_pickle)
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        return self.reader.extra(self.name).decoded_each(allow_pickle=allow_pickle)

@@ -21,14 +21,27 @@ def path_of_step(root: Any, step: int) -> Any:
 
 
 def save_managed(
-    root: Any, step: int, model: Any, optim: Any = None, *, keep_last: int, call: Options | None = None, **options: Any
+    root: Any,
+    step: int,
+    model: Any,
+    optim: Any = None,
+    *,
+    keep_last: int,
+    call: Options | None = None,
+    known: KnownSaves | None = None,
+    **options: Any,
 ) -> None:
-    """Save a step as a manager does that knows all checkpoints in `root`, and wait for the end. Called by all ranks."""
-    place = path_of_step(root, step)
-    listed = store_at(place, OURS, options.get("storage_options")).directory().listed()
-    known = KnownSaves()
-    known.see(one for one in listed if is_own(one))
-    steps = [one.summary.step or 0 for one in listed if is_own(one) and one.summary is not None]
-    record = ManagerRecord(max((before for before in steps if before < step), default=-1), None)
+    """Save a step as a manager does, and wait for the end. Called by all ranks.
+
+    `known`: what the run knows, from one save of every step to the next; None: all checkpoints that are listed in `root`.
+    """
+    place, after = path_of_step(root, step), step - 1
+    if known is None:
+        known = KnownSaves()
+        listed = store_at(place, OURS, options.get("storage_options")).directory().listed()
+        known.see(one for one in listed if is_own(one))
+        steps = [one.summary.step or 0 for one in listed if is_own(one) and one.summary is not None]
+        after = max((before for before in steps if before < step), default=-1)
+    managed = ManagedSave(ManagerRecord(after, None), KeepRules(keep_last), known)
     given = SaveOptions(call or Options(), step=step, **{"durable": False, "progress": False, **options})
-    async_save(place, model, optim, given, managed=ManagedSave(record, KeepRules(keep_last), known)).wait(LIMIT)
+    async_save(place, model, optim, given, managed=managed).wait(LIMIT)

@@ -16,17 +16,15 @@ from typing import Any
 from unittest import mock
 
 from kit.conversions import save_some
-from kit.forked import run, start
+from kit.forked import start
 from kit.servers import free_port
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.fsspec import FsspecBucket
 from fsdp_optim.buckets.fsspec import bucket as filesystem
-from fsdp_optim.buckets.objects import Bucket, MemoryBucket, ObjectStaging, ObjectStore
-from fsdp_optim.buckets.objects.saves import is_ownerless
+from fsdp_optim.buckets.objects import Bucket, ObjectStaging, ObjectStore
 from fsdp_optim.buckets.s3 import bucket as s3
-from fsdp_optim.machine import identity_of_process
 from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
 
 DEAD_AFTER = 300.0  # seconds: no beat of a thread comes while a test runs
@@ -200,58 +198,6 @@ class AgesTest(unittest.TestCase):
         for headers, wanted in ((dated, 360.0), ({}, 0.0)):
             answer: dict[str, Any] = {"ResponseMetadata": {"HTTPHeaders": headers}}
             self.assertEqual(s3._age(answer, written), wanted)
-
-
-class OwnersTest(unittest.TestCase):
-    """Whether a save of another process goes on, by what its claim says of its process."""
-
-    def judged(self, owner: Any, age: float = 0.0) -> bool:
-        return is_ownerless(json.dumps({"token": "0", "owner": owner}).encode(), age, DEAD_AFTER)
-
-    @contextlib.contextmanager
-    def without(self, name: str) -> Iterator[None]:
-        """Inside, the system does not show a file."""
-        real = Path.read_text
-
-        def read_text(path: Path, *args: Any, **options: Any) -> str:
-            if str(path).startswith(name):
-                raise PermissionError(13, "Permission denied")
-            return real(path, *args, **options)
-
-        with mock.patch.object(Path, "read_text", read_text):
-            yield
-
-    def test_a_process_of_a_machine_that_does_not_say_which_it_is_may_be_alive(self) -> None:
-        """Containers without a boot id: on another host a process with this number may well be alive."""
-        with self.without("/proc/sys/kernel/random/boot_id"):
-            for owner in ("unknown", "unknown 4194000 77", f"unknown {os.getpid()} 1", "unknown 1 4194000 77"):
-                self.assertFalse(self.judged(owner), owner)
-
-    @parameterized.expand([("/proc/sys",), ("/proc/",)])
-    def test_a_save_of_such_a_machine_is_not_taken_over_before_it_is_silent(self, hidden: str) -> None:
-        with self.without(hidden):
-            bucket = MemoryBucket()
-            staging = begun(bucket, HERE)
-            content, _ = bucket.read(staging._place.claim(staging.token))
-            self.assertFalse(is_ownerless(content, 0.0, DEAD_AFTER), content)
-        self.assertFalse(is_ownerless(content, 0.0, DEAD_AFTER), content)
-        self.assertTrue(is_ownerless(content, DEAD_AFTER, DEAD_AFTER), content)
-        staging.abandon()
-
-    def test_a_process_of_this_machine_that_has_ended(self) -> None:
-        done = run("from fsdp_optim.machine import identity_of_process\nprint(identity_of_process())")
-        self.assertTrue(self.judged(done.stdout.strip()), done)
-        self.assertFalse(self.judged(identity_of_process()))
-
-    def test_claims_of_older_versions_and_of_nobody(self) -> None:
-        """Only their age tells, but of one that was left."""
-        boot, namespace, _, start = identity_of_process().split()
-        for owner in (f"{boot}/pid:[{namespace}] 4194000 {start}", f"{boot} {namespace} x {start}", 7, None, ["a"]):
-            self.assertFalse(self.judged(owner), owner)
-            self.assertTrue(self.judged(owner, DEAD_AFTER), owner)
-        for content in (b"", b"[]", b"7", b"\xff"):
-            self.assertFalse(is_ownerless(content, 0.0, DEAD_AFTER), content)
-        self.assertTrue(is_ownerless(b'{"token": "0"}', 0.0, DEAD_AFTER))
 
 
 class CommandLineTest(unittest.TestCase):

@@ -24,6 +24,7 @@ from kit.wrapping import cpu
 import fsdp_optim
 from fsdp_optim.buckets.objects import Found, MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.catalog import newest as catalog
+from fsdp_optim.checkpoint.catalog.retention import KnownSaves
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.options import Options as CallOptions
@@ -58,13 +59,13 @@ def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None
     """The result of `latest` after each save."""
     given: list[str | None] = []
     with cpu():
-        one = Trained("FSDP2", adam, 1)
+        one, known = Trained("FSDP2", adam, 1), KnownSaves()
         for number in range(1, NUM_SAVES + 1):
             with torch.no_grad():
                 for param in one.params:
                     local_of(param).fill_(number)
             asked: dict[str, Any] = {"storage_options": stale, "progress": False, "extra": {"number": number}}
-            save_managed(root, number, one.model, one.optim, keep_last=KEEP_LAST, **asked)
+            save_managed(root, number, one.model, one.optim, keep_last=KEEP_LAST, known=known, **asked)
             given.append(look(path_of_step(root, number), stale, direct, number))
             fsdp_optim.save(f"{root}/current", one.model, one.optim, overwrite=True, **asked)
             given.append(look(f"{root}/current", stale, direct, number))
@@ -74,27 +75,27 @@ def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None
     return given
 
 
-def save_number(root: str, number: int, options: Options) -> None:
+def save_number(root: str, number: int, options: Options, known: KnownSaves) -> None:
     one = Trained("FSDP2", adam, 1)
     with torch.no_grad():
         for param in one.params:
             local_of(param).fill_(number)
     asked: dict[str, Any] = {"storage_options": options, "extra": {"number": number}}
-    save_managed(root, number, one.model, one.optim, keep_last=KEEP_LAST, **asked)
+    save_managed(root, number, one.model, one.optim, keep_last=KEEP_LAST, known=known, **asked)
 
 
 def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
     """Every listing through `stale` is the one before step 3: it shows what was removed, and lacks the newest."""
-    places = {number: path_of_step(root, number) for number in range(1, 6)}
+    places, known = {number: path_of_step(root, number) for number in range(1, 6)}, KnownSaves()
     with cpu():
         for number in (1, 2):
-            save_number(root, number, direct)
+            save_number(root, number, direct, known)
         first = dist.get_rank() == 0
         if first:
             check_same("latest", fsdp_optim.latest(root, storage_options=stale), places[2])
         dist.barrier()
         for number in (3, 4):
-            save_number(root, number, direct)
+            save_number(root, number, direct, known)
         if first:
             check_same(
                 "latest, where all that is listed was removed", fsdp_optim.latest(root, storage_options=stale), None
@@ -104,7 +105,7 @@ def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
         error, words = error_text(lambda: fsdp_optim.load(places[1], one.model, one.optim, **asked))
         check_same("load of what was removed", (error, places[1] in words), ("CheckpointError", True))
         check_at(places[4], stale, range(4, 5))
-        save_number(root, 5, stale)
+        save_number(root, 5, stale, known)
         for number in (4, 5):
             check_at(places[number], direct, range(number, number + 1))
         if first:

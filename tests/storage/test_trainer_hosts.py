@@ -31,7 +31,7 @@ from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.trainers import looks as trainer_looks
 from fsdp_optim.checkpoint.trainers.folder import FolderSave, Settings
 from fsdp_optim.integrations import accelerator_state, trainer_folder
-from fsdp_optim.storage.posix import beside, filled, filling, leftovers, small_files, store
+from fsdp_optim.storage.posix import filled, filling, leftovers, small_files, store, trainer_files
 from fsdp_optim.testing import run_on_ranks
 
 QUIET = Settings(progress=False, durable=False)
@@ -360,9 +360,11 @@ class SmallFilesTest(InFolder):
 
         refuses = self.assertRaisesRegex(CheckpointError, "Input/output error")
         with mock.patch.object(shutil, "copyfile", cut_short), refuses:
-            beside.copy_beside(self.root / "assets", self.root / "place", without=())
+            trainer_files.copy_beside(self.root / "assets", self.root / "place", without=())
         self.assertEqual(os.listdir(self.root / "place"), [])
-        self.assertEqual(beside.copy_beside(self.root / "assets", self.root / "place", without=()), ["config.json"])
+        self.assertEqual(
+            trainer_files.copy_beside(self.root / "assets", self.root / "place", without=()), ["config.json"]
+        )
         self.assertEqual((self.root / "place/config.json").read_text(), "{}")
 
 

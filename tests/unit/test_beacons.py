@@ -16,8 +16,8 @@ from parameterized import parameterized
 from fsdp_optim import CheckpointError
 from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import beacon_above, filesystem, names_in
-from fsdp_optim.storage.posix.beacon import BEACON, is_somebodys, refresh, sees
-from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing
+from fsdp_optim.storage.posix.beacon import BEACON, is_lasting, refresh, sees
+from fsdp_optim.storage.posix.path_status import is_empty_folder, is_nothing
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
 TOKEN = "0123456789abcdef"
@@ -119,11 +119,11 @@ class BeaconTest(InFolder):
 class NamesTest(InFolder):
     @parameterized.expand([(name,) for name in PASSING])
     def test_passing(self, name: str) -> None:
-        self.assertFalse(is_somebodys(name))
+        self.assertFalse(is_lasting(name))
 
     @parameterized.expand([(name,) for name in SOMEBODYS])
     def test_somebodys(self, name: str) -> None:
-        self.assertTrue(is_somebodys(name))
+        self.assertTrue(is_lasting(name))
 
     def test_a_folder_with_passing_names_only_is_empty(self) -> None:
         for name in PASSING:

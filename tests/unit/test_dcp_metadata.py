@@ -54,7 +54,7 @@ class ValuesTest(InFolder):
             assert full is not None
             self.assertEqual(full["param_groups"], [{"lr": 0.5, "betas": (0.5, 0.75), "params": ["größe"]}])
             self.assertEqual(sorted(full["state"]["größe"]), ["exp_avg", "step"])
-            extra = reader.extra(COMMON, verify=True).decoded(allow_pickle=False)
+            extra = reader.index.extras[COMMON].decoded(allow_pickle=False)
             self.assertEqual(extra["epoch"], 3)
             self.assertTrue(torch.equal(extra["rng"]["cpu"], torch.arange(5, dtype=torch.uint8)))
             self.assertEqual(reader.world_size, 2)
@@ -65,7 +65,7 @@ class ValuesTest(InFolder):
         for name in ("one", "other"):
             files.value([name], [1, 2])
         with closing(opened(files.finish())) as reader:
-            extra = reader.extra(COMMON, verify=True).decoded(allow_pickle=False)
+            extra = reader.index.extras[COMMON].decoded(allow_pickle=False)
             self.assertIsNot(extra["one"], extra["other"])
 
     def test_extra_states_of_modules(self) -> None:
@@ -75,14 +75,14 @@ class ValuesTest(InFolder):
         )
         with closing(opened(files.finish())) as reader:
             self.assertEqual(list(reader.model), ["a"])
-            found = reader.extra(MODULES, verify=True).decoded(allow_pickle=False)
+            found = reader.index.extras[MODULES].decoded(allow_pickle=False)
             self.assertEqual(found["layer._extra_state"], [None, {"scale": 2}])
             self.assertTrue(torch.equal(found["other._extra_state"][1], torch.ones(2)))
 
     def test_objects_of_unknown_classes_are_made_only_on_request(self) -> None:
         files = DcpFiles(self.folder).tensor(["model", "a"], TALL).value(["args"], Args(3)).value(["step"], 4)
         with closing(opened(files.finish())) as reader:
-            extra = reader.extra(COMMON, verify=True)
+            extra = reader.index.extras[COMMON]
             self.assertEqual(extra.decoded_each(allow_pickle=False)["step"], 4)
             with self.assertRaisesRegex(CheckpointError, "Args.*allow_pickle=True"):
                 extra.decoded(allow_pickle=False)
@@ -98,7 +98,7 @@ class ValuesTest(InFolder):
             closing(opened(files.finish())) as reader,
             self.assertRaisesRegex(CheckpointError, "ema: has tensors of 280 bytes"),
         ):
-            reader.extra(COMMON, verify=True).decoded(allow_pickle=False)
+            reader.index.extras[COMMON].decoded(allow_pickle=False)
 
     def test_heads_are_read_once_for_each_kind_of_chunk(self) -> None:
         """A chunk that looks like another one, but is stored in another order, is read as it is stored."""
@@ -192,7 +192,7 @@ class MetadataTest(InFolder):
         with closing(opened(self.folder)) as reader:
             found = read_elements(reader, reader.model["w"], 0, 70)
             self.assertEqual(found, bytes(TALL.view(-1).view(torch.uint8).numpy()))
-            self.assertEqual(reader.extra(COMMON, verify=True).decoded(allow_pickle=False), {"epoch": 0})
+            self.assertEqual(reader.index.extras[COMMON].decoded(allow_pickle=False), {"epoch": 0})
         (self.folder / "__0.metadata").unlink()
         self.check_refused("__0.metadata: is missing")
 
@@ -231,7 +231,7 @@ class HostileTest(InFolder):
             files.finish()
             try:
                 with closing(opened(self.folder)) as reader:
-                    reader.extra(COMMON, verify=True).decoded_each(allow_pickle=False)
+                    reader.index.extras[COMMON].decoded_each(allow_pickle=False)
             except CheckpointError:
                 pass
             self.assertFalse(mark.exists(), place)

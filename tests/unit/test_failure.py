@@ -51,4 +51,4 @@ def test_calls_that_would_mix() -> None:
         ((2, 3), group, False),
         ((1, 2), object(), False),
     ):
-        assert Turn("save", (0, 1, 2), group).meets(Turn("load", other, others_group)) is meets, other
+        assert Turn("save", (0, 1, 2), group).conflicts_with(Turn("load", other, others_group)) is meets, other

@@ -230,7 +230,7 @@ def test_parameters_of_one_kind_are_planned_together_as_one_by_one(together: int
     with (
         mock.patch.multiple(planner, BOXES_FROM=0),
         mock.patch.object(rank_plan, "PAIRS_TOGETHER", together),
-        mock.patch.object(planner, "copies_of_alike", wraps=planner.copies_of_alike) as at_once,
+        mock.patch.object(planner, "copies_of_kind", wraps=planner.copies_of_kind) as at_once,
     ):
         found = list(Plans(10**9).each(requests))
     for request, its, copies in zip(requests, found, wanted, strict=True):
@@ -281,7 +281,7 @@ def test_a_layer_of_a_grid_is_planned_at_once() -> None:
     chunks = [FlatChunks(shape, 0, -(-shape[0] * shape[1] // 32), (range(32),)) for shape in shapes]
     requests = [Request(*pair, 17) for pair in zip(grids_of, chunks, strict=True)]
     requests += [Request(*pair, 17) for pair in zip(chunks, grids_of, strict=True)]
-    with mock.patch.object(planner, "copies_of_alike", wraps=planner.copies_of_alike) as at_once:
+    with mock.patch.object(planner, "copies_of_kind", wraps=planner.copies_of_kind) as at_once:
         found = list(Plans().each(requests))
     assert [len(call.args[0]) for call in at_once.call_args_list] == [30, 30]
     assert [list(its) for its in found] == [list(singly(request)) for request in requests]

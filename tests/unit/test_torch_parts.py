@@ -9,9 +9,9 @@ import torch
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
-from fsdp_optim.foreign.archive.pickle_table import Unread
 from fsdp_optim.foreign.torch.roles import MODEL_KEYS, OPTIM_KEYS, joined_optims, parts_of
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.unread import Unread
 
 T = StoredTensor("", "float32", (2,), "a.pt", 0)
 MODEL = {"0.weight": T, "0.bias": T}

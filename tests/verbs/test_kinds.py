@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fsdp_optim
 from fsdp_optim import StateError
 from fsdp_optim.layout import cut_named
-from fsdp_optim.state.values import Evidence, Kind, Sight, infer_kind, sight_of
+from fsdp_optim.state.values import Evidence, Kind, infer_kind
+from fsdp_optim.state.values.kinds import Observation, observation_of
 from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 
@@ -337,7 +338,7 @@ class TestEvidence(unittest.TestCase):
     """Kinds of values, in one process."""
 
     def sights(self, *cases: tuple[str, tuple[int, ...], Any]) -> Evidence:
-        return Evidence.of(sight_of(name, value, shape) for name, shape, value in cases)
+        return Evidence.of(observation_of(name, value, shape) for name, shape, value in cases)
 
     def test_by_majority_where_a_value_was_seen_to_follow(self) -> None:
         zeros = torch.zeros
@@ -378,4 +379,4 @@ class TestEvidence(unittest.TestCase):
         for wrong in ("x", "1 0", "1 0:", "1 0:1:2:3", "1  0:1"):
             with self.assertRaises(ValueError):
                 cut_named(wrong)
-        self.assertEqual(Sight("x", (1,), True, False, True), sight_of("x", torch.zeros(1), (1,)))
+        self.assertEqual(Observation("x", (1,), True, False, True), observation_of("x", torch.zeros(1), (1,)))

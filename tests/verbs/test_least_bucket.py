@@ -16,7 +16,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.testing import run_on_threads
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
 WORDS = "bucket_nbytes must be at least 4096 bytes, a whole number, not "
@@ -41,6 +41,8 @@ NAMES = [
 
 def calls(root: Path, nbytes: int) -> dict[str, Callable[[], Any]]:
     model = nn.Linear(40, 70)
+    for param in model.parameters():
+        nn.init.constant_(param, 0.5)  # equal on all ranks
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     model(torch.ones(1, 40)).sum().backward()
     optim.step()
@@ -64,8 +66,7 @@ def calls(root: Path, nbytes: int) -> dict[str, Callable[[], Any]]:
 
 
 def on_ranks(root: str) -> list[tuple[str, str]]:
-    with mock.patch("fsdp_optim.options.LEAST_BUCKET_NBYTES", LEAST_OF_USERS):
-        return [error_text(call) for call in calls(Path(root), 4095).values()]
+    return [error_text(call) for call in calls(Path(root), 4095).values()]
 
 
 class LeastBucketTest(unittest.TestCase):
@@ -83,6 +84,7 @@ class LeastBucketTest(unittest.TestCase):
             calls(self.root, 4096)[name]()
 
     def test_on_ranks(self) -> None:
-        with tempfile.TemporaryDirectory() as root:
-            for errors in zip(*run_on_ranks(on_ranks, 2, root), strict=True):
-                check_refused("4095 bytes", errors, "StateError", WORDS + "4095")
+        with mock.patch("fsdp_optim.options.LEAST_BUCKET_NBYTES", LEAST_OF_USERS):
+            by_rank = run_on_threads(on_ranks, 2, str(self.root))
+        for errors in zip(*by_rank, strict=True):
+            check_refused("4095 bytes", errors, "StateError", WORDS + "4095")

@@ -6,9 +6,6 @@ run/step-1000/<token>/model.safetensors  the files of a save over an older one, 
 run/step-1000/.saving-<token>/claim      written again and again by a save under way, and removed at its end
 run/step-1000/.saving-<token>/dead       put by another save, which takes this one for dead and removes what it has left
 run/step-1000/.saving-<token>/plain      the save has put, or replaces, files that have no folder of their own
-run/step-1000/.saving-<token>/kept       what a conversion needs to go on after a kill
-run/step-1000/.saving-<token>/parts-...  the parts that a conversion has put
-run/step-1000/.saving-<token>/sealed-... a file of a conversion that is complete
 """
 
 from __future__ import annotations

@@ -27,13 +27,10 @@ from fsdp_optim.buckets.objects.keys import Place, new_token
 from fsdp_optim.buckets.objects.opened import OpenedObjects, current
 from fsdp_optim.buckets.objects.watched import BEAT, watched
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.machine import identity_of_process, is_gone
 from fsdp_optim.storage.base import CheckpointProbe
 
 _BEATS = 5  # in the time after which a claim is that of a dead save
-_SILENT_BEATS = 2  # after which a process on another machine counts as killed where its save can go on
 _LOOKED_AT_ONCE = 16
-_UNKNOWN = "unknown"  # the owner of a claim whose system does not tell one process from another
 
 log = logging.getLogger("fsdp_optim")
 
@@ -42,8 +39,7 @@ log = logging.getLogger("fsdp_optim")
 class SaveLease:
     """The claim of one save, held by its leader.
 
-    `dead_after`: seconds without a sign of life. `is_plain`: whether `mark_plain` was called. `replaces`: the version of the
-    claim of a process that was killed, in whose place this one goes on. Raises OvertakenError where another one was faster.
+    `dead_after`: seconds without a sign of life. `is_plain`: whether `mark_plain` was called.
     """
 
     bucket: Bucket
@@ -51,19 +47,17 @@ class SaveLease:
     token: str
     dead_after: float
     is_plain: bool = False
-    replaces: str | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
     _beating: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.bucket.put(self.place.claim(self.token), self._content, only_if=self.replaces)
+        self.bucket.put(self.place.claim(self.token), self._content)
         threading.Thread(target=self._beat, name=f"fsdp_optim: saving {self.place.where}", daemon=True).start()
 
     @property
     def _content(self) -> bytes:
         """What is new each time: another process may know the claim by its bytes alone."""
-        owner = identity_of_process() or _UNKNOWN  # empty would say that nobody goes on with the save
-        return json.dumps({"token": self.token, "owner": owner, BEAT: secrets.token_hex(8)}).encode()
+        return json.dumps({"token": self.token, BEAT: secrets.token_hex(8)}).encode()
 
     def _beat(self) -> None:
         while not self._stop.wait(self.dead_after / _BEATS):
@@ -103,12 +97,6 @@ class SaveLease:
         """Give no more signs of life."""
         self._stop.set()
 
-    def leave(self) -> None:
-        """Say that nobody goes on with the save, whose notes stay."""
-        self.stop()
-        with self._beating:
-            self.bucket.put(self.place.claim(self.token), json.dumps({"token": self.token}).encode())
-
     def release(self) -> None:
         """Remove the claim and all notes of the save."""
         self.stop()
@@ -116,19 +104,6 @@ class SaveLease:
             notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
             self.bucket.delete([key for key in notes if key != self.place.claim(self.token)])
             self.bucket.delete([self.place.claim(self.token)])  # last, so that a later save sees the rest
-
-
-def is_ownerless(content: bytes, age: float, dead_after: float) -> bool:
-    """Whether nobody goes on with a save, by the content of its claim and its age: it was left, or its process is dead.
-
-    An owner that is no identity of a process (of an older version of this library, or of a system that has none) may be alive.
-    """
-    with contextlib.suppress(ValueError):
-        claim = json.loads(content)
-        owner = claim.get("owner", "") if isinstance(claim, dict) else None
-        if owner == "" or (isinstance(owner, str) and is_gone(owner)):
-            return True
-    return age > _SILENT_BEATS * dead_after / _BEATS
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket, MissingObjectError, OvertakenError
 from fsdp_optim.buckets.objects.keys import Place, new_token, own_token
 from fsdp_optim.buckets.objects.opened import OpenedObjects, current
-from fsdp_optim.buckets.objects.part_notes import KEPT
 from fsdp_optim.buckets.objects.saves import (
     SaveLease,
     check_held,
@@ -38,21 +37,14 @@ class ObjectStaging(Staging):
         probe: CheckpointProbe[Any],
         capabilities: Capabilities,
         claim: SaveLease,
-        *,
-        before: OpenedObjects | None = None,
-        has_folder: bool = True,
-        shared: Mapping[str, SharedFile] = {},
-        is_kept: bool = False,
     ) -> None:
-        """A save that has its claim.
-
-        `before`: the checkpoint that it replaces. `has_folder`: whether its files have a folder of their own. `shared`: the files
-        that it has begun. `is_kept`: whether another process can go on with it.
-        """
+        """A save that has its claim."""
         self._bucket, self._place, self._judge, self._capabilities = bucket, place, probe, capabilities
-        self._claim, self._token, self._before, self._has_folder = claim, claim.token, before, has_folder
-        self._shared, self._sealed = dict(shared), set[str]()
-        self._is_kept, self._committed = is_kept, False
+        self._claim, self._token = claim, claim.token
+        self._before: OpenedObjects | None = None  # the checkpoint that it replaces
+        self._has_folder = True  # whether its files have a folder of their own
+        self._shared: dict[str, SharedFile] = {}  # the files that it has begun
+        self._committed = False
 
     @classmethod
     def begun(
@@ -139,31 +131,9 @@ class ObjectStaging(Staging):
                 raise CheckpointError(
                     f"{self._place.where}/{name}: nobody has put part {missing[0]} of its {num} parts"
                 )
-            if file.upload and name not in self._sealed:
+            if file.upload:
                 parts = [its[number] for number in range(num)]
-                version = self._bucket.end_upload(self._key(name), file.upload, parts, only_if=self._address.only_if)
-                if self._is_kept:
-                    self._bucket.put(self._note_of_sealed(name), version.encode())
-
-    def keep_parts(self, note: str) -> None:
-        content = json.dumps({"note": note, "address": self.address})
-        self._bucket.put(self._place.note(self._token, KEPT), content.encode())
-        self._is_kept = True
-
-    def leave_parts(self) -> None:
-        if not self._is_kept:  # nobody could go on with it
-            self.abandon()
-            return
-        with contextlib.suppress(OSError):  # then its age shows that nobody goes on with it
-            self._claim.leave()
-        self._claim.stop()
-
-    def has_parts_of(self, files: Mapping[str, int], part_nbytes: Mapping[str, int]) -> bool:
-        found = {name: (one.nbytes, one.part_nbytes) for name, one in self._shared.items()}
-        return found == {name: (nbytes, part_nbytes[name]) for name, nbytes in files.items()}
-
-    def _note_of_sealed(self, name: str) -> str:
-        return self._place.note(self._token, f"sealed-{name}")
+                self._bucket.end_upload(self._key(name), file.upload, parts, only_if=self._address.only_if)
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
         self._bucket.put(self._key(name), data, only_if=self._address.only_if)
@@ -235,8 +205,6 @@ class ObjectStaging(Staging):
         if self._committed:
             return
         with contextlib.suppress(OSError):
-            if self._is_kept:  # first: nobody goes on with a save whose uploads are gone
-                self._bucket.delete([self._place.note(self._token, KEPT)])
             for name, file in self._shared.items():
                 if file.upload:
                     self._bucket.drop_upload(self._key(name), file.upload)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
 from fsdp_optim.buckets.objects.directory import ObjectShelf
-from fsdp_optim.buckets.objects.kept import ResumedStaging, noted_parts, resumed
 from fsdp_optim.buckets.objects.keys import Place
 from fsdp_optim.buckets.objects.opened import OpenedObjects, open_place
 from fsdp_optim.buckets.objects.opened_any import OpenedAny
-from fsdp_optim.buckets.objects.staging import ObjectStaging, check_free
+from fsdp_optim.buckets.objects.staging import ObjectStaging
 from fsdp_optim.buckets.objects.writer import Address, ObjectWriter
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Opened, Store, check_not_reserved
@@ -80,19 +79,6 @@ class ObjectStore(Store):
             dead_after=self._dead_after,
             siblings=[sibling for sibling in self.directory().places() if sibling != self.place],
         )
-
-    def resume(self, note: str, *, overwrite: bool) -> ResumedStaging | None:
-        """Take over a save in parts that was killed, as a PartsStore does."""
-        if self.capabilities.writes_ranges != "parts":
-            return None
-        check_not_reserved(self.where, self.where.split("/"))
-        before = check_free(self.bucket, self.place, self._judge, overwrite=overwrite)
-        args = (self.bucket, self.place, self._judge, self.capabilities, note)
-        return resumed(*args, dead_after=self._dead_after, before=before)
-
-    def noted(self, address: str) -> Mapping[tuple[str, int], tuple[str, bytes]]:
-        """The parts that a killed save has noted, as a PartsStore does."""
-        return noted_parts(self.bucket, self.place, Address.decoded(address))
 
     def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> ObjectWriter:
         return ObjectWriter(self.bucket, self.place, Address.decoded(address), who, budget_nbytes)

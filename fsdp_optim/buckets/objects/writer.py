@@ -13,7 +13,6 @@ from typing import Any
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket
 from fsdp_optim.buckets.objects.keys import KeyedFiles, Place
 from fsdp_optim.buckets.objects.multipart import MultipartFile
-from fsdp_optim.buckets.objects.part_notes import PartsNotes
 from fsdp_optim.buckets.objects.uploads import Uploads
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Capabilities, StoreWriter
@@ -85,7 +84,6 @@ class ObjectWriter(StoreWriter):
         self._uploads = Uploads(bucket, _nbytes_for_parts(budget_nbytes), address.only_if)
         self._open: dict[str, MultipartFile] = {}
         self._receipts: dict[str, dict[int, Future[str]]] = {}
-        self._notes = PartsNotes(bucket, place, address.token)
         self._own: dict[str, str] = {}  # the uploads of files that this process alone writes, by name
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
@@ -117,13 +115,6 @@ class ObjectWriter(StoreWriter):
                 )
             opened = self._open_file(name, self._address.shared[name])
         opened.write(pieces, offset)
-
-    def note_part(self, name: str, number: int, data: bytes) -> None:
-        self._receipts[name][number].add_done_callback(lambda done: self._notes.add(name, number, done, data))
-
-    def adopt_part(self, name: str, number: int, receipt: str) -> None:
-        done = self._receipts.setdefault(name, {})[number] = Future[str]()
-        done.set_result(receipt)
 
     def put(self, name: str, data: bytes) -> None:
         self._bucket.put(self._files.key(name), data, only_if=self._address.only_if)

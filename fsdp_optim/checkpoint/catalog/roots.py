@@ -15,7 +15,7 @@ from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.storage.base import is_reserved, names_checkpoint
 from fsdp_optim.storage.posix.files import absolute
-from fsdp_optim.storage.posix.looks import is_root, names_in
+from fsdp_optim.storage.posix.path_status import is_root, names_in
 
 _MOST_LOOKS = 8  # at folders whose names are those of checkpoints
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_optim.checkpoint.common.contents import SavedValue, planned
-from fsdp_optim.formats.base.protocols import FormatWriter, Half, PlannedFile
+from fsdp_optim.formats.base.protocols import Half, PlannedFile, Writer
 from fsdp_optim.layout import STORAGE, FlatChunks, OnMesh, Placement, Whole
 from fsdp_optim.move import StateValue
 
@@ -36,28 +36,17 @@ class File:
 
 
 def planned_files(
-    writer: FormatWriter, half: Half, values: Sequence[SavedValue], shared: str, *, most_nbytes: int, num_ranks: int
-) -> list[File]:
-    """The files that a format plans for the values of one half."""
-    by_key = {value.stored_name: value for value in values}
-    plans = writer.files(
-        half, [planned(value) for value in values], shared, most_nbytes=most_nbytes, num_ranks=num_ranks
-    )
-    return [File(plan, tuple(by_key[tensor.key] for tensor in plan.tensors)) for plan in plans]
-
-
-def files_of_both(
-    writer: FormatWriter,
+    writer: Writer,
     values: Mapping[Half, Sequence[SavedValue]],
     shared: str,
     *,
     most_nbytes: int,
     num_ranks: int,
 ) -> list[File]:
-    """The files that a format plans for a conversion, in which one file may have slices of values, of both halves."""
+    """The files that a format plans, in which one file may have slices of values, of both halves."""
     by_key = {(half, value.stored_name): value for half, its in values.items() for value in its}
     tensors = {half: [planned(value) for value in its] for half, its in values.items()}
-    plans = writer.all_files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
+    plans = writer.files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
     return [File(plan, tuple(by_key[one.half, one.key] for one in plan.tensors)) for plan in plans]
 
 

@@ -19,7 +19,7 @@ from fsdp_optim.foreign.per_rank.olmo_local import OLMO_LOCAL
 from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.foreign.torch.writer import WrittenTorchFiles
-from fsdp_optim.formats.base.protocols import Format, FormatReader, replaced_error
+from fsdp_optim.formats.base.protocols import Format, Reader, replaced_error
 from fsdp_optim.formats.own.format import OURS, OwnFormat
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import Opened, Store, is_sure_that_not
@@ -148,7 +148,7 @@ def _installed() -> Iterator[Format]:
         yield installed
 
 
-def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None) -> FormatReader:
+def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None) -> Reader:
     """Open the checkpoint in a store, and try again if another save replaces it meanwhile. `format` None: it is recognised.
 
     Raises CheckpointError that names the damaged file.

@@ -13,7 +13,8 @@ from fsdp_optim.adapters.module_values import put
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.protocols import MODULES, FormatReader
+from fsdp_optim.formats.base.index import CheckpointIndex
+from fsdp_optim.formats.base.protocols import MODULES
 from fsdp_optim.memory import detached_copy
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.values.same import same
@@ -93,9 +94,8 @@ class StoredModuleValues:
         cls,
         local: ModuleValues,
         global_state: GlobalState,
-        checkpoint: FormatReader,
+        index: CheckpointIndex,
         *,
-        verify: bool,
         allow_pickle: bool,
         strict: bool,
         renamed: Callable[[str], str] = lambda name: name,
@@ -104,9 +104,9 @@ class StoredModuleValues:
 
         Raises CheckpointError for a pickled value, unless pickles are allowed or `strict` is False.
         """
-        found = _stored(checkpoint, verify=verify, allow_pickle=allow_pickle)
+        found = _stored(index, allow_pickle=allow_pickle)
         by_name = {renamed(name): value for name, value in found.items()}
-        aliases = checkpoint.aliases
+        aliases = index.aliases
         stored: dict[str, tuple[Any, Any]] = {}
         withheld, used = [], set()
         names: dict[str, tuple[str | None, ...]] = {fqn: (fqn, aliases.get(fqn)) for fqn in global_state.module_values}
@@ -170,13 +170,13 @@ class StoredModuleValues:
                 raise CheckpointError(f"{fqn}: the value in the live model differs from the saved value")
 
 
-def _stored(checkpoint: FormatReader, *, verify: bool, allow_pickle: bool) -> dict[str, Any]:
+def _stored(index: CheckpointIndex, *, allow_pickle: bool) -> dict[str, Any]:
     """The stored version and value, or Withheld, by FQN."""
-    if MODULES not in checkpoint.extras:
+    if MODULES not in index.extras:
         return {}
-    saved = checkpoint.extra(MODULES, verify=verify).decoded_each(allow_pickle=allow_pickle)
+    saved = index.extras[MODULES].decoded_each(allow_pickle=allow_pickle)
     by_name: dict[str, Any] = {}
-    with as_checkpoint_error(f"{checkpoint.where}: the values of its modules"):
+    with as_checkpoint_error(f"{index.where}: the values of its modules"):
         for fqn, versioned in saved.items():
             if isinstance(versioned, Withheld):
                 by_name[fqn] = versioned

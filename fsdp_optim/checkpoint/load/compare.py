@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.common.contents import weights_of
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue, elements_in, read_constants, stored_value
 from fsdp_optim.checkpoint.load.targets import State, Weights
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.protocols import FormatReader
+from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import dtype_name, flat_slice
 from fsdp_optim.move import End, Key, Slice, move
@@ -36,7 +36,7 @@ def check_bitwise(
     reader: ModelReader,
     optim: Optimizers | None,
     group: RankGroup,
-    loaded_from: FormatReader,
+    loaded_from: Reader,
     weights: Weights,
     state: State | None,
     options: LoadOptions,
@@ -73,7 +73,9 @@ def check_bitwise(
         )
         if state is not None and loaded is not None:
             live.update((value.key, _held(loaded, value)) for value in values if value.is_state)
-            read_constants(checkpoint, [stored for stored in checkpoint.optim.values() if not stored.shape])
+            read_constants(
+                checkpoint, [stored for stored in checkpoint.index.optim_tensors.values() if not stored.shape]
+            )
             _check_scalars(state, loaded)
             _check_opaque(state, loaded)
             _check_groups(state, loaded, options.keep)
@@ -88,7 +90,7 @@ def check_bitwise(
     total, expected = sum(map(int, nbytes_of_ranks)), sum(value.nbytes for value in values)
     if total != expected:
         raise CheckpointError(
-            f"{loaded_from.where}: {total} of {expected} bytes were found in the live model and optimizer"
+            f"{loaded_from.index.where}: {total} of {expected} bytes were found in the live model and optimizer"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,7 +12,8 @@ from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.checkpoint.load.reading import elements_in
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
+from fsdp_optim.formats.base.index import CheckpointIndex
+from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
 from fsdp_optim.layout import Whole
 from fsdp_optim.options import Rename
 from fsdp_optim.state.dicts.flattened import fqns_of_flattened, is_flattened
@@ -24,17 +26,17 @@ TiedCopies = Sequence[tuple[StoredTensor, StoredTensor]]
 
 
 def renamed_names(
-    names: Names, checkpoint: FormatReader, rename: Rename | None, described: Collection[str] = ()
+    names: Names, index: CheckpointIndex, rename: Rename | None, full: Mapping[str, Any] | None = None
 ) -> Names:
     """The names of a model, which also know the names in a checkpoint that `rename` maps to them.
 
-    `described`: those in the description of the optimizer, which has parameters whose weights the checkpoint may not have.
+    `full`: the optimizer's full dict, which has parameters whose weights the checkpoint may not have.
     """
     if rename is None:
         return names
     function = renamer(rename)
     given = {}
-    for stored in {*names_in(checkpoint), *described}:
+    for stored in {*index.weights, *index.aliases, *(_names_in(full) if full is not None else ())}:
         new = function(stored)
         if not isinstance(new, str):
             raise StateError(f"rename returned {new!r} for {stored}, which is no name")
@@ -56,24 +58,23 @@ def renamer(rename: Rename) -> Callable[[str], str]:
     return renamed
 
 
-def names_in(checkpoint: FormatReader) -> Collection[str]:
-    """The names of parameters in a checkpoint: of weights and of the optimizer's state."""
-    full = checkpoint.full_dict
-    of_state = {name for name in full.get("state", ()) if isinstance(name, str)} if full is not None else set()
-    groups = full.get("param_groups", ()) if full is not None else ()
-    of_groups = {name for group in groups for name in group.get("params", ()) if isinstance(name, str)}
-    flattened = fqns_of_flattened(full) if full is not None and is_flattened(full) else ()
-    return {*checkpoint.model, *checkpoint.aliases, *of_state, *of_groups, *flattened}
+def _names_in(full: Mapping[str, Any]) -> Collection[str]:
+    """The names of parameters in a full dict of any dialect."""
+    of_state = {name for name in full.get("state", ()) if isinstance(name, str)}
+    of_groups = {
+        name for group in full.get("param_groups", ()) for name in group.get("params", ()) if isinstance(name, str)
+    }
+    return {*of_state, *of_groups, *(fqns_of_flattened(full) if is_flattened(full) else ())}
 
 
 def find_stored(
-    fqns: Collection[str], names: Names, live_aliases: Mapping[str, str], checkpoint: FormatReader
+    fqns: Collection[str], names: Names, live_aliases: Mapping[str, str], index: CheckpointIndex
 ) -> tuple[dict[str, StoredTensor], TiedCopies]:
     """The stored tensor of each parameter, found by any of its names, and stored tensors of parameters that are tied here.
 
     `live_aliases`: other names of the model's parameters, each with the FQN.
     """
-    stored, saved_aliases = checkpoint.model, checkpoint.aliases
+    stored, saved_aliases = index.weights, index.aliases
     others: dict[str, list[str]] = {}
     for alias, fqn in live_aliases.items():
         others.setdefault(fqn, []).append(alias)
@@ -90,7 +91,7 @@ def find_stored(
         if key in used:
             continue
         fqn = names.canonical(key)
-        if fqn in by_fqn and names.are_one(key, by_fqn[fqn].key):
+        if fqn in by_fqn and names.would_collide(key, by_fqn[fqn].key):
             continue  # two tensors of the checkpoint, and the model has one of them
         if fqn in by_fqn:
             tied_copies.append((tensor, by_fqn[fqn]))
@@ -100,7 +101,7 @@ def find_stored(
 
 
 def differing_tied_copies(
-    checkpoint: FormatReader, tied_copies: TiedCopies, rank: int, ranks: Sequence[int]
+    checkpoint: TensorReader, tied_copies: TiedCopies, rank: int, ranks: Sequence[int]
 ) -> dict[str, str]:
     """The names of stored tensors of tied parameters that differ from the one that is loaded, with the difference in words.
 
@@ -119,7 +120,7 @@ def differing_tied_copies(
     return found
 
 
-def _differ(checkpoint: FormatReader, twin: StoredTensor, loaded: StoredTensor, position: int, num: int) -> bool:
+def _differ(checkpoint: TensorReader, twin: StoredTensor, loaded: StoredTensor, position: int, num: int) -> bool:
     """Whether one of `num` equal parts of two stored tensors differs in any bit."""
     numel = twin.placement.numel
     first, last = (numel * (position + index) // num for index in (0, 1))
@@ -130,7 +131,7 @@ def _differ(checkpoint: FormatReader, twin: StoredTensor, loaded: StoredTensor, 
     )
 
 
-def _elements(checkpoint: FormatReader, stored: StoredTensor, start: int, num: int) -> torch.Tensor:
+def _elements(checkpoint: TensorReader, stored: StoredTensor, start: int, num: int) -> torch.Tensor:
     """Some elements of a stored tensor, in row-major order, as bytes."""
     data, size = torch.empty(num * stored.itemsize, dtype=torch.uint8), stored.itemsize
     memory = bytes_of(data)

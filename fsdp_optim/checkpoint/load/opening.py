@@ -13,8 +13,7 @@ import time
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.formats.base.protocols import Format, FormatReader
+from fsdp_optim.formats.base.protocols import Format, Reader
 from fsdp_optim.storage.base import VISIBLE_WITHIN, Store
 from fsdp_optim.transport.agree import MeetingResult, agree, all_equal, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
@@ -26,7 +25,7 @@ _FIRST_PAUSE, _LONGEST = 0.05, 1.0  # seconds between looks on several machines
 log = logging.getLogger("fsdp_optim")
 
 
-def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, format: Format | None) -> FormatReader:
+def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, format: Format | None) -> Reader:
     """Open the same checkpoint on all ranks. Called by all ranks.
 
     `call`: the arguments of the call, which ranks compare. `format` None: it is recognised.
@@ -49,9 +48,8 @@ def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, form
             if checkpoint is not None and not is_same:
                 checkpoint.close()
         if is_same and checkpoint is not None:
-            if group.rank == group.ranks[0] and isinstance(checkpoint, ForeignReader):
-                for note in checkpoint.notes:
-                    log.warning(note)
+            for note in checkpoint.index.facts.notes if group.rank == group.ranks[0] else ():
+                log.warning(note)
             return checkpoint
         looks += 1
         if num_failed == len(group.ranks):
@@ -71,9 +69,9 @@ def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, form
             pause = min(2 * pause, _LONGEST)
 
 
-def _compare(group: RankGroup, call: str, checkpoint: FormatReader | None, failure: Failure) -> MeetingResult:
+def _compare(group: RankGroup, call: str, checkpoint: Reader | None, failure: Failure) -> MeetingResult:
     """Compare what the ranks have opened. A rank that failed has a content."""
-    opened = json.dumps(checkpoint.identity, sort_keys=True).encode() if checkpoint is not None else b""
+    opened = json.dumps(checkpoint.index.identity, sort_keys=True).encode() if checkpoint is not None else b""
     return all_gather_bytes(group, f"opened with {call}", b"failed" if failure.error is not None else b"", opened)
 
 

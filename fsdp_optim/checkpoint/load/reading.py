@@ -12,7 +12,7 @@ from fsdp_optim.checkpoint.common.files import has_short_rows, in_flat_chunks
 from fsdp_optim.checkpoint.common.local_extents import LocalExtent, LocalMemory, bytes_of, in_host_memory, ranges_of
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
+from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import End, Slice, StateValue
@@ -73,7 +73,7 @@ class CheckpointEnd(End):
         plans: the plans of earlier calls, in which the plans of this load are kept.
     """
 
-    checkpoint: FormatReader
+    checkpoint: TensorReader
     rank: int
     budget: Budget
     progress: Callable[[int], None] = lambda nbytes: None
@@ -162,7 +162,7 @@ def elements_of(copies: Sequence[Copy], first: int, num: int) -> Iterator[tuple[
                 yield copy.source_rank, stored_offset, offset, numel
 
 
-def read_constants(checkpoint: FormatReader, stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
+def read_constants(checkpoint: TensorReader, stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
     """Read some small tensors whole, on this rank."""
     values = [torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device=_CPU) for tensor in stored]
     extents: dict[str, list[Extent]] = {}

@@ -20,7 +20,7 @@ from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.load.restored import Restored, read_extras
 from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
 from fsdp_optim.errors import ReplacedError, StateError, WrapperError, shortened
-from fsdp_optim.formats.base.protocols import Format, FormatReader
+from fsdp_optim.formats.base.protocols import Format, Reader
 from fsdp_optim.move import move
 from fsdp_optim.options import LoadOptions, Model
 from fsdp_optim.speed import speed_of
@@ -72,7 +72,9 @@ def _restore(
         store = with_cache(store_at(path, options=options.storage_options), options.local_cache)
         with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
             restored = read_extras(checkpoint, store, _position(options), options, format)
-            restored.summary = LoadSummary(world_size=checkpoint.world_size, step=checkpoint.step)
+            restored.summary = LoadSummary(
+                world_size=checkpoint.index.facts.world_size, step=checkpoint.index.facts.step
+            )
             return restored
     with (
         collective_call("load", [model], options, options.call, all_of_plain=True) as ((reader,), group),
@@ -83,7 +85,7 @@ def _restore(
         store = with_cache(common_store(group, path, options.storage_options), options.local_cache)
         opened = open_on_all(group, store, options.compared_text(), verify=options.verify, format=format)
         checkpoint = stack.enter_context(closing(opened))
-        check_halves(checkpoint, optim, options.weights)
+        check_halves(checkpoint.index, optim, options.weights)
         weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
         state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
         restored = read_extras(checkpoint, store, group.position, options, format)
@@ -122,7 +124,7 @@ def _position(options: LoadOptions) -> int:
 
 def _summarized(
     restored: Restored,
-    checkpoint: FormatReader,
+    checkpoint: Reader,
     weights: Weights,
     state: State | None,
     options: LoadOptions,
@@ -139,11 +141,13 @@ def _summarized(
         )
     restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
     restored.unexpected = _each_once(weights.unexpected, state.fit.unexpected if state is not None else ())
-    restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.world_size, checkpoint.step)
+    restored.summary = LoadSummary(
+        num_tensors, nbytes, absent, checkpoint.index.facts.world_size, checkpoint.index.facts.step
+    )
     if group.rank == group.ranks[0]:
         log.info(
             "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank, in %s; without optimizer state: %s",
-            checkpoint.where,
+            checkpoint.index.where,
             restored.summary.world_size,
             len(group.ranks),
             num_tensors,

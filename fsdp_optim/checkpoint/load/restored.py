@@ -12,7 +12,7 @@ from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.results import LoadSummary
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.protocols import COMMON, Format, FormatReader, rank_extra_name
+from fsdp_optim.formats.base.protocols import COMMON, Format, Reader, rank_extra_name
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.storage.base import Store
 
@@ -31,15 +31,13 @@ class OfAllRanks:
 
     def read(self) -> tuple[Any, ...]:
         with closing(open_checkpoint(self.store, verify=self.verify, format=self.format)) as checkpoint:
-            if checkpoint.identity != self.identity:
+            if checkpoint.index.identity != self.identity:
                 raise CheckpointError(
                     f"{self.store.where}: was replaced by another checkpoint after the load: read all_ranks before the next save"
                 )
-            names = [rank_extra_name(position) for position in range(checkpoint.world_size)]
-            files = [
-                checkpoint.extra(name, verify=self.verify) if name in checkpoint.extras else None for name in names
-            ]
-        values = [file.decoded(allow_pickle=self.allow_pickle) if file is not None else None for file in files]
+            names = [rank_extra_name(position) for position in range(checkpoint.index.facts.world_size)]
+            extras = [checkpoint.index.extras.get(name) for name in names]
+            values = [extra.decoded(allow_pickle=self.allow_pickle) if extra is not None else None for extra in extras]
         return tuple(values) if any(value is not None for value in values) else ()
 
 
@@ -126,30 +124,30 @@ def _checked(value: Any) -> Any:
 
 
 def read_extras(
-    checkpoint: FormatReader, store: Store, position: int, options: LoadOptions, format: Format | None
+    checkpoint: Reader, store: Store, position: int, options: LoadOptions, format: Format | None
 ) -> Restored:
     """The values of the trainer for one rank. `position`: its index among the loading ranks. `store`: for later reads."""
 
     def read(name: str) -> Any:
-        return checkpoint.extra(name, verify=options.verify).decoded_each(allow_pickle=options.allow_pickle)
+        return extras[name].decoded_each(allow_pickle=options.allow_pickle)
 
     def guarded(value: Any) -> Any:
         withheld = isinstance(value, dict) and any(isinstance(item, Withheld) for item in value.values())
         return Guarded(value) if withheld else value
 
-    mine, first, names = rank_extra_name(position), rank_extra_name(0), checkpoint.extras
-    extra = read(COMMON) if COMMON in names else None
+    extras, mine, first = checkpoint.index.extras, rank_extra_name(position), rank_extra_name(0)
+    extra = read(COMMON) if COMMON in extras else None
     restored = Restored(extra if isinstance(extra, dict) else {} if extra is None else {"extra": extra})
-    restored._of_all = OfAllRanks(store, checkpoint.identity, options.verify, options.allow_pickle, format)
-    if mine in names:
+    restored._of_all = OfAllRanks(store, checkpoint.index.identity, options.verify, options.allow_pickle, format)
+    if mine in extras:
         restored._per_rank = guarded(read(mine))
-    elif first in names and (of_first := read(first)) is not None:
+    elif first in extras and (of_first := read(first)) is not None:
         log.warning(
             "rank %d had no per_rank_extra when %s was saved by %d ranks, so it gets that of rank 0: give this rank a random "
             "state of its own (restored.all_ranks has the per_rank_extra of every rank)",
             position,
-            checkpoint.where,
-            checkpoint.world_size,
+            checkpoint.index.where,
+            checkpoint.index.facts.world_size,
         )
         restored._per_rank = guarded(of_first)
     return restored

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import shortened
-from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.formats.base.protocols import FormatReader
+from fsdp_optim.formats.base.index import CheckpointIndex
 
 _MOST_PAIRS = 4
 
 
 def why_names_differ(
-    reader: ModelReader, checkpoint: FormatReader, missing: Sequence[str], unexpected: Sequence[str]
+    reader: ModelReader, index: CheckpointIndex, missing: Sequence[str], unexpected: Sequence[str]
 ) -> str:
     """How transformers renames the weights of this model, and the fix; "" where it keeps them.
 
@@ -21,7 +20,7 @@ def why_names_differ(
     """
     if not missing or not unexpected:
         return ""
-    found = reader.stored_names() if isinstance(checkpoint, ForeignReader) else None
+    found = reader.stored_names() if not index.facts.names_are_fqns else None
     if found is None:
         return ""
     pairs = shortened((f"{stored} -> {live}" for stored, live in found.pairs), _MOST_PAIRS)

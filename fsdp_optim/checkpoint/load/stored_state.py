@@ -1,27 +1,28 @@
-"""The optimizer's state in a checkpoint as a `FullState`: of this library's description, or of another library's full dict."""
+"""The optimizer's state in a checkpoint as a `FullState`, without the elements of the tensors that a load moves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
-from fsdp_optim.checkpoint.common.optim_description import full_dict
 from fsdp_optim.checkpoint.load.matching import renamed_names
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.foreign.archive.tree import unread_in
-from fsdp_optim.foreign.reader import tensors_in
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
+from fsdp_optim.formats.base.index import ReadSmall, SavedOptim, mapped, stored_in
+from fsdp_optim.formats.base.protocols import Reader, StoredTensor
+from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.options import Rename
 from fsdp_optim.state.dicts.dialects import normalize
-from fsdp_optim.state.dicts.full import FullState
+from fsdp_optim.state.dicts.flattened import is_flattened
+from fsdp_optim.state.dicts.full import RESERVED_KEYS, FullState, following_params
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.values.kinds import Kind
 
@@ -41,7 +42,7 @@ class StoredState:
     @classmethod
     def of(
         cls,
-        checkpoint: FormatReader,
+        checkpoint: Reader,
         names: Names,
         shapes: Mapping[str, Shape],
         *,
@@ -51,75 +52,120 @@ class StoredState:
     ) -> StoredState:
         """The state for a model whose parameters have these names and shapes. Reads small tensors, on this rank.
 
-        `off_mesh`: as for `full_dict`.
+        `off_mesh`: as for `resolved`.
 
         Raises StateError if no optimizer was saved, or if the checkpoint cannot say whose state it has.
         """
-        if not checkpoint.has_optim:
-            raise StateError(f"{checkpoint.where}: was saved without an optimizer: load it without optim=")
-        if checkpoint.full_dict is not None:
-            return _of_foreign(checkpoint, renamed_names(names, checkpoint, rename), shapes)
-        keys: dict[tuple[str, str], str] = {}
-        description = checkpoint.description(allow_pickle=allow_pickle, records=RECORDS)
-        names = renamed_names(names, checkpoint, rename, description.params)
-        with as_checkpoint_error(f"{checkpoint.where}: the optimizer"):
-            as_dict = full_dict(_CheckpointFiles(checkpoint), description, names, keys, off_mesh)
-        return cls(normalize(as_dict, names), {place: _stored(checkpoint, key) for place, key in keys.items()})
+        index = checkpoint.index
+        if index.optim is None:
+            raise StateError(f"{checkpoint.index.where}: was saved without an optimizer: load it without optim=")
+        saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
+        names = renamed_names(names, index, rename, saved.full)
+        return cls.resolved(checkpoint.index.where, saved, names, shapes, partial(read_constants, checkpoint), off_mesh)
 
+    @classmethod
+    def resolved(
+        cls,
+        where: str,
+        saved: SavedOptim,
+        names: Names,
+        shapes: Mapping[str, Shape],
+        read: ReadSmall,
+        off_mesh: Collection[str] = (),
+    ) -> StoredState:
+        """The state by FQN: where ids become names, in any dialect, and where the kinds that were not recorded are inferred.
 
-@dataclass(frozen=True)
-class _CheckpointFiles:
-    """The `StateFiles` of a checkpoint."""
+        `off_mesh`: FQNs of parameters that are no DTensors: what was cut by itself and has their shape is cut like them
+        (`following_params`).
 
-    checkpoint: FormatReader
-
-    def described(self, key: str) -> tuple[Shape, str]:
-        stored = _stored(self.checkpoint, key)
-        return stored.shape, stored.dtype
-
-    def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        return read_constants(self.checkpoint, [_stored(self.checkpoint, key) for key in keys])
-
-
-def _stored(checkpoint: FormatReader, key: str) -> StoredTensor:
-    if key not in checkpoint.optim:
-        raise CheckpointError(f"{checkpoint.where}: the description of the optimizer names {key}, which is in no file")
-    return checkpoint.optim[key]
-
-
-# ------------------------------------------------------------------------------------------- other libraries
-
-
-def _of_foreign(checkpoint: FormatReader, names: Names, shapes: Mapping[str, Shape]) -> StoredState:
-    where = f"{checkpoint.where}: the optimizer"
-    tree: Any = checkpoint.full_dict
-    stand_ins = _StandIns(checkpoint, [stored for stored in tensors_in(tree) if _numel(stored) <= 1])
-    with as_checkpoint_error(where):
-        full = normalize(stand_ins.in_place_of_stored(tree), names)
-        _check_read(where, full)
-        evidence = full.evidence(shapes)
-        sharded = {
-            (fqn, name): stored
-            for fqn, values in full.state.items()
-            for name, value in values.items()
-            if (stored := stand_ins.stored_of(value)) is not None
-            and full.kind_of(fqn, name, value, shapes.get(fqn, stored.shape), evidence) is Kind.SHARDED
-        }
-        whole = stand_ins.read_others(frozenset(id(full.state[fqn][name]) for fqn, name in sharded))
-        metas = {place: _meta_of(stored) for place, stored in sharded.items()}
-        full = replace(
-            full,
-            state={
-                fqn: {
-                    name: metas[fqn, name] if (fqn, name) in metas else _mapped(value, whole)
-                    for name, value in values.items()
-                }
+        Raises CheckpointError where the dict contradicts itself, StateError where the parameters of ids are unknown.
+        """
+        where = f"{where}: the optimizer"
+        with as_checkpoint_error(where):
+            full = normalize(_as_dict(saved, read), names)
+            _check_read(where, full)
+            metas = _with_metas(full)
+            if off_mesh:
+                metas = following_params(metas, shapes, metas.kinds.keys() - set(off_mesh))
+            evidence = metas.evidence(shapes)
+            tensors = {
+                (fqn, name): value
                 for fqn, values in full.state.items()
-            },
-            groups=tuple((_mapped(hyper, whole), fqns) for hyper, fqns in full.groups),
-            other_keys=_mapped(full.other_keys, whole),
-        )
-    return StoredState(full, sharded)
+                for name, value in values.items()
+                if isinstance(value, StoredTensor)
+                and metas.kind_of(fqn, name, metas.state[fqn][name], shapes.get(fqn, value.shape), evidence)
+                is Kind.SHARDED
+            }
+            others = {
+                fqn: {name: value for name, value in values.items() if (fqn, name) not in tensors}
+                for fqn, values in full.state.items()
+            }
+            others, other_keys = _read_in((others, full.other_keys), read)
+            state = {
+                fqn: {name: metas.state[fqn][name] if (fqn, name) in tensors else others[fqn][name] for name in values}
+                for fqn, values in full.state.items()
+            }
+        return cls(replace(metas, state=state, other_keys=other_keys), tensors)
+
+
+def _as_dict(saved: SavedOptim, read: ReadSmall) -> Mapping[str, Any]:
+    """The full dict of a saved optimizer, in its dialect. Only the values of its state are StoredTensors still.
+
+    Readers of dialects look at the others, and into lists: fairscale gives a number once for each rank.
+    """
+    reserved = [key for key in saved.other_keys if key in RESERVED_KEYS]
+    if reserved:
+        raise ValueError(f"{reserved[0]!r} cannot be another key of an optimizer")
+    full = {**saved.other_keys, **saved.full}
+    in_state = {key for key in full if str(key).startswith("state.")} if is_flattened(full) else {"state"}
+    state = {key: full[key] for key in in_state if key in full}
+    lists = [value for value in _values_in(state) if isinstance(value, (list, tuple))]
+    rest, read_lists = _read_in(({key: value for key, value in full.items() if key not in in_state}, lists), read)
+    left = iter(read_lists)
+    state = {key: _with_lists(value, left) for key, value in state.items()}
+    return {key: state[key] if key in state else rest[key] for key in full}
+
+
+def _values_in(tree: Any) -> list[Any]:
+    """The values in nested dicts, in their order."""
+    if isinstance(tree, Mapping):
+        return [value for inner in tree.values() for value in _values_in(inner)]
+    return [tree]
+
+
+def _with_lists(tree: Any, lists: Any) -> Any:
+    """Nested dicts with the next of `lists` in the place of each list."""
+    return next(lists) if isinstance(tree, (list, tuple)) else mapped(tree, lambda value: _with_lists(value, lists))
+
+
+def _with_metas(full: FullState) -> FullState:
+    """The state with a meta tensor in the place of each stored one."""
+    state = {
+        fqn: {name: _meta_of(value) if isinstance(value, StoredTensor) else value for name, value in values.items()}
+        for fqn, values in full.state.items()
+    }
+    return replace(full, state=state)
+
+
+def _meta_of(stored: StoredTensor) -> torch.Tensor:
+    return torch.empty(stored.shape, dtype=dtype_named(stored.dtype), device="meta")
+
+
+def _read_in(tree: Any, read: ReadSmall) -> Any:
+    """The same dicts and lists with the elements in the place of each StoredTensor."""
+    stored = {one.key: one for one in stored_in(tree)}
+    tensors = dict(zip(stored, read(list(stored.values())), strict=True)) if stored else {}
+    used: set[str] = set()
+
+    def made(tree: Any) -> Any:
+        if isinstance(tree, StoredTensor):
+            value = tensors[tree.key]  # one for each place of a tensor that has several
+            again = tree.key in used
+            used.add(tree.key)
+            return value.clone() if again else value
+        return mapped(tree, made)
+
+    return made(tree) if stored else tree
 
 
 def _check_read(where: str, full: FullState) -> None:
@@ -134,69 +180,3 @@ def _check_read(where: str, full: FullState) -> None:
                 f"{where}: {what} is a {unread.what}, and making one can run any code: if you trust the author of the file, read "
                 "it with torch.load, and give its dict to scatter_full_optim_state_dict"
             )
-
-
-def _numel(stored: StoredTensor) -> int:
-    return stored.placement.numel
-
-
-class _StandIns:
-    """Meta tensors in the place of stored tensors; those of at most one element are read, because readers look at them."""
-
-    def __init__(self, checkpoint: FormatReader, small: Sequence[StoredTensor]) -> None:
-        self._checkpoint = checkpoint
-        unique = {stored.key: stored for stored in small}
-        self._small = dict(zip(unique, read_constants(checkpoint, list(unique.values())), strict=True))
-        # By id; the tensors are kept, so ids stay unique.
-        self._metas: dict[int, tuple[torch.Tensor, StoredTensor]] = {}
-        self._read: dict[int, tuple[torch.Tensor, StoredTensor]] = {}
-
-    def in_place_of_stored(self, tree: Any) -> Any:
-        return _replaced(tree, self._stand_in)
-
-    def _stand_in(self, stored: StoredTensor) -> torch.Tensor:
-        if stored.key in self._small:
-            value = self._small[stored.key].clone()  # one for each place of a tensor that has several
-            self._read[id(value)] = (value, stored)
-            return value
-        meta = _meta_of(stored)
-        self._metas[id(meta)] = (meta, stored)
-        return meta
-
-    def stored_of(self, value: object) -> StoredTensor | None:
-        found = self._metas.get(id(value)) or self._read.get(id(value))
-        return found[1] if found is not None else None
-
-    def read_others(self, but: frozenset[int]) -> Callable[[object], Any]:
-        """A function that returns the elements of a stand-in, read whole, and every other value as it is.
-
-        `but`: the ids of stand-ins that stay.
-        """
-        others = [(number, stored) for number, (_, stored) in self._metas.items() if number not in but]
-        read = read_constants(self._checkpoint, [stored for _, stored in others])
-        by_id = {number: value for (number, _), value in zip(others, read, strict=True)}
-        return lambda value: by_id.get(id(value), value)
-
-
-def _meta_of(stored: StoredTensor) -> torch.Tensor:
-    return torch.empty(stored.shape, dtype=dtype_named(stored.dtype), device="meta")
-
-
-def _replaced(tree: Any, of: Callable[[StoredTensor], torch.Tensor]) -> Any:
-    """The same dicts and lists with another value in the place of each StoredTensor."""
-    if isinstance(tree, StoredTensor):
-        return of(tree)
-    if isinstance(tree, Mapping):
-        return {key: _replaced(value, of) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_replaced(value, of) for value in tree)
-    return tree
-
-
-def _mapped(tree: Any, of: Callable[[object], Any]) -> Any:
-    """The same dicts and lists with another value in the place of each leaf."""
-    if isinstance(tree, Mapping):
-        return {key: _mapped(value, of) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_mapped(value, of) for value in tree)
-    return of(tree)

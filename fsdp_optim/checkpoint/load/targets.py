@@ -18,13 +18,13 @@ from fsdp_optim.checkpoint.load.stored_names import why_names_differ
 from fsdp_optim.checkpoint.load.stored_state import StoredState
 from fsdp_optim.checkpoint.load.unfilled import check_memory, warn_of_unfilled
 from fsdp_optim.errors import StateError, counted_noun, shortened
-from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor, weights_in
+from fsdp_optim.formats.base.index import CheckpointIndex
+from fsdp_optim.formats.base.protocols import COMMON, Reader, StoredTensor, TensorReader
 from fsdp_optim.memory import Slabs, dtype_name
 from fsdp_optim.options import LoadOptions, WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
-from fsdp_optim.state.live.fits import Fit
+from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
@@ -59,7 +59,7 @@ class Weights:
         cls,
         reader: ModelReader,
         group: RankGroup,
-        checkpoint: FormatReader,
+        checkpoint: TensorReader,
         asked: LoadOptions,
         about: str,
         *,
@@ -85,34 +85,34 @@ class Weights:
         check_not_empty(global_state, reader)
         if asked.weights == "none":
             return cls(local, global_state, {}, {}, (), (), StoredModuleValues(local.module_values))
-        names = renamed_names(names_of_global_state(global_state, local.view), checkpoint, asked.rename)
-        stored, tied_copies = find_stored(global_state.params, names, local.view.aliases, checkpoint)
+        index = checkpoint.index
+        names = renamed_names(names_of_global_state(global_state, local.view), index, asked.rename)
+        stored, tied_copies = find_stored(global_state.params, names, local.view.aliases, index)
         differing = {}
-        if any(key not in global_state.params for key in checkpoint.model):  # the same on all ranks
+        if any(key not in global_state.params for key in index.weights):  # the same on all ranks
             by_ranks = group.ranks if readers is None else readers
             differing = _of_all_ranks(group, differing_tied_copies(checkpoint, tied_copies, group.rank, by_ranks))
         used = {one.key for one in stored.values()} | {twin.key for twin, _ in tied_copies if twin.key not in differing}
         left_out = {fqn for fqn, param in global_state.params.items() if param.group_index == LEFT_OUT}
         frozen = {fqn: stored.pop(fqn).key for fqn in global_state.params if fqn in left_out and fqn in stored}
-        if weights_in(checkpoint).which != "trainable":
+        if index.facts.weights.which != "trainable":
             frozen = {}  # of all weights, those of frozen parameters are left out as asked
         missing = [fqn for fqn in global_state.params if fqn not in stored and fqn not in left_out]
-        unexpected = [key for key in checkpoint.model if key not in used and not (options.strict and key in differing)]
+        unexpected = [key for key in index.weights if key not in used and not (options.strict and key in differing)]
         values = StoredModuleValues.find(
             local.module_values,
             global_state,
-            checkpoint,
-            verify=asked.verify,
+            index,
             allow_pickle=asked.allow_pickle,
             strict=options.strict,
             renamed=renamer(asked.rename or {}),
         )
         lacking = (*missing, *values.missing)
         unexpected += values.unexpected
-        why = why_names_differ(reader, checkpoint, missing, unexpected)
+        why = why_names_differ(reader, index, missing, unexpected)
         one_sided = _OneSided(lacking, unexpected, frozen, differing, why) if options.strict else _OneSided()
-        _check_model(checkpoint, local, global_state, stored, one_sided, cast=asked.cast, which=asked.weights)
-        _check_some(checkpoint, stored, [fqn for fqn in global_state.params if fqn not in left_out], why)
+        _check_model(index, local, global_state, stored, one_sided, cast=asked.cast, which=asked.weights)
+        _check_some(index, stored, [fqn for fqn in global_state.params if fqn not in left_out], why)
         unexpected += frozen.values()
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
@@ -152,15 +152,7 @@ def _of_all_ranks(group: RankGroup, differing: Mapping[str, str]) -> dict[str, s
     return found
 
 
-def has_optim_only(checkpoint: FormatReader) -> bool:
-    """Whether a checkpoint is another library's file of an optimizer alone, which leaves the weights as they are.
-
-    A checkpoint of this library always has the weights; one without any was damaged.
-    """
-    return checkpoint.full_dict is not None and not checkpoint.model
-
-
-def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -> None:
+def check_halves(index: CheckpointIndex, optim: object, which: WhichWeights) -> None:
     """Raise StateError if a checkpoint cannot fill the model and the optimizers that a caller has given.
 
     `which`: the weights that the caller wants.
@@ -169,40 +161,42 @@ def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -
         raise StateError(
             'weights="none" without an optimizer leaves nothing to load: give optim= too, or other weights='
         )
-    if which != "none" and weights_in(checkpoint).which == "none":
+    if which != "none" and index.facts.weights.which == "none":
         raise StateError(
-            f'{checkpoint.where}: was saved with weights="none", so it has an optimizer and no weights: give weights="none" and '
+            f'{index.where}: was saved with weights="none", so it has an optimizer and no weights: give weights="none" and '
             "optim= to load the optimizer, and load the weights from where they are"
         )
-    if which != "none" and has_optim_only(checkpoint):
+    if which != "none" and index.has_optim_only:
         raise StateError(
-            f"{checkpoint.where}: has an optimizer and no weights{_beside(checkpoint)}: give "
+            f"{index.where}: has an optimizer and no weights{_beside(index)}: give "
             'weights="none" and optim= to load the optimizer, and load the weights from where they are'
         )
     if optim is None:
         return
-    num = checkpoint.num_optims if isinstance(checkpoint, ForeignReader) else 1
+    num = index.optim.num_joined if index.optim is not None else 1
     given = len(optim) if isinstance(optim, (list, tuple)) else 1
     if num > 1 and given != num:
         raise StateError(
-            f"{checkpoint.where}: has {num} optimizers, and {given} {'was' if given == 1 else 'were'} given: give optim= a list "
+            f"{index.where}: has {num} optimizers, and {given} {'was' if given == 1 else 'were'} given: give optim= a list "
             "of the optimizers in the order of the checkpoint"
         )
 
 
-def _beside(checkpoint: FormatReader) -> str:
-    """The other values of another library's file. The user may have mistaken one of them for the weights."""
-    others = (checkpoint.extra_values or {}) if isinstance(checkpoint, ForeignReader) else {}
-    return f" (its other values, {shortened(others, _FEW)}, are no dicts of tensors by name)" if others else ""
+def _beside(index: CheckpointIndex) -> str:
+    """The other values of a file of an optimizer. The user may have mistaken one of them for the weights."""
+    others = index.extras[COMMON].decoded_each(allow_pickle=False) if COMMON in index.extras else None
+    if not others or not isinstance(others, Mapping):
+        return ""
+    return f" (its other values, {shortened(others, _FEW)}, are no dicts of tensors by name)"
 
 
-def _check_some(checkpoint: FormatReader, stored: Mapping[str, StoredTensor], wanted: Sequence[str], why: str) -> None:
+def _check_some(index: CheckpointIndex, stored: Mapping[str, StoredTensor], wanted: Sequence[str], why: str) -> None:
     """Raise StateError if a load that is asked for weights would load none of them. `why`: as for `_OneSided`."""
     if wanted and not stored:
         way_out = why or "give rename=, which maps its names to those of the model"
         raise StateError(
-            f"{checkpoint.where}: no weight would be loaded: none of its {counted_noun(len(checkpoint.model), 'tensor')} has "
-            f"the name of one of the {len(wanted)} of the model. Its names: {shortened(checkpoint.model, _FEW) or 'none'}; those "
+            f"{index.where}: no weight would be loaded: none of its {counted_noun(len(index.weights), 'tensor')} has "
+            f"the name of one of the {len(wanted)} of the model. Its names: {shortened(index.weights, _FEW) or 'none'}; those "
             f'of the model: {shortened(wanted, _FEW)}: {way_out}, or weights="none" to load the optimizer alone'
         )
 
@@ -226,7 +220,7 @@ class _OneSided:
 
 
 def _check_model(
-    checkpoint: FormatReader,
+    index: CheckpointIndex,
     local: Local,
     global_state: GlobalState,
     stored: Mapping[str, StoredTensor],
@@ -244,7 +238,7 @@ def _check_model(
     differences += [f"{fqn}: the model has it, the checkpoint does not" for fqn in missing]
     differences += [f"{key}: the checkpoint has it, the model does not" for key in unexpected]
     differences += [f"{fqn}: was saved as a trainable parameter, and is frozen in the model" for fqn in frozen]
-    if missing and which == "all" and weights_in(checkpoint).which == "trainable":
+    if missing and which == "all" and index.facts.weights.which == "trainable":
         ways_out.add(
             'it was saved with weights="trainable": weights="trainable" leaves the frozen parameters as they are'
         )
@@ -264,7 +258,7 @@ def _check_model(
         dtype = dtype_name(held.dtype) if held is not None else tensor.dtype
         if dtype != tensor.dtype and not (mine is not None and castable(mine.handle, tensor.dtype, cast=cast)):
             if mine is not None and castable(mine.handle, tensor.dtype, cast=True):
-                cast_to = weights_in(checkpoint).dtype
+                cast_to = index.facts.weights.dtype
                 why = f"it was saved with weights_dtype=torch.{cast_to}: " if cast_to is not None else ""
                 ways_out.add(f"{why}cast=True converts floating dtypes")
             differences.append(f"{fqn}: {tensor.dtype} in the checkpoint, {dtype} in the model")
@@ -272,7 +266,7 @@ def _check_model(
         ways = f" ({'; '.join(sorted(ways_out))})" if ways_out else ""
         number = counted_noun(len(differences), "difference")
         raise StateError(
-            f"{checkpoint.where} does not fit this model; nothing was loaded. {number}{ways}:\n"
+            f"{index.where} does not fit this model; nothing was loaded. {number}{ways}:\n"
             + shortened(differences, _MOST_NAMED, "\n")
         )
 
@@ -296,7 +290,7 @@ class State:
         reader: ModelReader,
         optim: Optimizers,
         group: RankGroup,
-        checkpoint: FormatReader,
+        checkpoint: Reader,
         options: LoadOptions,
         weights: Weights,
     ) -> State:

@@ -12,7 +12,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.formats import format_named
-from fsdp_optim.checkpoint.common.optim_description import describe
+from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
 from fsdp_optim.checkpoint.common.single_rank_warning import warn_if_alone
@@ -30,13 +30,14 @@ from fsdp_optim.checkpoint.save.job import Job
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
 from fsdp_optim.checkpoint.save.renaming import SavedNames
 from fsdp_optim.errors import StateError
+from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.protocols import (
     COMMON,
     MODULES,
-    CheckpointContents,
     Format,
-    FormatWriter,
     Prepared,
+    SavedWeights,
+    Writer,
     rank_extra_name,
 )
 from fsdp_optim.memory import dtype_name
@@ -158,7 +159,7 @@ class SaveContents:
     """The content that a rank saves, as all ranks read it together: weights and state under the saved names, and small files."""
 
     options: SaveOptions
-    writer: FormatWriter
+    writer: Writer
     names: SavedNames
     weights: SavedHalf
     state: SavedHalf | None
@@ -172,7 +173,7 @@ class SaveContents:
         group: RankGroup,
         optim: Optimizers | None,
         options: SaveOptions,
-        writer: FormatWriter,
+        writer: Writer,
     ) -> SaveContents:
         about = f"{name!r}, {'an' if optim is not None else 'no'} optimizer"
         if options.weights == "none" and optim is None:
@@ -183,7 +184,7 @@ class SaveContents:
         state = read_state(reader, optim, group, options, options.call, about) if optim is not None else None
         names = SavedNames.of(group, options.rename, weights, state)
         weights, state = names.of_half(weights), names.of_half(state) if state is not None else None
-        return cls(options, writer, names, weights, state, _encode_extras(writer, options, group))
+        return cls(options, writer, names, weights, state, _encode_per_rank(writer, options, group))
 
     @property
     def live(self) -> HalvesEnd:
@@ -201,24 +202,31 @@ class SaveContents:
         strategy, shared, can = agreed.strategy, agreed.shared, agreed.capabilities
         return FilePlan.of(self.writer, self.options, *halves, group.ranks, strategy, shared, can)
 
-    def contents(self, world_size: int) -> CheckpointContents:
-        """The contents of the checkpoint, without tensor elements."""
-        global_state, local = self.weights.global_state, self.weights.local
+    def index(self, world_size: int) -> CheckpointIndex:
+        """The index of the new checkpoint, as the lowest rank has it."""
+        global_state, local, dtype = self.weights.global_state, self.weights.local, self.options.weights_dtype
         left_out = {fqn for fqn, param in global_state.params.items() if param.group_index == LEFT_OUT}
         aliases = {alias: fqn for alias, fqn in local.view.aliases.items() if fqn not in left_out}
-        dtype = self.options.weights_dtype
-        made = CheckpointContents(
-            world_size=world_size,
-            params={
-                **{tensor.fqn: tensor.placement.shape for tensor in self.weights.tensors},
-                **{fqn: param.placement.shape for fqn, param in global_state.params.items() if fqn in left_out},
-            },
+        optim: StoredOptim | None = None
+        if self.state is not None:
+            saved = self.names.of_optim(describe(self.state))
+            optim = StoredOptim(stored_tensors(self.state), lambda *_: saved, read=small_values(self.state))
+        extras: dict[str, StoredExtra] = {}
+        if self.options.extra is not None:
+            extras[COMMON] = KnownExtra(self.options.extra)
+        if self.weights.module_values:
+            extras[MODULES] = KnownExtra(dict(self.weights.module_values))
+        which = SavedWeights(self.options.weights, dtype_name(dtype) if dtype is not None else None)
+        index = CheckpointIndex(
+            where="the new checkpoint",
+            weights=stored_tensors(self.weights),
+            facts=Facts("", world_size, self.options.step, which),
             aliases={**aliases, **local.module_values.aliases},
-            optim=describe(self.state) if self.state is not None else None,
-            weights=self.options.weights,
-            weights_dtype=dtype_name(dtype) if dtype is not None else None,
+            optim=optim,
+            extras=extras,
+            left_out={fqn: param.placement.shape for fqn, param in global_state.params.items() if fqn in left_out},
         )
-        return self.names.of_contents(made)
+        return self.names.of_index(index)
 
 
 @dataclass(frozen=True)
@@ -243,7 +251,7 @@ class LeaderSetup:
         options = saved.options
         prepared, small_files = _prepared(saved, len(group.ranks))
         listed = managed.check(store) if managed is not None else ()
-        claim = Claim.lay(group, store.where)
+        claim = Claim.acquire(group, store.where)
         undo.callback(claim.release)
         staging = store.begin(overwrite=options.overwrite, durable=options.durable)
         undo.callback(staging.abandon)
@@ -273,23 +281,16 @@ class LeaderSetup:
 
 def _prepared(saved: SaveContents, world_size: int) -> tuple[Prepared, Mapping[str, bytes]]:
     """The prepared save of the format, and all small files of the lowest rank. Refuses values that could not be loaded."""
-    small_files, allow_pickle = dict(saved.small_files), saved.options.allow_pickle
-    contents = saved.contents(world_size)
-    if saved.weights.module_values:
-        name, data = saved.writer.extra(MODULES, dict(saved.weights.module_values), allow_pickle=allow_pickle)
-        small_files[name] = data
-    prepared = saved.writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
-    if saved.state is not None and prepared.description is not None:
-        prove_loadable(saved.state, prepared.description, saved.names.given)
-    return prepared, {**small_files, **prepared.files}
+    index = saved.index(world_size)
+    prepared = saved.writer.prepare(index, allow_pickle=saved.options.allow_pickle, records=RECORDS)
+    if saved.state is not None and index.optim is not None and prepared.description is not None:
+        prove_loadable(saved.state, index.optim, prepared.description, saved.names.given)
+    return prepared, {**saved.small_files, **prepared.files}
 
 
-def _encode_extras(writer: FormatWriter, options: SaveOptions, group: RankGroup) -> dict[str, bytes]:
-    """The extras of this rank as files; `extra` is taken from the lowest rank. Raises CheckpointError for an unsavable value."""
-    encoded = []
-    if group.rank == group.ranks[0] and options.extra is not None:
-        encoded.append(writer.extra(COMMON, options.extra, allow_pickle=options.allow_pickle))
-    if options.per_rank_extra is not None:
-        name = rank_extra_name(group.position)
-        encoded.append(writer.extra(name, options.per_rank_extra, allow_pickle=options.allow_pickle))
-    return dict(encoded)
+def _encode_per_rank(writer: Writer, options: SaveOptions, group: RankGroup) -> dict[str, bytes]:
+    """The values of this rank alone as files. Raises CheckpointError for an unsavable value."""
+    if options.per_rank_extra is None:
+        return {}
+    name = rank_extra_name(group.position)
+    return dict([writer.small(name, options.per_rank_extra, allow_pickle=options.allow_pickle)])

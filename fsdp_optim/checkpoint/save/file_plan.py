@@ -18,7 +18,7 @@ from fsdp_optim.checkpoint.save.part_ranges import (
     stretches_on,
 )
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.protocols import FormatWriter, Half
+from fsdp_optim.formats.base.protocols import Half, Writer
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, in_batches
 from fsdp_optim.move import End, Key, Slice, StateValue
@@ -59,7 +59,7 @@ class FilePlan:
     @classmethod
     def of(
         cls,
-        writer: FormatWriter,
+        writer: Writer,
         options: SaveOptions,
         weights: SavedHalf,
         state: SavedHalf | None,
@@ -69,15 +69,21 @@ class FilePlan:
         capabilities: Capabilities,
     ) -> FilePlan:
         """Plan the files of the weights, then those of the state. `shared`: the string from the leader's `Prepared`."""
-        files: list[File] = []
-        halves: tuple[tuple[Half, SavedHalf | None], ...] = (("model", weights), ("optim", state))
-        for half, contents in halves:
-            if contents is None or (half == "model" and options.weights == "none"):
-                continue
-            most = options.max_file_size
-            if strategy == PER_RANK:
-                most = min(most, _share(writer, half, contents, shared, len(ranks)))
-            files += planned_files(writer, half, contents.tensors, shared, most_nbytes=most, num_ranks=len(ranks))
+        halves: dict[Half, Sequence[SavedValue]] = {}
+        if options.weights != "none":
+            halves["model"] = weights.tensors
+        if state is not None:
+            halves["optim"] = state.tensors
+        most, num = options.max_file_size, len(ranks)
+        if strategy == PER_RANK:
+            shares = {half: min(most, _share(writer, half, values, shared, num)) for half, values in halves.items()}
+            files = [
+                file
+                for half, values in halves.items()
+                for file in planned_files(writer, {half: values}, shared, most_nbytes=shares[half], num_ranks=num)
+            ]
+        else:
+            files = planned_files(writer, halves, shared, most_nbytes=most, num_ranks=num)
         assigned, loads = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0)  # bytes
         owners, parted = {}, []
         for file in files:
@@ -123,14 +129,14 @@ class FilePlan:
         return cut if cut is not None else written_cut(value, placement, self._owner_of.get(value.key))
 
 
-def _share(writer: FormatWriter, half: Half, contents: SavedHalf, shared: str, num_ranks: int) -> int:
+def _share(writer: Writer, half: Half, values: Sequence[SavedValue], shared: str, num_ranks: int) -> int:
     """The bytes of a file where each rank writes one."""
     whole, empty = (
         sum(
             file.plan.nbytes
-            for file in planned_files(writer, half, tensors, shared, most_nbytes=1 << 62, num_ranks=num_ranks)
+            for file in planned_files(writer, {half: tensors}, shared, most_nbytes=1 << 62, num_ranks=num_ranks)
         )
-        for tensors in (contents.tensors, ())
+        for tensors in (values, ())
     )
     return empty - (-whole // num_ranks)
 

@@ -18,7 +18,11 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
         raise CheckpointError("only the rank that began the save in the store can finish it")
     staging, durable, step = job.staging, job.options.durable, job.options.step
     decoded = [decode_written(job.files, data) for data in written]
-    staging.seal([file.name for file in job.files], [receipt for receipt, _, _ in decoded], durable=durable)
+    staging.seal(
+        [file.name for file in job.files],
+        [receipt for receipts, _, _ in decoded for receipt in receipts],
+        durable=durable,
+    )
     extras = {name: info for _, infos, _ in decoded for name, info in infos.items()}
     rows = {file.name: [table[file.name] for _, _, table in decoded] for file in job.files}
     stamp = Stamp(

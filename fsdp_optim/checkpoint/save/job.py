@@ -23,7 +23,7 @@ from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
-from fsdp_optim.formats.base.protocols import Format, FormatWriter, Prepared
+from fsdp_optim.formats.base.protocols import Format, Prepared, Writer
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.options import SaveOptions
@@ -50,7 +50,7 @@ class Job:
     token: str  # of the checkpoint
     plan: FilePlan
     absent: tuple[str, ...]
-    writer: FormatWriter
+    writer: Writer
     extras: Mapping[str, bytes] = field(default_factory=dict)  # the small files of this rank
     prepared: Prepared | None = None  # on the lowest rank
     staging: Staging | None = None  # on the rank that began the save in the store
@@ -172,30 +172,37 @@ def abandoned_on_failure(job: Job) -> Iterator[None]:
         yield
     except BaseException as error:
         if job.staging is not None:
-            job.staging.abandon(late=not isinstance(error, CheckpointError))  # else all ranks have stopped
+            may_write = len(job.group.ranks) > 1 and not isinstance(
+                error, CheckpointError
+            )  # else all ranks have stopped
+            job.staging.abandon(late=may_write)
         if job.claim is not None:
             job.claim.release()
         raise
 
 
 class Written(Protocol):
-    """The report of a rank about its writes: the receipt of the store, and the segments of each file, in the files' order."""
+    """The report of a rank about its writes: the receipts of the store, and the segments of each file, in the files' order."""
 
     @property
-    def receipt(self) -> bytes: ...
+    def receipts(self) -> Sequence[bytes]: ...
     @property
     def rows(self) -> Mapping[str, Rows]: ...
 
 
 def encode_written(job: Job, writer: Written) -> bytes:
-    """The results of a rank for the leader: the receipt of the store, its small files, and its segments of each file."""
+    """The results of a rank for the leader: the receipts of the store, its small files, and its segments of each file."""
     extras = json.dumps({name: job.writer.info_of(data) for name, data in job.extras.items()}).encode()
-    parts = [writer.receipt, extras]
-    tables = [len(rows).to_bytes(_LENGTH, "little") + rows.tobytes() for rows in writer.rows.values()]
-    return b"".join([*(len(part).to_bytes(_LENGTH, "little") + part for part in parts), *tables])
+    parts = [_number(len(part)) + part for part in (extras, *writer.receipts)]
+    tables = [_number(len(rows)) + rows.tobytes() for rows in writer.rows.values()]
+    return b"".join([_number(len(writer.receipts)), *parts, *tables])
 
 
-def decode_written(files: Sequence[File], data: bytes) -> tuple[bytes, dict[str, Any], dict[str, Rows]]:
+def _number(value: int) -> bytes:
+    return value.to_bytes(_LENGTH, "little")
+
+
+def decode_written(files: Sequence[File], data: bytes) -> tuple[list[bytes], dict[str, Any], dict[str, Rows]]:
     """The inverse of `encode_written`."""
     left = memoryview(data)
 
@@ -207,9 +214,10 @@ def decode_written(files: Sequence[File], data: bytes) -> tuple[bytes, dict[str,
     def number() -> int:
         return int.from_bytes(take(_LENGTH), "little")
 
-    receipt = bytes(take(number()))
+    num_receipts = number()
     extras = json.loads(bytes(take(number())))
-    return receipt, extras, {file.name: rows_from(take(rows_nbytes(number()))) for file in files}
+    receipts = [bytes(take(number())) for _ in range(num_receipts)]
+    return receipts, extras, {file.name: rows_from(take(rows_nbytes(number()))) for file in files}
 
 
 def log_saved(job: Job) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from fsdp_optim.checkpoint.common.contents import SavedHalf, SavedValue
 from fsdp_optim.checkpoint.load.matching import renamer
 from fsdp_optim.errors import StateError
-from fsdp_optim.formats.base.description import OptimDescription
-from fsdp_optim.formats.base.protocols import CheckpointContents
+from fsdp_optim.formats.base.index import CheckpointIndex, SavedOptim
 from fsdp_optim.options import Rename
 from fsdp_optim.transport.agree import all_equal
 from fsdp_optim.transport.base import RankGroup
@@ -64,21 +63,26 @@ class SavedNames:
         after = f"state.{self(value.fqn)}" if value.is_state else self(value.fqn)
         return replace(value, stored_name=after + value.stored_name[len(before) :])
 
-    def of_contents(self, contents: CheckpointContents) -> CheckpointContents:
-        """The same contents under their new names."""
+    def of_index(self, index: CheckpointIndex) -> CheckpointIndex:
+        """The same index with the new names of what `of_half` does not rename: aliases, and weights that are left out."""
         if not self.new:
-            return contents
-        aliases = {self(alias): self(fqn) for alias, fqn in contents.aliases.items()}
+            return index
+        aliases = {self(alias): self(fqn) for alias, fqn in index.aliases.items()}
         return replace(
-            contents,
-            params={self(fqn): shape for fqn, shape in contents.params.items()},
+            index,
+            left_out={self(fqn): shape for fqn, shape in index.left_out.items()},
             aliases={alias: fqn for alias, fqn in aliases.items() if alias != fqn},
-            optim=self._of_description(contents.optim) if contents.optim is not None else None,
         )
 
-    def _of_description(self, optim: OptimDescription) -> OptimDescription:
-        groups = tuple(replace(group, params=tuple(map(self, group.params))) for group in optim.groups)
-        return replace(optim, groups=groups, params={self(fqn): param for fqn, param in optim.params.items()})
+    def of_optim(self, saved: SavedOptim) -> SavedOptim:
+        """The same state, whose parameters have their new names."""
+        if not self.new:
+            return saved
+        full = saved.full
+        groups = [{**group, "params": list(map(self, group["params"]))} for group in full["param_groups"]]
+        named = {key: {self(fqn): values for fqn, values in full[key].items()} for key in ("state", "kinds")}
+        shapes = {self(fqn): shape for fqn, shape in saved.shapes.items()}
+        return replace(saved, full={**full, **named, "param_groups": groups}, shapes=shapes)
 
 
 def _new_names(function: Callable[[str], str], names: Iterable[str]) -> dict[str, str]:

@@ -51,7 +51,8 @@ class RankWriter:
         plans: Plans,
     ) -> None:
         self.nbytes = 0
-        self.store_writer, self.receipt = store_writer, b""
+        self.store_writer = store_writer
+        self.receipts: list[bytes] = []
         self._files = {file.name: file for file in files}
         self._starts: dict[Key, tuple[str, int]] = {
             value.key: (file.name, start)
@@ -163,7 +164,7 @@ class RankWriter:
         for name, frames in self._frames.items():
             for index in list(frames):  # the frames in parts without a byte of a tensor
                 self._write_frame(name, index)
-        self.receipt = self.store_writer.finish()
+        self.receipts = [self.store_writer.finish()]
 
     def discard(self) -> None:
         """Close the files after a failure. Raises nothing."""

@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.archive.pickle_table import Known, Table, Unread, checked_keys
+from fsdp_optim.foreign.archive.pickle_table import Known, Table, checked_keys
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
+from fsdp_optim.formats.base.unread import Unread
 
 MOST_NBYTES = 256 << 20
 """The most bytes that a pickle may have. A pickle with a million tensors has some 120 MB."""

@@ -8,18 +8,10 @@ from typing import Any
 
 import torch
 
+from fsdp_optim.formats.base.unread import Unread
+
 _KEYS = (str, int, float, bool, bytes, complex, type(None), torch.dtype, torch.device)
 _MOST_IN_KEY = 64  # items of a tuple that is a key
-
-
-@dataclass(frozen=True, eq=False)
-class Unread:
-    """Stands for an object whose class or function is not in the table. `what`: its name, `module.Class`."""
-
-    what: str
-
-    def __repr__(self) -> str:
-        return f"<{self.what}, not read>"
 
 
 @dataclass(frozen=True, eq=False)

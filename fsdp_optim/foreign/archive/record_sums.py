@@ -21,7 +21,7 @@ _SMALL = 64 << 10  # bytes of an archive; of equal ones, such as thousands of le
 
 @dataclass
 class RecordSums:
-    """Compares the records of archives in several threads.
+    """Compares the records of the archives of a checkpoint in several threads.
 
     Attributes:
         problems: a sentence for each damaged record.
@@ -29,20 +29,36 @@ class RecordSums:
     """
 
     reader: ForeignReader
-    shown: Callable[[int], None]
+    archives: Sequence[Archive]
+    shown: Callable[[int], None] = lambda nbytes: None
     problems: list[str] = field(default_factory=list)
     is_whole: bool = True
     _num_done: int = 0
     _small: set[int] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
 
-    def compare(self, archives: Sequence[Archive], num_threads: int) -> None:
-        """Read all records of all archives. `shown` is called with the number of bytes so far."""
-        self.is_whole = bool(archives)
-        left = iter(archives)
+    @classmethod
+    def of(cls, reader: object) -> RecordSums | None:
+        """Those of the files of a checkpoint that may be archives of `torch.save`; None for another format."""
+        if not isinstance(reader, ForeignReader):
+            return None
+        if reader.archives is not None:
+            return cls(reader, list(reader.archives()))
+        return cls(reader, [Archive(name, 0, reader.opened.size_of(name)) for name in reader.all_files()])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all archives."""
+        return sum(archive.nbytes for archive in self.archives)
+
+    def compare(self, num_threads: int, shown: Callable[[int], None]) -> list[str]:
+        """Read all records of all archives, and return the problems. `shown` is called with the number of bytes so far."""
+        self.is_whole, self.shown = bool(self.archives), shown
+        left = iter(self.archives)
         with ThreadPoolExecutor(num_threads, thread_name_prefix="fsdp_optim: verify") as pool:
             for one in [pool.submit(self._run, left) for _ in range(num_threads)]:
                 one.result()
+        return self.problems
 
     def _run(self, left: Iterator[Archive]) -> None:
         while True:
@@ -99,13 +115,6 @@ class RecordSums:
             f"{records.where}: the record {record}{having} is not what was saved: its CRC32 is {found:08x}, not {saved:08x}: the "
             "file was damaged; load another checkpoint"
         )
-
-
-def archives_of(reader: ForeignReader) -> list[Archive]:
-    """The parts of the files of a checkpoint that may be archives of `torch.save`."""
-    if reader.archives is not None:
-        return list(reader.archives())
-    return [Archive(name, 0, reader.opened.size_of(name)) for name in reader.all_files()]
 
 
 def _with_name(text: str, archive: Archive) -> str:

@@ -20,13 +20,14 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.inert_pickle import MOST_NBYTES, Unpickler
 from fsdp_optim.foreign.archive.legacy_archive import HEAD_NBYTES, LegacyStorages, is_legacy
-from fsdp_optim.foreign.archive.pickle_table import Table, Unread
+from fsdp_optim.foreign.archive.pickle_table import Table
 from fsdp_optim.foreign.archive.torch_globals import Storage, Tensors, View, storage_of, table_of
 from fsdp_optim.foreign.archive.tree import check_tree, mapped
 from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
 from fsdp_optim.foreign.reader import Source
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.memory import dtype_named, in_pages
 from fsdp_optim.storage.base import Opened
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.foreign.archive.numpy_globals import NUMPY, NUMPY_BUILD
-from fsdp_optim.foreign.archive.pickle_table import Known, Table, Unread, checked_keys
+from fsdp_optim.foreign.archive.pickle_table import Known, Table, checked_keys
+from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.memory import dtype_name, dtype_named
 
 _MOST = 1 << 62  # elements or bytes

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.archive.pickle_table import Unread
 from fsdp_optim.foreign.archive.torch_globals import Damaged
 
 _MOST_DEEP = 100  # levels
@@ -66,16 +65,6 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
     elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, type):
         yield from vars(value).items()
-
-
-def unread_in(value: Any) -> Unread | None:
-    """The first object in a value whose class is not known; None if there is none."""
-    if isinstance(value, Unread):
-        return value
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
-        found = (unread_in(child) for _, child in children(value) if type(child) not in _LEAVES)
-        return next((one for one in found if one is not None), None)
-    return None
 
 
 def mapped(value: Any, cls: type, function: Callable[[Any], Any]) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_optim.foreign.dcp.probe import DCP_JUDGE, NAME, brief_of
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.foreign.dcp.writer import DcpWriter
-from fsdp_optim.formats.base.protocols import Format, FormatReader, FormatWriter
+from fsdp_optim.formats.base.protocols import Format, Reader, Writer
 from fsdp_optim.storage.base import Opened
 
 
@@ -26,10 +26,10 @@ class WrittenDcp(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         return DCP.open(opened, verify=verify)
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         return DcpWriter(self.is_flat)
 
     def sequence_in(self, opened: Opened) -> int:

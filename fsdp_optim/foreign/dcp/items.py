@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.archive.torch_archive import TorchArchive, Unread, read_archive
+from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
 from fsdp_optim.foreign.archive.tree import children
 from fsdp_optim.foreign.dcp.metadata import Tensor
 from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
 from fsdp_optim.foreign.dcp.safetensors_items import SafetensorsInside
 from fsdp_optim.foreign.reader import Archive, Source
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named, in_batches
 from fsdp_optim.storage.base import Opened

@@ -35,19 +35,20 @@ from fsdp_optim.foreign.dcp.values import (
 from fsdp_optim.formats.base.checksums import join_tables
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.base.frames import joined
+from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import (
     COMMON,
     MODULES,
     CheckpointContents,
-    FormatReader,
-    FormatWriter,
     Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
     Stamp,
+    Writer,
     WrittenFiles,
 )
+from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
@@ -72,35 +73,42 @@ class Chunk:
 
 
 @dataclass
-class DcpWriter(FormatWriter):
-    """The `FormatWriter` of DCP folders. `is_flat`: weights are at the top level, as torchtitan has them, not under "model"."""
+class DcpWriter(Writer):
+    """The `Writer` of DCP folders. `is_flat`: weights are at the top level, as torchtitan has them, not under "model"."""
 
     is_flat: bool = False
     _chunks: dict[str, list[Chunk]] = field(default_factory=dict)
-    _top_names: set[str] = field(default_factory=set)
 
     @property
     def _root(self) -> Path:
         """The path of the model's dict."""
         return () if self.is_flat else (MODEL,)
 
-    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+    def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        contents = contents_of(index, allow_pickle=allow_pickle, records=records)
+        extras = dict(extras_in(index, allow_pickle=allow_pickle))
         taken = {name.partition(".")[0] for name in contents.params} | set(contents.params) if self.is_flat else {MODEL}
-        for name in sorted(self._top_names & {*taken, OPTIM, OF_RANKS, KEYS}):
+        common = extras.get(COMMON, {})
+        top_names = map(str, common) if isinstance(common, Mapping) else ["extra"]
+        for name in sorted({*top_names} & {*taken, OPTIM, OF_RANKS, KEYS}):
             raise CheckpointError(
                 f"extra[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
             )
+        files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras.items())
         values = ValueFile(allow_pickle)
         if contents.optim is not None:
             _add_optimizer(values, contents.optim, tuple(records.values()))
-        files = {"values.distcp": values.encoded()} if values.items else {}
+        if values.items:
+            files["values.distcp"] = values.encoded()
         return Prepared(contents.content, "", files, contents.optim, contents)
 
-    def copied(self, reader: FormatReader) -> Prepared | None:
-        return None
-
     def files(
-        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        return [file for half, its in tensors.items() for file in self._of_half(half, its, most_nbytes, num_ranks)]
+
+    def _of_half(
+        self, half: Half, tensors: Sequence[PlannedTensor], most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         """Plan files of chunks."""
         per_file = list(_within(most_nbytes, tensors, num_ranks))
@@ -129,7 +137,7 @@ class DcpWriter(FormatWriter):
             between=between,
         )
 
-    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+    def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         values = ValueFile(allow_pickle)
         if name == MODULES:
             for fqn, (_, kept) in value.items():
@@ -137,7 +145,6 @@ class DcpWriter(FormatWriter):
             return "modules.distcp", values.encoded()
         if name == COMMON:
             given = value if isinstance(value, Mapping) else {"extra": value}
-            self._top_names |= {str(key) for key in given}
             for key, item in given.items():
                 _add(values, f"extra[{key!r}]", item, (str(key),))
             _add_keys(values, "extra", given, name)

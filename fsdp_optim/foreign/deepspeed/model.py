@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.archive.torch_archive import TorchArchive, Unread
+from fsdp_optim.foreign.archive.torch_archive import TorchArchive
 from fsdp_optim.foreign.archive.tree import children
 from fsdp_optim.foreign.deepspeed.cuts import cut_fragments
 from fsdp_optim.foreign.deepspeed.trees import (
@@ -26,6 +26,7 @@ from fsdp_optim.foreign.torch.roles import is_extra_state
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.storage.base import Opened
 
 _OWN = frozenset(

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, LayoutError, shortened
+from fsdp_optim.foreign.per_rank.fairscale_units import FairscaleCut
 from fsdp_optim.foreign.per_rank.id_order import live_of_ids
 from fsdp_optim.foreign.per_rank.local_optim import RankOriginal, RankParam, groups_of, joined
 from fsdp_optim.foreign.per_rank.rank_files import (
@@ -70,8 +71,7 @@ class FairscaleShards(ForeignFormat):
                 world_size=files.num,
                 step=_step(values[0]),
                 metadata_digest=files.digest,
-                units=shards.flattened() or shards.cut_alone(),
-                flattens=shards.cut_alone() is None,
+                cut=shards.cut(),
                 files=files.names,
             )
 
@@ -183,6 +183,12 @@ class _Shards:
             elif key != tied.key and len(tied.fqns) == 1:
                 aliases[key] = tied.fqns[0]
         return model, aliases
+
+    def cut(self) -> FairscaleCut | None:
+        """How the parameters are flattened, for a writer of such files; None if no such writer can do the same."""
+        alone = self.cut_alone()
+        units = self.flattened() or alone
+        return FairscaleCut(units, flattens=alone is None) if units is not None else None
 
     def flattened(self) -> dict[str, tuple[str, ...]] | None:
         """The FQNs of each unit by its path; None if a unit is not one flat parameter."""

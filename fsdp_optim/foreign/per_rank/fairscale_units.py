@@ -70,9 +70,26 @@ class FlatUnit:
             at += prod(shape)
 
 
+@dataclass(frozen=True)
+class FairscaleCut:
+    """How a checkpoint's parameters are flattened. `flattens`: False: those of each wrapped module are cut by themselves.
+
+    `units`: the FQNs in each flat parameter of the model that saved, by the path of the wrapped module.
+    """
+
+    units: Units
+    flattens: bool
+
+
+def cut_of(contents: CheckpointContents) -> FairscaleCut | None:
+    """The cut that the source of a conversion says; None if it says nothing."""
+    return contents.cut if isinstance(contents.cut, FairscaleCut) else None
+
+
 def units_of(contents: CheckpointContents, given: Units | None, *, flattens: bool) -> Iterator[FlatUnit]:
     """The units, checked against the weights and the state."""
-    units = given if given is not None else contents.units
+    cut = cut_of(contents)
+    units = given if given is not None else cut.units if cut is not None else None
     if units is None:
         raise StateError(f"the checkpoint does not say how fairscale flattens its parameters: {_WAY_OUT}")
     optim = contents.optim

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -19,25 +19,27 @@ import torch
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun, shortened
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
-from fsdp_optim.foreign.per_rank.fairscale_units import FlatUnit, Units, units_of
+from fsdp_optim.foreign.per_rank.fairscale_units import FlatUnit, Units, cut_of, units_of
 from fsdp_optim.foreign.torch.folder import TorchFilesJudge, sequence_of
 from fsdp_optim.foreign.torch.writer import SmallTensors, check_safe, manifest_of
-from fsdp_optim.formats.base.description import TENSOR
+from fsdp_optim.formats.base.description import SCALAR, SCALAR_TENSOR, TENSOR, OptimDescription, ParamDescription
 from fsdp_optim.formats.base.frames import joined
+from fsdp_optim.formats.base.index import CheckpointIndex, StoredOptim
 from fsdp_optim.formats.base.protocols import (
     COMMON,
     MODULES,
     CheckpointContents,
     Format,
-    FormatReader,
-    FormatWriter,
     Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
+    Reader,
     Stamp,
+    Writer,
     WrittenFiles,
 )
+from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import CheckpointProbe, Opened
@@ -72,10 +74,10 @@ class WrittenFairscaleShards(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(self.probe.manifest) and opened.has(f"{STEM}-shard0.pt")
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         return FAIRSCALE_SHARDS.open(opened, verify=verify)
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         return FairscaleShardsWriter(self.world_size, self.units, self.flattens)
 
     def sequence_in(self, opened: Opened) -> int:
@@ -83,26 +85,30 @@ class WrittenFairscaleShards(Format):
 
 
 @dataclass
-class FairscaleShardsWriter(FormatWriter):
-    """The `FormatWriter` of fairscale's shards."""
+class FairscaleShardsWriter(Writer):
+    """The `Writer` of fairscale's shards."""
 
     world_size: int
     given: Units | None = None
     flattens: bool | None = None
-    needs_scalars: bool = True
     _contents: CheckpointContents | None = None
     _units: tuple[FlatUnit, ...] = ()
     _extras: dict[str, Any] = field(default_factory=dict)
 
-    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
-        flattens = self.flattens if self.flattens is not None else self.given is not None or contents.flattens
+    def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        contents = contents_of(index, allow_pickle=allow_pickle, records=records)
+        if index.optim is not None and contents.optim is not None:
+            contents = replace(contents, optim=_with_scalars(contents.optim, index.optim))
+        cut = cut_of(contents)
+        as_source = self.given is not None or cut is None or cut.flattens
+        flattens = self.flattens if self.flattens is not None else as_source
         self._contents, self._units = contents, tuple(units_of(contents, self.given, flattens=flattens))
+        for name, value in extras_in(index, allow_pickle=allow_pickle):
+            self._keep(name, value, allow_pickle=allow_pickle)
         return Prepared(contents.content, "", {}, None, contents)
 
-    def copied(self, reader: FormatReader) -> Prepared | None:
-        return None
-
-    def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
+    def _keep(self, name: str, value: Any, *, allow_pickle: bool) -> None:
+        """Take an extra into the planned files."""
         kept = {fqn: one for fqn, (_, one) in value.items()} if name == MODULES else value
         check_safe(name, kept, allow_pickle=allow_pickle)
         if name == COMMON and not isinstance(kept, dict):
@@ -111,17 +117,11 @@ class FairscaleShardsWriter(FormatWriter):
         if taken:
             raise CheckpointError(f"the trainer's value {taken[0]!r} has the name of a part of fairscale's files")
         self._extras[name] = kept
-        return True
 
-    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+    def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         raise CheckpointError("files of fairscale's shards are written by convert")
 
     def files(
-        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
-    ) -> list[PlannedFile]:
-        raise CheckpointError("files of fairscale's shards are written by convert")
-
-    def all_files(
         self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         """Plan one file for each rank, however large."""
@@ -149,6 +149,23 @@ class FairscaleShardsWriter(FormatWriter):
                 shortened(map(_rank_in, left_out)),
             )
         yield manifest_of(prepared.content, prepared.document, self.world_size, files, written, stamp)
+
+
+def _with_scalars(optim: OptimDescription, stored: StoredOptim) -> OptimDescription:
+    """The description with the 0-dim tensors themselves in it, because the metadata in the files depend on their elements."""
+    scalars = {key: tensor for key, tensor in stored.tensors.items() if not tensor.shape}
+    tensors = dict(zip(scalars, stored.read_small(list(scalars.values())), strict=True)) if scalars else {}
+
+    def described(param: ParamDescription) -> ParamDescription:
+        values = (
+            (name, SCALAR, tensors[value])
+            if kind in (TENSOR, SCALAR_TENSOR) and value in tensors
+            else (name, kind, value)
+            for name, kind, value in param.values
+        )
+        return replace(param, values=tuple(values))
+
+    return replace(optim, params={fqn: described(param) for fqn, param in optim.params.items()})
 
 
 def _rank_in(name: str) -> int:

@@ -11,12 +11,13 @@ import torch
 from xxhash import xxh3_128
 
 from fsdp_optim.errors import CheckpointError, LayoutError, counted_noun, shortened
-from fsdp_optim.foreign.archive.pickle_table import Unread
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
-from fsdp_optim.foreign.reader import ForeignValues, Source, tensors_in
+from fsdp_optim.foreign.reader import ForeignValues, Source
 from fsdp_optim.foreign.torch.roles import is_extra_state
 from fsdp_optim.formats.base.codec import Withheld
+from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
+from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.layout import FlatRuns, Placement, Shape
 from fsdp_optim.memory import bytes_in_memory
 from fsdp_optim.storage.base import Opened
@@ -181,7 +182,7 @@ def _extra(archive: TorchArchive, key: Any, value: Any) -> Any:
     unread = first_unread(value)
     if unread is not None:
         return Withheld(f"{key}: has an object of the class {unread.what}, which is loaded with allow_pickle=True only")
-    if sum(stored.placement.numel * stored.itemsize for stored in tensors_in(value)) > _MOST_EXTRA_NBYTES:
+    if sum(stored.placement.numel * stored.itemsize for stored in stored_in(value)) > _MOST_EXTRA_NBYTES:
         why = f"{key}: has tensors of more than {_MOST_EXTRA_NBYTES >> 20} MiB, which are not read as extras"
         return Withheld(why, is_unsafe=False)
     return archive.materialised(value)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy
 
-from fsdp_optim.foreign.archive.pickle_table import Known, Unread
+from fsdp_optim.foreign.archive.pickle_table import Known
 from fsdp_optim.foreign.per_rank.rank_files import Shard
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.layout import Box, MeshBoxes, Shape, contiguous_order
 
 

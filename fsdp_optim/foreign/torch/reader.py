@@ -9,18 +9,18 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, shortened
-from fsdp_optim.foreign.archive.pickle_table import Unread
 from fsdp_optim.foreign.archive.safe_values import KINDS, of_file, restored
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, is_torch_archive, read_archive
-from fsdp_optim.foreign.archive.tree import unread_in
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE, check_index, weight_map_of
-from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, ForeignValues, Source, tensors_in
+from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, ForeignValues, Source
 from fsdp_optim.foreign.torch.folder import EXTRAS, PER_RANK, brief_of, rank_in
 from fsdp_optim.foreign.torch.folder import NAME as OUR_MANIFEST
 from fsdp_optim.foreign.torch.roles import TorchParts, is_extra_state, is_no_tensor, joined_optims, parts_of
 from fsdp_optim.formats.base.codec import Withheld
+from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import COMMON, SavedWeights, StoredTensor
 from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.formats.base.unread import Unread, unread_in
 from fsdp_optim.formats.own.manifest import NAME
 from fsdp_optim.formats.own.reader import MOST_INDEX_NBYTES
 from fsdp_optim.storage.base import Opened
@@ -354,7 +354,7 @@ def _value(archive: TorchArchive, name: str, value: Any) -> Any:
 
 
 def _real(archive: TorchArchive, name: str, value: Any) -> Any:
-    nbytes = sum(prod(stored.shape) * stored.itemsize for stored in tensors_in(value))
+    nbytes = sum(prod(stored.shape) * stored.itemsize for stored in stored_in(value))
     if nbytes > _MOST_EXTRA_NBYTES:
         return Withheld(
             f"{archive.where}: {name} has tensors of {nbytes} bytes, and at most {_MOST_EXTRA_NBYTES} are read for each value "

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, shortened
-from fsdp_optim.foreign.archive.pickle_table import Unread
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.unread import Unread
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
 """The keys under which trainers save a model."""

@@ -27,20 +27,22 @@ from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.formats.base.checksums import join_tables
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.base.frames import joined
+from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import (
     COMMON,
     MODULES,
     CheckpointContents,
     Format,
-    FormatReader,
-    FormatWriter,
     Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
+    Reader,
     Stamp,
+    Writer,
     WrittenFiles,
 )
+from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.memory import bytes_in_memory, dtype_name, dtype_named
 from fsdp_optim.storage.base import CheckpointProbe, Opened
@@ -70,10 +72,10 @@ class WrittenTorchFiles(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         return TORCH_FILE.open(opened, verify=verify)
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         return TorchWriter(self.by_id, self.is_fairscales, self.in_one)
 
     def sequence_in(self, opened: Opened) -> int:
@@ -81,8 +83,8 @@ class WrittenTorchFiles(Format):
 
 
 @dataclass
-class TorchWriter(FormatWriter):
-    """The `FormatWriter` of plain torch files."""
+class TorchWriter(Writer):
+    """The `Writer` of plain torch files."""
 
     by_id: bool = True
     is_fairscales: bool = False
@@ -92,7 +94,8 @@ class TorchWriter(FormatWriter):
     _values: dict[str, Any] = field(default_factory=dict)
     _kinds: Kinds = field(default_factory=list)
 
-    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+    def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        contents = contents_of(index, allow_pickle=allow_pickle, records=records)
         for fqn, param in contents.optim.params.items() if contents.optim is not None else ():
             for name, _, value in param.values:
                 if isinstance(value, tuple(records.values())):
@@ -103,30 +106,28 @@ class TorchWriter(FormatWriter):
         if self.is_fairscales and contents.optim is not None:
             _check_fits_fairscale(contents.optim)
         self._contents = contents
-        return Prepared(contents.content, "", {}, contents.optim, contents)
-
-    def copied(self, reader: FormatReader) -> Prepared | None:
-        return None
+        files: dict[str, bytes] = {}
+        for name, value in extras_in(index, allow_pickle=allow_pickle):
+            if not self._keeps(name, value, allow_pickle=allow_pickle):
+                files.update([self.small(name, value, allow_pickle=allow_pickle)])
+        return Prepared(contents.content, "", files, contents.optim, contents)
 
     def files(
-        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
-    ) -> list[PlannedFile]:
-        """Plan one file for the half, however large."""
-        stubs = {(half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(tensors)}
-        return [_archive(f"{half}.pt", half, tensors, self._half(half, stubs))]
-
-    def all_files(
         self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         """Plan one file for each half, or one for both, however large."""
         if not self.in_one:
-            return super().all_files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
+            return [self._of_half(half, its) for half, its in tensors.items()]
         both = [one for its in tensors.values() for one in its]
         both.sort(key=lambda one: -dtype_named(one.dtype).itemsize)  # so that all elements are aligned
         stubs = {(one.half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(both)}
         kinds = {KINDS: self._kinds} if self._kinds else {}
         tree = {**{_KEYS[half]: self._half(half, stubs) for half in tensors}, **self._values, **kinds}
         return [_archive(ONE, None, both, tree)]
+
+    def _of_half(self, half: Half, tensors: Sequence[PlannedTensor]) -> PlannedFile:
+        stubs = {(half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(tensors)}
+        return _archive(f"{half}.pt", half, tensors, self._half(half, stubs))
 
     def _half(self, half: Half, stubs: Mapping[tuple[Half, str], TensorStub]) -> Any:
         """The state dict of the model or of the optimizer, with stubs in the place of tensors."""
@@ -139,8 +140,10 @@ class TorchWriter(FormatWriter):
         aliases = self._contents.aliases.items()
         return {**its, **{other: its[fqn] for other, fqn in aliases if fqn in its}, **self._modules}
 
-    def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
-        """Values of modules are a part of the model's dict. Where one file has everything, so are the others of that file."""
+    def _keeps(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
+        """Take an extra into the planned files: values of modules are a part of the model's dict, and where one file has
+        everything, so are the others of that file.
+        """
         if name != MODULES and not self.in_one:
             return False
         if name == MODULES:
@@ -166,7 +169,7 @@ class TorchWriter(FormatWriter):
             self._values.setdefault(PER_RANK, {})[position] = kept
         return True
 
-    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+    def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         kept = in_file(value)
         check_safe(EXTRAS.get(name, name), kept, allow_pickle=allow_pickle)
         return EXTRAS.get(name, f"{name}.pt"), _saved(kept)

@@ -1,8 +1,9 @@
 """What every checkpoint format shares. The protocols and the order of calls are in protocols.py.
 
-protocols.py      Format, FormatReader, FormatWriter: recognise, read, write
+protocols.py      Format, Reader, Writer: recognise, read, write
+index.py          CheckpointIndex: all that a checkpoint says, one that is open or one that will be written
 records.py        the values that formats and the rest of the library exchange: tensors in files, the files of a save
-description.py    the optimizer without the elements of its tensors; codec.py encodes its plain values exactly
+description.py    the optimizer as writers encode it; saved_optim.py leads from an index to it and back; codec.py encodes values
 header.py, extents.py, checksums.py, frames.py, bools.py     bytes of files: where they are, and whether they are intact
 summary.py, json_text.py, distrust.py                        the beginning of a manifest, and reading without trust
 """

@@ -3,22 +3,20 @@
 Reading. All ranks make the same calls, and each rank reads only the bytes that it needs:
 
     format.recognises(opened)                     # a quick look: are the files of this format?
-    reader = format.open(opened, verify=...)      # names, dtypes, places of elements; raises CheckpointError
-    reader.model, reader.optim                    # tensors by key, without their elements
-    reader.description(...)                       # the optimizer's state, without the elements of tensors
-    reader.read(extents)                          # as often as needed, into memory of the caller
-    reader.extra(name)                            # the trainer's values
+    reader = format.open(opened, verify=...)      # raises CheckpointError for damage; reads no elements of tensors
+    reader.index                                  # all that the checkpoint says: weights, optimizer, values of the trainer, facts
+    reader.read(extents)                          # elements, as often as needed, into memory of the caller
     reader.check_unchanged()                      # after the last read
     reader.close()
 
-Writing. One rank leads and prepares; the other ranks get `prepared.shared`, a string. Every rank plans the same files and
-writes its own bytes into them. At the end the leader puts the files that depend on all others:
+Writing. One rank leads, and prepares the index that a reader of the new checkpoint will have; the other ranks get
+`prepared.shared`, a string. Every rank plans the same files and writes its own bytes into them. At the end the leader puts the
+files that depend on all others:
 
     writer = format.writer()
-    prepared = writer.prepare(contents, ...)      # the leader, before anything is written; refuses unreadable values
-    files = writer.files(half, tensors, shared)   # every rank: the model's files, then the optimizer's; or
-    files = writer.all_files({half: tensors}, shared)   # those of both halves, for a conversion
-    name, data = writer.extra(name, value, ...)   # every rank: small files of its own
+    prepared = writer.prepare(index, ...)         # the leader, before anything is written; refuses unreadable values
+    files = writer.files({half: tensors}, shared) # every rank: of both halves together, or of one after the other
+    name, data = writer.small(name, value, ...)   # every rank: small files of its own
     for name, data in writer.last(prepared, files, written, stamp): ...     # the leader; the last of them is the manifest
 
 A stored tensor has a placement like any other tensor. In this placement storage is modelled as ranks with negative numbers; the
@@ -27,12 +25,12 @@ elements of each such rank are one range of bytes of one file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from fsdp_optim.errors import ReplacedError
-from fsdp_optim.formats.base.description import OptimDescription
 from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.records import (
     COMMON,
     MODULES,
@@ -57,21 +55,20 @@ __all__ = [
     "UNKNOWN_WEIGHTS",
     "CheckpointContents",
     "Chunks",
-    "ExtraValues",
     "Format",
-    "FormatReader",
-    "FormatWriter",
     "Half",
     "PlannedFile",
     "PlannedTensor",
     "Prepared",
+    "Reader",
     "SavedWeights",
     "Stamp",
     "StoredTensor",
+    "TensorReader",
+    "Writer",
     "WrittenFiles",
     "rank_extra_name",
     "replaced_error",
-    "weights_in",
 ]
 
 
@@ -82,80 +79,12 @@ def replaced_error(where: str) -> ReplacedError:
     )
 
 
-class ExtraValues(Protocol):
-    """One value of the trainer, which has been read but not decoded."""
-
-    def decoded(self, *, allow_pickle: bool) -> Any:
-        """The value. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
-
-    def decoded_each(self, *, allow_pickle: bool) -> Any:
-        """The value, but with `codec.Withheld` in the place of each item of a dict that is a pickle and not allowed."""
-
-
-class FormatReader(Protocol):
-    """An open checkpoint. No content is trusted: damage raises a CheckpointError that names the file.
-
-    Attributes:
-        model: the tensors of parameters and buffers, by FQN.
-        optim: the tensors of the optimizer's state, by the keys in the description.
-        aliases: other names of parameters and buffers, each with the stored name.
-        extras: the names of the stored extras.
-        has_optim: whether an optimizer was saved.
-        world_size: the number of ranks that saved; 0 if unknown.
-        step: the `step` that was given to `save`.
-        weights: the treatment of the model's weights by the save.
-        identity: JSON values that differ between any two checkpoints. Ranks compare them.
-    """
+class TensorReader(Protocol):
+    """What has tensors and reads their elements: an open checkpoint, or a dict in memory."""
 
     @property
-    def model(self) -> Mapping[str, StoredTensor]: ...
-    @property
-    def optim(self) -> Mapping[str, StoredTensor]: ...
-    @property
-    def aliases(self) -> Mapping[str, str]: ...
-    @property
-    def extras(self) -> Collection[str]: ...
-    @property
-    def has_optim(self) -> bool: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def step(self) -> int | None: ...
-    @property
-    def identity(self) -> Mapping[str, Any]: ...
-    @property
-    def weights(self) -> SavedWeights:
-        return UNKNOWN_WEIGHTS
-
-    @property
-    def format_name(self) -> str:
-        """The name of the format, for users."""
-
-    @property
-    def has_checksums(self) -> bool:
-        """Whether every byte of a tensor that is read is compared with a checksum."""
-        return False
-
-    @property
-    def full_dict(self) -> Mapping[str, Any] | None:
-        """The optimizer's full dict as another library has it, with a StoredTensor in the place of each tensor.
-
-        None: `description` describes the optimizer.
-        """
-        return None
-
-    @property
-    def where(self) -> str:
-        """The name of the place of the checkpoint."""
-
-    def named(self, name: str) -> str:
-        """The name of one file in words for users."""
-
-    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
-        """The description of the optimizer. `records`: the dataclasses that may occur in the description, by name."""
-
-    def extra(self, name: str, *, verify: bool) -> ExtraValues:
-        """The extra of this name."""
+    def index(self) -> CheckpointIndex:
+        """All that the checkpoint says, without elements."""
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
@@ -165,68 +94,38 @@ class FormatReader(Protocol):
         Several threads may read at the same time.
         """
 
-    def verified(self) -> FormatReader:
+
+class Reader(TensorReader, Protocol):
+    """An open checkpoint. No content is trusted: damage raises a CheckpointError that names the file."""
+
+    def verified(self) -> Reader:
         """The same checkpoint, read with verification. Closing this reader closes both."""
 
     def check_unchanged(self) -> None:
         """Raise ReplacedError if another checkpoint was written over this one since it was opened."""
 
-    def versions(self) -> Sequence[object]:
-        """Values that change when any of the files is written again."""
-        return ()
-
-    def about(self) -> Mapping[str, str]:
-        """Other facts about the save, for users: its author and its time."""
-        return {}
-
     def close(self) -> None:
         """Close the files."""
 
 
-def weights_in(reader: FormatReader) -> SavedWeights:
-    """The `weights` of a reader, which readers of other packages may lack."""
-    found: SavedWeights = getattr(reader, "weights", UNKNOWN_WEIGHTS)
-    return found
+class Writer(Protocol):
+    """The plan of the files of one save, or of one conversion. Every rank makes one, and plans the same files with it."""
 
+    def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        """Encode all that an index says besides elements. Raises CheckpointError that names a value which cannot be written.
 
-class FormatWriter(Protocol):
-    """The plan of the files of one save. Every rank makes one, and plans the same files with it.
-
-    `needs_scalars`: whether `prepare` of a conversion gets the 0-dim tensors of the state themselves, as values of the kind
-    SCALAR, because the metadata in the files depend on their elements.
-    """
-
-    needs_scalars: bool = False
-
-    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
-        """Encode the small values. Raises CheckpointError that names a value which cannot be written."""
-
-    def copied(self, reader: FormatReader) -> Prepared | None:
-        """As `prepare`, but copied from a checkpoint of the same format without decoding; None for another format."""
+        In a save the leader prepares alone; in a conversion every rank does.
+        """
 
     def files(
-        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
-        """Plan files for the tensors of one half, in this order.
+        """Plan files for the tensors of both halves, or of one, in this order.
 
         Each file has at most `most_nbytes`, with its header and what is between tensors, or one tensor that is larger alone.
         """
 
-    def all_files(
-        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
-    ) -> list[PlannedFile]:
-        """Plan the files of a conversion. Overridden by formats whose files have tensors of both halves, or slices of tensors."""
-        return [
-            file
-            for half, its in tensors.items()
-            for file in self.files(half, its, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
-        ]
-
-    def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
-        """Take an extra of a conversion into the planned files; False if `extra` makes a file of it."""
-        return False
-
-    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+    def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         """Encode one extra as a file; return its name and bytes. Raises CheckpointError that names an unsavable part."""
 
     def info_of(self, data: bytes) -> Any:
@@ -256,10 +155,10 @@ class Format(Protocol):
     def recognises(self, opened: Opened) -> bool:
         """Whether an open checkpoint is of this format, damaged or not. Raises nothing."""
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         """Open a checkpoint for reading. Raises CheckpointError if it is damaged or is not a checkpoint."""
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         """The writer for one save. Raises CheckpointError if the format can only be read."""
 
     def sequence_in(self, opened: Opened) -> int:

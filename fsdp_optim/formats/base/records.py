@@ -163,15 +163,14 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The content of a new checkpoint without tensor elements.
+    """The index of a new checkpoint, decoded, as most writers take it.
 
     Attributes:
         params: the shapes of the model's tensors, by key.
         optim: None if no optimizer is saved.
         weights: which of the model's tensors are saved: "all", "trainable" or "none".
         weights_dtype: torch's name of the dtype to which floating ones are cast; None: they are saved as they are.
-        units: the FQNs in each flat parameter of the model that saved, by the path of the wrapped module; None if unknown.
-        flattens: False: the parameters of each wrapped module in `units` were cut by themselves.
+        cut: how the parameters were flattened and cut, as for `Facts`; None if unknown.
     """
 
     world_size: int
@@ -180,8 +179,7 @@ class CheckpointContents:
     optim: OptimDescription | None
     weights: Literal["all", "trainable", "none"] = "all"
     weights_dtype: str | None = None
-    units: Mapping[str, Sequence[str]] | None = None
-    flattens: bool = True
+    cut: Any = None
 
     @property
     def content(self) -> str:
@@ -193,13 +191,13 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of `FormatWriter.prepare`, before anything is written.
+    """The result of `Writer.prepare`, before anything is written.
 
     Attributes:
         content: a string that is equal for two checkpoints of the same parameters that have the same of these: which weights,
             and whether an optimizer.
         shared: a string that every rank needs to plan the files.
-        files: small files that the leader writes.
+        files: small files that the leader writes, those of extras too.
         description: the optimizer's description as a reader will read it; None if there is no optimizer to check.
         document: any object that the format itself needs in `last`.
     """

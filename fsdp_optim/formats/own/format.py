@@ -18,19 +18,20 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of, join_tables, segment_nbytes, sums_of
 from fsdp_optim.formats.base.description import OptimDescription, decoded, encoded, to_plain
 from fsdp_optim.formats.base.header import Header
+from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.json_text import check_density, parse_json
 from fsdp_optim.formats.base.protocols import (
-    CheckpointContents,
     Format,
-    FormatReader,
-    FormatWriter,
     Half,
     PlannedFile,
     PlannedTensor,
     Prepared,
+    Reader,
     Stamp,
+    Writer,
     WrittenFiles,
 )
+from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.own.extras import encode_extra, info_of
 from fsdp_optim.formats.own.manifest import (
     MODEL,
@@ -70,10 +71,10 @@ class OwnFormat(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
 
-    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
         return Checkpoint.opened_in(opened, verify=verify)
 
-    def writer(self) -> FormatWriter:
+    def writer(self) -> Writer:
         return OurWriter(self.weights_name, self.beside)
 
     def sequence_in(self, opened: Opened) -> int:
@@ -91,14 +92,18 @@ OURS = OwnFormat()
 
 
 @dataclass(frozen=True)
-class OurWriter(FormatWriter):
-    """The `FormatWriter` of this library's own format. The attributes are those of `OwnFormat`."""
+class OurWriter(Writer):
+    """The `Writer` of this library's own format. The attributes are those of `OwnFormat`."""
 
     weights_name: str = MODEL
     beside: tuple[tuple[str, bytes], ...] = ()
 
-    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
-        files: dict[str, bytes] = {}
+    def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        if isinstance(index.source, Checkpoint):
+            return self._copied(index.source)
+        contents = contents_of(index, allow_pickle=allow_pickle, records=records)
+        extras = extras_in(index, allow_pickle=allow_pickle)
+        files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras)
         optim, read_back, shared = None, None, ""
         if contents.optim is not None:
             optim, tensors = encoded("optim", contents.optim, allow_pickle=allow_pickle, records=records)
@@ -121,9 +126,8 @@ class OurWriter(FormatWriter):
         )
         return Prepared(contents.content, shared, files, read_back, manifest)
 
-    def copied(self, reader: FormatReader) -> Prepared | None:
-        if not isinstance(reader, Checkpoint):
-            return None
+    def _copied(self, reader: Checkpoint) -> Prepared:
+        """The same, with the small files of a checkpoint of this format, which are not decoded."""
         first = min((name for name in reader.files if name.startswith("optim")), default=None)
         metadata = reader.files[first].header.metadata if first is not None else {}
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
@@ -133,7 +137,14 @@ class OurWriter(FormatWriter):
         return Prepared(content, metadata.get("param_groups", ""), files, None, manifest)
 
     def files(
-        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        return [
+            file for half, its in tensors.items() for file in self._of_half(half, its, shared, most_nbytes, num_ranks)
+        ]
+
+    def _of_half(
+        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         """Plan files with the names that Hugging Face uses."""
         stem = self.weights_name if half == "model" else half
@@ -155,7 +166,7 @@ class OurWriter(FormatWriter):
             planned.append(_planned(name, half, in_file, header, num_ranks))
         return planned
 
-    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+    def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         where = {"common": "extra", "model": "state_dict()"}.get(name, "per_rank_extra")
         return file_of_extra(name), encode_extra(where, value, allow_pickle=allow_pickle)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -14,12 +14,15 @@ import msgspec
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.bools import BOOL, check_bools
 from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
-from fsdp_optim.formats.base.description import OptimDescription, decoded
+from fsdp_optim.formats.base.description import decoded
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.base.header import Header, HeaderEntry, length_of_header, parse_header
+from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.json_text import parse_json
-from fsdp_optim.formats.base.protocols import SavedWeights, StoredTensor, replaced_error
+from fsdp_optim.formats.base.protocols import replaced_error
+from fsdp_optim.formats.base.records import SavedWeights, StoredTensor
+from fsdp_optim.formats.base.saved_optim import saved_optim
 from fsdp_optim.formats.own.extras import Extra, read_extra
 from fsdp_optim.formats.own.manifest import NAME, FileInfo, Manifest, ModelInfo, manifest_in
 from fsdp_optim.storage.base import Opened, check_name
@@ -80,7 +83,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The `FormatReader` of this library's own format. The caller closes it after use.
+    """The `Reader` of this library's own format. The caller closes it after use.
 
     `opened`: the open files, which stay readable when another checkpoint replaces them.
     """
@@ -128,41 +131,34 @@ class Checkpoint:
             _check_index(opened, stem, manifest, tensors, verify=verify)
         return cls(opened, manifest, files, halves[weights_name], halves["optim"], verify, version)
 
-    @property
-    def full_dict(self) -> None:
-        return None
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        return self.manifest.model.aliases
-
-    @property
-    def extras(self) -> Collection[str]:
+    @cached_property
+    def index(self) -> CheckpointIndex:
         names = (name for name in self.manifest.files if name.startswith(_EXTRA) and name != DESCRIPTION_FILE)
-        return {name.removeprefix(_EXTRA).removesuffix(_SUFFIX) for name in names}
+        return CheckpointIndex(
+            self.opened.where,
+            self.model,
+            Facts(
+                self.format_name,
+                self.manifest.world_size,
+                self.manifest.effective_summary.step,
+                SavedWeights(self.manifest.model.weights, self.manifest.model.weights_dtype),
+                has_checksums=all(file.sums is not None for file in self.files.values()),
+                about=self._about(),
+            ),
+            self.manifest.model.aliases,
+            StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,
+            {name.removeprefix(_EXTRA).removesuffix(_SUFFIX): _LazyExtra(self, name) for name in names},
+            identify=self._identity,
+        )
 
-    @property
-    def has_optim(self) -> bool:
-        return self.manifest.has_optim
-
-    @property
-    def world_size(self) -> int:
-        return self.manifest.world_size
-
-    @property
-    def step(self) -> int | None:
-        return self.manifest.effective_summary.step
-
-    @property
-    def weights(self) -> SavedWeights:
-        return SavedWeights(self.manifest.model.weights, self.manifest.model.weights_dtype)
-
-    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
+    def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
         where, values = f"{self.where}: the optimizer", self.manifest.optim
         if values is not None:
-            return decoded(where, values, (), allow_pickle=allow_pickle, records=records)
-        file = self._extra(DESCRIPTION_FILE, verify=self.verifies)
-        return decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)
+            description = decoded(where, values, (), allow_pickle=allow_pickle, records=records)
+        else:
+            file = self.extra(DESCRIPTION_FILE, verify=self.verifies)
+            description = decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)
+        return saved_optim(self.where, description, self.optim)
 
     def close(self) -> None:
         """Close the files."""
@@ -173,12 +169,7 @@ class Checkpoint:
         """The name of the place of the checkpoint."""
         return self.opened.where
 
-    def named(self, name: str) -> str:
-        """The name of one file in words for users."""
-        return self.opened.named(name)
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
+    def _identity(self) -> Mapping[str, Any]:
         """Values that differ between two checkpoints, and the numbers of segments, which decide how ranks read the tensors."""
         nums = {name: file.num_segments for name, file in self.files.items()}
         return {"token": self.manifest.token, "checksum": self.manifest.checksum, "segments": nums}
@@ -192,11 +183,7 @@ class Checkpoint:
         if version is not None and version != self._manifest_version:
             raise replaced_error(self.where)
 
-    @property
-    def has_checksums(self) -> bool:
-        return all(file.sums is not None for file in self.files.values())
-
-    def about(self) -> Mapping[str, str]:
+    def _about(self) -> Mapping[str, str]:
         """Facts for users: the version of the format, the time of the save, and the treatment of the weights."""
         saved = datetime.fromtimestamp(self.manifest.created_ns / 1e9, timezone.utc)
         return {
@@ -205,14 +192,8 @@ class Checkpoint:
             "saved at": f"{saved:%Y-%m-%d %H:%M:%S} UTC, by the clock of the machine that saved",
         }
 
-    def versions(self) -> Sequence[object]:
-        """Values that change when any of the files is written again."""
-        return [(name, self.opened.version_of(name)) for name in (NAME, *self.files)]
-
     def extra(self, name: str, *, verify: bool) -> Extra:
-        return self._extra(file_of_extra(name), verify=verify)
-
-    def _extra(self, name: str, *, verify: bool) -> Extra:
+        """The file of an extra, or of the description."""
         if name not in self.manifest.files:
             raise CheckpointError(f"{self.where}: the manifest does not name {name}")
         with self._noticing_replacement():
@@ -220,7 +201,7 @@ class Checkpoint:
 
     def small_file(self, name: str) -> bytes:
         """The verified bytes of the file of an extra or of the description."""
-        self._extra(name, verify=True)
+        self.extra(name, verify=True)
         with self._noticing_replacement():
             return self.opened.read_whole(name, self.manifest.files[name].nbytes)
 
@@ -234,7 +215,7 @@ class Checkpoint:
                 sums = self._table(file)
                 fill = partial(self.opened.read_into, name)
                 section = DataSection(
-                    self.named(name), fill, file.offset, file.header.tensors_in, self.opened.num_requests
+                    self.opened.named(name), fill, file.offset, file.header.tensors_in, self.opened.num_requests
                 )
                 read_extents(section, ranges, sums, did_read)
                 check_bools(section.name, file.bools, ranges)
@@ -263,6 +244,20 @@ class Checkpoint:
             self._tables[file.name] = table
             return table
         return self._tables.get(file.name) or file.table(self.opened)
+
+
+@dataclass(frozen=True)
+class _LazyExtra(StoredExtra):
+    """An extra whose file is read when its value is asked for, and verified if the reader verifies."""
+
+    reader: Checkpoint
+    name: str
+
+    def decoded(self, *, allow_pickle: bool) -> Any:
+        return self.reader.extra(self.name, verify=self.reader.verifies).decoded(allow_pickle=allow_pickle)
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        return self.reader.extra(self.name, verify=self.reader.verifies).decoded_each(allow_pickle=allow_pickle)
 
 
 def _check_small(opened: Opened, name: str, info: FileInfo) -> None:

@@ -19,18 +19,18 @@ class Dialect(Protocol):
     """The full dicts of one library. The first dialect in `DIALECTS` whose `recognises` returns True reads the dict."""
 
     def recognises(self, full: Mapping[str, Any]) -> bool:
-        """Whether a dict that no earlier dialect has recognised is written in this dialect."""
+        """Return whether a dict that no earlier dialect has recognised is written in this dialect."""
 
     def read(self, full: Mapping[str, Any], names: Names) -> FullState:
-        """The state in a dict. Raises StateError for a dict of another model, and for ids whose parameters are unknown."""
+        """Return the state in a dict. Raises StateError for a dict of another model, and for ids whose parameters are unknown."""
 
 
 def given_dict(full: Mapping[str, Any], names: Names) -> FullState:
-    """As `normalize`, for a dict that a user gives. Raises StateError that names a value which cannot be copied."""
+    """Normalize a dict that a user gives. Raises StateError as `normalize`, and for a value that cannot be copied."""
     for section, values in full.items() if isinstance(full, Mapping) else ():
         if section == "state" and isinstance(values, Mapping):
-            for key, its in values.items():
-                for name, value in its.items() if isinstance(its, Mapping) else ((None, its),):
+            for key, entry in values.items():
+                for name, value in entry.items() if isinstance(entry, Mapping) else ((None, entry),):
                     check_elements(f"{key}: {name} of the dict" if name is not None else f"{key} of the dict", value)
         else:
             check_elements(f"{section} of the dict", values)
@@ -134,7 +134,7 @@ DIALECTS: tuple[Dialect, ...] = (Flattened(), NoFullDict(), OwnDialect(), Fairsc
 
 
 def _to_name(full: Mapping[str, Any], fqns: Sequence[Sequence[str]], names: Names) -> dict[Any, str]:
-    """Key -> FQN, for every key that the groups of a dict list. `fqns`: the FQNs of each group, in the group's order."""
+    """Return key -> FQN, for every key that the groups of a dict list. `fqns`: the FQNs of each group, in the group's order."""
     groups = full["param_groups"]
     if [len(group) for group in fqns] != num_listed(groups):
         raise StateError(
@@ -158,7 +158,7 @@ def _to_name(full: Mapping[str, Any], fqns: Sequence[Sequence[str]], names: Name
 
 
 def _names_or_ids(full: Mapping[str, Any], names: Names) -> Sequence[Sequence[str]]:
-    """The names in a dict, or the names of its ids as the live optimizer counts them, group by group."""
+    """Return the names in a dict, or the names of its ids as the live optimizer counts them, group by group."""
     named = names_in(full)
     if named is not None:
         return named
@@ -174,7 +174,7 @@ def _names_or_ids(full: Mapping[str, Any], names: Names) -> Sequence[Sequence[st
 
 
 def _in_units(full: Mapping[str, Any], names: Names) -> list[list[str]]:
-    """The names of a fairscale dict's ids, which count unit after unit, not in the unwrapped model's order, in one group."""
+    """Return the names of a fairscale dict's ids: one group, which counts unit after unit, not in the unwrapped order."""
     order = names.unit_order
     if order is None:
         if len(set(full["param_id_map"].values())) > 1:
@@ -189,7 +189,7 @@ def _in_units(full: Mapping[str, Any], names: Names) -> list[list[str]]:
 
 
 def _is_non_param(key: object, to_name: Mapping[Any, str], names: Names) -> bool:
-    """Whether a key of the state is not a parameter's, so that the entry is kept unchanged, as torch does."""
+    """Return whether a key of the state is not a parameter's, so that the entry is kept unchanged, as torch does."""
     is_name = isinstance(key, str) and (key.isdigit() or names.canonical(key) in names.known)
     return not isinstance(key, int) and not is_name and all(isinstance(known, int) for known in to_name)
 
@@ -204,14 +204,14 @@ def _counts(nums: Sequence[int]) -> str:
 
 
 def _with_singletons(full: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
-    """The state with fairscale's lists of 0-dimensional tensors given to all originals of a unit, not only to the last one."""
+    """Return the state with fairscale's lists of 0-dimensional tensors copied from a unit's last original to all of them."""
     state: Mapping[Any, Mapping[str, Any]] = full["state"]
     local_of = full.get("param_id_map") or {}
     shared: dict[Any, dict[str, Any]] = {}
     for key, values in state.items():
         if local_of.get(key) is not None:
-            found = {name: value for name, value in values.items() if _is_singleton_list(value)}
-            shared.setdefault(local_of[key], {}).update(found)
+            singletons = {name: value for name, value in values.items() if _is_singleton_list(value)}
+            shared.setdefault(local_of[key], {}).update(singletons)
     return {key: {**shared.get(local_of.get(key), {}), **values} if values else values for key, values in state.items()}
 
 
@@ -220,7 +220,7 @@ def _is_singleton_list(value: object) -> bool:
 
 
 def _of_all_ranks(fqn: object, name: str, value: Any) -> Any:
-    """The tensor in a list of 0-dimensional tensors, which fairscale fills with one per rank; any other value unchanged."""
+    """Return the tensor in a list of 0-dimensional tensors, which fairscale fills by rank; any other value unchanged."""
     if _is_singleton_list(value):
         if any(v.item() != value[0].item() for v in value[1:]):
             raise StateError(

@@ -1,7 +1,7 @@
 """The writer and the reader of this library's full dict, which has one state per original parameter, as without FSDP.
 
 `write` and `read` are inverse: `read(write(state, key_by), names_of_the_keys)` is `state`. `dialects.py` reads the dicts of
-other libraries, with the same `read` where the dicts are alike.
+other libraries, with the same `read` where the dicts have the same form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdp_optim.memory import is_plain
 from fsdp_optim.options import KeyBy
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.values.classes import class_names_read, class_names_written
-from fsdp_optim.state.values.kinds import NON_PARAM_KIND, Evidence, Kind, infer_kind, sight_of
+from fsdp_optim.state.values.kinds import NON_PARAM_KIND, Evidence, Kind, infer_kind, observation_of
 from fsdp_optim.state.values.summary import Summary
 
 FullDict = dict[str, Any]
@@ -42,7 +42,7 @@ Listing = Literal["ids", "units", "other"]
 
 @dataclass(frozen=True)
 class FullState:
-    """A full dict in any dialect, by FQN. The values are those of the dict, not copies.
+    """A full dict in any dialect, by FQN. The values are the dict's own, not copies.
 
     Attributes:
         state: FQN -> values by name; without entries for parameters without state.
@@ -72,38 +72,38 @@ class FullState:
     num_padded: Any = None
 
     def class_of(self, group_index: int) -> str:
-        """The class name of a group's optimizer; "" where the dict does not record it."""
+        """Return the class name of a group's optimizer; "" where the dict does not record it."""
         return self.classes[group_index] if self.classes else ""
 
     def evidence(self, shapes: Mapping[str, Shape]) -> Evidence:
-        """The evidence for the kinds of those values whose kind the dict does not record, of parameters with dimensions."""
+        """Return the evidence for kinds that the dict does not record, from the values of parameters with dimensions."""
         return Evidence.of(
-            sight_of(name, value, shapes[fqn])
+            observation_of(name, value, shapes[fqn])
             for fqn, values in self.state.items()
             if shapes.get(fqn) and fqn not in self.kinds
             for name, value in values.items()
         )
 
     def recorded(self, fqn: str, name: object) -> Kind | None:
-        """The recorded kind of a value; None where the dict records no kind."""
+        """Return the recorded kind of a value; None where the dict records no kind."""
         word = self.kinds.get(fqn, {}).get(name)
         return Kind(word.partition(" ")[0]) if word is not None else None
 
     def kind_of(self, fqn: str, name: str, value: object, shape: Shape, evidence: Evidence) -> Kind:
-        """The kind of a value, recorded or inferred. A placed value counts as opaque, because it is whole in a full dict."""
+        """Return the kind of a value, recorded or inferred. A placed value counts as opaque: in a full dict it is unsharded."""
         recorded = self.recorded(fqn, name)
         if recorded is None:
             return infer_kind(name, value, shape, evidence)
         return Kind.OPAQUE if recorded is Kind.PLACED else recorded
 
     def cut_of(self, fqn: str, name: object) -> str:
-        """The recorded cut of a placed value; "" for all other values."""
+        """Return the recorded cut of a placed value; "" for all other values."""
         word, _, cut = self.kinds.get(fqn, {}).get(name, "").partition(" ")
         return cut if word == Kind.PLACED.value else ""
 
 
 def following_params(full: FullState, shapes: Mapping[str, Shape], on_mesh: Collection[str]) -> FullState:
-    """The same state, in which values that were DTensors are cut like their parameters, where they can be.
+    """Return the same state, in which values that were DTensors are cut like their parameters where possible.
 
     A value with a cut of its own and the shape of its parameter has an element for each of the parameter's: a model in which the
     parameter is no DTensor, on no mesh, has no other way to cut it. `on_mesh`: the parameters that are DTensors.
@@ -130,7 +130,7 @@ def _has_shape(value: object, shape: Shape | None) -> bool:
 
 
 def write(state: FullState, key_by: KeyBy, *, as_ours: bool = True, with_kinds: bool = True) -> FullDict:
-    """The full dict of a state, by id or by name; ids count the parameters in the order of the groups' lists.
+    """Return the full dict of a state, by id or by name; ids count the parameters in the order of the groups' lists.
 
     Nothing is copied. `as_ours`: add the keys by which this library recognises its own dicts. `with_kinds`: add the recorded
     kinds of the values.
@@ -170,15 +170,15 @@ def write(state: FullState, key_by: KeyBy, *, as_ours: bool = True, with_kinds: 
 
 
 def kinds_of(summaries: Mapping[str, Summary | None]) -> dict[str, dict[Any, str]]:
-    """The kinds that a full dict records, by FQN and name. Parameters with equal kinds share one dict."""
+    """Return the kinds that a full dict records, by FQN and name. Parameters with equal kinds share one dict."""
     shared: dict[object, dict[Any, str]] = {}
-    found: dict[str, dict[Any, str]] = {}
+    kinds_by_fqn: dict[str, dict[Any, str]] = {}
     for fqn, summary in summaries.items():
         if summary is not None:
-            key = summary.names, summary.sharded, summary.placed, summary.opaque  # the others are scalars
+            key = summary.names, summary.sharded, summary.placed, summary.opaque  # all other values are scalars
             kinds = shared.get(key)
-            found[fqn] = shared.setdefault(key, dict(summary.kinds)) if kinds is None else kinds
-    return found
+            kinds_by_fqn[fqn] = shared.setdefault(key, dict(summary.kinds)) if kinds is None else kinds
+    return kinds_by_fqn
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -192,7 +192,7 @@ def read(
     entries: Mapping[Any, Mapping[str, Any]] | None = None,
     listing: Listing = "ids",
 ) -> FullState:
-    """The state in a nested dict. `to_name`: key -> FQN, for every key that the groups list.
+    """Return the state in a nested dict. `to_name`: key -> FQN, for every key that the groups list.
 
     Args:
         is_non_param: whether a key of the state belongs to no parameter, for dicts that do not record that.
@@ -248,7 +248,7 @@ def read(
 
 
 def _recorded_kinds(full: Mapping[str, Any]) -> Mapping[Any, Any]:
-    """The kinds that the dict records. Raises StateError for kinds that gather does not write."""
+    """Return the kinds that the dict records. Raises StateError for kinds that gather does not write."""
     kinds = full.get("kinds")
     if kinds is None:
         return {}
@@ -267,7 +267,7 @@ def _recorded_kinds(full: Mapping[str, Any]) -> Mapping[Any, Any]:
 
 
 def names_in(full: Mapping[str, Any]) -> list[list[str]] | None:
-    """The names in a nested dict of the parameters that its groups list, group by group; None for a dict with ids alone."""
+    """Return the parameters' names in a nested dict, group by group; None for a dict with ids alone."""
     groups = full["param_groups"]
     keys = [[*group["params"]] for group in groups]
     if any(isinstance(key, str) for group in keys for key in group):
@@ -280,20 +280,20 @@ def names_in(full: Mapping[str, Any]) -> list[list[str]] | None:
 
 
 def is_by_name(full: Mapping[str, Any]) -> bool:
-    """Whether the groups of a nested dict list names."""
+    """Return whether the groups of a nested dict list names."""
     return any(isinstance(key, str) for group in full["param_groups"] for key in group["params"])
 
 
 def is_ours(full: Mapping[str, Any]) -> bool:
-    """Whether this library wrote a dict, by id or by name, gathered or read from a checkpoint."""
+    """Return whether this library wrote a dict, by id or by name, gathered or read from a checkpoint."""
     return "local_ids" in full or "kinds" in full
 
 
 def records_kinds(full: Mapping[str, Any]) -> bool:
-    """Whether a dict records the kinds of its values."""
+    """Return whether a dict records the kinds of its values."""
     return "kinds" in full
 
 
 def num_listed(groups: Iterable[Mapping[str, Any]]) -> list[int]:
-    """How many parameters each group lists."""
+    """Return how many parameters each group lists."""
     return [len(group["params"]) for group in groups]

@@ -58,7 +58,7 @@ class Names:
         return frozenset(fqn for group in self.groups for fqn in group)
 
     def canonical(self, fqn: str) -> str:
-        """The model's FQN for a name in a full dict, which may contain wrapper parts; an unknown name unchanged."""
+        """Return the model's FQN for a name in a full dict, which may contain wrapper parts; an unknown name unchanged."""
         clean = cut(fqn, self.wrapper_parts)
         given = self.given.get(fqn, self.given.get(clean))
         if given is not None:
@@ -66,14 +66,14 @@ class Names:
         if fqn in self.known:
             return fqn
         for name in (fqn, fqn.removeprefix("module."), clean.removeprefix("module.")):
-            found = self._wrapped.find(name)
-            if found is not None:
-                return self.aliases.get(found, found)
-        alike = self._without_module.get(_without_module(clean), ())
-        return self.aliases.get(alike[0], alike[0]) if len(alike) == 1 else fqn
+            wrapped = self._wrapped.find(name)
+            if wrapped is not None:
+                return self.aliases.get(wrapped, wrapped)
+        candidates = self._without_module.get(_without_module(clean), ())
+        return self.aliases.get(candidates[0], candidates[0]) if len(candidates) == 1 else fqn
 
-    def are_one(self, name: str, other: str) -> bool:
-        """Whether two names in a file would be one after the cut, although neither names another place of a tied parameter."""
+    def would_collide(self, name: str, other: str) -> bool:
+        """Return whether two names in a file are equal without wrapper parts, and the first is not a name in the model."""
         if name in self.known or name in self.aliases:
             return False
         return _without_module(cut(name, self.wrapper_parts)) == _without_module(cut(other, self.wrapper_parts))
@@ -85,10 +85,10 @@ class Names:
     @cached_property
     def _without_module(self) -> dict[str, list[str]]:
         """FQN without `module` components -> FQNs; DistributedDataParallel inside another wrapper leaves such components."""
-        found: dict[str, list[str]] = {}
+        by_cut_name: dict[str, list[str]] = {}
         for name in sorted({*self.known, *self.aliases}):
-            found.setdefault(_without_module(name), []).append(name)
-        return found
+            by_cut_name.setdefault(_without_module(name), []).append(name)
+        return by_cut_name
 
 
 def _without_module(fqn: str) -> str:

@@ -44,11 +44,11 @@ class OrderedParam:
 
 
 Mixed = Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
-"""For each module from which a wrapper took only some parameters: the parameters that it took, and those that it left."""
+"""For each module from which a wrapper took only some parameters: the parameters that it took, and the rest."""
 
 
 def count(listed: Sequence[OrderedParam], place: Mapping[str, int], mixed: Mixed) -> Counted:
-    """The order of one group of an optimizer. `place`: FQN -> index in the unwrapped model's parameters()."""
+    """Return the order of one group of an optimizer. `place`: FQN -> index in the unwrapped model's parameters()."""
     sequences: list[list[OrderedParam]] = []
     for unit in listed:
         if sequences and sequences[-1][-1].position < unit.position:
@@ -65,7 +65,7 @@ def count(listed: Sequence[OrderedParam], place: Mapping[str, int], mixed: Mixed
 
 
 def _lost_order(members: frozenset[str], mixed: Mixed) -> str:
-    """Why the order is not known, if a wrapper took some parameters of a module and left others; else ""."""
+    """Return why the order is not known, if a wrapper took some parameters of a module and left others; else ""."""
     for taken, left in mixed:
         in_group = [fqn for fqn in taken if fqn in members], [fqn for fqn in left if fqn in members]
         if all(in_group):
@@ -77,7 +77,7 @@ def _lost_order(members: frozenset[str], mixed: Mixed) -> str:
 
 
 def _torn_unit(sequences: Sequence[Sequence[OrderedParam]], place: Mapping[str, int]) -> str:
-    """Why the order is not known, if a parameter of one sequence lies inside a flat parameter of another; else ""."""
+    """Return why the order is not known, if a parameter of one sequence lies inside a flat parameter of another; else ""."""
     sequence_of = {fqn: number for number, sequence in enumerate(sequences) for unit in sequence for fqn in unit.fqns}
     by_model = sorted(sequence_of, key=place.__getitem__) if len(sequences) > 1 else []
     at = {fqn: index for index, fqn in enumerate(by_model)}
@@ -93,7 +93,7 @@ def _torn_unit(sequences: Sequence[Sequence[OrderedParam]], place: Mapping[str, 
 
 
 def as_ids_count(listed: Sequence[str], wrapped: Sequence[str], place: Mapping[str, int]) -> list[str] | None:
-    """A group of another tool's dict in the order of ids; None where that order is not known.
+    """Return a group of another tool's dict in the order of ids; None where that order is not known.
 
     Args:
         listed: the group's FQNs, as the tool lists them.
@@ -107,9 +107,9 @@ def as_ids_count(listed: Sequence[str], wrapped: Sequence[str], place: Mapping[s
 
 
 def merge(counts: Sequence[Counted], model_order: Sequence[str], models: Sequence[tuple[str, ...]] = ()) -> Counted:
-    """The merge of several ranks' orders of one group. `model_order`: the order to use where no order is known.
+    """Merge several ranks' orders of one group. `model_order`: the order to use where no order is known.
 
-    `models`: the orders of the ranks' models, which also tell the order of parameters that are in different ranks' optimizers.
+    `models`: the orders of the ranks' models, which also order parameters that are in different ranks' optimizers.
     """
     distinct = tuple(dict.fromkeys(counts))
     if len(distinct) == 1:
@@ -131,7 +131,7 @@ def merge(counts: Sequence[Counted], model_order: Sequence[str], models: Sequenc
 
 
 def merge_lists(lists: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
-    """All names in an order that agrees with every list, and the pairs of neighbours whose order no list gives.
+    """Return all names in an order that agrees with every list, and the pairs of neighbours whose order no list gives.
 
     Such neighbours are sorted with numbers as numbers: experts.2, experts.10.
     """
@@ -162,12 +162,12 @@ def merge_lists(lists: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list
 
 
 def _natural_key(fqn: str) -> tuple[tuple[int, str], ...]:
-    """A key that sorts numbers inside a name as numbers."""
+    """Return a key that sorts numbers inside a name as numbers."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", fqn))
 
 
 def _is_numbered_before(first: str, second: str) -> bool:
-    """Whether two names first differ in a number (as children of a ModuleList do), and the first name's number is lower."""
+    """Return whether two names first differ in a number (as children of a ModuleList do) that is lower in the first."""
     for a, b in zip(first.split("."), second.split("."), strict=False):
         if a != b:
             return a.isdigit() and b.isdigit() and int(a) < int(b)

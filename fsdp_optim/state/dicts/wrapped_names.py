@@ -1,4 +1,4 @@
-"""Names with components that wrappers insert, where no module tells whether a component is a wrapper's or of the model itself."""
+"""Names with components that wrappers insert, where no module shows whether a component is a wrapper's or the model's own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 
 def cut(name: str, parts: frozenset[str]) -> str:
-    """A name without the components `parts`."""
+    """Return a name without the components `parts`."""
     return ".".join(part for part in name.split(".") if part not in parts)
 
 
 class WrappedNames:
-    """The names of a model, found by names that may have components of wrappers inside, or lack components of the model.
+    """An index of a model's names, searched by names that may have components of wrappers, or lack components of the model.
 
     A module of the model may have the name of a wrapper's component (`_orig_mod`). So a name itself comes first, then the name
     that needs the fewest components cut. Where this leaves two names, neither is taken.
@@ -24,18 +24,18 @@ class WrappedNames:
             self._by_cut.setdefault(cut(name, parts), []).append(name)
 
     def find(self, name: str) -> str | None:
-        """The name in the model, or None."""
+        """Return the name in the model, or None."""
         if name in self._known:
             return name
-        alike = self._by_cut.get(cut(name, self._parts), [])
-        if len(alike) > 1:
-            inside = [one for one in alike if self._is_inside(one, name)]
-            most = max((one.count(".") for one in inside), default=0)
-            alike = [one for one in inside if one.count(".") == most]
-        return alike[0] if len(alike) == 1 else None
+        candidates = self._by_cut.get(cut(name, self._parts), [])
+        if len(candidates) > 1:
+            inside = [candidate for candidate in candidates if self._is_inside(candidate, name)]
+            most = max((candidate.count(".") for candidate in inside), default=0)
+            candidates = [candidate for candidate in inside if candidate.count(".") == most]
+        return candidates[0] if len(candidates) == 1 else None
 
     def _is_inside(self, short: str, long: str) -> bool:
-        """Whether a name is another one without some of the wrappers' components."""
+        """Return whether `short` is `long` without some of the wrappers' components."""
         left = short.split(".")
         for part in long.split("."):
             if left and part == left[0]:

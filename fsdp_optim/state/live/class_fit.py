@@ -38,7 +38,7 @@ class Unmatched:
 def live_groups(
     optim: LocalOptim, fqns: Sequence[Sequence[str]], values: Mapping[str, frozenset[str]]
 ) -> tuple[LiveGroup, ...]:
-    """The groups of a live optimizer. `fqns`: the FQNs of each group; `values`: `LocalOptim.values_by_class` of all ranks."""
+    """Return the groups of a live optimizer. `fqns`: of each group; `values`: `LocalOptim.values_by_class` of all ranks."""
     return tuple(
         LiveGroup(of, hyper, tuple(names), values.get(of.name, frozenset()))
         for of, hyper, names in zip(optim.classes, optim.groups, fqns, strict=False)
@@ -46,7 +46,7 @@ def live_groups(
 
 
 def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tuple[FullState, Unmatched]:
-    """The part of a full state that optimizers of these classes can use: the whole state where the classes are the same.
+    """Return the part of a full state that optimizers of these classes can use: all of it where the classes are the same.
 
     Raises StateError (strict) that names the differences, where the classes differ.
     """
@@ -59,7 +59,7 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
     for index, (hyper, fqns) in enumerate(full.groups):
         shared_with = _by_live_group(fqns, place_of)
         if len(live) == len(full.groups):
-            shared_with.setdefault(index, set())  # a group without parameters is compared with the one at its place
+            shared_with.setdefault(index, set())  # a group without parameters is compared with the group at its place
         for place, shared in sorted(shared_with.items()):
             group = live[place]
             saved = _SavedState(
@@ -69,16 +69,16 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
                 continue
             text = saved.difference(group)
             if strict:
-                raise StateError(f"{text}. {_WAYS_OUT}")
-            taken = saved.common_values(group)
+                raise StateError(f"{text}. {_FIX}")
+            loaded = saved.common_values(group)
             groups[index] = (saved.common_hyperparameters(group), fqns)
             for fqn in shared & state.keys():
-                state[fqn] = {name: value for name, value in state[fqn].items() if str(name) in taken}
-                kept[fqn] = group.values - taken
+                state[fqn] = {name: value for name, value in state[fqn].items() if str(name) in loaded}
+                kept[fqn] = group.values - loaded
                 if not state[fqn]:
                     del state[fqn]
             hyperparameters |= saved.own_hyperparameters ^ _own(group.hyperparameters)
-            values |= (saved.values ^ group.values) | (saved.values - taken)
+            values |= (saved.values ^ group.values) | (saved.values - loaded)
             texts.append(text)
     if not texts:
         return full, Unmatched()
@@ -87,7 +87,7 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
 
 
 def _by_live_group(fqns: Iterable[str], place_of: Mapping[str, int]) -> dict[int, set[str]]:
-    """The FQNs that the optimizer has, by the place of their live group."""
+    """Return the FQNs that the optimizer has, by the place of their live group."""
     shared: dict[int, set[str]] = {}
     for fqn in fqns:
         if fqn in place_of:
@@ -95,7 +95,7 @@ def _by_live_group(fqns: Iterable[str], place_of: Mapping[str, int]) -> dict[int
     return shared
 
 
-_WAYS_OUT = (
+_FIX = (
     "Build an optimizer of the saved class, or give strict=False, which loads the hyperparameters and state values that both "
     "have and lists the rest"
 )
@@ -104,7 +104,7 @@ _WAYS_OUT = (
 _OPTIONS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 
-# Hyperparameters that optimizers have in all versions: one more or one less shows another class.
+# Hyperparameters that optimizers have in all versions: an added or a missing one shows another class.
 _TELLING = frozenset(
     {
         *("betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov", "alpha", "centered", "rho"),
@@ -112,7 +112,7 @@ _TELLING = frozenset(
     }
 )
 
-# For each class of torch.optim: the state values that a step needs, and those that the class may have.
+# For each class of torch.optim: the state values that a step needs, and further values that the class may have.
 _VALUES: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     name: (frozenset(needed.split()), frozenset(others.split()))
     for name, needed, others in (
@@ -134,7 +134,7 @@ _VALUES: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
 
 
 def _values_of(live: LiveGroup) -> tuple[frozenset[str], frozenset[str]] | None:
-    """The state values that a step of a group needs, and all values that the group may have; None for an unknown class."""
+    """Return the state values that a step of a group needs, and all values that the group may have; None for an unknown class."""
     if live.of.torch_name not in _VALUES:
         return None
     needed, others = _VALUES[live.of.torch_name]
@@ -145,7 +145,7 @@ def _values_of(live: LiveGroup) -> tuple[frozenset[str], frozenset[str]] | None:
 
 
 def lacking_values(of: OptimizerClass, hyperparameters: Mapping[str, Any], values: Collection[str]) -> str:
-    """Why an optimizer of torch.optim cannot step with these state values and hyperparameters; "" where it can, or for others.
+    """Return why a torch.optim optimizer cannot step with these state values and hyperparameters; "" where it can, or others.
 
     A parameter without any state is no failure: its state begins at its next step.
     """
@@ -191,13 +191,13 @@ class _SavedState:
         return _own(self.hyperparameters)
 
     def is_of_another_class(self, live: LiveGroup) -> bool:
-        """Whether the classes differ: by the recorded class, else by the names that only one side has."""
+        """Return whether the classes differ: by the recorded class, else by the names that only one side has."""
         if self.name and not live.of.is_the_class(self.name):
             return True
         return self._has_other_hyperparameters(live) or self._has_other_values(live)
 
     def _has_other_values(self, live: LiveGroup) -> bool:
-        """Whether each side has values that the other does not have.
+        """Return whether each side has values that the other does not have.
 
         The values of an optimizer without state are known for torch.optim's own classes only.
         """
@@ -234,7 +234,7 @@ class _SavedState:
         return text
 
     def common_hyperparameters(self, live: LiveGroup) -> dict[str, Any]:
-        """The hyperparameters of the live group, with the saved value of each that both sides have.
+        """Return the hyperparameters of the live group, with the saved value of each that both sides have.
 
         Hyperparameters that define the class, or decide which state values exist, keep their live value.
         """
@@ -246,7 +246,7 @@ class _SavedState:
         }
 
     def common_values(self, live: LiveGroup) -> frozenset[str]:
-        """The state values that both sides have; none where the live optimizer could not step with them alone."""
+        """Return the state values that both sides have; none where the live optimizer could not step with them alone."""
         if live.values:
             return self.values & live.values
         is_related = self.name in live.of.names or set(self.hyperparameters) == set(live.hyperparameters)

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.order import as_ids_count
-from fsdp_optim.state.live.fits import group_of_unit
+from fsdp_optim.state.live.fit_check import group_of_unit
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.view import ModelView, NamedHandle
 
 
 def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False) -> LocalOptim:
-    """An optimizer with the full state's groups over the model's live parameters.
+    """Return an optimizer with the full state's groups over the model's live parameters.
 
     Ids count group after group, as in torch.optim. Inside a group they follow the saved local ids if the model has the same
-    units as the saved model; else the order of the wrapped model's parameters(), or the saved optimizer's order if that was
-    another one. `others`: the full state may also have parameters that only other ranks hold.
+    units as the saved model; else the order of the wrapped model's parameters(), or the saved optimizer's order if it differs.
+    `others`: the full state may also have parameters that only other ranks hold.
 
     Raises StateError for a flat parameter whose originals are in two groups, or only partly in the full state, and
     where the order of the live parameters is not known.
@@ -60,7 +60,7 @@ def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False
 
 
 def _as_saved(handles: list[NamedHandle], saved: Sequence[str], full: FullState, view: ModelView) -> list[NamedHandle]:
-    """The live parameters of one group in the order of the optimizer, derived from the order of the saved group."""
+    """Return the live parameters of one group in the order of the optimizer, derived from the order of the saved group."""
     place, known = view.place_of, {fqn for named in handles for fqn in named.fqns}
     listed = [fqn for fqn in saved if fqn in known]
     wrapped = [fqn for named in view.handles for fqn in named.fqns]
@@ -80,7 +80,7 @@ def _as_saved(handles: list[NamedHandle], saved: Sequence[str], full: FullState,
 
 
 def _same_units(handles: list[NamedHandle], saved: Mapping[str, int]) -> bool:
-    """Whether the saved local ids stand for exactly these live parameters."""
+    """Return whether the saved local ids stand for exactly these live parameters."""
     units: dict[int, set[str]] = {}
     for fqn in (fqn for named in handles for fqn in named.fqns):
         local_id = saved.get(fqn)

@@ -12,7 +12,7 @@ from fsdp_optim.options import GroupsFrom
 from fsdp_optim.state.dicts.full import FullState, following_params
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.live.class_fit import fit_class, lacking_values, live_groups
-from fsdp_optim.state.live.fits import Fit, check_fits
+from fsdp_optim.state.live.fit_check import Fit, check_fits
 from fsdp_optim.state.live.local import LocalOptim
 
 log = logging.getLogger("fsdp_optim")
@@ -24,11 +24,11 @@ class LiveOptimizer:
 
     Attributes:
         optim: the optimizer on this rank.
-        names: how full dicts count its parameters, including those of other ranks.
+        names: how full dicts count its parameters, including the parameters of other ranks.
         shapes: FQN -> shape of the parameter.
         with_state: FQNs that have state in the live optimizer.
-        values: optimizer class -> names of its state values (on all ranks, if the ranks have met).
-        on_mesh: FQNs of the parameters that are DTensors, whose wrapper can place a value of another cut than theirs.
+        values: optimizer class -> names of its state values (on all ranks, if they have agreed on the state).
+        on_mesh: FQNs of the parameters that are DTensors, whose wrapper can place a value with a cut of its own.
     """
 
     optim: LocalOptim
@@ -45,7 +45,7 @@ class LiveOptimizer:
     def fit(
         self, full: FullState, *, strict: bool, groups: GroupsFrom = "saved", others: Collection[str] = ()
     ) -> tuple[FullState, Fit]:
-        """The part of a full state that this optimizer can load. `strict`, `others`: as in `check_fits`.
+        """Return the part of a full state that this optimizer can load. `strict`, `others`: as in `check_fits`.
 
         Raises StateError for a state that does not fit, before any shard is made.
         """
@@ -75,13 +75,13 @@ class LiveOptimizer:
         )
 
     def _with_followers(self, full: FullState) -> FullState:
-        """`following_params`, and a warning where the optimizer may expect DTensors and has none yet that show their mesh."""
+        """Apply `following_params`; warn where the optimizer may expect DTensors, and has none yet that shows the mesh."""
         followed = following_params(full, self.shapes, self.on_mesh)
-        alike = full.classes == tuple(known.name for known in self.optim.classes)
+        is_same_class = full.classes == tuple(known.name for known in self.optim.classes)
         changed = [
             fqn
             for fqn, words in full.kinds.items()
-            if alike and fqn not in self.with_state and words != followed.kinds[fqn]
+            if is_same_class and fqn not in self.with_state and words != followed.kinds[fqn]
         ]
         if changed:
             log.warning(
@@ -113,12 +113,12 @@ def _check_hyperparameters(full: FullState, optim: LocalOptim) -> None:
 
 
 def _in_live_groups(full: FullState, optim: LocalOptim, names: Names) -> FullState:
-    """The same state in the live optimizer's groups, by name. Parameters that only the state has are listed in the last group."""
+    """Return the same state in the live optimizer's groups, by name. Parameters that only the state has go to the last group."""
     saved = [fqn for _, fqns in full.groups for fqn in fqns]
     known = set(saved)
-    mine = [tuple(fqn for fqn in fqns if fqn in known) for fqns in names.groups]
+    group_members = [tuple(fqn for fqn in fqns if fqn in known) for fqns in names.groups]
     unknown = tuple(fqn for fqn in saved if fqn not in names.known)
-    groups = [(hyper, fqns) for hyper, fqns in zip(optim.groups, mine, strict=True)]
+    groups = [(hyper, fqns) for hyper, fqns in zip(optim.groups, group_members, strict=True)]
     if groups and unknown:
         groups[-1] = (groups[-1][0], groups[-1][1] + unknown)
     return replace(full, groups=tuple(groups), classes=())

@@ -15,7 +15,7 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, RESERVED_KEYS
 from fsdp_optim.state.dicts.packed import LocalId, packed_ids
 from fsdp_optim.state.values.classes import OptimizerClass
-from fsdp_optim.state.values.kinds import Evidence, Kind, Sight, is_scalar
+from fsdp_optim.state.values.kinds import Evidence, Kind, Observation, is_scalar
 from fsdp_optim.state.values.same import Incomparable, key_of, same
 from fsdp_optim.state.values.summary import Scalar, Scalars, Summary
 from fsdp_optim.state.values.supported import check_supported, check_values, copyable
@@ -35,7 +35,7 @@ Optimizers = OptimizerLike | Sequence[OptimizerLike]
 """One optimizer, or several over one model: one per parameter, or one per part of the model."""
 
 
-class _Look(NamedTuple):
+class _ValueTraits(NamedTuple):
     """The visible traits of a state value.
 
     Attributes:
@@ -49,16 +49,16 @@ class _Look(NamedTuple):
     is_marked: bool
 
     @classmethod
-    def at(cls, value: object, handle: Handle) -> _Look:
+    def at(cls, value: object, handle: Handle) -> _ValueTraits:
         if not isinstance(value, torch.Tensor):
             return _SCALAR if is_scalar(value) else _OBJECT
         return cls(True, value.dim() == 0, handle.is_held(value), handle.is_marked(value))
 
 
-_SCALAR, _OBJECT = _Look(False, True, False, False), _Look(False, False, False, False)
+_SCALAR, _OBJECT = _ValueTraits(False, True, False, False), _ValueTraits(False, False, False, False)
 
 
-class _Form(NamedTuple):
+class _StateTraits(NamedTuple):
     """The visible traits of all state values of a parameter. The parameters of equal layers have one form.
 
     `shape`: the shape of the local part; `marks`: whether the wrapper's own values record how they are cut.
@@ -66,23 +66,25 @@ class _Form(NamedTuple):
 
     shape: Shape
     marks: bool
-    looks: tuple[tuple[str, _Look], ...]
+    values: tuple[tuple[str, _ValueTraits], ...]
 
-    def sights(self) -> Iterator[Sight]:
-        """The observations that the values give about their names."""
-        for name, look in self.looks if self.shape else ():
-            if look.fits or not look.is_marked:  # a DTensor with a cut of its own is no evidence
-                yield Sight(name, self.shape, look.fits, look.is_scalar, look.is_tensor and not look.is_scalar)
+    def observations(self) -> Iterator[Observation]:
+        """Yield the observations that the values give about their names."""
+        for name, traits in self.values if self.shape else ():
+            if traits.fits or not traits.is_marked:  # a DTensor with a cut of its own is no evidence
+                yield Observation(
+                    name, self.shape, traits.fits, traits.is_scalar, traits.is_tensor and not traits.is_scalar
+                )
 
     @property
     def is_marked(self) -> bool:
         """Whether a state value is cut like the parameter and records that cut."""
-        return self.marks and any(look.is_marked and not look.is_scalar for _, look in self.looks)
+        return self.marks and any(traits.is_marked and not traits.is_scalar for _, traits in self.values)
 
     @property
-    def tells_all(self) -> bool:
+    def decides_kinds(self) -> bool:
         """Whether the kinds of the values follow from the form alone, without a look at the values' own placements."""
-        return not any(look.is_marked and not look.fits for _, look in self.looks)
+        return not any(traits.is_marked and not traits.fits for _, traits in self.values)
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,11 @@ class LocalParam:
         return self.named.handle
 
     @cached_property
-    def form(self) -> _Form:
+    def form(self) -> _StateTraits:
         """The visible traits of the state values, computed once."""
         handle = self.named.handle
-        looks = [(name, _Look.at(value, handle)) for name, value in (self.state or {}).items()]
-        return _Form(handle.local_shape, handle.marks, tuple(looks))
+        values = [(name, _ValueTraits.at(value, handle)) for name, value in (self.state or {}).items()]
+        return _StateTraits(handle.local_shape, handle.marks, tuple(values))
 
     @property
     def is_little(self) -> bool:
@@ -120,7 +122,7 @@ class LocalParam:
         kinds: Mapping[str, Kind] | None = None,
         scalar: Callable[[object], Scalar] = Scalar.of,
     ) -> Summary | None:
-        """The summary of the state. `kinds`: the kinds of the values, if they are known already; `scalar` reads a scalar."""
+        """Return the summary of the state. `kinds`: the kinds of the values, where they are known; `scalar` reads a scalar."""
         if self.state is None:
             return None
         known = self.kinds(evidence) if kinds is None else kinds
@@ -133,28 +135,28 @@ class LocalParam:
         )
 
     def kinds(self, evidence: Evidence) -> dict[str, Kind]:
-        """The kinds of this parameter's state values."""
+        """Return the kinds of this parameter's state values."""
         state = self.state or {}
-        return {name: self._kind(name, state[name], look, evidence) for name, look in self.form.looks}
+        return {name: self._kind(name, state[name], traits, evidence) for name, traits in self.form.values}
 
-    def _kind(self, name: str, value: object, look: _Look, evidence: Evidence) -> Kind:
-        """The kind of a value of this parameter's state.
+    def _kind(self, name: str, value: object, traits: _ValueTraits, evidence: Evidence) -> Kind:
+        """Return the kind of a value of this parameter's state.
 
         A DTensor records its own cut. Any other tensor follows the parameter if it has the shape of the parameter's local part,
         unless the evidence shows that this is a coincidence.
         """
-        if look.is_tensor and look.is_scalar and not self.handle.local_shape:
+        if traits.is_tensor and traits.is_scalar and not self.handle.local_shape:
             return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
-        if look.is_scalar:
+        if traits.is_scalar:
             return Kind.SCALAR
         if not isinstance(value, torch.Tensor):
             return Kind.OPAQUE
-        if look.is_marked:
-            if look.fits:
+        if traits.is_marked:
+            if traits.fits:
                 return Kind.SHARDED
             return Kind.PLACED if self.handle.placement_of(value) is not None else Kind.OPAQUE
         apart = evidence.follows(name) is False or (evidence.marked and self.handle.marks)
-        return Kind.SHARDED if look.fits and not apart else Kind.OPAQUE
+        return Kind.SHARDED if traits.fits and not apart else Kind.OPAQUE
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,9 @@ class LocalOptim:
         return {name: frozenset(values) for name, values in names.items()}
 
     @cached_property
-    def _forms(self) -> tuple[tuple[_Form, ...], tuple[int, ...]]:
+    def _forms(self) -> tuple[tuple[_StateTraits, ...], tuple[int, ...]]:
         """The distinct forms of the parameters, and the number of each parameter's form."""
-        numbers: dict[_Form, int] = {}
+        numbers: dict[_StateTraits, int] = {}
         of_params = tuple([numbers.setdefault(param.form, len(numbers)) for param in self.params])
         return tuple(numbers), of_params
 
@@ -199,51 +201,51 @@ class LocalOptim:
     def evidence(self) -> Evidence:
         """The evidence about the values, from the parameters that have dimensions."""
         forms, numbers = self._forms
-        sights: Counter[Sight] = Counter()
+        observations: Counter[Observation] = Counter()
         for number, times in Counter(numbers).items():
-            for sight in forms[number].sights():
-                sights[sight] += times
-        return Evidence.of(sights, marked=any(form.is_marked for form in forms))
+            for observation in forms[number].observations():
+                observations[observation] += times
+        return Evidence.of(observations, marked=any(form.is_marked for form in forms))
 
     @cached_property
     def summaries(self) -> tuple[Summary | None, ...]:
-        """The summary of each parameter's state. Values with equal traits are judged once, and equal summaries are one object."""
+        """The summary of each parameter's state. Values with equal traits are classified once; equal summaries are one object."""
         known: dict[int, tuple[Mapping[str, Kind], bool]] = {}
         shared: dict[object, Summary | None] = {}
-        alike: dict[tuple[int, ...], tuple[list[object], Summary | None]] = {}
+        by_traits: dict[tuple[int, ...], tuple[list[object], Summary | None]] = {}
         scalars = Scalars(value for param in self.params for value in (param.state or {}).values())
         forms, numbers = self._forms
-        found = []
+        summaries = []
         for param, number in zip(self.params, numbers, strict=True):
             kinds, is_plain = known.get(number, (None, False))
             if kinds is None:
                 kinds = param.kinds(self.evidence)
                 is_plain = all(kind in (Kind.SHARDED, Kind.SCALAR) for kind in kinds.values())
-                if forms[number].tells_all:
+                if forms[number].decides_kinds:
                     known[number] = kinds, is_plain
             if not is_plain or param.state is None:
-                found.append(_shared(param.summary(self.evidence, kinds, scalars.of), shared))
+                summaries.append(_shared(param.summary(self.evidence, kinds, scalars.of), shared))
                 continue
             items = param.state.items()
             read = [scalars.of(value) if kinds[name] is Kind.SCALAR else value.dtype for name, value in items]
             key = number, param.is_little, *map(id, read)  # the form, and everything else that a summary contains
-            if key not in alike:
+            if key not in by_traits:
                 in_turn = partial(_next, (scalar for scalar in read if isinstance(scalar, Scalar)))
                 summary = param.summary(self.evidence, kinds, in_turn)
-                alike[key] = read, _shared(summary, shared)  # the reference keeps the ids unique
-            found.append(alike[key][1])
-        return tuple(found)
+                by_traits[key] = read, _shared(summary, shared)  # the reference keeps the ids unique
+            summaries.append(by_traits[key][1])
+        return tuple(summaries)
 
 
 def _next(scalars: Iterator[Scalar], _: object) -> Scalar:
-    """The Scalar of the next value, which has been read already."""
+    """Return the Scalar of the next value, which has been read already."""
     return next(scalars)
 
 
 def _shared(summary: Summary | None, shared: dict[object, Summary | None]) -> Summary | None:
-    """The first summary that is equal, whose NaNs are the same objects."""
-    its_scalars = [id(one.value) for _, one in summary.scalars] if summary is not None else ()
-    return shared.setdefault((summary, *its_scalars), summary)
+    """Return the first summary that is equal, whose NaNs are the same objects."""
+    scalar_ids = [id(scalar.value) for _, scalar in summary.scalars] if summary is not None else ()
+    return shared.setdefault((summary, *scalar_ids), summary)
 
 
 def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
@@ -265,18 +267,18 @@ def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
 
 def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
     groups: dict[tuple[str, str], tuple[OptimizerClass, Mapping[str, Any], list[LocalParam]]] = {}
-    seen: set[str] = set()
+    fqns: set[str] = set()
     for index, optimizer in enumerate(optimizers):
         for group_index, hyper in enumerate(optimizer.groups):
             of = optimizer.classes[group_index]
             *_, members = groups.setdefault((of.name, _key_of_group(hyper, len(groups))), (of, hyper, []))
             for param in optimizer.params:
                 if param.group_index == group_index:
-                    if param.named.fqns[0] in seen:
+                    if param.named.fqns[0] in fqns:
                         raise WrapperError(
                             f"{param.named.fqns[0]} is in two of the {len(optimizers)} optimizers: give each parameter to one"
                         )
-                    seen.add(param.named.fqns[0])
+                    fqns.add(param.named.fqns[0])
                     members.append(replace(param, owner=(index, param.local_id)))
     params: list[LocalParam] = []
     ids = []
@@ -298,7 +300,7 @@ def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
 
 
 def _key_of_group(hyper: Mapping[str, Any], number: int) -> str:
-    """A key that is equal for groups that can be merged; groups with an incomparable hyperparameter stay separate."""
+    """Return a key that is equal for groups that can be merged; groups with an incomparable hyperparameter stay separate."""
     try:
         return key_of(hyper)
     except Incomparable:
@@ -328,8 +330,8 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
         for place, (named, local_id) in enumerate(zip(handles, ids, strict=True)):
             state = _state_of(saved["state"], local_id)
             if state is not None:
-                its_name = named.fqns[0] if named.fqns else f"parameter {place} of group {index}"
-                check_values(its_name, state, inner=not named.handle.marks)
+                name = named.fqns[0] if named.fqns else f"parameter {place} of group {index}"
+                check_values(name, state, inner=not named.handle.marks)
             _check_master(named, state, optim)
             params.append(LocalParam(local_id, index, named, state, (0, local_id)))
     if all(isinstance(param.local_id, int) for param in params):
@@ -341,7 +343,11 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
         group_ids=tuple(tuple(group["params"]) for group in packed),
         group_param_names=tuple(group.get("param_names") for group in packed),
         other_keys={
-            **{key: copyable(f"{key} of state_dict()", its) for key, its in saved.items() if key not in RESERVED_KEYS},
+            **{
+                key: copyable(f"{key} of state_dict()", value)
+                for key, value in saved.items()
+                if key not in RESERVED_KEYS
+            },
             **({NON_PARAM_STATE: copyable("the state of no parameter", non_param)} if non_param else {}),
         },
         classes=(OptimizerClass.of(optim),) * len(packed),
@@ -375,7 +381,7 @@ def _handle_of(param: torch.Tensor, group_index: int, place: int, view: ModelVie
 
 
 def _non_param_state(state: Mapping[Any, Any], ids: Sequence[LocalId], view: ModelView) -> dict[Any, Any]:
-    """The state that belongs to no parameter, such as MADGRAD's `k`, which torch keeps unchanged.
+    """Return the state that belongs to no parameter, such as MADGRAD's `k`, which torch keeps unchanged.
 
     Raises WrapperError for a key that looks like the key of a parameter.
     """

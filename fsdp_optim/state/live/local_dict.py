@@ -13,7 +13,7 @@ from fsdp_optim.memory import Slabs, copy_in_memory, detached_copy, empty, flatt
 from fsdp_optim.plan import copies_into
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, FullState
 from fsdp_optim.state.dicts.packed import LocalId
-from fsdp_optim.state.live.fits import Fit
+from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.values.kinds import Evidence
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
@@ -24,7 +24,7 @@ Summaries = Mapping[str, Summary]
 
 
 def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary]:
-    """The summary of the state of every parameter in a full state."""
+    """Return the summary of the state of every parameter in a full state."""
     evidence = full.evidence(shapes)
 
     def summary(fqn: str, values: Mapping[str, Any]) -> Summary:
@@ -38,23 +38,23 @@ def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary
 
 
 def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str], live: Evidence) -> Summary | None:
-    """The summary for one live parameter, which all its originals must have in common; StateError names two that differ.
+    """Return the summary of one live parameter, which must be equal for all its originals; StateError names two that differ.
 
-    Originals in `missing` keep their state in the live optimizer (`live`: the evidence about its values), whose summary has to
-    agree with that of the other originals.
+    Originals in `missing` keep their state in the live optimizer (`live`: the evidence about its values), whose summary must
+    agree with the other originals' summary.
     """
     kept = param.summary(live) if missing and not missing.isdisjoint(param.named.fqns) else None
     by_original = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]
     (first, summary), *others = by_original
     for fqn, other in others:
-        _check_alike(first, summary, fqn, other)
+        _check_equal(first, summary, fqn, other)
     return summary
 
 
 _FLAT = "they lie in one flat parameter of this model, which has one value for both"
 
 
-def _check_alike(first: str, a: Summary | None, other: str, b: Summary | None) -> None:
+def _check_equal(first: str, a: Summary | None, other: str, b: Summary | None) -> None:
     if a is None or b is None:
         if a is not b:
             has, lacks = (first, other) if b is None else (other, first)
@@ -82,7 +82,7 @@ def _check_alike(first: str, a: Summary | None, other: str, b: Summary | None) -
 def allocate(
     param: LocalParam, summary: Summary | None, rank: int, missing: frozenset[str], slabs: Slabs
 ) -> dict[str, torch.Tensor]:
-    """Local 1-D tensors for the sharded values of one live parameter, on its device, with zeros in the padding.
+    """Allocate local 1-D tensors for the sharded values of one live parameter, on its device, with zeros in the padding.
 
     If some originals are in `missing`, the tensors begin as copies of the live values.
     """
@@ -101,7 +101,7 @@ def allocate(
 
 
 def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
-    """The ranges of the local tensor that belong to no original parameter."""
+    """Return the ranges of the local tensor that belong to no original parameter."""
     covered = []
     for original in param.handle.originals:
         shard = original.placement.shard_of(rank)
@@ -120,7 +120,7 @@ def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
 def local_values(
     param: LocalParam, summary: Summary, tensors: Mapping[str, torch.Tensor], opaque: Mapping[str, Any], rank: int
 ) -> dict[str, Any]:
-    """The state of one live parameter in its optimizer's form. `opaque`: the result of `opaque_values`."""
+    """Return the state of one live parameter in its optimizer's form. `opaque`: the result of `opaque_values`."""
     scalars = dict(summary.scalars)
 
     def in_live_form(name: str) -> torch.Tensor:
@@ -142,9 +142,9 @@ def local_values(
 def opaque_values(
     param: LocalParam, summary: Summary | None, saved: Callable[[str, str], Any], rank: int, *, is_own: bool = False
 ) -> dict[str, Any]:
-    """This rank's opaque values of one live parameter; `saved(fqn, name)` gives a value of the full dict.
+    """Return this rank's opaque values of one live parameter; `saved(fqn, name)` gives a value of the full dict.
 
-    The values are copied, unless `is_own`: `saved` gives values that nobody else uses.
+    The values are copied, unless `is_own`: `saved` gives values that no other code uses.
 
     Raises StateError for a value that does not fit this layout.
     """
@@ -165,7 +165,7 @@ def opaque_values(
 def _opaque(
     param: LocalParam, name: str, value: Any, cut: str, rank: int, is_free: bool, copied: Callable[[Any], Any]
 ) -> Any:
-    """This rank's part of one opaque value.
+    """Return this rank's part of one opaque value.
 
     `is_free`: every shard can have the value, because it does not depend on the cut. `copied`: copies a value if necessary.
     """
@@ -190,7 +190,7 @@ def _opaque(
 
 
 def _cut_as_live(param: LocalParam, name: str, value: torch.Tensor, rank: int) -> torch.Tensor | None:
-    """This rank's part of a complete value, cut as the live value of the same name; None where that has no cut of its own."""
+    """Return this rank's part of a complete value, cut as the live value of that name; None if it has no cut of its own."""
     live = (param.state or {}).get(name)
     place = param.handle.own_place(live)
     if place is None or place.shape != value.shape:
@@ -199,7 +199,7 @@ def _cut_as_live(param: LocalParam, name: str, value: torch.Tensor, rank: int) -
 
 
 def _cut_here(value: torch.Tensor, place: Placement, rank: int, device: torch.device) -> torch.Tensor:
-    """This rank's elements of a complete value, 1-D."""
+    """Return this rank's elements of a complete value, 1-D."""
     flat = empty((place.numel_on(rank),), value.dtype, device)
     if len(flat):
         copy_in_memory(copies_into(Whole(place.shape, (rank,)), place, rank), flatten(value), flat)
@@ -220,7 +220,7 @@ def shard_dicts(
     state: Mapping[LocalId, Mapping[str, Any]],
     fit: Fit,
 ) -> Shard | list[Shard]:
-    """The optimizer's own dict on this rank: its ids, the saved hyperparameters, this rank's part of the state.
+    """Return the optimizer's own dict on this rank: its ids, the saved hyperparameters, this rank's part of the state.
 
     `groups`: hyperparameters and FQNs of each saved group. The result is a list if several optimizers were read as one.
     """
@@ -242,9 +242,9 @@ def shard_dicts(
 def _groups_of(
     optimizer: LocalOptim, groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]
 ) -> list[Mapping[str, Any]]:
-    """The saved hyperparameters of each group of one of several optimizers, from the saved group of the parameters."""
+    """Return the saved hyperparameters of each group of one of several optimizers, from the saved group of the parameters."""
     saved = {fqn: hyper for hyper, fqns in groups for fqn in fqns}
-    found: list[Mapping[str, Any]] = []
+    hypers: list[Mapping[str, Any]] = []
     for index, live in enumerate(optimizer.groups):
         params = (param for param in optimizer.params if param.group_index == index)
         fqns = [fqn for param in params for fqn in param.named.fqns if fqn in saved]
@@ -254,8 +254,8 @@ def _groups_of(
                     f"{fqns[0]} and {fqn} are in one param group of an optimizer, and in two groups of the saved state: build "
                     "the optimizers with the saved groups, or give groups='live', which leaves the live groups as they are"
                 )
-        found.append(saved[fqns[0]] if fqns else live)
-    return found
+        hypers.append(saved[fqns[0]] if fqns else live)
+    return hypers
 
 
 def _shard_dict(
@@ -271,10 +271,10 @@ def _shard_dict(
         param_groups.append(
             {**kept, "params": list(ids), **({"param_names": list(names)} if names is not None else {})}
         )
-    found = {INCOMPATIBLE: fit.as_plain()} if fit.as_plain() else {}
+    differences = {INCOMPATIBLE: fit.as_plain()} if fit.as_plain() else {}
     return {
         **{key: detached_copy(value) for key, value in other_keys.items() if key != NON_PARAM_STATE},
         "state": {**state, **detached_copy(other_keys.get(NON_PARAM_STATE, {}))},
         "param_groups": param_groups,
-        **found,
+        **differences,
     }

@@ -1,4 +1,4 @@
-"""The global state: every rank reports its part (reports.py), and all merge the reports into the same value.
+"""The global state: every rank reports its part (reports.py), and every rank merges all reports into the same value.
 
 `merge_reports` calls `merge_param` for each parameter; replicas are compared by fingerprints (replicas.py).
 """

@@ -15,22 +15,22 @@ from fsdp_optim.state.merged.global_state import GlobalState, Param
 def assemble(
     global_state: GlobalState, tensors: Mapping[tuple[str, str], Any], local: LocalOptim, rank: int, key_by: KeyBy
 ) -> FullDict:
-    """The full dict of a gather on this recipient. `tensors`: gathered values by (FQN, value name), which are not copied.
+    """Return the full dict of a gather on this recipient. `tensors`: gathered values by (FQN, value name), which are not copied.
 
     An opaque value of a flat parameter is in the state of the first original only.
     """
-    seen = global_state.as_seen_by(rank)
-    order = seen.ids()
+    visible = global_state.as_seen_by(rank)
+    order = visible.ids()
     local_ids = {fqn: p.local_id for p in local.params for fqn in p.named.fqns}
     live = {fqn: place for place, p in enumerate(local.params) for fqn in p.named.fqns}
     live_first = sorted(order, key=lambda fqn: (live.get(fqn, len(live)), order[fqn]))
     other_keys = {name: detached_copy(value) for name, value in local.other_keys.items() if name != NON_PARAM_STATE}
     non_param = detached_copy(local.other_keys.get(NON_PARAM_STATE, {}))
     full = FullState(
-        state={f: values_of(seen.params[f], tensors) for f in order if seen.params[f].summary is not None},
+        state={f: values_of(visible.params[f], tensors) for f in order if visible.params[f].summary is not None},
         groups=tuple(
             ({name: detached_copy(value) for name, value in group.items()}, counted.fqns)
-            for group, counted in zip(local.groups, seen.counted, strict=True)
+            for group, counted in zip(local.groups, visible.counted, strict=True)
         ),
         other_keys=other_keys | ({NON_PARAM_STATE: non_param} if non_param else {}),
         uncollected=frozenset(
@@ -39,11 +39,11 @@ def assemble(
             if not p.handle.collected and p.state is not None and _is_variant(global_state, p.named.fqns)
             for fqn in p.named.fqns
         ),
-        # fairscale's reader counts consecutive equal values, so the originals of a flat parameter must be neighbours
+        # fairscale's reader counts consecutive equal values, so the originals of a flat parameter must be neighbours here
         local_ids={fqn: local_ids.get(fqn) for fqn in live_first},
-        unknown_order=seen.unknown_order,
+        unknown_order=visible.unknown_order,
         classes=tuple(cls.name for cls in local.classes),
-        kinds=kinds_of({fqn: seen.params[fqn].summary for fqn in order}),
+        kinds=kinds_of({fqn: visible.params[fqn].summary for fqn in order}),
         num_padded=_num_padded(global_state, local),
     )
     return write(full, key_by)
@@ -54,7 +54,7 @@ def _is_variant(global_state: GlobalState, fqns: Sequence[str]) -> bool:
 
 
 def values_of(param: Param, tensors: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
-    """The state of one parameter: its scalars and its gathered values; empty for a parameter without state."""
+    """Return the state of one parameter: its scalars and its gathered values; empty for a parameter without state."""
     summary = param.summary
     if summary is None:
         return {}
@@ -67,8 +67,8 @@ def values_of(param: Param, tensors: Mapping[tuple[str, str], Any]) -> dict[str,
 
 
 def _num_padded(global_state: GlobalState, local: LocalOptim) -> list[list[int]]:
-    """The padding of each group rank, per flat parameter: this rank's units by local id, then the units of other ranks."""
-    mine = [p.named.fqns for p in local.params]
-    here = {fqns: list(p.handle.num_padded) for fqns, p in zip(mine, local.params, strict=True)}
+    """Return the padding of each group rank, per flat parameter: this rank's units by local id, then the units of other ranks."""
+    local_units = [p.named.fqns for p in local.params]
+    here = {fqns: list(p.handle.num_padded) for fqns, p in zip(local_units, local.params, strict=True)}
     others = {p.fqns: list(p.num_padded) for p in global_state.live if p.fqns not in here}
     return [*here.values(), *others.values()]

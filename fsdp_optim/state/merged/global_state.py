@@ -1,4 +1,4 @@
-"""The picture of the model and the optimizer of all ranks together, an equal value on all ranks."""
+"""The global state: the model and the optimizer of all ranks together, an equal value on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_optim.state.values.summary import Summary
 
 @dataclass(frozen=True)
 class Param:
-    """One original parameter in the common picture.
+    """One original parameter in the global state.
 
     `variants`: the placement and summary on each group of ranks, for a parameter whose wrapper forbids to collect the state:
     the groups may differ, and a recipient gets the state of its own group. Empty for all other parameters.
@@ -27,7 +27,7 @@ class Param:
     variants: tuple[tuple[Placement, Summary | None], ...] = ()
 
     def as_seen_by(self, rank: int) -> Param | None:
-        """The parameter for one recipient; None for an uncollected parameter that the recipient does not hold."""
+        """Return the parameter for one recipient; None for an uncollected parameter that the recipient does not hold."""
         if not self.variants:
             return self
         for placement, summary in self.variants:
@@ -45,12 +45,12 @@ class GlobalState:
         live: every live parameter.
         num_groups: the number of param groups.
         counts: the order of ids in each distinct report, group by group.
-        models: the order of the parameters in the model of each distinct report, also of those that only other optimizers have.
+        models: the order of the parameters in the model of each distinct report, also of parameters without this optimizer.
         mismatched: FQNs whose replicas differ, so that only the replicas of the lowest rank count.
         values: optimizer class -> names of the state values on any rank.
         stateless: parameters without state on ranks that could have state for them.
         module_values: FQN of an entry of state_dict() that is neither a parameter nor a buffer -> ranks that have the entry.
-        module_takers: paths of modules that may load such entries without having them.
+        extra_state_loaders: paths of modules that may load such entries without having them.
     """
 
     params: Mapping[str, Param] = field(default_factory=dict)
@@ -87,12 +87,12 @@ class GlobalState:
         return self.counted[group_index].fqns
 
     def as_seen_by(self, rank: int) -> GlobalState:
-        """The picture for one recipient, without the variants of other ranks."""
+        """Return the global state for one recipient, without the variants of other ranks."""
         if not any(param.variants for param in self.params.values()):
             return self
         seen = {fqn: param.as_seen_by(rank) for fqn, param in self.params.items()}
         return replace(self, params={fqn: param for fqn, param in seen.items() if param is not None})
 
     def ids(self) -> dict[str, int]:
-        """FQN -> id, as torch.optim counts: group after group, and inside a group in the optimizer's order."""
+        """Return FQN -> id, as torch.optim counts: group after group, and inside a group in the optimizer's order."""
         return {fqn: index for index, fqn in enumerate(fqn for group in self.counted for fqn in group.fqns)}

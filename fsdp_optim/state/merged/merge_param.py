@@ -15,7 +15,7 @@ from fsdp_optim.state.values.kinds import is_known_moment
 from fsdp_optim.state.values.summary import OpaqueType, Summary
 
 
-class Seen(NamedTuple):
+class ReportedParam(NamedTuple):
     """One parameter in the report that the ranks `ranks` gave."""
 
     fqn: str
@@ -25,18 +25,18 @@ class Seen(NamedTuple):
 
     @property
     def is_sure(self) -> bool:
-        """Whether nothing must be settled if all holders of the parameter give this report."""
+        """Whether nothing is left to settle if all holders of the parameter give this report."""
         live, summary = self.live, self.live.summary
         return live.collected and (summary is None or not summary.unsure)
 
 
-def of_single_report(seen: list[Seen], ranks: RankSet) -> Param | None:
-    """The parameter, if a single report from all its holders leaves nothing to merge or settle; else None.
+def of_single_report(reports: list[ReportedParam], ranks: RankSet) -> Param | None:
+    """Return the parameter, if a single report from all its holders leaves nothing to merge or settle; else None.
 
     `ranks`: the ranks that gave the first report.
     """
-    first = seen[0]
-    if len(seen) > 1 or not first.is_sure or not ranks.includes_holders_of(first.placement):
+    first = reports[0]
+    if len(reports) > 1 or not first.is_sure or not ranks.includes_holders_of(first.placement):
         return None
     placed = first.live.summary.placed if first.live.summary is not None else ()
     if not all(ranks.includes_holders_of(where) for _, (_, where) in placed):
@@ -44,23 +44,23 @@ def of_single_report(seen: list[Seen], ranks: RankSet) -> Param | None:
     return Param(first.fqn, first.placement, first.live.group_index, first.live.summary)
 
 
-def on_reporting_ranks(seen: list[Seen]) -> list[Seen]:
+def on_reporting_ranks(reports: list[ReportedParam]) -> list[ReportedParam]:
     """Give a parameter without a wrapper (of a pipeline stage, say) a placement on the ranks whose models have it."""
-    ranks = tuple(sorted(rank for item in seen for rank in item.ranks))
-    return [item._replace(placement=Whole(item.placement.shape, ranks)) for item in seen]
+    ranks = tuple(sorted(rank for item in reports for rank in item.ranks))
+    return [item._replace(placement=Whole(item.placement.shape, ranks)) for item in reports]
 
 
-def all_listed(fqn: str, seen: list[Seen]) -> list[Seen]:
+def all_listed(fqn: str, reports: list[ReportedParam]) -> list[ReportedParam]:
     """Give a parameter whose ranks list their own shards the placement with the shards of all ranks.
 
     Raises StateError where no rank lists some elements.
     """
-    if len({item.placement.shape for item in seen}) > 1:
-        return seen  # merge_param raises the error
-    _check_unequal_lists(fqn, seen)
-    listed = _merge_placements(seen)
+    if len({item.placement.shape for item in reports}) > 1:
+        return reports  # merge_param raises the error
+    _check_unequal_lists(fqn, reports)
+    listed = _merge_placements(reports)
     if not isinstance(listed, Boxes):
-        return seen
+        return reports
     common = listed.partly_common() if listed.apart else None
     if common is not None:
         (first, first_box), (other, other_box) = common
@@ -81,13 +81,13 @@ def all_listed(fqn: str, seen: list[Seen]) -> list[Seen]:
             f"{fqn}: the elements {gap[0]} to {gap[1] - 1} of {listed.numel} are in no shard that {format_ranks(listed.ranks)} "
             f"{'list' if len(listed.ranks) > 1 else 'lists'}; give process_group= with all ranks that hold shards of this tensor"
         )
-    return [item._replace(placement=listed.closed()) for item in seen]
+    return [item._replace(placement=listed.closed()) for item in reports]
 
 
-def _check_unequal_lists(fqn: str, seen: list[Seen]) -> None:
+def _check_unequal_lists(fqn: str, reports: list[ReportedParam]) -> None:
     """Raise StateError where two ranks list different slices for one rank."""
     known: dict[int, tuple[int, tuple[Block, ...]]] = {}
-    for item in seen:
+    for item in reports:
         if isinstance(item.placement, Boxes) and item.placement.apart:
             for rank, blocks in item.placement.by_rank:
                 first, listed = known.setdefault(rank, (item.ranks[0], blocks))
@@ -103,10 +103,10 @@ def _listed_boxes(blocks: Sequence[Block]) -> str:
     return " and ".join(block.box.as_index for block in blocks) or "nothing"
 
 
-def merge_param(seen: list[Seen], *, take_lowest_rank: bool) -> Param:
-    """The merge of several ranks' reports of one parameter."""
-    first = seen[0]
-    for other in seen[1:]:
+def merge_param(reports: list[ReportedParam], *, take_lowest_rank: bool) -> Param:
+    """Merge several ranks' reports of one parameter."""
+    first = reports[0]
+    for other in reports[1:]:
         if other.placement.shape != first.placement.shape:
             raise StateError(
                 f"{first.fqn}: shape {list(first.placement.shape)} on {format_ranks(first.ranks)}, "
@@ -122,51 +122,51 @@ def merge_param(seen: list[Seen], *, take_lowest_rank: bool) -> Param:
                 f"{first.fqn}: in param group {first.live.group_index} on {format_ranks(first.ranks)}, in group "
                 f"{other.live.group_index} on {format_ranks(other.ranks)}"
             )
-    seen = _settled(seen)
-    first = seen[0]
-    if not all(item.live.collected for item in seen):
-        variants = tuple({item.placement: item.live.summary for item in seen}.items())
+    reports = _settled(reports)
+    first = reports[0]
+    if not all(item.live.collected for item in reports):
+        variants = tuple({item.placement: item.live.summary for item in reports}.items())
         return Param(first.fqn, first.placement, first.live.group_index, first.live.summary, variants)
-    placement = _merge_placements(seen)
-    _check_all_holders_report(first.fqn, placement, seen)
-    seen = _with_common_places(seen)
+    placement = _merge_placements(reports)
+    _check_all_holders_report(first.fqn, placement, reports)
+    reports = _with_common_places(reports)
     if take_lowest_rank:
         placement = placement.on_lowest_ranks()
-        seen = [item for item in seen if not set(item.ranks).isdisjoint(placement.ranks)]
-        return Param(first.fqn, placement, first.live.group_index, _merge_summaries(placement, seen))
-    summary = _merge_summaries(placement, seen)  # before the fingerprints, because its errors say more
-    _check_replicas_are_equal(seen)
+        reports = [item for item in reports if not set(item.ranks).isdisjoint(placement.ranks)]
+        return Param(first.fqn, placement, first.live.group_index, _merge_summaries(placement, reports))
+    summary = _merge_summaries(placement, reports)  # before the fingerprints, because its errors say more
+    _check_replicas_are_equal(reports)
     return Param(first.fqn, placement, first.live.group_index, summary)
 
 
-def _merge_placements(seen: list[Seen]) -> Placement:
-    by_placement = {item.placement: item for item in reversed(seen)}
-    first, *others = dict.fromkeys(item.placement for item in seen)
+def _merge_placements(reports: list[ReportedParam]) -> Placement:
+    by_placement = {item.placement: item for item in reversed(reports)}
+    first, *others = dict.fromkeys(item.placement for item in reports)
     joined: Placement | None = first
     for other in others:
         joined = joined.join(other) if joined is not None else None
         if joined is None:
             hint = NAME_OF if set(first.ranks).isdisjoint(other.ranks) else ". Is the model wrapped alike on all ranks?"
             raise StateError(
-                f"{seen[0].fqn}: {first} to {format_ranks(by_placement[first].ranks)}, and {other} to "
+                f"{reports[0].fqn}: {first} to {format_ranks(by_placement[first].ranks)}, and {other} to "
                 f"{format_ranks(by_placement[other].ranks)}{hint}"
             )
     return joined or first
 
 
-def _with_common_places(seen: list[Seen]) -> list[Seen]:
-    """The same reports with one placement for each value that records its own: on all its ranks, in all replicas.
+def _with_common_places(reports: list[ReportedParam]) -> list[ReportedParam]:
+    """Give each value that records its own placement one placement in all reports: on all its ranks, in all replicas.
 
     Raises StateError where the placements of ranks contradict each other, or name ranks that do not report the value.
     """
-    found: dict[str, list[tuple[Placement, tuple[int, ...]]]] = {}
-    for item in seen:
+    places_by_name: dict[str, list[tuple[Placement, tuple[int, ...]]]] = {}
+    for item in reports:
         for name, (_, where) in item.live.summary.placed if item.live.summary is not None else ():
-            found.setdefault(name, []).append((where, item.ranks))
-    common = {name: _common_place(f"{seen[0].fqn}: {name}", places) for name, places in found.items()}
-    if all(where is common[name] for name, places in found.items() for where, _ in places):
-        return seen
-    return [item._replace(live=replace(item.live, summary=_placed_at(item.live.summary, common))) for item in seen]
+            places_by_name.setdefault(name, []).append((where, item.ranks))
+    common = {name: _common_place(f"{reports[0].fqn}: {name}", places) for name, places in places_by_name.items()}
+    if all(where is common[name] for name, places in places_by_name.items() for where, _ in places):
+        return reports
+    return [item._replace(live=replace(item.live, summary=_placed_at(item.live.summary, common))) for item in reports]
 
 
 def _placed_at(summary: Summary | None, places: Mapping[str, Placement]) -> Summary | None:
@@ -196,10 +196,10 @@ def _common_place(what: str, places: Sequence[tuple[Placement, tuple[int, ...]]]
     return joined
 
 
-def _replicas(seen: list[Seen]) -> Iterator[tuple[Seen, Seen]]:
-    """Pairs (first report of a shard, report of the same shard), for every report."""
-    first: dict[int, Seen] = {}
-    for item in seen:
+def _replicas(reports: list[ReportedParam]) -> Iterator[tuple[ReportedParam, ReportedParam]]:
+    """Yield pairs (first report of a shard, report of the same shard), for every report."""
+    first: dict[int, ReportedParam] = {}
+    for item in reports:
         for rank in item.ranks:
             shard = item.placement.shard_of(rank)
             if shard is not None and not _is_nothing(item.placement, shard):
@@ -207,36 +207,36 @@ def _replicas(seen: list[Seen]) -> Iterator[tuple[Seen, Seen]]:
 
 
 def _is_nothing(placement: Placement, shard: int) -> bool:
-    """Whether a listed shard has no elements, as several ranks may have of different slices: they are no replicas."""
+    """Return whether a listed shard has no elements, as several ranks may have of different slices, without being replicas."""
     return isinstance(placement, Boxes) and not placement.blocks(shard)
 
 
-def _alike(first: Seen, other: Seen) -> bool:
-    """Whether the fingerprints of two reports are equal, or one report has none."""
+def _prints_agree(first: ReportedParam, other: ReportedParam) -> bool:
+    """Return whether the fingerprints of two reports are equal, or one report has none."""
     prints = {first.live.fingerprint, other.live.fingerprint} - {""}
     return len(prints) < 2
 
 
-def replicas_differ(seen: list[Seen]) -> bool:
-    """Whether ranks that hold the same shard of a parameter have different elements or scalars of its state."""
-    return len(seen) > 1 and any(
-        not _alike(first, other)
+def replicas_differ(reports: list[ReportedParam]) -> bool:
+    """Return whether ranks that hold the same shard of a parameter have different elements or scalars of its state."""
+    return len(reports) > 1 and any(
+        not _prints_agree(first, other)
         or (first.live.summary and first.live.summary.scalars) != (other.live.summary and other.live.summary.scalars)
-        for first, other in _replicas(seen)
+        for first, other in _replicas(reports)
     )
 
 
-def _check_replicas_are_equal(seen: list[Seen]) -> None:
+def _check_replicas_are_equal(reports: list[ReportedParam]) -> None:
     """Raise StateError where two ranks have different elements for the same shard, so that they do not hold replicas."""
-    for first, other in _replicas(seen) if len(seen) > 1 else ():
-        if not _alike(first, other):
+    for first, other in _replicas(reports) if len(reports) > 1 else ():
+        if not _prints_agree(first, other):
             is_state = first.live.what == STATE
             what = (first.live.summary or other.live.summary) if is_state else first.live.what
             raise not_replicas(first.fqn, str(what), first.ranks, other.ranks)
 
 
-def _check_all_holders_report(fqn: str, placement: Placement, seen: list[Seen]) -> None:
-    reporting = {rank for item in seen for rank in item.ranks}
+def _check_all_holders_report(fqn: str, placement: Placement, reports: list[ReportedParam]) -> None:
+    reporting = {rank for item in reports for rank in item.ranks}
     silent = [r for r in placement.ranks if r not in reporting and placement.numel_on(r)]
     if silent:
         raise StateError(
@@ -245,11 +245,11 @@ def _check_all_holders_report(fqn: str, placement: Placement, seen: list[Seen]) 
         )
 
 
-def _merge_summaries(placement: Placement, seen: list[Seen]) -> Summary | None:
-    """The common summary. A rank that holds no element of the parameter may have no state for it."""
-    if len(seen) == 1:
-        return seen[0].live.summary
-    holding = [item for item in seen if any(placement.numel_on(rank) for rank in item.ranks)] or seen
+def _merge_summaries(placement: Placement, reports: list[ReportedParam]) -> Summary | None:
+    """Return the common summary. A rank that holds no element of the parameter may have no state for it."""
+    if len(reports) == 1:
+        return reports[0].live.summary
+    holding = [item for item in reports if any(placement.numel_on(rank) for rank in item.ranks)] or reports
     first = holding[0]
     for other in holding[1:]:
         a, b = first.live.summary, other.live.summary
@@ -265,14 +265,14 @@ def _merge_summaries(placement: Placement, seen: list[Seen]) -> Summary | None:
     return first.live.summary
 
 
-def _settled(seen: list[Seen]) -> list[Seen]:
-    """The same reports with one kind for each value that ranks judged differently, or were unsure of.
+def _settled(reports: list[ReportedParam]) -> list[ReportedParam]:
+    """Give each value one kind in all reports, where ranks classified it differently or were unsure.
 
     A value that has the shape of the local part on some ranks only does not follow the parameter.
     """
-    summaries = [item.live.summary for item in seen if item.live.summary is not None]
+    summaries = [item.live.summary for item in reports if item.live.summary is not None]
     if not any(summary.unsure for summary in summaries) and len({summary.sharded for summary in summaries}) < 2:
-        return seen
+        return reports
     sure = {name for s in summaries for name, _ in s.sharded if name not in s.unsure}
     unsure = {name for s in summaries for name in s.unsure}
     other = {
@@ -286,16 +286,16 @@ def _settled(seen: list[Seen]) -> list[Seen]:
         item._replace(live=replace(item.live, summary=item.live.summary.as_opaque(apart)))
         if item.live.summary is not None
         else item
-        for item in seen
+        for item in reports
     ]
 
 
 def _of_any_rank(description: object) -> object:
-    """The description of a value without the shape of an opaque tensor, which may differ between ranks."""
+    """Return the description of a value without the shape of an opaque tensor, which may differ between ranks."""
     return replace(description, shape=()) if isinstance(description, OpaqueType) else description
 
 
-def _compare(first: Seen, a: Summary, other: Seen, b: Summary) -> None:
+def _compare(first: ReportedParam, a: Summary, other: ReportedParam, b: Summary) -> None:
     on_first, on_other = (
         {name: _of_any_rank(description) for name, description in s.everything.items()} for s in (a, b)
     )
@@ -309,10 +309,10 @@ def _compare(first: Seen, a: Summary, other: Seen, b: Summary) -> None:
 
 
 def _shown(description: object) -> str:
-    """A description as an error shows it; that of a DTensor with its own cut is its dtype and placement."""
+    """Return a description as an error shows it; for a DTensor with its own cut, the dtype and placement."""
     return " ".join(map(str, description)) if isinstance(description, tuple) else str(description)
 
 
 def ranks_have(ranks: tuple[int, ...]) -> str:
-    """`rank 3 has`, `ranks 0, 1 have`."""
+    """Return `rank 3 has`, `ranks 0, 1 have`."""
     return f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"

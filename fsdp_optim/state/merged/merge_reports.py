@@ -1,4 +1,4 @@
-"""The merge of the reports of all ranks into one picture, equal on all ranks."""
+"""The merge of the reports of all ranks into one global state, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fsdp_optim.layout import RankSet, Whole
 from fsdp_optim.state.dicts.order import merge_lists
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.merge_param import (
-    Seen,
+    ReportedParam,
     all_listed,
     merge_param,
     of_single_report,
@@ -24,7 +24,7 @@ _MOST_SHOWN = 200  # characters of a value in an error
 def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) -> GlobalState:
     """Merge the reports of all ranks. The result, or the error, is equal on all ranks.
 
-    `take_lowest_rank`: of replicas that differ, only those of the lowest rank count; else differing replicas are an error.
+    `take_lowest_rank`: of replicas that differ, only the lowest rank's count; else differing replicas are an error.
 
     Raises StateError when the reports do not describe one model with one state.
     """
@@ -34,28 +34,30 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
     for report, _ in reports:
         for name, names_of_values in report.values:
             values[name] = values.get(name, frozenset()).union(names_of_values)
-    seen: dict[str, list[Seen]] = {}
+    by_fqn: dict[str, list[ReportedParam]] = {}
     live: list[LiveParam] = []
     for report, ranks in reports:
         for param in report.params:
             live.append(param)
             for position, fqn in enumerate(param.fqns):
-                seen.setdefault(fqn, []).append(Seen(fqn, param, param.placements[position], ranks))
+                by_fqn.setdefault(fqn, []).append(ReportedParam(fqn, param, param.placements[position], ranks))
     not_held = {fqn for report, _ in reports for fqn in frozenset(report.model_order).difference(report.order)}
-    for fqn, items in seen.items():
+    for fqn, items in by_fqn.items():
         if all(item.live.loose or (fqn in not_held and _is_complete(item)) for item in items):
-            seen[fqn] = on_reporting_ranks(items)
+            by_fqn[fqn] = on_reporting_ranks(items)
         if any(item.placement.is_open for item in items):
-            seen[fqn] = all_listed(fqn, items)
-    models = [tuple(fqn for fqn in report.model_order or report.order if fqn in seen) for report, _ in reports]
+            by_fqn[fqn] = all_listed(fqn, items)
+    models = [tuple(fqn for fqn in report.model_order or report.order if fqn in by_fqn) for report, _ in reports]
     order, _ = merge_lists(models)
-    mismatched = tuple(fqn for fqn in order if fqn in seen and replicas_differ(seen[fqn])) if take_lowest_rank else ()
+    mismatched = (
+        tuple(fqn for fqn in order if fqn in by_fqn and replicas_differ(by_fqn[fqn])) if take_lowest_rank else ()
+    )
     lowest = frozenset(mismatched)
     first_ranks = RankSet(reports[0][1])
     params = {
-        fqn: of_single_report(seen[fqn], first_ranks) or merge_param(seen[fqn], take_lowest_rank=fqn in lowest)
+        fqn: of_single_report(by_fqn[fqn], first_ranks) or merge_param(by_fqn[fqn], take_lowest_rank=fqn in lowest)
         for fqn in order
-        if fqn in seen
+        if fqn in by_fqn
     }
     _check_classes(reports)  # last, because the other errors say more
     module_values, differing = _merge_module_values(reports, take_lowest_rank=take_lowest_rank)
@@ -73,10 +75,10 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
     )
 
 
-def _is_complete(item: Seen) -> bool:
-    """Whether the ranks that report a parameter have all of it, so that its state may be on some of its ranks only.
+def _is_complete(item: ReportedParam) -> bool:
+    """Return whether the ranks that report a parameter have all of it, so that its state may be on some of its ranks only.
 
-    That is what ZeRO-1 by hand does: each rank gives its optimizer some of the parameters, and has their complete state.
+    ZeRO-1 by hand does that: each rank gives its optimizer some of the parameters, and has their complete state.
     """
     return isinstance(item.placement, Whole)
 
@@ -84,13 +86,13 @@ def _is_complete(item: Seen) -> bool:
 def _merge_module_values(
     reports: ReportsByRanks, *, take_lowest_rank: bool
 ) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-    """FQN -> ranks that have this entry of a module's state_dict(), sorted; and the FQNs of entries that differ."""
-    found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    """Return FQN -> sorted ranks that have this entry of a module's state_dict(), and the FQNs of entries that differ."""
+    prints_by_fqn: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for report, ranks in reports:
         for fqn, fingerprint in report.module_values:
-            found.setdefault(fqn, []).append((fingerprint, ranks))
+            prints_by_fqn.setdefault(fqn, []).append((fingerprint, ranks))
     differing = []
-    for fqn, prints in found.items():
+    for fqn, prints in prints_by_fqn.items():
         (first, first_ranks), *others = prints
         for other, ranks in others:
             if other != first and not take_lowest_rank:
@@ -101,9 +103,9 @@ def _merge_module_values(
                 )
         if len({fingerprint for fingerprint, _ in prints}) > 1:
             differing.append(fqn)
-    return {fqn: tuple(sorted(r for _, ranks in prints for r in ranks)) for fqn, prints in found.items()}, tuple(
-        differing
-    )
+    return {
+        fqn: tuple(sorted(r for _, ranks in prints for r in ranks)) for fqn, prints in prints_by_fqn.items()
+    }, tuple(differing)
 
 
 def _check_calls(reports: ReportsByRanks) -> None:
@@ -123,9 +125,9 @@ def _check_groups(reports: ReportsByRanks) -> None:
             )
         names = [*(f"param group {index}" for index in range(len(first.groups))), "the optimizer's state_dict()"]
         sections = zip(names, (*first.groups, first.other_keys), (*report.groups, report.other_keys), strict=True)
-        found = first_difference(sections)
-        if found is not None:
-            section, key, first_text, text = found
+        difference = first_difference(sections)
+        if difference is not None:
+            section, key, first_text, text = difference
             raise StateError(
                 f"{section}: {key} is {_short(first_text)} on {format_ranks(first_ranks)} and {_short(text)} on "
                 f"{format_ranks(ranks)}; set it alike on all ranks"
@@ -139,9 +141,9 @@ def _short(text: str) -> str:
 def _check_classes(reports: ReportsByRanks) -> None:
     (first, first_ranks), *others = reports
     for report, ranks in others:
-        for index, (mine, other) in enumerate(zip(first.classes, report.classes, strict=True)):
-            if mine.name != other.name:
+        for index, (first_class, other) in enumerate(zip(first.classes, report.classes, strict=True)):
+            if first_class.name != other.name:
                 raise StateError(
-                    f"param group {index}: its optimizer is {mine.name} on {format_ranks(first_ranks)} and {other.name} on "
-                    f"{format_ranks(ranks)}; build the same optimizer on all ranks"
+                    f"param group {index}: its optimizer is {first_class.name} on {format_ranks(first_ranks)} and {other.name} "
+                    f"on {format_ranks(ranks)}; build the same optimizer on all ranks"
                 )

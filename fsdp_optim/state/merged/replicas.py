@@ -23,7 +23,7 @@ _EXAMPLE = " (BatchNorm statistics of each rank, for example)"
 
 
 def print_of_state(param: LocalParam, rank: int) -> str:
-    """A fingerprint of this rank's state of one live parameter, without padding.
+    """Return a fingerprint of this rank's state of one live parameter, without padding.
 
     Values that are cut among the ranks with the same shard of the parameter are left out, because they are not replicas.
     """
@@ -35,7 +35,7 @@ def print_of_state(param: LocalParam, rank: int) -> str:
 
 
 def print_of_value(param: LocalParam, name: str, rank: int) -> str:
-    """A fingerprint of this rank's part of one state value. Raises StateError for a value that cannot be compared."""
+    """Return a fingerprint of this rank's part of one state value. Raises StateError for a value that cannot be compared."""
     value = param.state[name] if param.state is not None else None
     try:
         if not isinstance(value, torch.Tensor):
@@ -50,7 +50,7 @@ def print_of_value(param: LocalParam, name: str, rank: int) -> str:
 
 
 def elements_of(handle: Handle, value: torch.Tensor, rank: int) -> torch.Tensor:
-    """This rank's elements of a value that is cut like the parameter, without padding; any other value unchanged."""
+    """Return this rank's elements of a value that is cut like the parameter, without padding; any other value unchanged."""
     held = handle.held(value)
     if held is None or not any(handle.num_padded):
         return value if held is None else held
@@ -59,7 +59,7 @@ def elements_of(handle: Handle, value: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _is_cut_among_replicas(handle: Handle, value: object, rank: int) -> bool:
-    """Whether ranks with the same shard of the parameter hold different shards of a value."""
+    """Return whether ranks with the same shard of the parameter hold different shards of a value."""
     if not isinstance(value, torch.Tensor) or handle.is_held(value) or not handle.is_marked(value):
         return False
     where, placement = handle.placement_of(value), handle.originals[0].placement
@@ -72,7 +72,7 @@ def _is_cut_among_replicas(handle: Handle, value: object, rank: int) -> bool:
 def not_replicas(
     fqn: str, what: str, ranks: tuple[int, ...], others: tuple[int, ...], more: Sequence[str] = ()
 ) -> StateError:
-    """The error for two ranks whose elements of one shard differ.
+    """Return the error for two ranks whose elements of one shard differ.
 
     `what`: the names of the state values, or ELEMENTS; `more`: other parameters whose replicas differ.
     """
@@ -86,7 +86,7 @@ def not_replicas(
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
-    """`rank 3`, `ranks 0, 1, 2`, `ranks 0..511`."""
+    """Return `rank 3`, `ranks 0, 1, 2`, `ranks 0..511`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):

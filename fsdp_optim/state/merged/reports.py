@@ -1,7 +1,7 @@
 """The report of each rank about its model and optimizer, for the other ranks.
 
 A report has a few hundred bytes per live parameter, and no elements. Ranks that see the same model give equal reports, so
-usually the ranks exchange digests only.
+usually the ranks exchange only digests.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class LiveParam:
 
     Attributes:
         summary: the summary of the state; None for a parameter without state.
-        fingerprint: a digest of this rank's elements of the state, if the wrapper does not keep replicas equal: it tells replicas
-            from different parameters of the same name.
+        fingerprint: a digest of this rank's elements of the state, if the wrapper does not keep replicas equal: it distinguishes
+            replicas from different parameters of the same name.
         loose: no wrapper knows which ranks hold the parameter, so its placement names all ranks of the call.
         what: the compared content of the fingerprint, STATE or ELEMENTS.
     """
@@ -58,7 +58,7 @@ class RankReport:
             parameters that the wrapper skips on this rank.
         module_values: FQN -> fingerprint (where the call needs it) of the entries of state_dict() that are neither parameters
             nor buffers.
-        module_takers: paths of modules that may load such entries without having them.
+        extra_state_loaders: paths of modules that may load such entries without having them.
     """
 
     call: str
@@ -75,30 +75,30 @@ class RankReport:
     extra_state_loaders: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """A text that is equal for equal reports only. Placements and summaries that parameters share are written once."""
+        """Return a text that is equal only for equal reports. Placements and summaries that parameters share are written once."""
         parts: dict[str, int] = {}
         numbers: dict[int, int] = {}
 
         def number(part: object) -> int:
-            """Of the text of a part, among those of all parts in the order in which they come."""
-            found = numbers.get(id(part))  # the report keeps its parts alive, and so their ids
-            if found is None:
-                found = numbers[id(part)] = parts.setdefault(repr(part), len(parts))
-            return found
+            """Return the number of a part's text among the texts of all parts, in the order in which they come."""
+            known = numbers.get(id(part))  # the report keeps its parts alive, and so their ids
+            if known is None:
+                known = numbers[id(part)] = parts.setdefault(repr(part), len(parts))
+            return known
 
         lines = [
             (
-                one.fqns,
-                [number(placement) for placement in one.placements],
-                one.group_index,
-                number(one.num_padded),
-                one.collected,
-                number(one.summary),
-                one.fingerprint,
-                one.loose,
-                one.what,
+                param.fqns,
+                [number(placement) for placement in param.placements],
+                param.group_index,
+                number(param.num_padded),
+                param.collected,
+                number(param.summary),
+                param.fingerprint,
+                param.loose,
+                param.what,
             )
-            for one in self.params
+            for param in self.params
         ]
         return f"{replace(self, params=())!r} {lines!r} {list(parts)!r}"
 
@@ -111,7 +111,7 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 def first_difference(sections: Iterable[tuple[str, Pairs, Pairs]]) -> tuple[str, str, str, str] | None:
-    """(section, key, first text, other text) of the first key that differs, where `sections` are (name, first, other)."""
+    """Return (section, key, first text, other text) of the first key that differs, where `sections` are (name, first, other)."""
     for section, first, other in sections:
         a, b = dict(first), dict(other)
         for key in {**a, **b}:

@@ -12,7 +12,7 @@ from fsdp_optim.state.merged.replicas import NAME_OF
 from fsdp_optim.state.merged.reports import Pairs, first_difference
 
 WHOLE_HERE: tuple[int, ...] = ()
-"""The ranks in the placement of a whole value, until the parts of all ranks show which ranks have the value."""
+"""The ranks in the placement of a complete value, until the parts of all ranks show which ranks have the value."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ PartsByRanks = Sequence[tuple[DictPart, tuple[int, ...]]]
 
 
 def join(parts: PartsByRanks) -> tuple[dict[str, dict[str, ValuePart]], tuple[tuple[str, ...], ...]]:
-    """The merge of all parts: each value by FQN and name, and the FQNs of each group. The result is equal on all ranks.
+    """Merge all parts: each value by FQN and name, and the FQNs of each group. The result is equal on all ranks.
 
     Raises StateError, equal on all ranks, that names the parameter, the value and the ranks which differ.
     """
     _check_groups(parts)
-    found: dict[str, dict[str, list[tuple[ValuePart, tuple[int, ...]]]]] = {}
+    values_by_fqn: dict[str, dict[str, list[tuple[ValuePart, tuple[int, ...]]]]] = {}
     holders: dict[str, list[int]] = {}
     for part, ranks in parts:
         for fqn, values in part.state:
             holders.setdefault(fqn, []).extend(ranks)
             for name, value in values:
-                found.setdefault(fqn, {}).setdefault(name, []).append((value, ranks))
+                values_by_fqn.setdefault(fqn, {}).setdefault(name, []).append((value, ranks))
     state = {
         fqn: {name: _join_value(f"{fqn}: {name}", pairs, holders[fqn]) for name, pairs in values.items()}
-        for fqn, values in found.items()
+        for fqn, values in values_by_fqn.items()
     }
     first = parts[0][0].groups
     members = [dict.fromkeys(fqn for part, _ in parts for fqn in part.groups[index][1]) for index in range(len(first))]
@@ -81,9 +81,9 @@ def _check_groups(parts: PartsByRanks) -> None:
             )
         groups = enumerate(zip(first.groups, part.groups, strict=True))
         sections = [(f"param group {index}", group[0], other[0]) for index, (group, other) in groups]
-        found = first_difference([*sections, ("the dict itself", first.other_keys, part.other_keys)])
-        if found is not None:
-            section, key, first_text, text = found
+        difference = first_difference([*sections, ("the dict itself", first.other_keys, part.other_keys)])
+        if difference is not None:
+            section, key, first_text, text = difference
             raise StateError(
                 f"the ranks have different sharded dicts: {section}: {key} is {first_text} on rank {first_ranks[0]} and {text} "
                 f"on rank {ranks[0]}"
@@ -127,7 +127,7 @@ def _placed(value: ValuePart, ranks: tuple[int, ...]) -> Placement | None:
 
 
 def _check_replicas(where: str, parts: list[tuple[ValuePart, tuple[int, ...]]], placement: Placement | None) -> None:
-    """Raise StateError where two ranks have different elements of one shard, or different values of one that is not cut."""
+    """Raise StateError where two ranks have different elements of one shard, or different values without a cut."""
     known: dict[int, tuple[ValuePart, int]] = {}
     for value, ranks in parts:
         for rank in ranks if value.fingerprint else ():

@@ -1,7 +1,7 @@
 """One value of optimizer state: its kind, its summary without elements, equality bit for bit, and what cannot be gathered."""
 
 from fsdp_optim.state.values.digest import fold_of
-from fsdp_optim.state.values.kinds import Evidence, Kind, Sight, infer_kind, sight_of
+from fsdp_optim.state.values.kinds import Evidence, Kind, Observation, infer_kind, observation_of
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.values.summary import Scalar, Scalars, Summary
@@ -10,15 +10,15 @@ __all__ = [
     "Evidence",
     "Incomparable",
     "Kind",
+    "Observation",
     "OpaqueShards",
     "Scalar",
     "Scalars",
-    "Sight",
     "Summary",
     "depends_on_cut",
     "fingerprint_of",
     "fold_of",
     "infer_kind",
     "key_of",
-    "sight_of",
+    "observation_of",
 ]

@@ -13,22 +13,22 @@ _INNER = ("optimizer", "_optimizer", "optim")
 
 
 def innermost(optim: Any) -> Any:
-    """The optimizer inside all wrappers."""
+    """Return the optimizer inside all wrappers."""
     return layers(optim)[-1]
 
 
 def layers(optim: Any) -> list[Any]:
-    """The optimizer, the one that it wraps, and so on to the innermost."""
-    found = [optim]
+    """Return the optimizer, the optimizer that it wraps, and so on to the innermost."""
+    chain = [optim]
     while True:
-        inner = next(_inside(found[-1]), None)
-        if inner is None or any(inner is known for known in found):
-            return found
-        found.append(inner)
+        inner = next(_inside(chain[-1]), None)
+        if inner is None or any(inner is known for known in chain):
+            return chain
+        chain.append(inner)
 
 
 def _inside(optim: Any) -> Iterator[Any]:
-    """The attributes that look like a wrapped optimizer: by their name, or because they have the same groups."""
+    """Yield the attributes that look like a wrapped optimizer: by their name, or because they have the same groups."""
     for name, value in getattr(optim, "__dict__", {}).items():
         is_optimizer = not isinstance(value, type) and hasattr(value, "param_groups") and hasattr(value, "state_dict")
         if is_optimizer and (name in _INNER or value.param_groups is optim.param_groups):
@@ -36,13 +36,13 @@ def _inside(optim: Any) -> Iterator[Any]:
 
 
 def has_own_form(optim: Any) -> bool:
-    """Whether the dict of an optimizer has the state as the innermost optimizer does: no wrapper of it has state of its own."""
-    found = layers(optim)
-    return all(getattr(layer, "state", None) is found[-1].state for layer in found[:-1]) if len(found) > 1 else True
+    """Return whether an optimizer's dict has the innermost optimizer's state: no wrapper around it has state of its own."""
+    chain = layers(optim)
+    return all(getattr(layer, "state", None) is chain[-1].state for layer in chain[:-1]) if len(chain) > 1 else True
 
 
 def is_of_torch(optim: Any) -> bool:
-    """Whether the innermost optimizer is of a class of torch.optim, whose state values are known."""
+    """Return whether the innermost optimizer is of a class of torch.optim, whose state values are known."""
     return type(innermost(optim)).__module__.startswith("torch.optim")
 
 
@@ -73,7 +73,7 @@ class OptimizerClass:
         return self.names[0]
 
     def is_the_class(self, name: str) -> bool:
-        """Whether `name` is this class, or the torch.optim class that it extends, so that the state of `name` fits.
+        """Return whether `name` is this class, or the torch.optim class that it extends, so that the state of `name` fits.
 
         The classes of torch.optim extend each other too (AdamW extends Adam), but their states do not fit each other.
         """
@@ -86,12 +86,12 @@ class OptimizerClass:
 
 
 def class_names_written(names: Sequence[str]) -> str | list[str] | None:
-    """The recorded form of each group's class name: one name, or a list for optimizers of different classes."""
+    """Return the recorded form of each group's class name: one name, or a list for optimizers of different classes."""
     return names[0] if len(set(names)) == 1 else list(names) or None
 
 
 def class_names_read(written: object, num_groups: int) -> tuple[str, ...]:
-    """The inverse of `class_names_written`: the class name of each group; empty where there is no record for these groups."""
+    """Return the class name of each group, the inverse of `class_names_written`; empty without a record for these groups."""
     if isinstance(written, str):
         return (written,) * num_groups
     if isinstance(written, (list, tuple)) and len(written) == num_groups:

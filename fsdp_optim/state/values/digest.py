@@ -13,7 +13,7 @@ _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 def is_folded(value: object) -> bool:
-    """Whether a value is a dense tensor on a device, where `fold_of` is cheaper than a digest on the host."""
+    """Return whether a value is a dense tensor on a device, where `fold_of` is cheaper than a digest on the host."""
     return (
         isinstance(value, torch.Tensor)
         and is_plain(value)
@@ -23,7 +23,7 @@ def is_folded(value: object) -> bool:
 
 
 def fold_of(value: torch.Tensor) -> str:
-    """A digest of the bits of a dense tensor, independent of the tensor's device.
+    """Return a digest of the bits of a dense tensor, independent of the tensor's device.
 
     Each element is multiplied by an odd weight of its index, so a single different bit gives a different sum.
     """

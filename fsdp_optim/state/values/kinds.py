@@ -45,7 +45,7 @@ _SHARDED_NAMES = frozenset(
 )
 
 
-class Sight(NamedTuple):
+class Observation(NamedTuple):
     """An observation of one value of one parameter.
 
     Attributes:
@@ -84,7 +84,7 @@ class Evidence:
 
     Attributes:
         sharded: names whose values follow the shapes of their parameters.
-        apart: names whose values do not.
+        apart: names whose values do not follow them.
         scalar: names in `apart` whose values are all scalars.
         tensors: names with at least one value that is a tensor with dimensions.
         marked: whether the optimizer's values of DTensor parameters are DTensors, so that a plain tensor is no part of a DTensor.
@@ -97,21 +97,21 @@ class Evidence:
     marked: bool = False
 
     @classmethod
-    def of(cls, sights: Iterable[Sight], *, marked: bool = False) -> Evidence:
+    def of(cls, observations: Iterable[Observation], *, marked: bool = False) -> Evidence:
         counts: dict[object, _Count] = {}
         tensors = set()
-        for sight, number in Counter(sights).items():
-            count = counts.get(sight.name)
+        for observation, number in Counter(observations).items():
+            count = counts.get(observation.name)
             if count is None:
-                count = counts[sight.name] = _Count()
-            if sight.is_tensor:
-                tensors.add(sight.name)
-            if sight.is_scalar:
+                count = counts[observation.name] = _Count()
+            if observation.is_tensor:
+                tensors.add(observation.name)
+            if observation.is_scalar:
                 count.scalars += number
-            elif not sight.fits:
+            elif not observation.fits:
                 count.others += number
-            elif prod(sight.shape) > 1:
-                count.fits[sight.shape] += number
+            elif prod(observation.shape) > 1:
+                count.fits[observation.shape] += number
             else:
                 count.small += number
         known = {name: _known(name, count) for name, count in counts.items()}
@@ -125,13 +125,13 @@ class Evidence:
         )
 
     def follows(self, name: object) -> bool | None:
-        """Whether values of this name follow their parameters; None without evidence."""
+        """Return whether values of this name follow their parameters; None without evidence."""
         if name in self.sharded:
             return True
         return False if name in self.apart else True if name in _SHARDED_NAMES else None
 
-    def has_to_follow(self, name: object) -> bool:
-        """Whether a value of this name without its parameter's shape is a mistake rather than a value of another kind."""
+    def must_follow(self, name: object) -> bool:
+        """Return whether a value of this name without its parameter's shape is a mistake rather than a value of another kind."""
         return name in self.sharded or (name in _SHARDED_NAMES and name in self.tensors)
 
     def says_scalar(self, name: object) -> bool:
@@ -146,26 +146,26 @@ def _known(name: object, count: _Count) -> bool | None:
 
 
 def is_known_moment(name: object) -> bool:
-    """Whether values of this name in torch.optim always have the shape of their parameter."""
+    """Return whether values of this name in torch.optim always have the shape of their parameter."""
     return name in _SHARDED_NAMES
 
 
 def is_scalar(value: object) -> bool:
-    """Whether a value is a number (numpy's too), a flag, a word, None, or a tensor without dimensions."""
+    """Return whether a value is a number (numpy's too), a flag, a word, None, or a tensor without dimensions."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     return value is None or isinstance(value, (bool, int, float, complex, str, numpy.number, numpy.bool_))
 
 
-def sight_of(name: object, value: object, shape: Shape) -> Sight:
-    """The observation of a value in a full dict, for a parameter of this shape."""
+def observation_of(name: object, value: object, shape: Shape) -> Observation:
+    """Return the observation of a value in a full dict, for a parameter of this shape."""
     tensor = isinstance(value, torch.Tensor) and value.dim() > 0
     fits = isinstance(value, torch.Tensor) and is_plain(value) and tuple(value.shape) == shape
-    return Sight(name, shape, fits, is_scalar(value), tensor)
+    return Observation(name, shape, fits, is_scalar(value), tensor)
 
 
 def infer_kind(name: object, value: object, shape: Shape, evidence: Evidence) -> Kind:
-    """The kind of a value in a full dict that records no kinds, for a parameter of this shape."""
+    """Return the kind of a value in a full dict that records no kinds, for a parameter of this shape."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 == len(shape):
         return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
     if is_scalar(value):

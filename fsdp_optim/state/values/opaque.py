@@ -17,7 +17,7 @@ from fsdp_optim.view import Handle, has_local_part
 
 
 def depends_on_cut(value: Any) -> bool:
-    """Whether a value may differ if the parameter is cut in another way; single numbers and words do not."""
+    """Return whether a value may differ if the parameter is cut in another way; single numbers and words do not."""
     if isinstance(value, torch.Tensor):
         return not is_plain(value) or value.numel() > 1
     if type(value) is dict:
@@ -28,7 +28,7 @@ def depends_on_cut(value: Any) -> bool:
 
 
 def holds_all(handle: Handle) -> bool:
-    """Whether this rank's tensor is one whole original parameter in its own shape, so that no other rank has a part of it."""
+    """Return whether this rank's tensor is one complete original parameter in its own shape, and no other rank has a part."""
     if len(handle.originals) != 1:
         return False
     placement = handle.originals[0].placement
@@ -63,11 +63,11 @@ class OpaqueShards:
         return is_all and not depends_on_cut(first) and all(same(first, other) for other in others)
 
     def of_rank(self, fqn: str, name: str, placements: tuple[Placement, ...], rank: int, *, alone: bool) -> Any:
-        """The value for one rank of a model whose live parameter has these placements.
+        """Return the value for one rank of a model whose live parameter has these placements.
 
-        `alone`: the rank has the whole parameter in its own shape.
+        `alone`: the rank has the complete parameter in its own shape.
 
-        Raises StateError when the live parameter is cut in another way than the saved one.
+        Raises StateError when the live parameter is cut in another way than the saved parameter.
         """
         if alone and placements[0].num_shards == 1 and self._is_mesh_of_one:
             return self.by_shard[0]
@@ -86,7 +86,7 @@ class OpaqueShards:
         return self.by_shard[shard]
 
     def has(self, placements: tuple[Placement, ...], rank: int) -> bool:
-        """Whether a rank gets a value. A shard without elements of the parameter may have been saved without a value."""
+        """Return whether a rank gets a value. A shard without elements of the parameter may have been saved without a value."""
         shard = placements[0].shard_of(rank)
         return shard in self.by_shard or any(placement.numel_on(rank) for placement in placements)
 
@@ -98,10 +98,10 @@ class OpaqueShards:
 
 
 def _num_shards(cut: Placement) -> int:
-    """The same as `cut.num_shards`, without cached properties: they would be pickled with the dict."""
+    """Return `cut.num_shards` without cached properties, which would be pickled with the dict."""
     return len(cut.replicas[0]) if isinstance(cut, (FlatChunks, OnMesh)) else cut.num_shards
 
 
 def cuts_of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The placements with ranks 0, 1, 2, ...: equal for models that are cut alike, on any ranks."""
+    """Return the placements with ranks 0, 1, 2, ...: equal for models with the same cut, on any ranks."""
     return tuple(placement.without_ranks() for placement in placements)

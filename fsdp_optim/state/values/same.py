@@ -21,14 +21,14 @@ class Incomparable(TypeError):
 
 
 def fingerprint_of(value: object) -> str:
-    """A digest of everything that `same` compares, computed in bounded memory. Raises Incomparable."""
+    """Return a digest of everything that `same` compares, computed in bounded memory. Raises Incomparable."""
     digest = _Digest()
     digest.add(value)
     return digest.hexdigest()
 
 
 def key_of(value: object) -> str:
-    """A text that is equal for equal values only, and readable for short values. Raises Incomparable."""
+    """Return a text that is equal for equal values only, and readable for short values. Raises Incomparable."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_meta:
         return key_of_number(value.item(), value.dtype)
     if isinstance(value, torch.Tensor) and is_plain(value):
@@ -49,12 +49,12 @@ def key_of(value: object) -> str:
 
 
 def key_of_number(number: object, dtype: torch.dtype) -> str:
-    """The same of a tensor without dimensions, by its number."""
+    """Return the `key_of` of a tensor without dimensions, by its number."""
     return f"tensor({number!r}, dtype={dtype})"
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two values are equal bit by bit, on any devices; objects are compared by their parts."""
+    """Return whether two values are equal bit by bit, on any devices; objects are compared by their parts."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensors(a, b)
     if type(a) is not type(b):
@@ -81,7 +81,7 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """The parts of a tensor subclass. Those of a DTensor exclude the mesh, which belongs to the process."""
+    """Return the parts of a tensor subclass. The parts of a DTensor exclude the mesh, which belongs to the process."""
     if hasattr(value, "to_local"):
         return [value.to_local(), str(value.placements)]
     names, context = value.__tensor_flatten__()

@@ -23,11 +23,10 @@ class Scalar:
 
     @classmethod
     def of(cls, value: object) -> Scalar:
-        """The Scalar of a value. A tensor is copied to the CPU, so that further training does not change the Scalar."""
+        """Return the Scalar of a value. A tensor is copied to the CPU, so that further training does not change the Scalar."""
         if isinstance(value, torch.Tensor):
-            local = (
-                value.to_local() if hasattr(value, "to_local") else value
-            )  # each rank has all of a 0-dimensional DTensor
+            # Each rank has all of a 0-dimensional DTensor.
+            local = value.to_local() if hasattr(value, "to_local") else value
             value = local.detach().to("cpu", copy=True)
         return cls(key_of(value), value)
 
@@ -35,7 +34,7 @@ class Scalar:
         return f"{self.value!r}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A small pickle for other ranks: a tensor is stored as its number, which is exact."""
+        """Return a small pickle for other ranks: a tensor is stored as its number, which is exact."""
         if isinstance(self.value, torch.Tensor):
             return _tensor_scalar, (self.key, dtype_name(self.value.dtype), self.value.item())
         return Scalar, (self.key, self.value)
@@ -51,7 +50,7 @@ _STACKED = frozenset(
 
 
 class Scalars:
-    """Scalars that are read together: reading one tensor without dimensions is a trip to its device, and so is reading many.
+    """Scalars that are read together: a read of one tensor without dimensions costs a trip to its device, as a read of many does.
 
     Tensors with equal bits become one Scalar.
     """
@@ -59,17 +58,17 @@ class Scalars:
     def __init__(self, values: Iterable[object]) -> None:
         self._keys: dict[int, tuple[object, str]] = {}  # by id: the value, which lives on and keeps its id, and its key
         self._of_key: dict[str, Scalar] = {}
-        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        by_device: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for value in values:
             if type(value) is torch.Tensor and value.dim() == 0 and value.dtype in _STACKED and not value.is_meta:
-                alike.setdefault((value.dtype, value.device), []).append(value)
-        for (dtype, _), tensors in alike.items():
+                by_device.setdefault((value.dtype, value.device), []).append(value)
+        for (dtype, _), tensors in by_device.items():
             for tensor, number in zip(tensors, torch.stack(tensors).detach().cpu().tolist(), strict=True):
                 if number == number:  # a NaN keeps its own bits, which its key does not show
                     self._keys[id(tensor)] = tensor, key_of_number(number, dtype)
 
     def of(self, value: object) -> Scalar:
-        """As `Scalar.of`."""
+        """Return the Scalar of a value as `Scalar.of` does."""
         _, key = self._keys.get(id(value), (None, ""))
         if not key:
             return Scalar.of(value)
@@ -83,7 +82,7 @@ class Scalars:
 class OpaqueType:
     """The description of an opaque value: the name of its class, and dtype and shape of a tensor.
 
-    `cut`: the recorded cut of a placed value that is whole now.
+    `cut`: the recorded cut of a placed value that is unsharded now.
     """
 
     class_name: str
@@ -131,9 +130,9 @@ class Summary:
         unsure: Callable[[str], bool] | None = None,
         scalar: Callable[[object], Scalar] = Scalar.of,
     ) -> Summary:
-        """The summary of some values.
+        """Return the summary of some values.
 
-        `place`: the placement of a placed value; `cut`: its recorded cut, if it is whole now; `scalar` reads a scalar.
+        `place`: the placement of a placed value; `cut`: its recorded cut, if it is unsharded now; `scalar` reads a scalar.
         """
         sharded: list[tuple[str, str]] = []
         scalars: list[tuple[str, Scalar]] = []
@@ -159,13 +158,13 @@ class Summary:
         )
 
     def as_opaque(self, names: Collection[str]) -> Summary:
-        """The same summary with some of the sharded values as opaque values."""
+        """Return the same summary with some of the sharded values as opaque values."""
         opaque = tuple((name, OpaqueType("Tensor", dtype)) for name, dtype in self.sharded if name in names)
         kept = tuple(pair for pair in self.sharded if pair[0] not in names)
         return replace(self, sharded=kept, opaque=(*self.opaque, *opaque), unsure=())
 
     def as_sharded(self, names: Collection[str]) -> Summary:
-        """The same summary with some of the placed values as sharded values."""
+        """Return the same summary with some of the placed values as sharded values."""
         sharded = tuple((name, dtype) for name, (dtype, _) in self.placed if name in names)
         kept = tuple(pair for pair in self.placed if pair[0] not in names)
         return replace(self, placed=kept, sharded=(*self.sharded, *sharded))

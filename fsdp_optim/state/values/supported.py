@@ -1,4 +1,4 @@
-"""The checks that refuse optimizers and state values which cannot be gathered, with an error that names the way out."""
+"""The checks that refuse optimizers and state values which cannot be gathered, with an error that names the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_optim.memory import is_plain, tensors_in
 def check_supported(optim: object) -> None:
     """Refuse an optimizer of a class whose state does not belong to single parameters of this rank.
 
-    Raises WrapperError that names the class and the way out.
+    Raises WrapperError that names the class and the fix.
     """
     name = type(optim).__name__
     if any(base.__name__ == "LBFGS" for base in type(optim).__mro__):
@@ -36,10 +36,10 @@ def check_values(fqn: str, state: Mapping[str, object], *, inner: bool) -> None:
     """Refuse state values whose elements cannot be gathered: partial sums, sparse tensors, and tensors on the meta device.
 
     `inner`: also refuse DTensors inside containers of which this rank has only a part. A DTensor that is a value by itself is
-    gathered by its own cut; one inside a dict or list is part of an opaque value, of which every rank that has the parameter must
+    gathered by its own cut; a DTensor in a dict or list is part of an opaque value, of which every rank with the parameter must
     have all, unless the parameter is a DTensor itself.
 
-    Raises WrapperError that names the parameter, the value and the way out.
+    Raises WrapperError that names the parameter, the value and the fix.
     """
     for name, value in state.items():
         if is_usual(value):  # nearly every value, and there are many
@@ -64,18 +64,18 @@ def check_values(fqn: str, state: Mapping[str, object], *, inner: bool) -> None:
 
 
 def copyable(where: str, value: Any) -> Any:
-    """A value of a param group, or of no parameter, without DTensors. Raises StateError for a part that cannot be copied."""
+    """Return a value of a param group, or of no parameter, without DTensors. Raises StateError where it cannot be copied."""
     check_elements(where, value)
     return as_local(where, value)
 
 
 def is_sparse(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a state value is a tensor without memory for every element, such as the momentum of sparse gradients."""
+    """Return whether a state value is a tensor without memory for every element, such as the momentum of sparse gradients."""
     return is_plain(value) and isinstance(value, torch.Tensor) and value.layout is not torch.strided
 
 
 def sparse(fqn: str, name: object, value: torch.Tensor) -> str:
-    """The error message for a sparse value."""
+    """Return the error message for a sparse value."""
     return (
         f"{fqn}: {name} is a sparse tensor ({value.layout}), which cannot be cut into shards: store .to_dense() of the tensor in "
         "the optimizer's state, or make dense gradients (torch.nn.Embedding with sparse=False)"

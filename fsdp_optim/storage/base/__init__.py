@@ -4,9 +4,9 @@ A `Store` is one place for one checkpoint, which consists of named files: `model
 
 Reading, on any process:
 
-    with store.open() as opened:                 # the checkpoint that is there now, even if another one replaces it meanwhile
+    with store.open() as opened:                 # the checkpoint that is there now, even if another replaces it meanwhile
         opened.size_of(name)
-        opened.read_into(name, pieces, offset)   # as often as needed, into memory of the caller
+        opened.read_into(name, pieces, offset)   # as often as needed, into the caller's memory
 
 Writing. One process leads. It sends `staging.address`, a string, to the other processes:
 
@@ -15,13 +15,13 @@ Writing. One process leads. It sends `staging.address`, a string, to the other p
     writer = store.join(staging.address, ...)                   # every process, including the leader
     writer.create(name, nbytes, head)                           # files that only this process writes
     writer.write(name, pieces, offset)                          # as often as needed
-    writer.put(name, data)                                      # small whole files, each by one process
+    writer.put(name, data)                                      # small complete files, each by one process
     receipt = writer.finish()                                   # or writer.discard(), after a failure
     staging.seal(names, receipts)                               # the leader, when all have finished: completes the files `names`
     staging.put(name, data)                                     # files that depend on the others: checksums, an index
     staging.commit(name, manifest)                              # makes the files a checkpoint, atomically; or staging.abandon()
 
-`open` sees none of these files before `commit` returns, and the previous checkpoint stays whole until then. Every failure is a
+`open` sees none of these files before `commit` returns, and the previous checkpoint stays complete until then. Every failure is a
 CheckpointError that names the place.
 """
 
@@ -49,18 +49,6 @@ from fsdp_optim.storage.base.names import (
 from fsdp_optim.storage.base.opened import (
     Opened,
 )
-from fsdp_optim.storage.base.resumable import (
-    UNTIL_COMMIT,
-    PartsStaging,
-    PartsStore,
-    PartsWriter,
-    ResumableStaging,
-    ResumableStore,
-    can_be_left,
-    is_resumable,
-    keeps_parts,
-    resumes_parts,
-)
 from fsdp_optim.storage.base.staging import (
     Capabilities,
     Staging,
@@ -75,7 +63,6 @@ __all__ = [
     "MOST_DEPTH",
     "MOST_FILES",
     "NOT_THERE",
-    "UNTIL_COMMIT",
     "VISIBLE_WITHIN",
     "Capabilities",
     "CheckpointDirectory",
@@ -84,25 +71,16 @@ __all__ = [
     "CheckpointStatus",
     "CompleteCheckpoint",
     "Opened",
-    "PartsStaging",
-    "PartsStore",
-    "PartsWriter",
-    "ResumableStaging",
-    "ResumableStore",
     "Staging",
     "Store",
     "StoreWriter",
     "SummaryLike",
     "SummaryT",
     "Undecided",
-    "can_be_left",
     "check_inside",
     "check_name",
     "check_not_reserved",
     "is_reserved",
-    "is_resumable",
     "is_sure_that_not",
-    "keeps_parts",
     "names_checkpoint",
-    "resumes_parts",
 ]

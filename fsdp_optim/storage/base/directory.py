@@ -24,10 +24,10 @@ class CheckpointStatus(Generic[SummaryT]):
     """The state of a place: a complete checkpoint, surely none, or undecided.
 
     Attributes:
-        brief: the summary of a complete checkpoint; None where the place has none, or is undecided.
-        has_manifest: whether the place has a manifest, or could not be asked; False also where this user has no access to it.
+        summary: the summary of a complete checkpoint; None where the place has none, or is undecided.
+        has_manifest: whether the place has a manifest, or could not be read; False also where this user has no access to it.
         is_sure: False where the place may have a complete checkpoint, but could not be read just now, or not by this version.
-        has_moved: whether the checkpoint went away, or another one took its name, during the look.
+        has_moved: whether the checkpoint went away, or another took its name, during the probe.
         reason: why the checkpoint is not complete, or is undecided.
         partial: the summary of a checkpoint that is not complete, or is undecided, where the summary could be read.
         is_closed: whether this user may not enter the place, or not read its manifest.
@@ -48,11 +48,11 @@ class CheckpointStatus(Generic[SummaryT]):
 
 @dataclass(frozen=True)
 class CompleteCheckpoint(Generic[SummaryT]):
-    """A complete checkpoint on a shelf, as far as the beginning of its manifest shows.
+    """A complete checkpoint in a directory, as far as the beginning of its manifest shows.
 
     Attributes:
         where: its place now: the path or the URL from which it is loaded.
-        base: the place for which it was saved, which is another one where a save was killed between two renames.
+        base: the place for which it was saved, which differs from `where` after a save that was killed between two renames.
         can_go: False where `remove` would not remove the checkpoint itself, as of a symbolic link.
     """
 
@@ -64,7 +64,7 @@ class CompleteCheckpoint(Generic[SummaryT]):
 
 @dataclass(frozen=True)
 class CheckpointEntry(Generic[SummaryT]):
-    """A place on a shelf that is a checkpoint, complete or not, or that may be one. The rest: as for `CompleteCheckpoint`."""
+    """A place in a directory that is, or may be, a checkpoint, complete or not. Other attributes: as `CompleteCheckpoint`."""
 
     where: str
     base: str
@@ -77,8 +77,8 @@ class CheckpointEntry(Generic[SummaryT]):
         return self.status.summary or self.status.partial
 
     @classmethod
-    def of_complete(cls, one: CompleteCheckpoint[SummaryT]) -> CheckpointEntry[SummaryT]:
-        return cls(one.where, one.base, CheckpointStatus(one.summary), one.can_go)
+    def of_complete(cls, complete: CompleteCheckpoint[SummaryT]) -> CheckpointEntry[SummaryT]:
+        return cls(complete.where, complete.base, CheckpointStatus(complete.summary), complete.can_go)
 
 
 class CheckpointDirectory(Protocol[SummaryT]):
@@ -88,16 +88,16 @@ class CheckpointDirectory(Protocol[SummaryT]):
     def where(self) -> str: ...
 
     def complete(self) -> tuple[list[CompleteCheckpoint[SummaryT]], list[str]]:
-        """The complete checkpoints, the oldest first, and why others that have a manifest could not be read just now.
+        """Return the complete checkpoints, the oldest first, and why others that have a manifest could not be read just now.
 
-        Raises CheckpointError where the shelf cannot be listed.
+        Raises CheckpointError where the directory cannot be listed.
         """
 
     def listed(self) -> list[CheckpointEntry[SummaryT]]:
-        """All places with a manifest, in no order, damaged checkpoints included where the shelf can tell: those that have lost
-        their manifest, and what cannot be entered, too.
+        """Return all places with a manifest, in no order.
 
-        Raises CheckpointError where the shelf cannot be listed.
+        Where the directory can recognise them, damaged checkpoints are included: places that have lost their manifest, and places
+        that cannot be entered. Raises CheckpointError where the directory cannot be listed.
         """
         complete, unread = self.complete()
         undecided = [
@@ -106,10 +106,10 @@ class CheckpointDirectory(Protocol[SummaryT]):
         ]
         return [*map(CheckpointEntry.of_complete, complete), *undecided]
 
-    def status_of(self, one: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
-        """The state of a checkpoint by the whole of its manifest."""
+    def status_of(self, entry: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
+        """Return the status of a checkpoint by its complete manifest."""
 
-    def remove(self, ones: Sequence[CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]], reason: str) -> None:
+    def remove(self, entries: Sequence[CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]], reason: str) -> None:
         """Remove checkpoints. Each removal is logged with the reason; a checkpoint that cannot be removed is warned about."""
 
 
@@ -117,24 +117,25 @@ class CheckpointProbe(Protocol[SummaryT]):
     """The questions that a store asks a format before it removes or replaces anything.
 
     `manifest`: the name of the file whose presence makes a place a checkpoint. `others`: the manifests of other formats in which
-    checkpoints may be beside those of this format, or in their place.
+    checkpoints may be beside checkpoints of this format, or in their place.
     """
 
     manifest: str
     others: tuple[str, ...] = ()
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[SummaryT]:
-        """Whether the checkpoint is complete. `whole`: verify the whole manifest, not only its beginning."""
+        """Return whether the checkpoint is complete. `whole`: verify the complete manifest, not only its beginning."""
 
     def token_in(self, opened: Opened) -> str | None:
-        """The token of the save that wrote the checkpoint; None where the token cannot be read."""
+        """Return the token of the save that wrote the checkpoint; None where the token cannot be read."""
 
     def is_trace(self, name: str) -> bool:
-        """Whether only a save of this format gives this name to a file: a place that has it, and no manifest, has lost that."""
+        """Return whether only saves of this format give a file this name: a place that has it has, or had, a manifest."""
         return False
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        """A function that says whether a file of a given name was written by a save. `opened` None: the place cannot be opened.
+        """Return a function that says whether a file of a given name was written by a save.
 
-        Where the manifest cannot be read, every name that a save could give counts as written by a save.
+        `opened` None: the place cannot be opened. Where the manifest cannot be read, every name that a save could give counts as
+        written by a save.
         """

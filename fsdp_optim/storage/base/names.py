@@ -29,7 +29,7 @@ class Undecided(Exception):
 
 
 def is_sure_that_not(error: BaseException) -> bool:
-    """Whether an error proves that a checkpoint is missing or damaged. False: the checkpoint may be whole, but unreadable now."""
+    """Return whether an error proves that a checkpoint is missing or damaged. False: it may be intact, and unreadable now."""
     return not any(
         isinstance(cause, (MemoryError, Undecided))
         or (isinstance(cause, OSError) and cause.errno is not None and cause.errno not in NOT_THERE)
@@ -59,13 +59,14 @@ def check_inside(where: str, name: object) -> str:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a name is one that saves give to what is not a checkpoint yet, or not any more."""
+    """Return whether saves give this name to a place that is not yet, or no longer, a checkpoint."""
     return _RESERVED.fullmatch(name) is not None
 
 
 def check_not_reserved(where: str, parts: Iterable[str]) -> None:
-    """Raise CheckpointError for a place below a name that saves give to what is not a checkpoint yet, or not any more: the next
-    save beside it would remove it. `parts`: the names of the place and of the folders that it is in.
+    """Raise CheckpointError for a place below a reserved name (`is_reserved`): the next save beside it would remove the place.
+
+    `parts`: the names of the place and of the folders that it is in.
     """
     for name in parts:
         if is_reserved(name):
@@ -76,5 +77,5 @@ def check_not_reserved(where: str, parts: Iterable[str]) -> None:
 
 
 def names_checkpoint(name: str) -> bool:
-    """Whether a name is one that people give to checkpoints: it has a step, an epoch or the like, with its number."""
+    """Return whether people give such a name to checkpoints: it has a step, an epoch or the like, with its number."""
     return _NUMBERED.fullmatch(name) is not None

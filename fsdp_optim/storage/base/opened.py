@@ -16,55 +16,55 @@ class Opened(Protocol):
     """
 
     request_nbytes: int = 0
-    """Fewer bytes than this cost more as a request of their own than as a message from a rank that reads their neighbours."""
+    """Below this size, a message from a rank that reads the neighbouring bytes is cheaper than a request of their own."""
 
     num_requests: int = 1
-    """How many `read_into` are best under way at the same time."""
+    """The best number of concurrent `read_into` calls."""
 
     is_any: bool = False
     """Whether `Store.open_any` opened the files."""
 
     selected: str = ""
-    """The name of the only file that was asked for, or the name that files such as `<name>-shard0.pt` have in common; else ""."""
+    """The name of the only requested file, or the common name of files such as `<name>-shard0.pt`; else ""."""
 
     @property
     def where(self) -> str: ...
 
     def has(self, name: str) -> bool:
-        """Whether a file or anything else has this name. True where the store cannot tell."""
+        """Return whether a file or anything else has this name. True where the store cannot tell."""
 
     def names(self) -> list[str]:
-        """The names of all files, sorted, with "/" between folders. Only for `Store.open_any`. Raises CheckpointError."""
+        """Return the names of all files, sorted, with "/" between folders. Only for `Store.open_any`. Raises CheckpointError."""
         raise CheckpointError(f"{self.where}: cannot be listed")
 
     def versions(self) -> list[tuple[str, tuple[object, ...] | None]]:
-        """The names of all files, each with its `version_of` as of now or of the listing."""
+        """Return the names of all files, each with its `version_of` as of now or of the listing."""
         return [(name, self.version_of(name)) for name in self.names()]
 
     def version_of(self, name: str) -> tuple[object, ...] | None:
-        """A value that changes when the file is written again. None: the file is gone."""
+        """Return a value that changes when the file is written again. None: the file is gone."""
 
     def size_of(self, name: str) -> int:
-        """The size of a file in bytes. Raises CheckpointError where the file is missing, or is not a regular file."""
+        """Return the size of a file in bytes. Raises CheckpointError where the file is missing, or is not a regular file."""
 
     def nbytes_of(self, name: str) -> int:
-        """The size of a file in bytes, without opening the file; -1 for anything but a regular file. Raises OSError."""
+        """Return the size of a file in bytes, without opening the file; -1 for anything but a regular file. Raises OSError."""
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
         """Fill pieces of memory, one after the other, from a file from byte `offset` on."""
 
     def was_replaced(self) -> bool:
-        """Whether another checkpoint has taken the place since this one was opened."""
+        """Return whether another checkpoint has taken the place since the opening."""
 
     def close(self) -> None:
         """Release the files. Raises nothing."""
 
     def named(self, name: str) -> str:
-        """The name of a file in words for users: the place and the file."""
+        """Return the name of a file in words for users: the place and the file."""
         return f"{self.where}/{name}"
 
     def read(self, name: str, start: int, nbytes: int) -> bytes:
-        """`nbytes` bytes of a file, from byte `start` on."""
+        """Return `nbytes` bytes of a file, from byte `start` on."""
         try:
             data = bytearray(nbytes)
         except MemoryError as error:
@@ -73,7 +73,7 @@ class Opened(Protocol):
         return bytes(data)
 
     def read_whole(self, name: str, nbytes: int | None = None, *, most_nbytes: int | None = None) -> bytes:
-        """The content of a small file. Raises CheckpointError unless its size is `nbytes`, and at most `most_nbytes`."""
+        """Return the content of a small file. Raises CheckpointError unless its size is `nbytes`, and at most `most_nbytes`."""
         size = self.size_of(name)
         if nbytes is not None and size != nbytes:
             raise CheckpointError(f"{self.named(name)}: has {size} bytes, {nbytes} were saved")

@@ -13,9 +13,9 @@ class Capabilities:
 
     Attributes:
         writes_ranges: whether several processes can write ranges of one file at the same time: from every machine, from one
-            machine only, in whole parts ("parts": each of the file's equal parts by one process), or not at all. Without that
+            machine only, in complete parts ("parts": each of the file's equal parts by one process), or not at all. Without that
             ability each file is written by one process.
-        renames: whether a checkpoint gets its name by one rename. False: its manifest is put last.
+        renames: whether a checkpoint gets its name by a single rename. False: its manifest is put last.
         part_nbytes: the size of the equal parts in which the store uploads a file, in bytes. 0: the store writes any range.
         most_parts: the highest number of parts of a file; 0: any number. The parts of a large file are larger for it.
     """
@@ -26,7 +26,7 @@ class Capabilities:
     most_parts: int = 0
 
     def part_nbytes_of(self, nbytes: int) -> int:
-        """The size of the parts of a file of `nbytes` bytes: `part_nbytes`, doubled until the parts are few enough."""
+        """Return the size of the parts of a file of `nbytes` bytes: `part_nbytes`, doubled until the parts are few enough."""
         size = self.part_nbytes
         while self.most_parts and size * self.most_parts < nbytes:
             size *= 2
@@ -34,7 +34,7 @@ class Capabilities:
 
 
 class Staging(Protocol):
-    """A save under way, as the process that leads it sees it."""
+    """A save under way, as its leading process sees it."""
 
     @property
     def address(self) -> str:
@@ -64,7 +64,7 @@ class Staging(Protocol):
         """Complete the files `names`, which were written in ranges. `receipts`: the results of `finish` of all processes."""
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Write a small whole file."""
+        """Write a small complete file."""
 
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
         """Write the manifest, and make this save the checkpoint. Raises CheckpointError where another save was faster."""
@@ -86,7 +86,7 @@ class StoreWriter(Protocol):
         """Write pieces of memory, one after the other, to a file from byte `offset` on. Each byte is written once."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small whole file."""
+        """Write a small complete file."""
 
     def finish(self) -> bytes:
         """Return, with a receipt for `seal`, when all writes are complete, and on the disk if the save is durable."""

@@ -12,7 +12,7 @@ from fsdp_optim.storage.base.opened import Opened
 from fsdp_optim.storage.base.staging import Staging, StoreWriter
 
 VISIBLE_WITHIN = 30.0
-"""Seconds in which a network file system shows what another machine has written, flushed, closed and told of."""
+"""Seconds within which a network file system shows files that another machine has written, flushed, closed and announced."""
 
 
 class Store(Protocol):
@@ -47,24 +47,24 @@ class Store(Protocol):
         """
 
     def machine_id(self) -> str:
-        """A string that is equal on processes that can share a file where `writes_ranges` is "on one machine".
+        """Return a string that is equal on processes that can share a file where `writes_ranges` is "on one machine".
 
         Processes with equal strings see at once what one of them has done in this place.
         """
 
     def sees(self, address: str) -> bool:
-        """Whether this process sees a save, or a `beacon`, that another process has begun at `address`."""
+        """Return whether this process sees a save, or a `beacon`, that another process has begun at `address`."""
         return True
 
     def beacon(self) -> AbstractContextManager[str]:
-        """A context in which the place, or what is to contain it, has something that all processes see; yields its address.
+        """Return a context that puts something into the place, or its parent, which all processes can see; it yields the address.
 
         Raises CheckpointError where nothing can be made there.
         """
         return nullcontext(self.where)
 
     def directory(self) -> CheckpointDirectory[Any]:
-        """The folder, or the prefix, that this place and its siblings are in."""
+        """Return the folder, or the prefix, that this place and its siblings are in."""
 
     def siblings(self) -> Iterator[Opened]:
-        """All possible checkpoints in the same folder or under the same prefix, including this one. The caller closes each."""
+        """Return all possible checkpoints in the same folder or under the same prefix, including this. The caller closes each."""

@@ -1,6 +1,6 @@
-"""Whether two processes have the same folder before them: one makes a file that no process has ever looked for, the others look.
+"""A proof that two processes see the same folder: one makes a file that no process has ever looked for, the others look for it.
 
-Network file systems show what another host has done after some seconds, because clients keep names and attributes for a time,
+Network file systems show the changes of another host after some seconds, because clients cache names and attributes for a time,
 also that a name is *not* there. They must ask the server for a name that is new to them.
 """
 
@@ -16,22 +16,23 @@ from pathlib import Path
 from fsdp_optim.errors import CheckpointError
 
 BEACON = ".fsdp_optim-"
-"""The beginning of the names of beacons. One that a killed process has left is empty, and in nobody's way."""
+"""The beginning of the names of beacons. A beacon that a killed process has left is empty, and harmless."""
 
 
 _PASSING = re.compile(rf"\.nfs[0-9a-f]{{8,}}|\.fuse_hidden[0-9a-f]+|{re.escape(BEACON)}[0-9a-f]{{16}}")
 
 
-def is_somebodys(name: str) -> bool:
-    """Whether somebody has made a file of this name: not a client of a network file system, for a removed file that is open, nor
-    this library, for a moment.
+def is_lasting(name: str) -> bool:
+    """Return whether a file of this name is there to stay.
+
+    A client of a network file system makes others for removed files that are open, and this library makes beacons for a moment.
     """
     return _PASSING.fullmatch(name) is None
 
 
 @contextlib.contextmanager
 def beacon_above(path: Path) -> Iterator[str]:
-    """A context with an empty file in a folder, or in the nearest one above it that is there; yields the path of the file.
+    """Make an empty file in a folder, or in the nearest existing parent, for the time of the context; yield its path.
 
     Raises CheckpointError where no file can be made there.
     """
@@ -49,7 +50,7 @@ def beacon_above(path: Path) -> Iterator[str]:
 
 
 def refresh(folder: Path) -> None:
-    """Let the client of a network file system list a folder anew: its own change makes what it has kept out of date.
+    """Let the client of a network file system list a folder anew: its own change makes its cached listing out of date.
 
     Where the folder is missing, or nothing can be written in it, nothing is done.
     """
@@ -59,7 +60,7 @@ def refresh(folder: Path) -> None:
 
 
 def sees(path: Path) -> bool:
-    """Whether this process sees a path. Where it does not, the folder of the path is listed, so that the next look asks anew."""
+    """Return whether this process sees a path. If not, list the path's folder, so that the next look asks the server anew."""
     with contextlib.suppress(OSError):
         os.lstat(path)
         return True

@@ -1,8 +1,8 @@
 """The claim of a save on its folder: who writes it, and whether that process may still be alive. It outlives the job.
 
-A lock proves life, wherever it is seen. That it is free proves nothing but on a file system of one machine: network file systems
+A held lock proves life, wherever it is seen. A free lock proves death only on a file system of one machine: network file systems
 may have no locks, or keep them on one host, or lose them. There a process of this machine is looked up, and a process of another
-one counts as dead when nothing in the folder was written for an hour, by the clock of the file system.
+machine counts as dead when nothing in the folder was written for an hour, by the clock of the file system.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def claim(folder: Path) -> int:
 
 
 def write_claim(folder: Path, *, is_locked: bool) -> None:
-    """Write into a claim its machine and mount, this process, and whether that has the lock. Raises OSError."""
+    """Write into a claim its machine and mount, this process, and whether it has the lock. Raises OSError."""
     text = f"{this_host(folder)}\n{identity_of_process()}\n{LOCKED if is_locked else ''}"
     (folder / LOCK).write_text(text)  # opened anew and closed, so that other machines see it
 
 
 def _hold(lock: int) -> bool:
-    """Take the lock of a new folder; whether there are locks. A save that looks for leftovers may hold it for a moment."""
+    """Take the lock of a new folder; return whether there are locks. A save that looks for leftovers may hold it briefly."""
     for _ in range(_ATTEMPTS):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,8 +64,8 @@ def _hold(lock: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A claim as another process finds it. `was_free`: whether its lock could be taken; None: there are no locks here."""
+class _ClaimState:
+    """A claim as another process sees it. `was_free`: whether its lock could be taken; None: there are no locks here."""
 
     host: str
     identity: str
@@ -74,40 +74,40 @@ class _Found:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the process that writes a folder may be alive.
+    """Return whether the process that writes a folder may be alive.
 
     A claim that is not a regular file is not a save's, and its folder is left alone.
     """
     one_machine = is_of_one_machine(folder)
     try:
-        found = _look(folder)
+        claim = _look(folder)
     except FileNotFoundError:
-        # Elsewhere it may be there, and not be shown to this machine yet.
+        # On a network file system it may exist, and not be visible to this machine yet.
         return not one_machine and _written_lately(folder)
     except OSError:
         return True
-    if found is None or found.was_free is False:
+    if claim is None or claim.was_free is False:
         return True
-    if one_machine and found.was_free:
+    if one_machine and claim.was_free:
         return False
-    if is_gone(found.identity):
+    if is_gone(claim.identity):
         return False
-    if is_neighbour(found.identity):  # alive: only a lock that it had, and has let go, shows that it writes no more
-        return not (found.is_locked and found.was_free and found.host == this_host(folder))
+    if is_neighbour(claim.identity):  # alive: only a lock that it had, and has released, shows that it no longer writes
+        return not (claim.is_locked and claim.was_free and claim.host == this_host(folder))
     return _written_lately(folder)
 
 
 def is_of_this_machine(folder: Path) -> bool:
-    """Whether the process that has begun to write a folder is of this machine, on the same mount."""
+    """Return whether the process that has begun to write a folder is of this machine, on the same mount."""
     try:
-        found = (folder / LOCK).read_text(errors="replace")
+        text = (folder / LOCK).read_text(errors="replace")
     except OSError:
         return False
-    return found.partition("\n")[0] == this_host(folder)
+    return text.partition("\n")[0] == this_host(folder)
 
 
-def _look(folder: Path) -> _Found | None:
-    """The claim in a folder; None if it is no regular file. Raises OSError."""
+def _look(folder: Path) -> _ClaimState | None:
+    """Return the claim in a folder; None if it is no regular file. Raises OSError."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
     try:
         if not stat.S_ISREG(os.fstat(lock).st_mode):
@@ -123,17 +123,17 @@ def _look(folder: Path) -> _Found | None:
     finally:
         close_quietly(lock)
     host, identity, locked, *_ = *text.split("\n"), "", "", ""
-    return _Found(host, identity, locked == LOCKED, was_free)
+    return _ClaimState(host, identity, locked == LOCKED, was_free)
 
 
 def _written_lately(folder: Path) -> bool:
-    """Whether anything in a folder was written within the last hour, by the clock of its file system. True if nobody knows."""
+    """Return whether anything in a folder was written within the last hour, by the clock of its file system. True if unknown."""
     now = _clock_of(folder.parent)
     return now is None or now - _last_written(folder) < DEAD_AFTER
 
 
 def _clock_of(folder: Path) -> float | None:
-    """The time by which the file system of a folder dates files, in seconds since the epoch; None if nothing can be written."""
+    """Return the time by which a folder's file system dates files, in seconds since the epoch; None if nothing can be written."""
     try:
         with beacon_above(folder) as file:
             return os.stat(file).st_mtime
@@ -142,7 +142,7 @@ def _clock_of(folder: Path) -> float | None:
 
 
 def _last_written(folder: Path) -> float:
-    """The time of the latest change in a folder, in seconds since the epoch."""
+    """Return the time of the latest change in a folder, in seconds since the epoch."""
     times = [0.0]
     for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(OSError):  # the file was removed meanwhile

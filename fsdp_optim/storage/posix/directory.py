@@ -20,7 +20,7 @@ from fsdp_optim.storage.posix.beacon import refresh
 from fsdp_optim.storage.posix.claim import LOCK
 from fsdp_optim.storage.posix.filesystem import is_of_one_machine
 from fsdp_optim.storage.posix.leftovers import OLD, UNFINISHED, aside, remove_gone, retire
-from fsdp_optim.storage.posix.looks import has_lost_manifest, is_link, is_nothing, names_in, status_of, version_of
+from fsdp_optim.storage.posix.path_status import has_lost_manifest, is_link, is_nothing, names_in, status_of, version_of
 from fsdp_optim.storage.posix.strangers import strangers_in
 
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
@@ -28,81 +28,82 @@ _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
 log = logging.getLogger("fsdp_optim")
 
 
-class FolderShelf(CheckpointDirectory[SummaryT]):
+class FolderDirectory(CheckpointDirectory[SummaryT]):
     """A folder in which each folder may be a checkpoint.
 
-    A complete checkpoint is looked into again only when its manifest is another file: a folder may have thousands of them.
+    A complete checkpoint is probed again only when its manifest is another file: a folder may have thousands of checkpoints.
     """
 
     def __init__(self, root: Path, probe: CheckpointProbe[SummaryT]) -> None:
-        self._root, self._judge = root, probe
-        self._looks: dict[str, tuple[tuple[int, ...], CheckpointStatus[SummaryT]]] = {}
+        self._root, self._probe = root, probe
+        self._statuses: dict[str, tuple[tuple[int, ...], CheckpointStatus[SummaryT]]] = {}
 
     @property
     def where(self) -> str:
         return str(self._root)
 
     def complete(self) -> tuple[list[CompleteCheckpoint[SummaryT]], list[str]]:
-        found: list[CompleteCheckpoint[SummaryT]] = []
+        complete: list[CompleteCheckpoint[SummaryT]] = []
         unread: list[str] = []
-        for one in self.listed():
-            status = one.status
+        for entry in self.listed():
+            status = entry.status
             if status.summary is not None:
-                found.append(CompleteCheckpoint(one.where, one.base, status.summary, one.can_go))
+                complete.append(CompleteCheckpoint(entry.where, entry.base, status.summary, entry.can_go))
                 continue
             if status.has_manifest:
-                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", one.where, status.reason)
+                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", entry.where, status.reason)
                 if not status.is_sure:
                     unread.append(status.reason)
-        return sorted(found, key=lambda one: one.summary.order), unread
+        return sorted(complete, key=lambda entry: entry.summary.order), unread
 
     def listed(self) -> list[CheckpointEntry[SummaryT]]:
-        """As a Shelf does. A listing that is made while a folder is renamed may have neither name of the folder, so a listing
-        counts when the next one is the same. A client of a network file system may have kept an old listing, so it is made to ask
-        again.
+        """Return all places with a manifest, as `CheckpointDirectory.listed` says.
+
+        A listing that is made while a folder is renamed may have neither name of the folder, so a listing counts when the next
+        listing is the same. A client of a network file system may have cached an old listing, so it is made to ask again.
         """
         if not is_of_one_machine(self._root):
             refresh(self._root)
-        found: list[CheckpointEntry[SummaryT]] = []
+        entries: list[CheckpointEntry[SummaryT]] = []
         for _ in range(_ATTEMPTS):
             before = names_in(self._root)
-            found, moved = self._scan(before)
+            entries, moved = self._scan(before)
             if not moved and names_in(self._root) == before:
-                return found
+                return entries
             time.sleep(_AGAIN)
-        there = names_in(self._root)  # what could never be read is listed as undecided, not left out
-        return [*found, *(one for one in moved if Path(one.where).name in there)]
+        there = names_in(self._root)  # places that could never be read are listed as undecided, not left out
+        return [*entries, *(entry for entry in moved if Path(entry.where).name in there)]
 
     def _scan(self, names: set[str]) -> tuple[list[CheckpointEntry[SummaryT]], list[CheckpointEntry[SummaryT]]]:
-        """As `listed`, at one look; and the folders that went away, or were replaced, meanwhile."""
+        """List once; return also the folders that went away, or were replaced, meanwhile."""
         bases = {folder.name: base for folder, base in aside(self._root, OLD, names)}
         unfinished = {folder.name for mark in UNFINISHED for folder, _ in aside(self._root, mark, names)}
-        before, self._looks = self._looks, {}
-        found, moved = [], []
+        before, self._statuses = self._statuses, {}
+        entries, moved = [], []
         for name in sorted(names):
             folder = self._root / name
             base = bases.get(name, folder)
             if name in unfinished or (name in bases and not is_nothing(base)):
                 continue
-            version = version_of(folder, self._judge)
+            version = version_of(folder, self._probe)
             if name in before and version is not None and before[name][0] == version:
                 status = before[name][1]
             else:
-                status = status_of(folder, self._judge, whole=False)
+                status = status_of(folder, self._probe, whole=False)
             if status.is_complete and version is not None:
-                self._looks[name] = version, status
+                self._statuses[name] = version, status
             if status.has_moved:
                 moved.append(CheckpointEntry(str(folder), str(base), status, _can_go(folder)))
-            elif status.has_manifest or _may_be_checkpoint(folder, status) or has_lost_manifest(folder, self._judge):
-                found.append(CheckpointEntry(str(folder), str(base), status, _can_go(folder)))
-        return found, moved
+            elif status.has_manifest or _may_be_checkpoint(folder, status) or has_lost_manifest(folder, self._probe):
+                entries.append(CheckpointEntry(str(folder), str(base), status, _can_go(folder)))
+        return entries, moved
 
-    def status_of(self, one: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
-        return status_of(Path(one.where), self._judge)
+    def status_of(self, entry: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
+        return status_of(Path(entry.where), self._probe)
 
-    def remove(self, ones: Sequence[CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]], reason: str) -> None:
+    def remove(self, entries: Sequence[CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]], reason: str) -> None:
         gone = []
-        for folder in (Path(one.where) for one in ones):
+        for folder in (Path(entry.where) for entry in entries):
             strangers = self._strangers_in(folder)
             try:
                 gone.append(retire(folder))
@@ -115,17 +116,17 @@ class FolderShelf(CheckpointDirectory[SummaryT]):
 
     def _strangers_in(self, folder: Path) -> list[str]:
         with contextlib.suppress(OSError):
-            return strangers_in(folder, LOCK, self._judge)
+            return strangers_in(folder, LOCK, self._probe)
         return []
 
 
 def _may_be_checkpoint(folder: Path, status: CheckpointStatus[SummaryT]) -> bool:
-    """Whether a folder that may not be entered is listed: not those that systems and tools hide."""
+    """Return whether a folder that may not be entered is listed, unlike folders that systems and tools hide."""
     return status.is_closed and not folder.name.startswith(".") and folder.name != "lost+found"
 
 
 def _can_go(folder: Path) -> bool:
-    """Whether `remove` removes the checkpoint itself; False for a symbolic link, and where the system cannot tell."""
+    """Return whether `remove` removes the checkpoint itself; False for a symbolic link, and where the system cannot tell."""
     with contextlib.suppress(OSError):
         return not is_link(folder)
     return False

@@ -1,4 +1,4 @@
-"""Bytes to and from files: complete reads and writes at an offset, into and out of memory of the caller."""
+"""Bytes to and from files: complete reads and writes at an offset, into and out of the caller's memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MOST_PIECES = 512  # of memory, in one call of the kernel (IOV_MAX is at least 
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The absolute form of a path. Raises as `local_path` does."""
+    """Return the absolute form of a path. Raises as `local_path` does."""
     return Path(os.path.abspath(local_path(path)))
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A path as text, with `~` expanded. Raises CheckpointError for a URL, and for a value that no file system accepts."""
+    """Return a path as text, with `~` expanded. Raises CheckpointError for a URL, and for a value that no file system accepts."""
     try:
         text = os.fspath(path)
     except TypeError:
@@ -187,7 +187,7 @@ def _batches(pieces: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
 
 
 def _after(pieces: list[memoryview], done: int) -> list[memoryview]:
-    """The pieces without their first `done` bytes."""
+    """Return the pieces without their first `done` bytes."""
     left = []
     for piece in pieces:
         if done >= len(piece):

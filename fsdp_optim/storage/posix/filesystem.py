@@ -15,8 +15,8 @@ _BLOCK_NBYTES = 512  # of st_blocks
 
 # On these file systems several machines can write to one file at once, each its own bytes, and nothing is lost: one machine has
 # a page of it at a time, or (GlusterFS) each write goes to the server as it is. An NFS client may write back a page as it knows
-# it, also the bytes that another machine has written into it; file systems in user space over an object store may keep a copy of
-# the file on each machine, and the last one that closes it wins.
+# it, over the bytes that another machine has written into it; file systems in user space over an object store may keep a copy of
+# the file on each machine, and the last machine that closes it wins.
 _SHARED = frozenset({"lustre", "gpfs", "ceph", "wekafs", "gfs2", "ocfs2", "fuse.glusterfs"})
 _OF_ONE_MACHINE = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay", "ramfs"}
@@ -25,32 +25,32 @@ WRITTEN_IN_PLACE = _SHARED | _OF_ONE_MACHINE
 
 
 @functools.cache
-def _nobody_else() -> str:
-    """A string that only this process has."""
+def _unique_name() -> str:
+    """Return a string that only this process has."""
     return secrets.token_hex(8)
 
 
 def this_host(folder: Path) -> str:
-    """A string for this machine since its last boot and for the mount below the folder, which need not exist yet.
+    """Return a string for this machine since its last boot and for the mount below the folder, which need not exist yet.
 
     Containers with the same string see each other's locks and bytes. Where a machine has no boot id, its name is not enough:
-    containers on two machines may have the same one. The folder is not looked up: a network file system would keep for a time
+    containers on two machines may have the same name. The folder is not looked up: a network file system would keep for a time
     that a folder which another machine is about to make is not there.
     """
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        machine = f"{socket.gethostname()} {_nobody_else()}"
+        machine = f"{socket.gethostname()} {_unique_name()}"
     return f"{machine} {_mount_of(folder).device}"
 
 
 def is_of_one_machine(folder: Path) -> bool:
-    """Whether no other machine can have the file system of a folder mounted, so that locks and names are seen at once."""
+    """Return whether no other machine can have the file system of a folder mounted, so that locks and names are seen at once."""
     return filesystem_type(folder) in _OF_ONE_MACHINE
 
 
 def has_sparse_files(folder: Path) -> bool:
-    """Whether a file can get its final length before its bytes are written, at no cost."""
+    """Return whether a file can get its final length before its bytes are written, at no cost."""
     probe = folder / "probe"
     try:
         with probe.open("wb") as file:
@@ -63,7 +63,7 @@ def has_sparse_files(folder: Path) -> bool:
 
 
 def filesystem_type(folder: Path) -> str:
-    """The Linux name of the file system below a folder: `ext4`, `nfs4`, `fuse.gcsfuse`. Empty where Linux does not tell."""
+    """Return the Linux name of the file system below a folder: `ext4`, `nfs4`, `fuse.gcsfuse`; "" where it is unknown."""
     try:
         return _mount_of(folder.resolve()).kind
     except OSError:
@@ -79,13 +79,13 @@ class _Mount(NamedTuple):
 
 
 def _mount_of(place: Path) -> _Mount:
-    """The mount that a path is on by its text; an empty one where Linux does not tell."""
+    """Return the mount that a path is on by its text; an empty `_Mount` where it is unknown."""
     try:
-        listed = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return _Mount()
     mounts = [_Mount()]
-    for line in listed:
+    for line in lines:
         before, _, after = line.partition(" - ")
         words = before.split()
         mounted = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), words[4]))

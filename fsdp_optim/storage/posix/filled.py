@@ -16,7 +16,7 @@ from fsdp_optim.storage.posix.filesystem import is_of_one_machine
 from fsdp_optim.storage.posix.filling import Filling
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.leftovers import remove_gone, retire
-from fsdp_optim.storage.posix.looks import names_in
+from fsdp_optim.storage.posix.path_status import names_in
 from fsdp_optim.storage.posix.store import Folder
 
 log = logging.getLogger("fsdp_optim")
@@ -33,29 +33,30 @@ class FilledFolder(Folder):
         return self.begun(overwrite=overwrite, durable=durable, filling=self._filling)
 
 
-def remove_files(folder: str | os.PathLike[str], is_one: Callable[[str], bool]) -> None:
-    """Remove the files of a folder whose names `is_one` takes."""
+def remove_files(folder: str | os.PathLike[str], matches: Callable[[str], bool]) -> None:
+    """Remove the files of a folder whose names `matches` accepts."""
     for name in sorted(os.listdir(folder)):
         path = Path(folder, name)
-        if is_one(name) and path.is_file():
+        if matches(name) and path.is_file():
             path.unlink()
 
 
 def folders_by_number(root: str | os.PathLike[str], named: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """The folders in `root` whose names `named` takes, by the number that is its first group, the lowest first.
+    """Return the folders in `root` whose names `named` takes, by the number that is its first group, the lowest first.
 
-    A folder that cannot be looked at is among them. Raises CheckpointError where `root` cannot be listed.
+    A folder that cannot be inspected is among them. Raises CheckpointError where `root` cannot be listed.
     """
     where = Path(root)
     if where.is_dir() and not is_of_one_machine(where):
         refresh(where)
-    found = ((named.fullmatch(name), where / name) for name in names_in(where))
-    return sorted((int(match[1]), path) for match, path in found if match is not None and _may_be_folder(path))
+    matches = ((named.fullmatch(name), where / name) for name in names_in(where))
+    return sorted((int(match[1]), path) for match, path in matches if match is not None and _may_be_folder(path))
 
 
 def remove_folders(folders: Iterable[Path], reason: str) -> None:
-    """Remove folders. Each loses its name before any of its files. Each removal is logged with the reason; a folder that cannot
-    be removed is warned about.
+    """Remove folders, each with its name before its files.
+
+    Each removal is logged with the reason; a folder that cannot be removed is warned about.
     """
     gone = []
     for folder in folders:
@@ -69,7 +70,7 @@ def remove_folders(folders: Iterable[Path], reason: str) -> None:
 
 
 def _may_be_folder(path: Path) -> bool:
-    """Whether a path is a folder; True where the system cannot tell. A link to a folder is none."""
+    """Return whether a path is a folder; True where the system cannot tell. A link to a folder is none."""
     try:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError as error:

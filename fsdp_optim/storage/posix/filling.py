@@ -1,10 +1,10 @@
 """Files of a trainer, which get into the folder of a checkpoint before that folder gets its name.
 
-`<path>.new-<token>` has the files (configuration, schedulers, random states) until the save that takes them has ended. Its lock
-is as that of a save, so the next save removes what a process that died has left.
+`<path>.new-<token>` has the files (configuration, schedulers, random states) until the save that takes them has ended. It has a
+lock as a save has, so the next save removes the folder of a process that died.
 
 Each machine writes into a folder of its own, because only a machine's own ranks are sure to see its files at once, with their
-sizes: those of the machine that finishes the checkpoint into the folder itself, the others into folders in it.
+sizes: the machine that finishes the checkpoint writes into the folder itself, the others into folders in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import VISIBLE_WITHIN, CheckpointProbe
-from fsdp_optim.storage.posix.beacon import is_somebodys
+from fsdp_optim.storage.posix.beacon import is_lasting
 from fsdp_optim.storage.posix.claim import LOCK, claim
 from fsdp_optim.storage.posix.files import (
     absolute,
@@ -31,7 +31,7 @@ from fsdp_optim.storage.posix.files import (
     sync_folder,
 )
 from fsdp_optim.storage.posix.leftovers import NEW, give_up
-from fsdp_optim.storage.posix.looks import is_there
+from fsdp_optim.storage.posix.path_status import is_there
 from fsdp_optim.storage.posix.small_files import has_size, sizes_in
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
@@ -62,17 +62,17 @@ class Filling:
     def make(cls, path: str | os.PathLike[str], is_outdated: Callable[[str], bool]) -> Filling:
         """Make an empty folder, in one process. Raises CheckpointError where that is impossible."""
         where = absolute(path)
-        made = cls(where, where.with_name(f"{where.name}{NEW}{secrets.token_hex(8)}"), is_outdated)
+        filling = cls(where, where.with_name(f"{where.name}{NEW}{secrets.token_hex(8)}"), is_outdated)
         try:
-            made.folder.mkdir(parents=True)
-            made.lock = claim(made.folder)
+            filling.folder.mkdir(parents=True)
+            filling.lock = claim(filling.folder)
         except OSError as error:
-            made.remove()
+            filling.remove()
             raise CheckpointError(f"{where}: cannot be saved: {error.strerror or error}") from error
-        return made
+        return filling
 
     def part_of(self, rank: int) -> Path:
-        """The folder for the files of another machine, whose lowest rank is `rank`. That rank makes it."""
+        """Return the folder for the files of another machine, whose lowest rank is `rank`. That rank makes it."""
         return self.folder / f"{_PART}{rank}"
 
     def note(self, rank: int, sizes: Mapping[str, int]) -> None:
@@ -80,10 +80,10 @@ class Filling:
         self.parts[rank] = dict(sizes)
 
     def carry_into(self, new: Path, probe: CheckpointProbe[Any], *, durable: bool) -> None:
-        """Put the files into the folder of a save, and those at the path that are not outdated.
+        """Put the files into the folder of a save, and the files at the path that are not outdated.
 
-        Where several machines have written a file of one name, that of the lowest rank counts. Files of other machines are
-        waited for. Raises CheckpointError for a file with the name of one of the checkpoint's own, and for one that is not
+        Where several machines have written a file of one name, the lowest rank's file counts. Files of other machines are
+        waited for. Raises CheckpointError for a file with the name of one of the checkpoint's own, and for a file that is not
         visible here in time.
         """
         if durable:
@@ -102,7 +102,7 @@ class Filling:
         self.carry_from(self.path, new, probe)
 
     def _own_names(self) -> list[str]:
-        """The names of the files and folders of this machine."""
+        """Return the names of the files and folders of this machine."""
         return sorted(filter(_is_own, os.listdir(self.folder)))
 
     def _wait_for(self, rank: int, sizes: Mapping[str, int], deadline: float) -> None:
@@ -122,21 +122,21 @@ class Filling:
         carry_over(part, new, names)
 
     def carry_from(self, old: Path, new: Path, probe: CheckpointProbe[Any]) -> None:
-        """Put the files of an old folder into a new one, but for those that the new one has, and outdated ones."""
+        """Put the files of an old folder into a new one, except outdated files and files that the new folder has."""
         if old.is_symlink() or not old.is_dir():
             return
-        theirs = (
-            filter(is_somebodys, os.listdir(old)) if self.is_trainers(old, probe) else strangers_in(old, LOCK, probe)
+        kept_names = (
+            filter(is_lasting, os.listdir(old)) if self.is_trainers(old, probe) else strangers_in(old, LOCK, probe)
         )
-        names = set(theirs) - {LOCK}
+        names = set(kept_names) - {LOCK}
         carry_over(old, new, sorted(name for name in names - set(os.listdir(new)) if not self.is_outdated(name)))
 
     def is_trainers(self, folder: Path, probe: CheckpointProbe[Any]) -> bool:
-        """Whether a folder is no checkpoint."""
+        """Return whether a folder is no checkpoint."""
         return folder.is_dir() and not is_there(folder / probe.manifest)
 
     def _sync(self) -> None:
-        for name in self._own_names():  # each machine flushes its own files
+        for name in self._own_names():  # other machines flush theirs in `complete_part`
             sync_tree(self.folder / name)
 
     def remove(self) -> None:
@@ -149,7 +149,7 @@ class Filling:
 
 
 def _is_own(name: str) -> bool:
-    return name != LOCK and not name.startswith(_PART) and is_somebodys(name)
+    return name != LOCK and not name.startswith(_PART) and is_lasting(name)
 
 
 def make_part(part: Path) -> None:
@@ -159,7 +159,7 @@ def make_part(part: Path) -> None:
 
 
 def complete_part(part: Path, *, durable: bool) -> dict[str, int]:
-    """The sizes of all files that this machine has written into a folder of its own; flushes them. Raises CheckpointError."""
+    """Flush the files that this machine has written into a folder of its own; return their sizes. Raises CheckpointError."""
     if durable:
         with checkpoint_errors(part):
             sync_tree(part)
@@ -167,11 +167,11 @@ def complete_part(part: Path, *, durable: bool) -> dict[str, int]:
 
 
 def sync_tree(path: Path) -> None:
-    """Flush a file, or a folder with all that is in it, to the disk. Links have nothing to flush."""
+    """Flush a file, or a folder with all its content, to the disk. Links have nothing to flush."""
     mode = os.lstat(path).st_mode
     if stat.S_ISREG(mode):
         sync_file(path)
     elif stat.S_ISDIR(mode):
-        for name in filter(is_somebodys, os.listdir(path)):
+        for name in filter(is_lasting, os.listdir(path)):
             sync_tree(path / name)
         sync_folder(path)

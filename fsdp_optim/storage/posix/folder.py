@@ -16,58 +16,55 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import (
-    UNTIL_COMMIT,
     Capabilities,
     CheckpointProbe,
-    ResumableStaging,
+    Staging,
 )
 from fsdp_optim.storage.posix.claim import LOCK, claim
 from fsdp_optim.storage.posix.files import close_quietly, make_file, remove_tree, sync_file, sync_folder, write_file
 from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, filesystem_type, has_sparse_files
 from fsdp_optim.storage.posix.filling import Filling
-from fsdp_optim.storage.posix.free import check_free, check_name
 from fsdp_optim.storage.posix.leftovers import (
     NEW,
-    NOTE,
     OLD,
     SAVING,
     give_up,
     remove_leftovers,
     restore_old,
-    take_over,
 )
-from fsdp_optim.storage.posix.looks import is_nothing, is_there, may_be_there, token_of
+from fsdp_optim.storage.posix.path_status import is_nothing, is_there, may_be_there, token_of
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
+from fsdp_optim.storage.posix.target_check import check_free, check_name
 
 _ATTEMPTS = 10  # times
-_EXTRA = "extra"  # the folder of small files, which goes where a save has written none
+_EXTRA = "extra"  # the folder of small files, which is removed where a save has written none
 _REFUSALS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _FolderIdentity:
     """The identity of a folder: the token of its save or, where the token cannot be read, its inode."""
 
     inode: tuple[int, int]
     token: str | None
 
     @classmethod
-    def at(cls, path: Path, probe: CheckpointProbe[Any]) -> _Seen | None:
+    def at(cls, path: Path, probe: CheckpointProbe[Any]) -> _FolderIdentity | None:
         if not is_there(path):
             return None
-        found = os.lstat(path)
-        return cls((found.st_dev, found.st_ino), token_of(path, probe))
+        status = os.lstat(path)
+        return cls((status.st_dev, status.st_ino), token_of(path, probe))
 
-    def is_same(self, other: _Seen | None) -> bool:
+    def is_same(self, other: _FolderIdentity | None) -> bool:
         if other is None or self.token is None or other.token is None:
             return other is not None and self.inode == other.inode
         return self.token == other.token
 
 
 @dataclass
-class FolderStaging(ResumableStaging):
+class FolderStaging(Staging):
     """A folder that is being written. One process creates the folder; the other processes get its path."""
 
     path: Path
@@ -75,10 +72,9 @@ class FolderStaging(ResumableStaging):
     probe: CheckpointProbe[Any] = field(repr=False)
     overwrite: bool
     lock: int = field(repr=False)
-    before: _Seen | None = None  # the folder at the path when this save began
+    before: _FolderIdentity | None = None  # the folder at the path when this save began
     filling: Filling | None = None  # files of a trainer that the checkpoint gets too
     made: set[str] = field(default_factory=set)  # the files that this process has created
-    is_resumed: bool = False  # a dead process has created files
 
     @classmethod
     def begin(
@@ -99,10 +95,9 @@ class FolderStaging(ResumableStaging):
             _make_parents(path.parent, durable=durable)
             restore_old(path, probe, overwrite=overwrite)
             remove_leftovers(path, probe)
-            check_free(
-                path, probe, overwrite=overwrite, filled=filled
-            )  # restore_old may have brought a checkpoint back
-            before = _Seen.at(path, probe)
+            # Checked again: restore_old may have brought a checkpoint back.
+            check_free(path, probe, overwrite=overwrite, filled=filled)
+            before = _FolderIdentity.at(path, probe)
             for attempt in range(_ATTEMPTS):
                 try:
                     return cls._make(path, probe, overwrite, before, filling)
@@ -114,35 +109,12 @@ class FolderStaging(ResumableStaging):
             raise _failed(path, "cannot be saved", error) from None
 
     @classmethod
-    def resume(cls, path: Path, probe: CheckpointProbe[Any], note: str, *, overwrite: bool) -> FolderStaging | None:
-        """Take over the folder of a dead save that was kept with this note. Raises CheckpointError where `path` is taken."""
-        path = Path(os.path.abspath(path))
-        check_name(path)
-        try:
-            check_free(path, probe, overwrite=overwrite)
-            restore_old(path, probe, overwrite=overwrite)
-            found = take_over(path, note)
-            if found is None:
-                return None
-            folder, lock = found
-            staging = cls(path, folder, probe, overwrite, lock, _Seen.at(path, probe), is_resumed=True)
-            try:
-                remove_leftovers(path, probe)
-                check_free(path, probe, overwrite=overwrite)
-            except BaseException:
-                staging.leave()
-                raise
-            return staging
-        except OSError as error:
-            raise _failed(path, "cannot be saved", error) from None
-
-    @classmethod
     def _make(
         cls,
         path: Path,
         probe: CheckpointProbe[Any],
         overwrite: bool,
-        before: _Seen | None,
+        before: _FolderIdentity | None,
         filling: Filling | None,
     ) -> FolderStaging:
         """Create the folder and hold its lock before the folder gets its name."""
@@ -151,7 +123,7 @@ class FolderStaging(ResumableStaging):
         new.mkdir()
         lock = -1
         try:
-            with _way_out(path):
+            with _with_alternative(path):
                 lock = claim(new)
                 new.rename(folder)  # fails where another save has just removed it
         except BaseException:
@@ -190,9 +162,9 @@ class FolderStaging(ResumableStaging):
         self.made.add(name)
 
     def seal(self, names: Sequence[str], receipts: Sequence[bytes], *, durable: bool) -> None:
-        if durable:  # also files into which no process wrote; those of other processes were flushed by them
+        if durable:  # also files into which no process wrote; other processes have flushed their own files
             for name in names:
-                if name in self.made or self.is_resumed:
+                if name in self.made:
                     sync_file(self.folder / name)
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
@@ -200,7 +172,6 @@ class FolderStaging(ResumableStaging):
 
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
         self.put(manifest, data, durable=durable)
-        self.drop([name.name for name in self.folder.iterdir() if name.name.startswith(UNTIL_COMMIT)])
         self.take_place(durable=durable)
 
     def take_place(self, *, durable: bool) -> None:
@@ -241,25 +212,24 @@ class FolderStaging(ResumableStaging):
             if self.overwrite and is_there(self.path):
                 old = self.path.with_name(f"{self.path.name}{OLD}{self.folder.name.rsplit('-', 1)[-1]}")
                 self.path.rename(old)
+                # Checked after the rename, because another save may have taken the path since `before` was read.
                 if self.filling is not None and self.filling.is_trainers(old, self.probe):
                     self.filling.carry_from(old, self.folder, self.probe)  # files that were put there meanwhile
-                elif self.before is None or not self.before.is_same(_Seen.at(old, self.probe)):
+                elif self.before is None or not self.before.is_same(_FolderIdentity.at(old, self.probe)):
                     raise _overtaken(self.path, "cannot be put in place")
             check_free(self.path, self.probe, overwrite=False)
             self.folder.rename(self.path)
         except OSError as error:
             if old is not None and not os.path.lexists(self.path):
-                with contextlib.suppress(
-                    OSError
-                ):  # if that fails, readers and the next save find the checkpoint under its other name
+                # If this rename fails too, readers and the next save find the checkpoint under its other name.
+                with contextlib.suppress(OSError):
                     old.rename(self.path)
             raise _failed(self.path, "cannot be put in place", error) from None
         finally:
             self._unlock()
-        with contextlib.suppress(OSError):  # the checkpoint is there, even if the file stays
-            (
-                self.path / LOCK
-            ).unlink()  # not before: without it the folder looks like a leftover; closed, or NFS keeps a copy
+        # The claim goes last: without it the folder would look like a leftover. It is closed by now, or NFS would keep a copy.
+        with contextlib.suppress(OSError):  # the checkpoint is complete, even if the file stays
+            (self.path / LOCK).unlink()
         return old
 
     def _warn_of_kept(self, old: Path) -> None:
@@ -268,7 +238,7 @@ class FolderStaging(ResumableStaging):
             log.warning("%s was replaced, and is kept as %s, which this user may not remove", self.path, old)
 
     def _carry_over(self) -> None:
-        """Carry foreign files of the replaced folder over to the new one. Those that this user may not read stay with it."""
+        """Carry foreign files of the replaced folder over to the new folder; files that this user may not read stay behind."""
         if not self.overwrite or is_nothing(self.path):
             return
         try:
@@ -279,25 +249,8 @@ class FolderStaging(ResumableStaging):
             carry_over(self.path, self.folder, strangers)
             log.info("%s: carried over to the new checkpoint: %s", self.path, ", ".join(strangers))
 
-    def keep(self, note: str) -> None:
-        write_file(self.folder / NOTE, note.encode(), durable=False)
-
-    def leave(self) -> None:
-        self._unlock()
-
-    def names(self) -> list[str]:
-        files = (path for path in self.folder.rglob("*") if path.is_file())
-        return sorted(path.relative_to(self.folder).as_posix() for path in files if path.name not in (LOCK, NOTE))
-
-    def drop(self, names: Sequence[str]) -> None:
-        try:
-            for name in names:
-                (self.folder / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{self.folder / name}: cannot be removed: {error.strerror or error}") from None
-
     def abandon(self, *, late: bool = False) -> None:
-        """Remove the folder, after a failure. Raises nothing. In a folder that is gone nobody creates a file (`late`)."""
+        """Remove the folder, after a failure. Raises nothing. No process can create a file in a removed folder (`late`)."""
         gone = give_up(self.folder)
         self._unlock()  # before the removal: NFS keeps a copy of an open file, and so the folder
         remove_tree(gone or self.folder)
@@ -311,8 +264,8 @@ class FolderStaging(ResumableStaging):
 
 
 @contextlib.contextmanager
-def _way_out(path: Path) -> Iterator[None]:
-    """Name another way to save, where a file system takes new files only: one in user space over a bucket, or over HDFS."""
+def _with_alternative(path: Path) -> Iterator[None]:
+    """Name another way to save, where a file system takes new files only: in user space over a bucket, or over HDFS."""
     try:
         yield
     except OSError as error:
@@ -325,7 +278,7 @@ def _way_out(path: Path) -> Iterator[None]:
 
 
 def _make_parents(folder: Path, *, durable: bool) -> None:
-    """Create the folders that lead to a checkpoint. Each new name is on the disk before anything is written below that folder."""
+    """Create the folders that lead to a checkpoint. Each new name is on the disk before anything is written below it."""
     missing = []
     while not is_there(folder):
         missing.append(folder)
@@ -359,7 +312,7 @@ def _failed(path: Path, failure: str, error: OSError) -> CheckpointError:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether the path is something other than a folder; False where the system cannot tell."""
+    """Return whether the path is something other than a folder; False where the system cannot tell."""
     with contextlib.suppress(OSError):
         return not stat.S_ISDIR(os.stat(path).st_mode)
     return False

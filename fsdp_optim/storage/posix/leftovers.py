@@ -7,7 +7,6 @@ is the earlier checkpoint, until the new one is in place. `<path>.gone-<token>` 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -18,32 +17,28 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import UNTIL_COMMIT, CheckpointProbe, CheckpointStatus, SummaryT
-from fsdp_optim.storage.posix.claim import LOCK, is_held, write_claim
-from fsdp_optim.storage.posix.files import close_quietly, remove_tree, sync_folder
-from fsdp_optim.storage.posix.looks import is_nothing, may_be_there, status_of
-
-NOTE = f"{UNTIL_COMMIT}note"
-"""The file with the note of a save that can be resumed."""
+from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, SummaryT
+from fsdp_optim.storage.posix.claim import is_held
+from fsdp_optim.storage.posix.files import remove_tree, sync_folder
+from fsdp_optim.storage.posix.path_status import is_nothing, may_be_there, status_of
 
 NEW, SAVING, OLD, GONE = ".new-", ".saving-", ".old-", ".gone-"
 UNFINISHED = (NEW, SAVING, GONE)
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
-_MOST_NOTE_NBYTES = 1 << 12
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 log = logging.getLogger("fsdp_optim")
 
 
 def _siblings(path: Path, mark: str) -> Iterator[Path]:
-    """The folders next to `path` that saves to `path` have made."""
+    """Return the folders next to `path` that saves to `path` have made."""
     return (folder for folder, base in aside(path.parent, mark) if base == path)
 
 
 def aside(parent: Path, mark: str, names: Collection[str] | None = None) -> Iterator[tuple[Path, Path]]:
-    """The folders in `parent` whose names have this mark, each with the path of its checkpoint.
+    """Yield the folders in `parent` whose names have this mark, each with the path of its checkpoint.
 
-    `names`: those in `parent`, if the caller has listed it. Yields nothing where this user may not list `parent`. Raises
+    `names`: the names in `parent`, if the caller has listed it. Yields nothing where this user may not list `parent`. Raises
     CheckpointError where listing fails for another reason.
     """
     if names is None:
@@ -54,8 +49,8 @@ def aside(parent: Path, mark: str, names: Collection[str] | None = None) -> Iter
         except OSError as error:
             raise CheckpointError(f"{parent}: cannot be listed: {error.strerror or error}") from None
     for name in sorted(name for name in names if mark in name):
-        base, found, token = name.rpartition(mark)
-        if found and base and _TOKEN.fullmatch(token) and _may_be_folder(parent / name):
+        base, separator, token = name.rpartition(mark)
+        if separator and base and _TOKEN.fullmatch(token) and _may_be_folder(parent / name):
             yield parent / name, parent / base
 
 
@@ -67,7 +62,7 @@ def _may_be_folder(path: Path) -> bool:
 
 
 def new_gone(folder: Path) -> Path:
-    """A new name that marks a folder for removal: the folder is no checkpoint any more, and the next save removes it."""
+    """Return a new name that marks a folder for removal: the folder is no longer a checkpoint, and the next save removes it."""
     return folder.with_name(f"{folder.name}{GONE}{secrets.token_hex(8)}")
 
 
@@ -79,9 +74,9 @@ def retire(folder: Path) -> Path:
 
 
 def give_up(folder: Path) -> Path | None:
-    """Let a folder that a save of this process has written be nobody's, so that its claim can go; returns its new path, if any.
+    """Retire a folder that a save of this process has written, so that its claim can be released; return its new path, if any.
 
-    What another rank may still write into it, late, is in no checkpoint's way. Raises nothing.
+    Late writes of other ranks into it then disturb no checkpoint. Raises nothing.
     """
     try:
         return retire(folder)
@@ -110,7 +105,7 @@ def remove_gone(folders: Sequence[Path]) -> None:
 
 
 def remove_leftovers(path: Path, probe: CheckpointProbe[SummaryT]) -> None:
-    """Remove the folders that dead saves have left next to `path`: those that nobody claims, and replaced checkpoints."""
+    """Remove the folders that dead saves have left next to `path`: folders that no process claims, and replaced checkpoints."""
     remove_gone([folder for folder, _ in aside(path.parent, GONE)])
     for mark in UNFINISHED:
         for folder, base in aside(path.parent, mark):
@@ -122,7 +117,7 @@ def remove_leftovers(path: Path, probe: CheckpointProbe[SummaryT]) -> None:
 
 
 def _remove_leftover(folder: Path, base: Path) -> None:
-    """Rename a folder and then remove it, so that a save that has just begun in the folder finds it gone as a whole."""
+    """Rename a folder and then remove it, so that a save that has just begun in the folder finds all of it gone at once."""
     gone = new_gone(base)
     try:
         folder.rename(gone)
@@ -133,8 +128,10 @@ def _remove_leftover(folder: Path, base: Path) -> None:
 
 
 def _is_replaced(folder: Path, base: Path, probe: CheckpointProbe[SummaryT]) -> bool:
-    """Whether an earlier checkpoint of `base` can be removed: the present one is complete and on the disk, or this one has lost
-    its manifest already. False where the system cannot tell, because `folder` may be the only copy.
+    """Return whether an earlier checkpoint of `base` can be removed.
+
+    It can when the present checkpoint is complete and on the disk, or when the earlier one has lost its manifest already. False
+    where the system cannot tell, because `folder` may be the only copy.
     """
     status = status_of(folder, probe)
     if status.is_sure and not status.has_manifest:
@@ -146,44 +143,6 @@ def _is_replaced(folder: Path, base: Path, probe: CheckpointProbe[SummaryT]) -> 
     except OSError:
         return False
     return True
-
-
-def take_over(path: Path, note: str) -> tuple[Path, int] | None:
-    """The folder of a dead save to `path` that has this note, and a file descriptor that holds its lock; None: there is none."""
-    for folder in _siblings(path, SAVING):
-        if _note_in(folder) != note.encode() or is_held(folder):
-            continue
-        try:
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), os.stat(folder / LOCK)):  # else another save has removed it meanwhile
-                write_claim(folder, is_locked=True)
-                log.info("going on in %s, which a process that died has left", folder)
-                return folder, lock
-        except OSError:
-            pass  # another process was faster
-        except BaseException:
-            close_quietly(lock)
-            raise
-        close_quietly(lock)
-    return None
-
-
-def _note_in(folder: Path) -> bytes | None:
-    """The note of a save that can be resumed; None if there is none."""
-    try:
-        note = os.open(folder / NOTE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return os.read(note, _MOST_NOTE_NBYTES) if stat.S_ISREG(os.fstat(note).st_mode) else None
-    except OSError:
-        return None
-    finally:
-        close_quietly(note)
 
 
 def restore_old(path: Path, probe: CheckpointProbe[SummaryT], *, overwrite: bool) -> None:
@@ -205,7 +164,7 @@ def restore_old(path: Path, probe: CheckpointProbe[SummaryT], *, overwrite: bool
 def _old_of(
     path: Path, probe: CheckpointProbe[SummaryT]
 ) -> tuple[Path, CheckpointStatus[SummaryT]] | tuple[None, None]:
-    """The earlier checkpoint that a save to `path` has renamed: the newest complete one, or else one that may be complete."""
+    """Return the earlier checkpoint that a save to `path` has renamed: the newest complete, else any that may be complete."""
     looked_at = [(old, status_of(old, probe)) for old in _siblings(path, OLD)]
     complete = [(status.summary.order, old, status) for old, status in looked_at if status.summary is not None]
     if complete:
@@ -215,7 +174,7 @@ def _old_of(
 
 
 def existing(path: Path, probe: CheckpointProbe[SummaryT]) -> Path:
-    """The folder of a path's checkpoint: the path, or another name where a save was killed between its two renames."""
+    """Return the folder of a path's checkpoint: the path, or another name where a save was killed between its two renames."""
     path = Path(os.path.abspath(path))
     for _ in range(_ATTEMPTS):
         if not is_nothing(path):

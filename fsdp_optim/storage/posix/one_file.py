@@ -1,4 +1,4 @@
-"""A checkpoint that is one file: it is made in a folder beside it, as all others are, and then takes its name."""
+"""A checkpoint that is a single file: it is made in a folder beside it, as every checkpoint, and then takes its name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ENDING = ".converting"
 
 
 def folder_for(path: str | os.PathLike[str], only: str, *, overwrite: bool) -> Path:
-    """The folder in which the file of a path is made, under the name `only`. What a killed call has left there is taken up.
+    """Return the folder in which the file of a path is made, under the name `only`. The work of a killed call is resumed.
 
-    Raises CheckpointError if there is a file, and it is not to be replaced.
+    Raises CheckpointError if there is a file, and it must not be replaced.
     """
     file = absolute(path)
     if os.path.lexists(file) and not overwrite:
@@ -27,12 +27,12 @@ def folder_for(path: str | os.PathLike[str], only: str, *, overwrite: bool) -> P
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a folder at a path."""
+    """Return whether there is a folder at a path."""
     return os.path.isdir(path)
 
 
 def file_of(folder: Path) -> Path | None:
-    """The file that is made in a folder; None for all other folders."""
+    """Return the file that is made in a folder; None for all other folders."""
     return folder.with_name(folder.name.removesuffix(_ENDING)) if folder.name.endswith(_ENDING) else None
 
 

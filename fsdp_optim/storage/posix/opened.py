@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, held open: whatever happens to its path meanwhile, all that is read is of one checkpoint."""
+"""The folder of a checkpoint, held open: whatever happens to its path meanwhile, all reads are from one checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Opened, check_name
 from fsdp_optim.storage.posix.files import close_each, close_quietly, read_into
 
-_MOST_OPEN = 64  # files; the least recently used one is closed first
+_MOST_OPEN = 64  # files; the least recently used file is closed first
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 ANY_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _FILE = ANY_FILE | os.O_NOFOLLOW  # O_NONBLOCK: opening a pipe would wait
@@ -54,7 +54,7 @@ class OpenFolder(Opened):
         close_each(fd for fd in fds if fd >= 0)
 
     def _close_files(self, num: int | None = None) -> None:
-        """Close the `num` files that were used first of those that no thread reads; None: all of them."""
+        """Close the `num` least recently used files of those without a reading thread; None: all of them."""
         idle = [name for name in self._files if name not in self._readers]
         close_each([self._files.pop(name) for name in idle[:num]])
 
@@ -62,7 +62,7 @@ class OpenFolder(Opened):
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
-        """Whether a file or anything else has this name; True where the system cannot tell."""
+        """Return whether a file or anything else has this name; True where the system cannot tell."""
         try:
             self._stat(name)
         except OSError as error:
@@ -70,15 +70,15 @@ class OpenFolder(Opened):
         return True
 
     def version_of(self, name: str) -> tuple[int, ...] | None:
-        """Numbers that change when the file is written again or replaced. None: the file is gone."""
+        """Return numbers that change when the file is written again or replaced. None: the file is gone."""
         try:
-            found = self._stat(name)
+            status = self._stat(name)
         except OSError:
             return None
-        return (found.st_ino, found.st_size, found.st_mtime_ns)
+        return (status.st_ino, status.st_size, status.st_mtime_ns)
 
     def was_replaced(self) -> bool:
-        """Whether the path of the checkpoint leads to another folder by now, or the folder has lost its name."""
+        """Return whether the path of the checkpoint leads to another folder by now, or the folder has lost its name."""
         try:
             held = os.fstat(self._fd)
         except OSError:  # a network file system has forgotten a folder that another machine has removed
@@ -94,7 +94,7 @@ class OpenFolder(Opened):
         return True
 
     def file(self, name: str) -> int:
-        """A file descriptor of a regular file, valid until the next call of `file`. Symbolic links are refused."""
+        """Return a file descriptor of a regular file, valid until the next call of `file`. Symbolic links are refused."""
         with self._lock:
             fd = self._files.pop(name, None)
             if fd is None:
@@ -105,19 +105,19 @@ class OpenFolder(Opened):
             return fd
 
     def size_of(self, name: str) -> int:
-        """The size of a file in bytes."""
+        """Return the size of a file in bytes."""
         with self._lock:
             return os.fstat(self.file(name)).st_size
 
     def nbytes_of(self, name: str) -> int:
-        """The size of a file in bytes, without opening the file; -1 for anything but a regular file."""
+        """Return the size of a file in bytes, without opening the file; -1 for anything but a regular file."""
         try:
-            found = self._stat(name)
+            status = self._stat(name)
         except FileNotFoundError:
             raise CheckpointError(f"{self.path / name}: is missing; the checkpoint is not whole") from None
         except OSError as error:
             raise CheckpointError(f"{self.path / name}: cannot be read: {error.strerror or error}") from error
-        return found.st_size if stat.S_ISREG(found.st_mode) else -1
+        return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
         """Fill pieces of memory, one after the other, from a file from byte `offset` on."""

@@ -24,7 +24,7 @@ class OpenFiles(OpenFolder):
 
     @classmethod
     def at(cls, path: Path) -> OpenFiles:
-        """The folder at a path; the folder of the file at a path, or of files whose names begin like the path."""
+        """Return the folder at a path; the folder of the file at a path, or of files whose names begin like the path."""
         try:
             is_file = stat.S_ISREG(os.stat(path).st_mode)
         except OSError:

@@ -1,5 +1,6 @@
-"""Small files of a trainer: written whole or not at all, and looked for. A look that fails is an error, and does not mean that
-a file is not there.
+"""Small files of a trainer: written completely or not at all, and looked for.
+
+A look that fails is an error, and does not mean that a file is missing.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import NOT_THERE
-from fsdp_optim.storage.posix.beacon import BEACON, is_somebodys
+from fsdp_optim.storage.posix.beacon import BEACON, is_lasting
 from fsdp_optim.storage.posix.files import checkpoint_errors, sync_folder, write_file
-from fsdp_optim.storage.posix.looks import names_in
+from fsdp_optim.storage.posix.path_status import names_in
 
 _LOOKS = 5  # times, where a client has kept a folder that another machine has replaced: the next look is a new one
 
 
 @contextlib.contextmanager
-def put_whole(path: Path) -> Iterator[Path]:
-    """A context with a name of its own beside `path`. The file of that name, which the block makes, is at `path` afterwards."""
-    aside = path.with_name(f"{BEACON}{secrets.token_hex(8)}")  # which is nobody's file, if this process is killed
+def put_atomically(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`. The file of that name, which the block makes, is renamed to `path` afterwards."""
+    aside = path.with_name(
+        f"{BEACON}{secrets.token_hex(8)}"
+    )  # listings leave such names out, if this process is killed
     try:
         yield aside
         os.replace(aside, path)
@@ -35,52 +38,53 @@ def put_whole(path: Path) -> Iterator[Path]:
 
 
 def replace_text(file: str | os.PathLike[str], text: str) -> None:
-    """Write a small file, and flush it to the disk; readers see the text before or the text after, and no part of one.
+    """Write a small file, and flush it to the disk; readers see the old text or the new text, and no part of either.
 
     Several processes may write the same file at once: one of their texts stays. Raises CheckpointError.
     """
     path = Path(file)
     with checkpoint_errors(path):
-        with put_whole(path) as aside:
+        with put_atomically(path) as aside:
             write_file(aside, text.encode(), durable=True)
         sync_folder(path.parent)
 
 
 def has_file(folder: str | os.PathLike[str], name: str) -> bool:
-    """Whether a folder has a file of this name. Raises CheckpointError where the system cannot tell."""
+    """Return whether a folder has a file of this name. Raises CheckpointError where the system cannot tell."""
     return _is(Path(folder, name), stat.S_ISREG)
 
 
 def folders_in(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of the folders in a folder; none if the folder is missing. Raises CheckpointError where nobody can tell."""
+    """Return the names of the folders in a folder; none if it is missing. Raises CheckpointError where the system cannot tell."""
     return [name for name in sorted(names_in(Path(folder))) if _is(Path(folder, name), stat.S_ISDIR)]
 
 
-def sizes_in(folder: str | os.PathLike[str], is_one: Callable[[str], bool] = is_somebodys) -> dict[str, int]:
-    """The sizes in bytes of the files in a folder and in the folders below, by name with "/" between folders; of links, -1.
+def sizes_in(folder: str | os.PathLike[str], counts: Callable[[str], bool] = is_lasting) -> dict[str, int]:
+    """Return the sizes in bytes of all files below a folder, by name with "/" between folders; -1 for links.
 
-    `is_one`: whether a file or a folder in the folder itself counts, by its name. Raises CheckpointError where the system cannot
+    `counts`: whether a file or a folder in the folder itself counts, by its name. Raises CheckpointError where the system cannot
     tell.
     """
-    found: dict[str, int] = {}
-    for name in sorted(filter(is_one, names_in(Path(folder)))):
+    sizes: dict[str, int] = {}
+    for name in sorted(filter(counts, names_in(Path(folder)))):
         path = Path(folder, name)
         try:
             mode = os.lstat(path).st_mode
             if stat.S_ISDIR(mode):
-                found.update({f"{name}/{inside}": nbytes for inside, nbytes in sizes_in(path).items()})
+                sizes.update({f"{name}/{inside}": nbytes for inside, nbytes in sizes_in(path).items()})
             else:
-                found[name] = seen_size(path)
+                sizes[name] = seen_size(path)
         except FileNotFoundError:
             continue  # it went away meanwhile
         except OSError as error:
             raise _failed(path, "cannot be looked at", error) from error
-    return found
+    return sizes
 
 
 def seen_size(path: Path) -> int:
-    """The size of a file in bytes, which is opened anew, so that the client of a network file system asks for it; -1 of what
-    is no regular file. Raises OSError.
+    """Return the size of a file in bytes; -1 for anything but a regular file. Raises OSError.
+
+    The file is opened anew, so that the client of a network file system asks the server.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         return -1
@@ -95,7 +99,7 @@ def seen_size(path: Path) -> int:
 
 
 def has_size(path: Path, nbytes: int) -> bool:
-    """Whether this process sees a file with this size, or, for -1, anything that is no regular file."""
+    """Return whether this process sees a file with this size, or, for -1, anything but a regular file."""
     with contextlib.suppress(OSError):
         return seen_size(path) == nbytes
     with contextlib.suppress(OSError):
@@ -104,7 +108,7 @@ def has_size(path: Path, nbytes: int) -> bool:
 
 
 def _is(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Whether a path, or what a link there leads to, is of this kind."""
+    """Return whether a path, or the target of a link there, is of this kind."""
     for looks in range(1, _LOOKS + 1):
         try:
             return kind(os.stat(path).st_mode)

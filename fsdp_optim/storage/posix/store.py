@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, causes_of
-from fsdp_optim.storage.base import CheckpointProbe, ResumableStore
+from fsdp_optim.storage.base import CheckpointProbe, Store
 from fsdp_optim.storage.posix.beacon import beacon_above, sees
-from fsdp_optim.storage.posix.directory import FolderShelf
+from fsdp_optim.storage.posix.directory import FolderDirectory
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.filling import Filling
@@ -26,13 +26,13 @@ from fsdp_optim.storage.posix.writer import FolderWriter
 _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two renames
 
 
-class Folder(ResumableStore):
-    """The checkpoint of a path. `judge`: answers of the format about the files there."""
+class Folder(Store):
+    """The checkpoint of a path. `probe`: answers of the format about the files there."""
 
     def __init__(self, path: str | os.PathLike[str], probe: CheckpointProbe[Any]) -> None:
         self.path = absolute(path)
-        self._judge = probe
-        self._shelf: FolderShelf[Any] = FolderShelf(self.path.parent, probe)
+        self._probe = probe
+        self._directory: FolderDirectory[Any] = FolderDirectory(self.path.parent, probe)
 
     @property
     def where(self) -> str:
@@ -50,7 +50,7 @@ class Folder(ResumableStore):
         return self._open()
 
     def _open(self) -> OpenFolder:
-        return OpenFolder(existing(self.path, self._judge), asked=self.path)
+        return OpenFolder(existing(self.path, self._probe), asked=self.path)
 
     def open_any(self) -> OpenFiles:
         return OpenFiles.at(self.path)
@@ -60,7 +60,7 @@ class Folder(ResumableStore):
 
     def begun(self, *, overwrite: bool, durable: bool, filling: Filling | None = None) -> FolderStaging:
         """As `begin`. `filling`: files of a trainer that the checkpoint gets too."""
-        staging = FolderStaging.begin(self.path, self._judge, overwrite=overwrite, durable=durable, filling=filling)
+        staging = FolderStaging.begin(self.path, self._probe, overwrite=overwrite, durable=durable, filling=filling)
         try:
             (staging.folder / "extra").mkdir()
         except BaseException as error:
@@ -69,12 +69,6 @@ class Folder(ResumableStore):
                 raise CheckpointError(f"{staging.folder}: {error.strerror or error}") from error
             raise
         return staging
-
-    def resume(self, note: str, *, overwrite: bool) -> FolderStaging | None:
-        return FolderStaging.resume(self.path, self._judge, note, overwrite=overwrite)
-
-    def staged(self, address: str) -> OpenFolder:
-        return OpenFolder(Path(address))
 
     def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> FolderWriter:
         return FolderWriter(Path(address), durable=durable, who=who)
@@ -88,18 +82,18 @@ class Folder(ResumableStore):
     def beacon(self) -> AbstractContextManager[str]:
         return beacon_above(self.path)
 
-    def directory(self) -> FolderShelf[Any]:
-        return self._shelf
+    def directory(self) -> FolderDirectory[Any]:
+        return self._directory
 
-    def share_looks(self, directory: FolderShelf[Any]) -> None:
-        """Look at the siblings by a shelf that has looked at them before. Does nothing for the shelf of another folder."""
-        if directory.where == self._shelf.where:
-            self._shelf = directory
+    def share_directory(self, directory: FolderDirectory[Any]) -> None:
+        """Use a directory that has probed the siblings before. Does nothing for the directory of another folder."""
+        if directory.where == self._directory.where:
+            self._directory = directory
 
     def siblings(self, known: Collection[str] = ()) -> Iterator[OpenFolder]:
-        """All folders in the same folder, including unfinished saves and renamed earlier checkpoints.
+        """Yield all folders in the same folder, including unfinished saves and renamed earlier checkpoints.
 
-        `known`: the names of those that are left out.
+        `known`: the names of folders that are left out.
         """
         try:
             names = os.listdir(self.path.parent)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import CheckpointProbe
-from fsdp_optim.storage.posix.beacon import is_somebodys
+from fsdp_optim.storage.posix.beacon import is_lasting
 from fsdp_optim.storage.posix.files import sync_file, sync_folder
 from fsdp_optim.storage.posix.opened import OpenFolder
 
@@ -23,16 +23,16 @@ _NOT_FOR_LACK_OF_LINKS = (errno.ENOENT, errno.EEXIST, errno.ENOSPC, errno.EDQUOT
 
 
 def strangers_in(folder: Path, lock: str, probe: CheckpointProbe[Any]) -> list[str]:
-    """The names of the files and folders in a checkpoint's folder that no save has written. `lock`: the name of a save's lock
-    file.
+    """Return the names of the files and folders in a checkpoint's folder that no save has written.
 
-    Where the manifest cannot be read, every name that a save could give counts as written by a save.
+    `lock`: the name of a save's lock file. Where the manifest cannot be read, every name that a save could give counts as written
+    by a save.
     """
     is_own = _is_own(folder, probe)
     strangers = []
-    for name in sorted(filter(is_somebodys, os.listdir(folder))):
+    for name in sorted(filter(is_lasting, os.listdir(folder))):
         if name == "extra" and stat.S_ISDIR(os.lstat(folder / name).st_mode):
-            inside = (f"extra/{file}" for file in sorted(filter(is_somebodys, os.listdir(folder / name))))
+            inside = (f"extra/{file}" for file in sorted(filter(is_lasting, os.listdir(folder / name))))
             strangers += [path for path in inside if not is_own(path)]
         elif name != lock and not is_own(name):
             strangers.append(name)
@@ -65,7 +65,7 @@ def _carry(old: Path, new: Path) -> None:
     mode = os.lstat(old).st_mode
     if stat.S_ISDIR(mode):
         new.mkdir()
-        for name in sorted(filter(is_somebodys, os.listdir(old))):
+        for name in sorted(filter(is_lasting, os.listdir(old))):
             _carry(old / name, new / name)
         shutil.copystat(old, new)
         sync_folder(new)

@@ -51,7 +51,7 @@ class FolderWriter(StoreWriter):
         write_file(self._folder / name, data, durable=self._durable)
 
     def _fd(self, name: str) -> int:
-        """Open a file, and close another one where too many are open."""
+        """Open a file, and close another where too many are open."""
         path = self._paths.setdefault(name, self._folder / name)
         while len(self._open) >= _MOST_OPEN:
             self._close(next(iter(self._open)))
@@ -59,7 +59,7 @@ class FolderWriter(StoreWriter):
         return fd
 
     def _opened(self, path: Path) -> int:
-        """Open a file that the leader has made. If that is on another machine, this one may see the file some seconds later."""
+        """Open a file that the leader has made. A file that another machine has made may be visible some seconds later."""
         begun = time.monotonic()
         while True:
             try:
@@ -77,7 +77,7 @@ class FolderWriter(StoreWriter):
 
     @property
     def _is_made_here(self) -> bool:
-        """Whether this machine has begun the save, so that what is not seen is not there."""
+        """Whether this machine has begun the save, so that a file that is not visible does not exist."""
         return is_of_one_machine(self._folder) or is_of_this_machine(self._folder)
 
     def finish(self) -> bytes:

@@ -39,7 +39,7 @@ class Attempt(Generic[T]):
         return self._ended.is_set()
 
     def result(self) -> T:
-        """What the call returned. Raises its error, or TimeoutError where it has not ended in time; the call continues."""
+        """Return the result of the call. Raises its error, or TimeoutError where it has not ended in time; the call continues."""
         if not self._ended.wait(max(self._until - time.monotonic(), 0.0)):
             raise TimeoutError("no answer yet")
         if self._error is not None:

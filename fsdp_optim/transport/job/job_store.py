@@ -1,6 +1,6 @@
 """The rendezvous store of the job, on connections of this library's own.
 
-A store's client is one connection, which a waiting call holds: what goes on in the background must not wait for the main thread,
+A store's client is one connection, which a waiting call holds: work in the background must not wait for the main thread,
 nor for torch. And torch waits a quarter of an hour for a host that is cut off; the connections here give up after
 `GIVE_UP_AFTER`.
 """
@@ -39,19 +39,19 @@ _NO_VALUE = "fsdp_optim: there is no value"  # which no key has
 class JobStore:
     """Keys and values that all ranks of a job share, with the methods of torch's `Store` that this library uses.
 
-    Several threads may use it. It connects when it is used first, and again after a failure. Every method raises StoreLostError
-    where the store is gone or its host does not answer; `get` and `multi_get` are for keys that are there.
+    Several threads may use it. It connects at its first use, and again after a failure. Every method raises StoreLostError
+    where the store is gone or its host does not answer; `get` and `multi_get` are for keys that exist.
 
-    What counts where the store is far away: torch's client waits for no answer in `set` and `append`, for two in `get` and
-    `multi_get`, and for one in each other method.
+    The cost of each method, where the store is far away: torch's client waits for no answer in `set` and `append`, for two in
+    `get` and `multi_get`, and for one in each other method.
 
     Args:
-        find: gives the store of the job, which stays as it is. It is kept, so that a store which this process serves stays there.
-        leaving: what the objects of one rank share.
+        find: gives the store of the job. It is kept unchanged, so that a store served by this process stays alive.
+        leaving: the end of their use, which the objects of one rank share.
 
     Attributes:
         neighbours: the ranks on the host of the store, as text for errors.
-        last_meetings: what this rank knows of its last meeting with the same ranks, by the prefix of its keys (`Meeting`).
+        last_meetings: the number and verdict of the last meeting with the same ranks, by the prefix of its keys (`Meeting`).
     """
 
     def __init__(self, find: Callable[[], Store], leaving: Leaving | None = None) -> None:
@@ -83,20 +83,20 @@ class JobStore:
         self._call("append", key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of a key that exists."""
         return bytes(self._call("get", key))
 
     def read(self, key: str) -> bytes | None:
-        """The value of a key; None where it is missing."""
-        found = bytes(self._call("compare_set", key, _NO_VALUE, _NO_VALUE))  # which changes nothing
-        return None if found == _NO_VALUE.encode() else found
+        """Return the value of a key; None where it is missing."""
+        value = bytes(self._call("compare_set", key, _NO_VALUE, _NO_VALUE))  # which changes nothing
+        return None if value == _NO_VALUE.encode() else value
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys that are there."""
+        """Return the values of keys that exist."""
         return [bytes(value) for value in self._call("multi_get", list(keys))]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all these keys are there."""
+        """Return whether all of the keys exist."""
         return bool(self._call("check", list(keys)))
 
     def add(self, key: str, number: int) -> int:
@@ -104,7 +104,7 @@ class JobStore:
         return int(self._call("add", key, number))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Give a key a value if it has the expected one (or, for "", is missing); return the value that it has now."""
+        """Give a key a value if it has the expected value (or, for "", is missing); return the value that it has now."""
         return bytes(self._call("compare_set", key, expected, value))
 
     def delete_key(self, key: str) -> bool:
@@ -112,7 +112,7 @@ class JobStore:
         return bool(self._call("delete_key", key))
 
     def wait(self, key: str, seconds: float) -> bool:
-        """Wait for a key for at most `seconds`; return whether it is there. Other threads that use this object wait too.
+        """Wait for a key for at most `seconds`; return whether it exists. Other threads that use this object wait too.
 
         Where the key does not come in time, its connection waits on in a thread of its own, and is used again when the key is
         there: torch writes warnings to stderr where a wait of its client ends without the key.
@@ -128,7 +128,7 @@ class JobStore:
             except dist.DistNetworkError as error:
                 raise self._gave_up() from error
             except RuntimeError:
-                pass  # it is not there, or the store is gone, as the next call shows
+                pass  # the key is missing, or the store is gone, as the next call shows
             except BaseException as error:  # TimeoutError, or an interrupt of this rank
                 self._park(waiting, store)
                 if not isinstance(error, TimeoutError):
@@ -136,7 +136,7 @@ class JobStore:
         return self.check([key])
 
     def _park(self, waiting: Attempt[None], store: Store) -> None:
-        """Leave the connection to a call that still waits on it, and go back to the one of an earlier call that has ended."""
+        """Leave the connection to a call that still waits on it, and reuse the connection of an earlier call that has ended."""
         self._leaving.let_go(store)
         earlier, self._parked, self._store = self._parked, (waiting, store), None
         self._take_back(earlier)
@@ -152,7 +152,7 @@ class JobStore:
         return True
 
     def note_neighbours(self) -> str:
-        """The ranks on the host of the store as text, for errors; "" where nobody knows. They are read once.
+        """Return the ranks on the host of the store as text, for errors; "" where they are unknown. They are read once.
 
         Called when all ranks have connected.
         """
@@ -164,7 +164,7 @@ class JobStore:
         return self.neighbours
 
     def _call(self, method: str, *args: Any) -> Any:
-        with self._lock:  # no call goes out on a connection on which the answer to another one is still to come
+        with self._lock:  # no call starts on a connection on which the answer to another call is still to come
             store = self._connected()
             try:
                 return getattr(store, method)(*args)
@@ -205,19 +205,18 @@ class JobStore:
         while isinstance(root, PrefixStore):
             root = root.underlying_store
         if not isinstance(root, TCPStore):
-            return PrefixStore(
-                _OWN, origin
-            )  # in a file, or in the memory of this process: no connection that could wait
-        if self._where:  # where nobody listens any more, torch would try again and again
+            # It is in a file, or in the memory of this process: there is no connection that could wait.
+            return PrefixStore(_OWN, origin)
+        if self._where:  # where no process listens any more, torch would try again and again
             socket.create_connection((root.host, root.port), timeout=GIVE_UP_AFTER).close()
         self._where = f"{root.host}:{root.port}"
         if not self._prefix:  # asked for once: torch's own connection may wait for a host that is lost
             self._prefix = bytes(origin.compare_set(f"{_OWN}/prefix", "", secrets.token_hex(8))).decode()
         before = set(connections_to(root.port))
-        made = TCPStore(
+        client = TCPStore(
             root.host, root.port, is_master=False, timeout=timedelta(seconds=GIVE_UP_AFTER), wait_for_workers=False
         )
-        store = PrefixStore(f"{_OWN}/{self._prefix}", made)
+        store = PrefixStore(f"{_OWN}/{self._prefix}", client)
         for fd in set(connections_to(root.port)) - before:
             if limit_silence(fd, GIVE_UP_AFTER) and dist.is_initialized() and not self._has_told:
                 with contextlib.suppress(RuntimeError):  # a store in which nothing can be appended

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def launched_ranks() -> Iterator[int]:
-    """This process's rank. Where a launcher has started several processes, they are the default group inside the context."""
+    """Yield this process's rank. Processes that a launcher has started are the default group inside the context."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if dist.is_initialized() or not launched.isdecimal() or int(launched) <= 1:
         yield dist.get_rank() if dist.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""The process that serves the rendezvous store leaves last: the others may still must read the result of their last call.
+"""The process that serves the rendezvous store leaves last: the others may still need to read the result of their last call.
 
 Every rank notes that it leaves, when it makes no more calls: its process group is gone, or the interpreter ends.
 """
@@ -24,7 +24,7 @@ _LOOK_EVERY = 0.02  # seconds
 
 
 class Leaving:
-    """The end of one rank's use of the store of a job. Several objects may share it: the last one of them that ends leaves.
+    """The end of one rank's use of the store of a job. Several objects may share it: when the last object ends, the rank leaves.
 
     Attributes:
         num_users: the objects that share it, and have not ended.
@@ -37,7 +37,7 @@ class Leaving:
         self._rank, self._size, self._port = 0, 1, 0
 
     def joins(self, origin: Store, rank: int, size: int, port: int) -> None:
-        """This rank uses the store of a job. `origin`: it is kept until the end, because this process may serve it."""
+        """Note that this rank uses the store of a job. `origin` is kept until the end, because this process may serve it."""
         if self._origin is None and multiprocessing.parent_process() is not None:
             self._leave_with_threads()
         self._origin, self._rank, self._size, self._port = origin, rank, size, port
@@ -47,11 +47,11 @@ class Leaving:
         self._connections.append(connection)
 
     def let_go(self, connection: Store | None) -> None:
-        """Use a connection no more: it is lost, or a call waits on it."""
-        self._connections = [one for one in self._connections if one is not connection]
+        """Stop using a connection: it is lost, or a call waits on it."""
+        self._connections = [known for known in self._connections if known is not connection]
 
     def end(self) -> None:
-        """One of the objects ends. The last one notes that this rank leaves, and waits where this process serves the store."""
+        """End one of the objects. The last notes that this rank leaves, and waits where this process serves the store."""
         self.num_users -= 1
         if not self.num_users:
             self._leave()
@@ -60,10 +60,10 @@ class Leaving:
         """Leave when the threads of this process end, because a forked process of multiprocessing has no other end."""
         register = getattr(threading, "_register_atexit", None)
         if register is not None:
-            mine = weakref.ref(self)
+            self_ref = weakref.ref(self)
 
             def leave() -> None:
-                leaving = mine()
+                leaving = self_ref()
                 if leaving is not None:
                     leaving._leave()
 
@@ -81,7 +81,7 @@ class Leaving:
         self._origin = None
 
     def _wait(self, store: Store) -> None:
-        """Wait until all others that have made a call have left, or have ended. Those of other machines are not seen to end."""
+        """Wait until all others that have made a call have left or ended. The end of processes of other machines is not seen."""
         deadline = time.monotonic() + HOST_WAITS
         others = [rank for rank in range(self._size) if rank != self._rank]
         others = others if store.check([pulse_key(rank) for rank in others]) else _met(store, others)
@@ -95,12 +95,12 @@ def _met(store: Store, ranks: list[int]) -> list[int]:
 
 
 def _has_ended(store: Store, rank: int) -> bool:
-    """Whether the process of a rank of this machine has ended without leaving."""
+    """Return whether the process of a rank of this machine has ended without leaving."""
     return is_gone(bytes(store.get(pulse_key(rank))).decode().partition(" ")[2])
 
 
 def pulse_key(rank: int) -> str:
-    """The key with the last sign of life of a rank, which every rank has from its first meeting on (`Pulse`)."""
+    """Return the key with the last sign of life of a rank, which every rank has from its first meeting on (`Pulse`)."""
     return f"pulse/{rank}"
 
 

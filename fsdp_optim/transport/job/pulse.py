@@ -1,6 +1,6 @@
 """Signs of life: while a rank makes a call, or saves in the background, it beats in the rendezvous store; others look.
 
-A rank that beats no more was killed or stopped, or is on a host that is lost or cut off. A process of the same machine is seen
+A rank that no longer beats was killed or stopped, or is on a host that is lost or cut off. A process of the same machine is seen
 to be gone at once. A rank that is in no call does not beat, and is never taken for lost.
 """
 
@@ -23,7 +23,7 @@ LOST_AFTER = 20.0
 
 _LAST_MOMENT = 3.0  # seconds for a beat that is under way when the interpreter ends
 _BEAT_EVERY = 1.0  # seconds; a shorter call needs no beat
-_RANKS_PER_SECOND = 1000  # that beat; where there are more, each beats less often
+_RANKS_PER_SECOND = 1000  # ranks that beat within a second; in a larger job each rank beats less often
 _MOST_SEEN = 2.0  # seconds between two looks that count: a rank that was stopped itself has not looked meanwhile
 
 
@@ -41,14 +41,14 @@ class Pulse:
         self._at_exit: weakref.finalize[..., JobStore] | None = None
 
     def introduce(self) -> None:
-        """Tell once which process this rank is. Called before the rank's first meeting. Raises StoreLostError."""
+        """Publish once which process this rank is. Called before the rank's first meeting. Raises StoreLostError."""
         if not self._is_introduced:
             self._beat()
             self._is_introduced = True
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """A context in which this rank beats. Several may be open, in any threads."""
+        """Beat while the context is open. Several contexts may be open, in any threads."""
         self.hold()
         try:
             yield
@@ -66,7 +66,7 @@ class Pulse:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Beat no more: the interpreter is about to end, and a thread that it ends inside of a call of torch would abort it."""
+        """Stop beating: the interpreter is about to end, and a thread that it ends inside a call of torch would abort it."""
         with self._changed:
             self._is_over, thread = True, self._thread
             self._changed.notify_all()
@@ -88,7 +88,7 @@ class Pulse:
                 if not self._num_holders or self._is_over:
                     self._thread = None
                     return
-            with contextlib.suppress(StoreLostError):  # those who look see that; the next beat may come through
+            with contextlib.suppress(StoreLostError):  # ranks that look notice it; the next beat may come through
                 self._beat()
 
     def _beat(self) -> None:
@@ -98,9 +98,9 @@ class Pulse:
 
 def _stop(pulse: weakref.ref[Pulse]) -> None:
     """Stop a pulse at the end of the interpreter, if it is still there."""
-    found = pulse()
-    if found is not None:
-        found.stop()
+    alive = pulse()
+    if alive is not None:
+        alive.stop()
 
 
 class Watch:
@@ -118,7 +118,7 @@ class Watch:
         self._looked_at = time.monotonic()
 
     def look(self) -> dict[int, str]:
-        """The ranks that are lost, each with how that shows. Called again and again. Raises StoreLostError."""
+        """Return the ranks that are lost, each with how that shows. Called again and again. Raises StoreLostError."""
         now = time.monotonic()
         seen, self._looked_at = min(now - self._looked_at, _MOST_SEEN), now
         values = self._values()
@@ -139,7 +139,7 @@ class Watch:
         return lost
 
     def _values(self) -> dict[int, bytes]:
-        """The last beats of the ranks, without those that have never introduced themselves."""
+        """Return the last beats of the ranks, without the ranks that have never introduced themselves."""
         ranks = self._ranks
         if len(ranks) == 1:
             value = self._store.read(pulse_key(ranks[0]))
@@ -152,7 +152,7 @@ class Watch:
 
 
 def lost_ranks(lost: dict[int, str]) -> str:
-    """Lost ranks as text: `rank 2: its process has ended; ranks 4, 5: ...`."""
+    """Return lost ranks as text: `rank 2: its process has ended; ranks 4, 5: ...`."""
     by_reason: dict[str, list[int]] = {}
     for rank, reason in sorted(lost.items()):
         by_reason.setdefault(reason, []).append(rank)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rendezvous_store() -> Store:
-    """The store in which any ranks of the job can meet without a collective call.
+    """Return the store in which any ranks of the job can meet without a collective call.
 
     The store of a user's process group would not do: ranks with different values of `process_group=` must find each other,
     so that all of them raise the error.

@@ -1,4 +1,4 @@
-"""Whether a save may give its path to a new folder: what has the path now, and what the path is called."""
+"""The check whether a save may give its path to a new folder: what has the path now, and what the path is called."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import CheckpointProbe, check_not_reserved, names_checkpoint
-from fsdp_optim.storage.posix.beacon import is_somebodys
-from fsdp_optim.storage.posix.looks import closed, has_lost_manifest, is_empty_folder, is_there
+from fsdp_optim.storage.posix.beacon import is_lasting
+from fsdp_optim.storage.posix.path_status import closed, has_lost_manifest, is_empty_folder, is_there
 
 
 def check_free(path: Path, probe: CheckpointProbe[Any], *, overwrite: bool, filled: bool = False) -> None:
-    """Raise CheckpointError where `path` is taken. `filled`: a folder that is no checkpoint is the trainer's, and may stay."""
+    """Raise CheckpointError where `path` is taken. `filled`: a folder that is no checkpoint is the trainer's, and is allowed."""
     if path.is_symlink():
         raise CheckpointError(f"{path}: is a symbolic link: save to the folder that the link leads to")
     if not is_there(path) or is_empty_folder(path):
@@ -27,7 +27,7 @@ def check_free(path: Path, probe: CheckpointProbe[Any], *, overwrite: bool, fill
 
 
 def _is_checkpoint(path: Path, probe: CheckpointProbe[Any]) -> bool:
-    """Whether a folder is a checkpoint, damaged or not: where this user may not enter it, its name decides."""
+    """Return whether a folder is a checkpoint, damaged or not: where this user may not enter it, its name decides."""
     try:
         return is_there(path / probe.manifest) or has_lost_manifest(path, probe)
     except PermissionError as error:
@@ -39,7 +39,7 @@ def _is_checkpoint(path: Path, probe: CheckpointProbe[Any]) -> bool:
 def check_name(path: Path) -> None:
     """Raise CheckpointError for a path that no listing would show, that another save would remove, or that processes work in."""
     check_not_reserved(str(path), path.parts)
-    if not is_somebodys(path.name):
+    if not is_lasting(path.name):
         raise CheckpointError(
             f"{path}: {path.name} is a name of files that listings leave out: save to a path without this name"
         )
@@ -51,7 +51,7 @@ def check_name(path: Path) -> None:
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether the working folder of this process is this folder, or in it."""
+    """Return whether the working folder of this process is this folder, or in it."""
     with contextlib.suppress(OSError):  # a working folder that was removed
         here = Path.cwd()
         return path.is_dir() and path.resolve() in (here, *here.parents)

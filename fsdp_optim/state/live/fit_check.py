@@ -36,7 +36,7 @@ class Fit:
     kept: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, list[str]]:
-        """The differences as a dict of lists, without empty lists."""
+        """Return the differences as a dict of lists, without empty lists."""
         return {name: list(names) for name, names in vars(self).items() if names and name != "kept"}
 
 
@@ -64,9 +64,9 @@ def check_fits(
             dropped silently.
         strict: also refuse missing and unexpected parameters.
         others: parameters of the full state that only other ranks hold; they do not count as unexpected.
-        regroup: several optimizers share the groups of the full state, so the live groups may differ from the saved ones.
+        regroup: several optimizers share the groups of the full state, so the live groups may differ from the saved groups.
 
-    Raises StateError that names the parameter, both numbers and the way out.
+    Raises StateError that names the parameter, both numbers and the fix.
     """
     saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
     unexpected = [fqn for fqn in saved if fqn not in names.known and fqn not in others]
@@ -94,7 +94,7 @@ def check_fits(
 
 
 def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | None:
-    """The saved group of a live parameter, which all its originals have in common.
+    """Return the saved group of a live parameter, which all its originals have in common.
 
     Raises StateError for a flat parameter whose originals are in two groups.
     """
@@ -148,7 +148,7 @@ def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
 
 
 def _is_not(recorded: Kind, value: object, shape: Shape) -> bool:
-    """Whether a value contradicts the kind that the dict records for it."""
+    """Return whether a value contradicts the kind that the dict records for it."""
     match recorded:
         case Kind.SHARDED:
             return not isinstance(value, torch.Tensor) or tuple(value.shape) != shape
@@ -161,11 +161,11 @@ def _is_not(recorded: Kind, value: object, shape: Shape) -> bool:
 
 
 def _is_cut_short(name: str, value: object, shape: Shape, kind: Kind, evidence: Evidence) -> bool:
-    """Whether a value should have the shape of its parameter: by the value's name, except for tensor subclasses."""
+    """Return whether a value should have the shape of its parameter: by the value's name, except for tensor subclasses."""
     if kind is Kind.SCALAR:
-        return value is not None and bool(shape) and evidence.has_to_follow(name)
+        return value is not None and bool(shape) and evidence.must_follow(name)
     of_own_class = isinstance(value, (torch.Tensor, OpaqueShards)) and not is_plain(value)
-    return kind is Kind.OPAQUE and not of_own_class and evidence.has_to_follow(name)
+    return kind is Kind.OPAQUE and not of_own_class and evidence.must_follow(name)
 
 
 def _not_found(fqns: list[str], candidates: list[str], has: str, has_not: str) -> str:

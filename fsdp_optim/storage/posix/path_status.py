@@ -1,4 +1,4 @@
-"""Looks at paths. "Undecided" is a result of its own, and nothing is removed because of it."""
+"""The status of paths: what is there, and whether it is a checkpoint. "Undecided" is a result, and never a reason to remove."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError, causes_of
 from fsdp_optim.storage.base import NOT_THERE, CheckpointProbe, CheckpointStatus, SummaryT, is_sure_that_not
-from fsdp_optim.storage.posix.beacon import is_somebodys
+from fsdp_optim.storage.posix.beacon import is_lasting
 from fsdp_optim.storage.posix.opened import OpenFolder
 
 _IS_CLOSED = (errno.EACCES, errno.EPERM)  # a folder that this user may not enter, such as lost+found
 
 
 def status_of(folder: Path, probe: CheckpointProbe[SummaryT], *, whole: bool = True) -> CheckpointStatus[SummaryT]:
-    """Whether a folder has a manifest, and all files in the manifest with their sizes.
+    """Return whether a folder has a manifest, and all files in the manifest with their sizes.
 
     Args:
-        whole: read and verify the whole manifest. False: read only its beginning, where that suffices.
+        whole: read and verify the complete manifest. False: read only its beginning, where that suffices.
     """
     manifest = folder / probe.manifest
     try:
@@ -51,16 +51,16 @@ def status_of(folder: Path, probe: CheckpointProbe[SummaryT], *, whole: bool = T
 
 
 def version_of(folder: Path, probe: CheckpointProbe[SummaryT]) -> tuple[int, ...] | None:
-    """Numbers that change when another save writes the manifest of a folder. None: it cannot be asked."""
+    """Return numbers that change when another save writes the manifest of a folder. None: it cannot be read."""
     try:
-        found = os.lstat(f"{folder}/{probe.manifest}")
+        status = os.lstat(f"{folder}/{probe.manifest}")
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def closed(path: Path, error: OSError) -> str:
-    """What a user reads of a path that this user may not enter or read."""
+    """Return the message about a path that this user may not enter or read."""
     return (
         f"{path}: this user may not read it ({error.strerror or error}): ask the account that saved it for the right to "
         f"(chmod -R a+rX {path.name}), or run as that account"
@@ -68,7 +68,7 @@ def closed(path: Path, error: OSError) -> str:
 
 
 def may_read(path: Path) -> bool:
-    """Whether this user may read a path, as the rights say; True where the system cannot tell."""
+    """Return whether this user may read a path, as the rights say; True where the system cannot tell."""
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
@@ -77,7 +77,7 @@ def may_read(path: Path) -> bool:
 
 
 def has_lost_manifest(folder: Path, probe: CheckpointProbe[SummaryT]) -> bool:
-    """Whether a folder without a manifest of any format has files that only a save of this format writes."""
+    """Return whether a folder without a manifest of any format has files that only a save of this format writes."""
     try:
         names = os.listdir(folder)
         inside = [f"extra/{name}" for name in os.listdir(folder / "extra")] if "extra" in names else []
@@ -89,7 +89,7 @@ def has_lost_manifest(folder: Path, probe: CheckpointProbe[SummaryT]) -> bool:
 
 
 def token_of(folder: Path, probe: CheckpointProbe[SummaryT]) -> str | None:
-    """The token of a checkpoint; None where the token cannot be read."""
+    """Return the token of a checkpoint; None where the token cannot be read."""
     try:
         with OpenFolder(folder) as opened:
             return probe.token_in(opened)
@@ -98,14 +98,14 @@ def token_of(folder: Path, probe: CheckpointProbe[SummaryT]) -> str | None:
 
 
 def may_be_there(path: Path) -> bool:
-    """Whether anything has this path; True where the system cannot tell."""
+    """Return whether anything has this path; True where the system cannot tell."""
     with contextlib.suppress(OSError):
         return is_there(path)
     return True
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has this path. Raises OSError where the system cannot tell."""
+    """Return whether anything has this path. Raises OSError where the system cannot tell."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -116,12 +116,12 @@ def is_there(path: Path) -> bool:
 
 
 def is_link(path: Path) -> bool:
-    """Whether the path is a symbolic link."""
+    """Return whether the path is a symbolic link."""
     return path.is_symlink()
 
 
 def is_nothing(path: Path) -> bool:
-    """Whether a folder can take this path without a loss; False where the system cannot tell."""
+    """Return whether a folder can take this path without a loss; False where the system cannot tell."""
     try:
         return not is_there(path) or (not path.is_symlink() and is_empty_folder(path))
     except OSError:
@@ -129,17 +129,17 @@ def is_nothing(path: Path) -> bool:
 
 
 def is_empty_folder(path: Path) -> bool:
-    """Whether the path is an empty folder."""
+    """Return whether the path is an empty folder."""
     try:
-        return path.is_dir() and not any(map(is_somebodys, os.listdir(path)))
+        return path.is_dir() and not any(map(is_lasting, os.listdir(path)))
     except (FileNotFoundError, PermissionError):  # the folder was renamed just now, or may not be listed
         return False
 
 
 def names_in(root: Path) -> set[str]:
-    """The names in a folder that somebody has given; none if the folder is missing."""
+    """Return the lasting names in a folder (`is_lasting`); none if the folder is missing."""
     try:
-        return set(filter(is_somebodys, os.listdir(root)))
+        return set(filter(is_lasting, os.listdir(root)))
     except (FileNotFoundError, NotADirectoryError):
         return set()
     except OSError as error:
@@ -147,7 +147,7 @@ def names_in(root: Path) -> set[str]:
 
 
 def is_root(path: Path) -> bool:
-    """Whether a folder is there; False where a save makes it. Raises CheckpointError for a file, and where it cannot be made."""
+    """Return whether a folder exists; False where a save makes it. Raises CheckpointError for a file, and without a parent."""
     if path.is_dir():
         return True
     if may_be_there(path):

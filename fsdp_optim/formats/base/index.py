@@ -1,0 +1,186 @@
+"""The index of a checkpoint: all that it says, without the elements of its tensors.
+
+A reader of any format makes an index when it opens a checkpoint. Only the places of tensors are read then; the optimizer and the
+values of the trainer are decoded when they are asked for, because pickles in them need the caller's permission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.records import UNKNOWN_WEIGHTS, SavedWeights, StoredTensor
+from fsdp_optim.layout import Shape
+
+ReadSmall: TypeAlias = Callable[[Sequence[StoredTensor]], Sequence[torch.Tensor]]
+"""A function that reads some small tensors whole, on this rank."""
+
+
+class StoredExtra(Protocol):
+    """One value of the trainer in a checkpoint. Reading it raises CheckpointError where it is damaged."""
+
+    def decoded(self, *, allow_pickle: bool) -> Any:
+        """The value. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        """The value, but with `codec.Withheld` in the place of each item of a dict that is a pickle and not allowed."""
+
+
+@dataclass(frozen=True)
+class KnownExtra(StoredExtra):
+    """A value that is in memory."""
+
+    value: Any
+
+    def decoded(self, *, allow_pickle: bool) -> Any:
+        return self.value
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class SavedOptim:
+    """The state of an optimizer, decoded.
+
+    Attributes:
+        full: its full dict, in any dialect that `fsdp_optim.state.dicts.dialects` reads, by FQN or by id, with a StoredTensor in
+            the place of each tensor in files. Under "kinds" it has the kinds of its values, if the save has recorded them.
+        other_keys: those keys of the optimizer's own dict that are recorded apart from `full`.
+        shapes: the shapes of its parameters by FQN, where they are recorded.
+    """
+
+    full: Mapping[str, Any]
+    other_keys: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredOptim:
+    """The optimizer in a checkpoint that is there, or that will be written.
+
+    Attributes:
+        tensors: the tensors of its state that are in files, by key.
+        decode: a function of `allow_pickle` and `records`.
+        num_joined: how many optimizers of the checkpoint are joined in it.
+        read: a function that reads small tensors, for a writer; None in the index of a reader.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    decode: Callable[[bool, Mapping[str, type]], SavedOptim] = field(repr=False)
+    num_joined: int = 1
+    read: ReadSmall | None = field(default=None, repr=False)
+
+    def read_small(self, tensors: Sequence[StoredTensor]) -> Sequence[torch.Tensor]:
+        """The elements of some small tensors. Raises CheckpointError for the index of a reader, which reads them itself."""
+        if self.read is None:
+            raise CheckpointError("the index of an open checkpoint has no elements: read them with its reader")
+        return self.read(tensors)
+
+    def decoded(self, *, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
+        """The state. `records`: the dataclasses that may occur in it, by name.
+
+        Raises CheckpointError where it is damaged, and for a pickle unless `allow_pickle` is True.
+        """
+        return self.decode(allow_pickle, records)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about the save of a checkpoint.
+
+    Attributes:
+        format_name: the name of the format, for users.
+        world_size: the number of ranks that saved; 0 if unknown.
+        step: the `step` that was given to `save`.
+        weights: the treatment of the model's weights by the save.
+        has_checksums: whether every byte of a tensor that is read is compared with a checksum.
+        names_are_fqns: whether parameters have their FQNs. False: another library has named them, and the names may have parts
+            that wrappers insert.
+        about: other facts for users: the author of the save and its time.
+        notes: what users should know about the choice of files, a line for each.
+        cut: how parameters were flattened and cut, as a writer of the same family of formats takes it; None if unknown.
+    """
+
+    format_name: str
+    world_size: int = 0
+    step: int | None = None
+    weights: SavedWeights = UNKNOWN_WEIGHTS
+    has_checksums: bool = False
+    names_are_fqns: bool = True
+    about: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    cut: Any = None
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """All that a checkpoint says: one that is open, or one that will be written, whose tensors have no places in files yet.
+
+    Attributes:
+        where: the name of the place of the checkpoint.
+        weights: the tensors of parameters and buffers, by FQN.
+        facts: facts about the save.
+        aliases: other names of parameters and buffers, each with the stored name.
+        optim: the optimizer; None if none was saved.
+        extras: the values of the trainer and of modules, by the names in `records`: COMMON, MODULES, and one for each rank.
+        left_out: the shapes of those parameters and buffers of the model that a save has left out, for a writer.
+        source: the reader of the checkpoint that is converted, of which a writer of the same format may copy files.
+        identify: a function that returns the `identity`.
+    """
+
+    where: str
+    weights: Mapping[str, StoredTensor]
+    facts: Facts
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    optim: StoredOptim | None = None
+    extras: Mapping[str, StoredExtra] = field(default_factory=dict)
+    left_out: Mapping[str, Shape] = field(default_factory=dict)
+    source: object = None
+    identify: Callable[[], Mapping[str, Any]] = field(default=dict, repr=False)
+
+    @cached_property
+    def identity(self) -> Mapping[str, Any]:
+        """JSON values that differ between any two checkpoints. Ranks compare them."""
+        return self.identify()
+
+    @property
+    def has_optim_only(self) -> bool:
+        """Whether this is a file of an optimizer alone, which says nothing about weights.
+
+        A save that left the weights out says so in `facts.weights`.
+        """
+        return self.optim is not None and not self.weights and self.facts.weights.which is None
+
+    @property
+    def optim_tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors of the optimizer's state, by key; empty without an optimizer."""
+        return self.optim.tensors if self.optim is not None else {}
+
+
+def stored_in(tree: Any) -> Iterator[StoredTensor]:
+    """All StoredTensors in dicts and lists."""
+    if isinstance(tree, StoredTensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from stored_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from stored_in(value)
+
+
+def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """A dict or a list with `function(item)` in the place of each item; the same object if nothing changes."""
+    if isinstance(tree, Mapping):
+        new = {key: function(value) for key, value in tree.items()}
+        return tree if all(new[key] is value for key, value in tree.items()) else new
+    if isinstance(tree, (list, tuple)):
+        items = [function(value) for value in tree]
+        return tree if all(new is value for new, value in zip(items, tree, strict=True)) else type(tree)(items)
+    return tree

@@ -1,0 +1,111 @@
+"""The two forms of a recorded optimizer: the description that writers encode, and the full dict of an index. They are inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.description import (
+    OPAQUE,
+    PLACED,
+    SCALAR,
+    SCALAR_TENSOR,
+    TENSOR,
+    GroupDescription,
+    OptimDescription,
+    ParamDescription,
+)
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
+from fsdp_optim.formats.base.index import CheckpointIndex, SavedOptim
+from fsdp_optim.formats.base.records import CheckpointContents, StoredTensor
+
+WORD_OF = {"sharded": TENSOR, "scalar": SCALAR_TENSOR}
+"""The words in a description for kinds of a full dict, where a file has the elements. All other kinds have one word in both."""
+
+_KIND_OF = {word: kind for kind, word in WORD_OF.items()}
+
+
+def saved_optim(where: str, description: OptimDescription, tensors: Mapping[str, StoredTensor]) -> SavedOptim:
+    """The full dict, by FQN, of a description whose tensors are in files.
+
+    Raises CheckpointError if the description and the files contradict each other.
+    """
+    state: dict[str, dict[Any, Any]] = {}
+    kinds: dict[str, dict[Any, str]] = {}
+    with as_checkpoint_error(f"{where}: the optimizer"):
+        for fqn, param in description.params.items():
+            if param.has_state:
+                kinds[fqn] = {name: _KIND_OF.get(kind, kind) for name, kind, _ in param.values}
+            state[fqn] = {
+                name: content
+                if kind in (SCALAR, OPAQUE)
+                else _stored(where, fqn, param, (name, kind, content), tensors)
+                for name, kind, content in param.values
+            }
+    groups = [{**dict(group.hyperparameters), "params": list(group.params)} for group in description.groups]
+    full: dict[str, Any] = {"state": state, "param_groups": groups, "kinds": kinds}
+    if description.optimizer_class is not None:
+        full["optimizer_class"] = description.optimizer_class
+    shapes = {fqn: param.shape for fqn, param in description.params.items()}
+    return SavedOptim(full, description.other_keys, shapes)
+
+
+def _stored(
+    where: str, fqn: str, param: ParamDescription, value: tuple[Any, str, Any], tensors: Mapping[str, StoredTensor]
+) -> StoredTensor:
+    """The tensor of one value, which has the shape that its kind asks for. `value`: its name, its kind, and its key."""
+    name, kind, key = value
+    if kind not in (TENSOR, SCALAR_TENSOR) and kind.partition(" ")[0] != PLACED:
+        raise ValueError(f"{fqn}: {name} has the kind {kind!r}, which is not known")
+    if key not in tensors:
+        raise CheckpointError(f"{where}: the description of the optimizer names {key}, which is in no file")
+    stored = tensors[key]
+    if kind == TENSOR and stored.shape != param.shape:
+        raise ValueError(f"{key} has shape {list(stored.shape)}, its parameter {list(param.shape)}")
+    if kind == SCALAR_TENSOR and stored.shape:
+        raise ValueError(f"{key} is a scalar of shape {list(stored.shape)}")
+    return stored
+
+
+def description_of(saved: SavedOptim) -> OptimDescription:
+    """The description of a full dict that was recorded with its kinds and shapes."""
+    kinds: Mapping[str, Mapping[Any, str]] = saved.full["kinds"]
+    params = {}
+    for fqn, values in saved.full["state"].items():
+        listed = tuple(
+            (name, WORD_OF.get(kinds[fqn][name], kinds[fqn][name]), value.key)
+            if isinstance(value, StoredTensor)
+            else (name, kinds[fqn][name], value)
+            for name, value in values.items()
+        )
+        params[fqn] = ParamDescription(saved.shapes[fqn], listed, fqn in kinds)
+    groups = tuple(
+        GroupDescription(
+            tuple((name, value) for name, value in group.items() if name != "params"), tuple(group["params"])
+        )
+        for group in saved.full["param_groups"]
+    )
+    return OptimDescription(groups, dict(saved.other_keys), params, saved.full.get("optimizer_class"))
+
+
+def contents_of(index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> CheckpointContents:
+    """The index of a new checkpoint, decoded."""
+    weights, optim = index.facts.weights, index.optim
+    return CheckpointContents(
+        world_size=max(index.facts.world_size, 1),
+        params={**{fqn: stored.shape for fqn, stored in index.weights.items()}, **index.left_out},
+        aliases=index.aliases,
+        optim=description_of(optim.decoded(allow_pickle=allow_pickle, records=records)) if optim is not None else None,
+        weights="trainable" if weights.which == "trainable" else "none" if weights.which == "none" else "all",
+        weights_dtype=weights.dtype,
+        cut=index.facts.cut,
+    )
+
+
+def extras_in(index: CheckpointIndex, *, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
+    """The names and values of the extras of a new checkpoint."""
+    for name in sorted(index.extras):
+        value = index.extras[name].decoded(allow_pickle=allow_pickle)
+        if value is not None:
+            yield name, value
