@@ -13,9 +13,9 @@ import functools
 import itertools
 import json
 import tempfile
-import traceback
 import unittest
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from kit.checkpoints import (
     save,
     scramble,
 )
-from kit.compare import Differs, check_same
+from kit.compare import Differs, check_same, error_text
 from kit.optimizers import OfModel, two_groups
+from kit.tables import Table
 from kit.torch_limits import cannot_make, skip_if
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu
@@ -48,7 +49,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 import fsdp_optim
-from fsdp_optim.testing import run_on_ranks
 
 SIZES = (1, 3, 4)  # of the matrix; most other tests have 2 ranks
 
@@ -78,12 +78,7 @@ def matrix_root() -> Path:
     return Path(folder.name)
 
 
-def save_all(root: Path, wrappers: Sequence[str]) -> dict[str, str]:
-    """On one rank: what went wrong with each wrapper."""
-    return {wrapper: _report(lambda wrapper=wrapper: _save_one(root, wrapper)) for wrapper in wrappers}
-
-
-def _save_one(root: Path, wrapper: str) -> None:
+def save_one(root: Path, wrapper: str) -> None:
     with cpu():
         trained = Trained(wrapper, OfModel(two_groups), model=Whole)
         extra = {"wrapper": wrapper, "table": torch.arange(5)}
@@ -100,10 +95,6 @@ QUICK = [(w, n) for w, n in EACH if n == 3 or (n == 1 and w in ALONE) or (n == 4
 POSSIBLE = [(w, n) for w, n in EACH if not cannot_make(w)]
 
 
-def wrappers_at(world_size: int, every: bool) -> list[str]:
-    return [wrapper for wrapper, size in (EACH if every else QUICK) if size == world_size and not cannot_make(wrapper)]
-
-
 def sources_of(target: str, world_size: int) -> list[tuple[str, int]]:
     """Which checkpoints are loaded into this wrapper at this world size: every fourth, from another one on for each target.
 
@@ -114,48 +105,39 @@ def sources_of(target: str, world_size: int) -> list[tuple[str, int]]:
     return [(source, size) for source, size in chosen if not cannot_make(source)]
 
 
-def load_all(root: Path, every: bool) -> dict[str, dict[str, str]]:
-    """On one rank: by target, by source: what went wrong."""
-    found: dict[str, dict[str, str]] = {}
-    for target in wrappers_at(dist.get_world_size(), every):
-        with cpu():
-            found[target] = _load_into(root, target, POSSIBLE if every else sources_of(target, dist.get_world_size()))
-    return found
+def load_into(root: Path, every: bool, wrapper: str) -> None:
+    """On one rank: load the checkpoints of all sources into one wrapper, train on, and save again.
+
+    What differs is raised after the last collective call, so that a rank which finds something leaves nobody waiting.
+    """
+    world_size, found = dist.get_world_size(), []
+    check = "bitwise" if world_size == 3 else None
+    with cpu():
+        target, alike = (Trained(wrapper, OfModel(two_groups), steps, model=Whole) for steps in (0, STEPS))
+        wanted, live = mine(alike), [id(param) for param in target.model.parameters()]
+        sources = POSSIBLE if every else sources_of(wrapper, world_size)
+        for turn, (source, size) in enumerate(sources):
+            scramble(target, forget=turn % 2 == 0)
+            restored = load(root / f"{source} {size}", target, check=check)
+            _, differs = error_text(partial(check_one, restored, source, size, target, wanted))
+            found += [f"from {source} {size}: {differs}"] if differs else []
+        check_same("live parameters", [id(param) for param in target.model.parameters()], live)
+        for trained in (target, alike):
+            trained.step(range(STEPS, FURTHER))
+        _, differs = error_text(partial(check_same, "trained on", mine(target), mine(alike)))
+        found += [differs] if differs else []
+        save(root / f"again {wrapper} {world_size}", target)
+    if found:
+        raise Differs("\n".join(found))
 
 
-def _load_into(root: Path, wrapper: str, sources: Sequence[tuple[str, int]]) -> dict[str, str]:
-    world_size, found = dist.get_world_size(), {}
-    target, alike = (Trained(wrapper, OfModel(two_groups), steps, model=Whole) for steps in (0, STEPS))
-    wanted, live = mine(alike), [id(param) for param in target.model.parameters()]
-    for turn, (source, size) in enumerate(sources):
-        path = root / f"{source} {size}"
-        scramble(target, forget=turn % 2 == 0)
-        found[path.name] = _report(lambda path=path, source=source: _load_one(path, source, target, wanted))
-    check_same("live parameters", [id(param) for param in target.model.parameters()], live)
-    for one in (target, alike):
-        one.step(range(STEPS, FURTHER))
-    found["trained on"] = _report(lambda: check_same("trained on", mine(target), mine(alike)))
-    found["saved again"] = _report(lambda: save(root / f"again {wrapper} {world_size}", target) and None)
-    return found
-
-
-def _load_one(path: Path, source: str, target: Trained, wanted: dict[str, Any]) -> None:
-    check = "bitwise" if dist.get_world_size() == 3 else None
-    restored = load(path, target, check=check)
+def check_one(restored: Any, source: str, size: int, target: Trained, wanted: dict[str, Any]) -> None:
     check_same("restored", mine(target), wanted)
     check_same("extra", dict(restored), {"wrapper": source, "table": torch.arange(5)})
     scratch = [value.tolist() for name, value in buffers_of(target).items() if name.endswith("scratch")]
     check_same("a buffer that is not persistent", scratch, [[1.0] * 3])
-    check_same("saved by", restored.summary.world_size, int(path.name.split()[-1]))
+    check_same("saved by", restored.summary.world_size, size)
     check_same("absent", sorted(restored.summary.absent), [])
-
-
-def _report(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception:
-        return traceback.format_exc()
-    return ""
 
 
 def folder_of(every: bool) -> Path:
@@ -164,49 +146,45 @@ def folder_of(every: bool) -> Path:
     return folder
 
 
-@functools.cache
-def saved_all(world_size: int, every: bool) -> dict[str, str]:
-    """By wrapper: the first rank's words about what went wrong, or ""."""
-    wrappers = wrappers_at(world_size, every)
-    by_rank = run_on_ranks(save_all, world_size, folder_of(every), wrappers, timeout=200.0)
-    return {wrapper: next((one[wrapper] for one in by_rank if one[wrapper]), "") for wrapper in wrappers}
+def on_ranks(fn: Callable[..., None], every: bool) -> Table:
+    cases = [(size, wrapper) for wrapper, size in (EACH if every else QUICK) if not cannot_make(wrapper)]
+    return Table(fn, cases, timeout=300.0)
 
 
 @functools.cache
-def loaded_all(world_size: int, every: bool) -> dict[str, dict[str, str]]:
-    for size in SIZES:
-        saved_all(size, every)
-    by_rank = run_on_ranks(load_all, world_size, folder_of(every), every, timeout=200.0)
-    return {
-        target: {
-            source: next((one[target][source] for one in by_rank if one[target][source]), "") for source in sources
-        }
-        for target, sources in by_rank[0].items()
-    }
+def saves(every: bool) -> Table:
+    return on_ranks(partial(save_one, folder_of(every)), every)
 
 
-def check_loaded(wrapper: str, world_size: int, sources: Sequence[tuple[str, int]], found: Mapping[str, str]) -> None:
-    wrong = [f"from {source}:\n{text}" for source, text in found.items() if text]
-    if wrong:
-        raise Differs(f"{len(wrong)} of {len(found)} into {wrapper} on {world_size} ranks\n{wrong[0]}")
-    check_same("loaded", set(found), {f"{source} {size}" for source, size in sources} | {"trained on", "saved again"})
+@functools.cache
+def loads(every: bool) -> Table:
+    """Of what all the sources have saved; `test_files_hold_the_unwrapped_model_and_optimizer` reports a save that failed."""
+    for case in saves(every).cases:
+        error_text(lambda: saves(every)(*case))  # noqa: B023
+    return on_ranks(partial(load_into, folder_of(every), every), every)
+
+
+def saved(source: str) -> None:
+    """Have the checkpoint of a wrapper and a world size ("FSDP2 3") saved."""
+    wrapper, _, size = source.rpartition(" ")
+    saves(False)(int(size), wrapper)
 
 
 class Matrix(unittest.TestCase):
     def check_saved(self, wrapper: str, world_size: int, every: bool) -> None:
         skip_if(self, cannot_make(wrapper))
-        self.assertEqual(saved_all(world_size, every)[wrapper], "")
+        saves(every)(world_size, wrapper)
         folder = folder_of(every) / f"{wrapper} {world_size}"
         check_files(folder, oracle_after(STEPS))
         check_groups(folder, oracle_after(STEPS))
 
-    def check_restored(self, wrapper: str, world_size: int, sources: Sequence[tuple[str, int]], every: bool) -> None:
+    def check_restored(self, wrapper: str, world_size: int, every: bool) -> None:
         skip_if(self, cannot_make(wrapper))
-        check_loaded(wrapper, world_size, sources, loaded_all(world_size, every)[wrapper])
+        loads(every)(world_size, wrapper)
 
     def check_saved_again(self, wrapper: str, world_size: int, every: bool) -> None:
         skip_if(self, cannot_make(wrapper))
-        self.assertEqual(loaded_all(world_size, every)[wrapper]["saved again"], "")
+        loads(every)(world_size, wrapper)
         check_files(folder_of(every) / f"again {wrapper} {world_size}", oracle_after(FURTHER))
 
 
@@ -218,7 +196,7 @@ class WholeMatrixTest(Matrix):
 
     @parameterized.expand(EACH)
     def test_every_wrapper_is_restored_exactly(self, wrapper: str, world_size: int) -> None:
-        self.check_restored(wrapper, world_size, POSSIBLE, every=True)
+        self.check_restored(wrapper, world_size, every=True)
 
     @parameterized.expand(EACH)
     def test_what_was_restored_and_trained_on_is_saved_again(self, wrapper: str, world_size: int) -> None:
@@ -232,7 +210,7 @@ class MatrixTest(Matrix):
 
     @parameterized.expand(QUICK)
     def test_every_wrapper_is_restored_exactly(self, wrapper: str, world_size: int) -> None:
-        self.check_restored(wrapper, world_size, sources_of(wrapper, world_size), every=False)
+        self.check_restored(wrapper, world_size, every=False)
 
     def test_every_source_is_loaded_by_someone(self) -> None:
         loaded = collections.Counter(source for target in QUICK for source in sources_of(*target))
@@ -247,7 +225,7 @@ class MatrixTest(Matrix):
     def test_plain_pytorch_goes_on_with_it(self, source: str) -> None:
         """No ranks, and nothing of this library."""
         skip_if(self, cannot_make(source))
-        saved_all(int(source.split()[-1]), False)
+        saved(source)
         fresh = Oracle(OfModel(two_groups), 0, Whole)
         fresh.model.load_state_dict(safetensors.torch.load_file(folder_of(False) / source / "model.safetensors"))
         load_plain(folder_of(False) / source, fresh.optim)
@@ -258,7 +236,7 @@ class MatrixTest(Matrix):
 
     @parameterized.expand(("fairscale flat 4", "HSDP 4", "FSDP2 3", "plain 1"))
     def test_load_without_ranks(self, source: str) -> None:
-        saved_all(int(source.split()[-1]), False)
+        saved(source)
         fresh = Oracle(OfModel(two_groups), 0, Whole)
         restored = fsdp_optim.load(str(folder_of(False) / source), fresh.model, fresh.optim, progress=False)
         wanted = oracle_after(STEPS)
@@ -270,6 +248,6 @@ class MatrixTest(Matrix):
         self.assertIsInstance(restored, dict)
 
     def test_only_the_extra(self) -> None:
-        saved_all(3, False)
+        saved("FSDP2 3")
         restored = fsdp_optim.load(folder_of(False) / "FSDP2 3")
         check_same("extra", dict(restored), {"wrapper": "FSDP2", "table": torch.arange(5)})
