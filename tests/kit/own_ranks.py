@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from multiprocessing import forkserver, util
@@ -45,10 +46,15 @@ def forked_ranks() -> contextlib.AbstractContextManager[Any]:
 class _Server(forkserver.ForkServer):
     """A server process of `multiprocessing` that is no child of this one."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._starting = threading.Lock()  # two pools may start at the same time
+
     def ensure_running(self) -> None:
-        if self._forkserver_pid is None:  # type: ignore[attr-defined]  # it lasts as long as this process
-            with mock.patch("multiprocessing.util.spawnv_passfds", _start):
-                super().ensure_running()
+        with self._starting:
+            if self._forkserver_pid is None:  # type: ignore[attr-defined]  # it lasts as long as this process
+                with mock.patch("multiprocessing.util.spawnv_passfds", _start):
+                    super().ensure_running()
 
 
 def _start(path: Any, command: Sequence[str], fds: Sequence[int]) -> int:
