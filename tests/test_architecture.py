@@ -1,100 +1,37 @@
-"""The house's rules for its own code: which room may use which, and what must not be loaded."""
+"""The house's rules for its own code: which room may use which, what only some may do, and what must not be loaded."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import subprocess
 import sys
 import unittest
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from kit.forked import run
+from kit.source_tree import (
+    FILES,
+    MODULES,
+    PACKAGE,
+    ROOT,
+    floor_of,
+    imports,
+    imports_among,
+    is_for_type_checkers,
+    nodes,
+    nodes_of,
+    owner_of,
+    tree_of,
+)
 from parameterized import parameterized
-
-PACKAGE = "fsdp_optim"
-ROOT = Path(__file__).parents[1] / PACKAGE
-FILES = sorted(ROOT.rglob("*.py"))
-
-
-def module_of(file: Path) -> str:
-    parts = file.relative_to(ROOT.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def floor_of(module: str) -> str:
-    """`fsdp_optim.state.dicts.full` is on the floor `state`, `fsdp_optim.plan` on `plan`, fsdp_optim/__init__.py on ``."""
-    return module.split(".")[1] if "." in module else ""
 
 
 def room_of(module: str) -> str:
     """`fsdp_optim.state.dicts.full` is in the room `state.dicts`, `fsdp_optim.plan.table` in `plan`."""
     names = module.split(".")[1:3]
     return ".".join(names) if len(names) == 2 and (ROOT.joinpath(*names) / "__init__.py").exists() else floor_of(module)
-
-
-@functools.cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(), str(file))
-
-
-def is_for_type_checkers(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-
-
-def nodes(tree: ast.AST, *, at_import: bool = False) -> Iterator[ast.AST]:
-    """All nodes, with those that only type checkers see. `at_import`: only the nodes that run when the file is imported."""
-    waiting = [tree]
-    while waiting:
-        for node in ast.iter_child_nodes(waiting.pop()):
-            is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            if at_import and (is_function or is_for_type_checkers(node)):
-                continue
-            yield node
-            waiting.append(node)
-
-
-@functools.cache
-def nodes_of(file: Path, *, at_import: bool = False) -> list[ast.AST]:
-    return list(nodes(tree_of(file), at_import=at_import))
-
-
-def owner_of(node: ast.Attribute) -> str:
-    """`torch.distributed` of `torch.distributed.send`; "" of what is no chain of names."""
-    names: list[str] = []
-    value = node.value
-    while isinstance(value, ast.Attribute):
-        names.append(value.attr)
-        value = value.value
-    return ".".join([value.id, *reversed(names)]) if isinstance(value, ast.Name) else ""
-
-
-MODULES = {module_of(file): file for file in FILES}
-
-
-@functools.cache
-def imports(file: Path, *, at_import: bool = False) -> frozenset[str]:
-    """Modules that a file imports, also for types alone, with the package's own ones by their full names."""
-    return imports_among(nodes_of(file, at_import=at_import), file)
-
-
-def imports_among(nodes: Iterable[ast.AST], file: Path) -> frozenset[str]:
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = module_of(file).split(".")
-                package = package if file.name == "__init__.py" else package[:-1]
-                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
-            for alias in node.names:
-                one = f"{base}.{alias.name}"
-                found.add(one if one in MODULES else base)
-    return frozenset(found)
 
 
 def rooms_used(file: Path) -> set[str]:
@@ -192,8 +129,6 @@ NOT_CORE = {"foreign", "buckets", "offline", "dcp", "integrations", "testing", "
 """What a save and a load in a folder do not need. The core reaches it by the registry, which has its dotted names."""
 DOORS = {"plugins", "__main__"}  # of other packages, and of the command line
 PARTS = {"adapters", "transport", "formats"}
-
-
 OF_DISTRIBUTED = {
     f"{PACKAGE}.foreign.dcp.writer": {
         "torch.distributed.checkpoint",
@@ -205,7 +140,6 @@ OF_DISTRIBUTED = {
         "torch.distributed.device_mesh",
     },
 }
-
 PROTOCOLS = {f"{PACKAGE}.storage.base", f"{PACKAGE}.buckets.objects.base"}
 OF_CLIENTS = {  # packages of an object store's client; the process that its connections or a claim belong to
     f"{PACKAGE}.buckets.fsspec.opening": {"fsspec"},
@@ -454,142 +388,6 @@ class TestBudget(unittest.TestCase):
         self.assertEqual(len(divisions_by_hand(ast.parse(code))), num)
 
 
-# Private names of the wrappers, and public ones that only their own adapter must know.
-PRIVATE: dict[str, set[str]] = {
-    "fairscale": {
-        *("_fpw_module", "_is_sharded", "_orig_size", "_num_flatten_params", "numel_padded_per_param"),
-        *("_full_param_padded", "_fp32_shard"),
-        *("_get_shard", "_lazy_init", "_is_root", "_param_name_groups", "non_shared_params", "flat_params"),
-        *("no_broadcast_optim_state", "uncollected_opt_state"),
-    },
-}
-
-
-IN_FILES = {
-    "fsdp_optim.foreign.per_rank.fairscale_shards": {"no_broadcast_optim_state"},
-    "fsdp_optim.foreign.per_rank.fairscale_writer": {"no_broadcast_optim_state"},
-}
-"""Keys of fairscale's files that are called as its own names."""
-
-
-def private_names_used(file: Path) -> Iterator[tuple[str, int]]:
-    for node in nodes_of(file):
-        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
-            yield node.attr, node.lineno
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            yield node.value, node.lineno
-
-
-IN_SEVERAL_ADAPTERS = {
-    *("_fsdp_wrapped_module", "_param_infos", "_shared_param_infos"),  # of fairscale's FSDP, and of torch's
-    *("_buffers", "_non_persistent_buffers_set", "_local_tensor"),  # of nn.Module and of DTensor
-}
-OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, and named so that no field is called alike
-# torch has no public name for these.
-PRIVATE_OF_TORCH = {
-    "fsdp_optim.transport.job.rendezvous": {"_get_process_group_store"},
-    "fsdp_optim.memory": {"_foreach_copy_"},
-    "fsdp_optim.dtensors": {"_local_tensor"},  # to_local() costs ten times as much
-    "fsdp_optim.verbs.iterate": {"_version"},
-    "fsdp_optim.checkpoint.common.module_values": {"_version"},
-    "fsdp_optim.state.values.classes": {"_optimizer"},  # of a wrapper around an optimizer
-    "fsdp_optim.checkpoint.common.pending": {"_register_atexit"},  # of threading: before pools of threads end
-    "fsdp_optim.transport.job.leaving": {"_register_atexit"},  # of threading: forked processes have no other end
-    # The keys of values in files of others.
-    "fsdp_optim.foreign.per_rank.olmo_local": {
-        *("_flat_param", "_fqns", "_shapes", "_shard_indices", "_shard_param_offsets", "_shard_param_infos"),
-    },
-    "fsdp_optim.foreign.per_rank.torch_shards": {
-        *("_local_tensor", "_spec", "_rank", "_layout", "_flatten_rank_map", "_coordinate_on_dim"),
-        *("_tensor", "_StridedShard", "_Partial"),
-    },
-    "fsdp_optim.foreign.per_rank.rank_tensors": {"_spec", "_rank"},
-    "fsdp_optim.foreign.archive.torch_globals": {"_metadata"},  # the versions of modules, beside a state dict
-    "fsdp_optim.foreign.torch.reader": {"_metadata"},
-    "fsdp_optim.foreign.torch.roles": {"_extra_state"},  # the last part of the names of values that modules add
-    "fsdp_optim.foreign.archive.torch_zip": {
-        "_utils",
-        "_rebuild_tensor_v2",
-        "_rebuild_tensor_v3",
-    },  # the names in torch's files
-    "fsdp_optim.foreign.dcp.writer": {
-        "_StorageInfo"
-    },  # the class in the metadata files of torch.distributed.checkpoint
-}
-
-
-def names_given(tree: ast.AST) -> Iterator[str]:
-    """The names that a file defines: functions, classes, variables, and attributes of `self`."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and owner_of(node) == "self":
-            yield node.attr
-
-
-class TestPrivateNames(unittest.TestCase):
-    def test_only_its_adapter_touches_a_wrappers_private_names(self) -> None:
-        wrong = []
-        for module, file in MODULES.items():
-            if floor_of(module) == "testing":  # it is a stand-in for what fairscale asks of CUDA
-                continue
-            for wrapper, names in PRIVATE.items():
-                if module != f"{PACKAGE}.adapters.{wrapper}":
-                    wrong += [
-                        f"{module}, line {line}: {name} of {wrapper}"
-                        for name, line in private_names_used(file)
-                        if name in names - IN_FILES.get(module, set())
-                    ]
-        assert not wrong, wrong
-
-    def test_nobody_else_touches_what_others_keep_private(self) -> None:
-        """Outside of the adapters, and of the plug-ins of trainers, a private name is one that this package has given."""
-        files = {m: file for m, file in MODULES.items() if floor_of(m) not in ("adapters", "testing", "integrations")}
-        ours = {name for file in files.values() for name in names_given(tree_of(file))}
-        wrong = [
-            f"{module}, line {line}: {name}"
-            for module, file in files.items()
-            for name, line in private_names_used(file)
-            if name.startswith("_")
-            and not name.startswith("__")
-            and name not in ours | OF_NAMED_TUPLES | PRIVATE_OF_TORCH.get(module, set())
-        ]
-        assert not wrong, wrong
-
-    def test_a_private_name_is_known_to_one_adapter(self) -> None:
-        """Nor do the integrations know it. Names that two wrappers have given alike, and torch's own, may be in several."""
-        files = {m: file for m, file in MODULES.items() if floor_of(m) in ("adapters", "integrations")}
-        ours = {name for file in MODULES.values() for name in names_given(tree_of(file))} | OF_NAMED_TUPLES
-        users: dict[str, set[str]] = {}
-        for module, file in files.items():
-            for name, _ in private_names_used(file):
-                if name.startswith("_") and not name.startswith("__") and name not in ours | IN_SEVERAL_ADAPTERS:
-                    users.setdefault(name, set()).add(module)
-        wrong = {name: used for name, used in users.items() if len(used) > 1}
-        wrong = {
-            name: used for name, used in wrong.items() if {floor_of(module) for module in used} != {"integrations"}
-        }
-        assert not wrong, wrong
-        assert len([name for name, used in users.items() if used <= {f"{PACKAGE}.adapters.fsdp1"}]) >= 4
-
-    def test_the_names_are_real(self) -> None:
-        """The list above is of fairscale's names: its adapter uses some of them, and fairscale has them."""
-        used = {name for name, _ in private_names_used(ROOT / "adapters" / "fairscale.py")}
-        assert len(used & PRIVATE["fairscale"]) >= 4, used & PRIVATE["fairscale"]
-        import fairscale
-
-        text = "".join(file.read_text() for file in Path(fairscale.__file__).parent.rglob("nn/**/*.py"))
-        assert not [name for name in PRIVATE["fairscale"] if name not in text]
-
-    def test_fairscale_is_imported_where_users_ask_for_it_only(self) -> None:
-        for module, file in MODULES.items():
-            at_import = {name.split(".")[0] for name in imports(file, at_import=True)}
-            if "fairscale" in at_import:
-                assert module == f"{PACKAGE}.fairscale", f"{module} imports fairscale"
-
-
 def loaded_by(code: str) -> set[str]:
     """Modules that a Python process which has torch has loaded after some code."""
     done = run(f"{code}\nimport sys\nprint('\\n'.join(sys.modules))")
@@ -662,167 +460,6 @@ class TestImport(unittest.TestCase):
         loaded = loaded_by(f"from {PACKAGE} import FullyShardedDataParallel")
         assert "fairscale" in loaded
         assert not [name for name in loaded if name.startswith("torch.distributed.fsdp.fully_sharded")]
-
-
-def public_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
-    """Public functions and classes, and public methods of public classes."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            if "overload" in [ast.unparse(decorator) for decorator in node.decorator_list]:
-                continue
-            yield f"{prefix}{node.name}", node
-            if isinstance(node, ast.ClassDef):
-                yield from public_functions(node, f"{prefix}{node.name}.")
-
-
-READ_BY_USERS = (
-    *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "api").glob("*.py"))),
-    "adapters/base.py",
-    "checkpoint/run/manager.py",
-    "testing/adapter_conformance.py",
-    "fairscale.py",
-    "testing/conformance.py",
-    "testing/fairscale_cpu.py",
-    "testing/ranks.py",
-    "testing/worker.py",
-)  # there methods need a docstring too
-
-
-MOST_LINES, MOST_LINES_OF_FUNCTION = 400, 60
-MOST_LINES_OF_TESTS = 600
-LONG_TESTS = {"test_architecture.py": 880}
-"""Files of tests that are longer, and how long each may be. A number here is only ever made smaller, and no file is added."""
-
-
-EXAMPLES = {f"{PACKAGE}.foreign.torch.roles"}  # "a key such as model, net or module"
-
-
-class TestHouse(unittest.TestCase):
-    def test_no_file_is_long(self) -> None:
-        lines = {file: file.read_text().count("\n") for file in FILES}
-        long = {str(file.relative_to(ROOT)): num for file, num in lines.items() if num > MOST_LINES}
-        assert not long, long
-        assert max(lines.values()) > MOST_LINES // 2
-
-    def test_no_file_of_tests_is_long(self) -> None:
-        tests = Path(__file__).parent
-        lines = {str(file.relative_to(tests)): file.read_text().count("\n") for file in tests.rglob("*.py")}
-        long = {name: num for name, num in lines.items() if num > LONG_TESTS.get(name, MOST_LINES_OF_TESTS)}
-        assert not long, f"split these by subject; helpers of several files go to tests/kit: {long}"
-        split = [name for name in LONG_TESTS if lines.get(name, 0) <= MOST_LINES_OF_TESTS]
-        assert not split, f"these are no longer long, and are taken off LONG_TESTS: {split}"
-
-    def test_longest_are_files_that_there_are(self) -> None:
-        tests = Path(__file__).parent
-        names = (tests / "data" / "longest.txt").read_text().split()
-        assert not (gone := set(names) - {file.stem for file in tests.rglob("test_*.py")}), gone
-
-    def test_functions_fit_on_a_screen(self) -> None:
-        """Without their docstrings, which are the contract and may be long."""
-        long = {}
-        for file in FILES:
-            for node in ast.walk(tree_of(file)):
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
-                    lines = (node.end_lineno or 0) - body[0].lineno + 1
-                    if lines > MOST_LINES_OF_FUNCTION:
-                        long[f"{file.relative_to(ROOT)}: {node.name}"] = lines
-        assert not long, long
-
-    @parameterized.expand(
-        [("adapters/base.py",), ("formats/base/protocols.py",), ("storage/base",), ("transport/base.py",)]
-    )
-    def test_protocols_fit_on_a_screen(self, place: str) -> None:
-        files = [file for file in FILES if str(file.relative_to(ROOT)).startswith(place)]
-        classes = [node for file in files for node in tree_of(file).body if isinstance(node, ast.ClassDef)]
-        protocols = [
-            node for node in classes if {ast.unparse(base).split("[")[0] for base in node.bases} & {"Protocol", "ABC"}
-        ]
-        assert protocols, place
-        long = {node.name: lines for node in protocols if (lines := (node.end_lineno or 0) - node.lineno + 1) > 100}
-        assert not long, long
-
-    def test_lists_are_shortened_by_one_function(self) -> None:
-        """Which names the number that it leaves out; a list that is cut in silence looks whole."""
-        cut = []
-        for module, file in MODULES.items():
-            for node in nodes_of(file):
-                is_join = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-                    (", '.join", "; '.join", "n'.join")
-                )
-                if is_join and any(isinstance(part, ast.Slice) for arg in node.args for part in ast.walk(arg)):
-                    cut += [f"{module}, line {node.lineno}"] if module not in EXAMPLES else []
-        assert not cut, cut
-
-    def test_a_list_is_shortened(self) -> None:
-        from fsdp_optim.errors import shortened
-
-        self.assertEqual(shortened("abc", 3), "a, b, c")
-        self.assertEqual(shortened("abcde", 3), "a, b, c and 2 more")
-        self.assertEqual(shortened(["a: 1", "b: 2", "c: 3"], 2, "\n"), "a: 1\nb: 2\nand 1 more")
-        self.assertEqual(shortened(iter((1, 2, 3)), 1, "; "), "1; and 2 more")
-        self.assertEqual(shortened([]), "")
-
-    def test_no_file_is_named_utils(self) -> None:
-        named = [file for file in FILES if file.stem.strip("_") in ("utils", "util", "helpers", "common", "misc")]
-        assert not named, named
-
-    def test_every_file_and_public_function_has_a_docstring(self) -> None:
-        missing = []
-        for file in FILES:
-            tree, name = tree_of(file), str(file.relative_to(ROOT))
-            if tree.body and not ast.get_docstring(tree):
-                missing.append(name)
-            for function, node in public_functions(tree):
-                is_method = "." in function
-                if not ast.get_docstring(node) and (name in READ_BY_USERS or not is_method):
-                    missing.append(f"{name}: {function}")
-        assert not missing, missing
-
-    def test_what_is_public_is_what_is_listed(self) -> None:
-        import fsdp_optim
-
-        assert sorted(fsdp_optim.__all__) == fsdp_optim.__all__
-        for name in fsdp_optim.__all__:
-            assert getattr(fsdp_optim, name).__doc__, name
-        promised = {
-            *("gather_full_optim_state_dict", "get_shard_from_optim_state_dict", "scatter_full_optim_state_dict"),
-            *("iter_full_optim_state", "rekey_optim_state_dict", "load_optim_state_dict"),
-        }
-        assert promised <= set(fsdp_optim.__all__)
-
-    def test_errors_are_builtin_errors_too(self) -> None:
-        from fsdp_optim import errors
-
-        builtin = {"LayoutError": ValueError, "StateError": ValueError, "WrapperError": TypeError}
-        builtin |= {"RankError": RuntimeError, "RankTimeoutError": TimeoutError}
-        for name, parent in builtin.items():
-            assert issubclass(getattr(errors, name), (errors.FsdpOptimError,)), name
-            assert issubclass(getattr(errors, name), parent), name
-
-    def test_no_file_of_the_kit_hides_a_module_of_python(self) -> None:
-        """A file of the kit that runs as a program has the kit's folder first in sys.path."""
-        files = {file.stem for file in (Path(__file__).parent / "kit").glob("*.py")}
-        self.assertEqual(sorted(files & sys.stdlib_module_names), [])
-
-    def test_tests_share_by_the_kit_alone(self) -> None:
-        """An error in one test's file is no error of another; `from kit.wrapping import ...` gets what tests share."""
-        tests = Path(__file__).parent
-        shared = {file.stem for file in (tests / "kit").glob("*.py")} - {"__init__"}
-        # Only a file with such a line, which may also stand in a string, is worth parsing.
-        line = re.compile(
-            rf"^\s*(?:from|import)\s+(?:[\w. ]+,\s*)*(?:{'|'.join(sorted(shared))}|test_\w+|tests)\b", re.MULTILINE
-        )
-        files = sorted(tests.rglob("*.py"))
-        found = []
-        for file in [file for file in files if line.search(file.read_text())]:
-            for node in ast.walk(tree_of(file)):
-                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                for module in modules:
-                    if module in shared or module.startswith(("test_", "tests.")):
-                        found.append(f"{file.relative_to(tests)}: {module}")
-        assert not found, found
 
 
 class TestConcepts(unittest.TestCase):

@@ -14,14 +14,14 @@ from kit.forked import run
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim import CheckpointError
+from fsdp_optim.storage.posix import FolderStaging
 from fsdp_optim.testing import run_on_ranks
 
 KILLED = """
 import os, signal, torch, fsdp_optim
-from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.writer import FolderWriter
+from fsdp_optim.storage.posix import FolderStaging
+from fsdp_optim.storage.posix import FolderWriter
 
 torch.set_num_threads({threads})
 real, before, left = FolderWriter.write, FolderStaging.{at}, [{num}]

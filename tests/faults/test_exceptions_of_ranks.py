@@ -190,6 +190,9 @@ def uncopyable_on_the_recipient() -> Error:
 class TestExceptions(unittest.TestCase):
     """An exception on one rank in the middle of a call is raised on all, with its reason, and then all is well again."""
 
+    def test_what_is_not_broken_is_there(self) -> None:
+        assert not [name for name in NOT_BROKEN if not Path(LIBRARY, name).is_file()]
+
     def check(self, found: list[tuple[list[str], list[str]]], at_least: int) -> None:
         tried, wrong = found[0]
         assert not wrong, f"{len(wrong)} of {len(tried)}:\n" + "\n".join(wrong)

@@ -126,7 +126,7 @@ with run.manager:
 """
 KILLED = """
 import os, signal
-from fsdp_optim.storage.posix.directory import FolderDirectory
+from fsdp_optim.storage.posix import FolderDirectory
 from kit.managed import Run
 run = Run({root!r}, 'plain', every=1, keep_last=1)
 run.manager.resume()

@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdp_optim.errors import RankError, StateError
+from fsdp_optim import RankError, StateError
 from fsdp_optim.testing.mix_in import MixIn
+from fsdp_optim.transport import RankGroup, world_here
 from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes
-from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.world import world_here
 
 Error = tuple[str, str]
 """The (class, message) of an error; ("", "") if none was raised."""

@@ -11,9 +11,6 @@ import fsdp_optim
 from kit.checkpoint_format import all_bytes
 from kit.compare import check_same
 
-UNIT = 2 << 20
-"""The bytes of a unit of a conversion with `memory=MEMORY`."""
-
 MEMORY = 16 << 20
 
 

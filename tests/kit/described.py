@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_optim.adapters import Adapter, ModuleTree, use_adapters
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Ranks, Whole
-from fsdp_optim.transport.world import world_here
+from fsdp_optim.transport import world_here
 from fsdp_optim.view import Handle, Original
 from kit.optimizers import adam
 

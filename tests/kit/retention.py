@@ -9,7 +9,7 @@ from fsdp_optim.checkpoint.catalog.retention import KeepRules, KnownSaves, Manag
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.formats.base.summary import ManagerRecord
-from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.options import Options, SaveOptions
 
 LIMIT = 600.0

@@ -13,6 +13,7 @@ when the first of its cases is asked for, whatever the order of the tests.
 
 from __future__ import annotations
 
+import functools
 import random
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +80,8 @@ class Table:
         texts = [outcome.text for outcome in found]
         if any(texts):
             words = [f"rank {rank} of {case[0]}:\n{text}" for rank, text in enumerate(texts) if text]
-            name = getattr(self._fn, "__qualname__", repr(self._fn))  # a functools.partial has none
+            fn = self._fn.func if isinstance(self._fn, functools.partial) else self._fn
+            name = getattr(fn, "__qualname__", repr(fn))
             raise CaseFailed(f"{name}{case[1:]}:\n" + "\n".join(words))
         return [outcome.value for outcome in found]
 

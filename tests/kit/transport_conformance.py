@@ -22,10 +22,8 @@ from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import Budget
 from fsdp_optim.plan import copies_of
 from fsdp_optim.testing.mix_in import MixIn
+from fsdp_optim.transport import Failure, Item, RankGroup, world_here
 from fsdp_optim.transport.agree import agree, exchange
-from fsdp_optim.transport.base import Item, RankGroup
-from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.world import world_here
 from kit.control_conformance import Error, error_of, no_things
 
 WORLD = 3

@@ -33,7 +33,8 @@ from fsdp_optim.formats.base.description import (
 )
 from fsdp_optim.formats.base.protocols import COMMON, Half, written
 from fsdp_optim.storage.base import Store
-from fsdp_optim.testing.foreign_readers import ReaderConformance, Tensors, WrittenSample
+from fsdp_optim.testing import ReaderConformance, WrittenSample
+from fsdp_optim.testing.foreign_readers import Tensors
 from fsdp_optim.testing.saved_sample import SavedSample, save_as
 
 

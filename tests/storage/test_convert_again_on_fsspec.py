@@ -27,7 +27,7 @@ DEAD_AFTER = 0.1  # seconds
 
 KILLED = """
 import os, signal, fsdp_optim
-from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
+from fsdp_optim.buckets.fsspec import FsspecBucket
 
 real, left = FsspecBucket.put, [{num}]
 

@@ -36,7 +36,7 @@ DEAD_AFTER, SECONDS = 0.05, 1.5  # seconds after which a save is dead, in memory
 KILLED = """
 import os, signal, fsdp_optim
 from fsdp_optim.buckets.objects import uploads
-from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.s3 import S3Bucket
 
 uploads._MOST_AT_ONCE = 1
 real, left = S3Bucket.put_part, [{num}]

@@ -15,7 +15,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import PART_NBYTES, ObjectWriter
-from fsdp_optim.buckets.s3.client import Clients
+from fsdp_optim.buckets.s3 import Clients
 from fsdp_optim.formats.base import extents
 
 KIB = 1 << 10

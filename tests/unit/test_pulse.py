@@ -281,8 +281,8 @@ BEATING = """
 import signal, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
-from fsdp_optim.transport.job.job_store import JobStore
-from fsdp_optim.transport.job.pulse import Pulse
+from fsdp_optim.transport.job import JobStore
+from fsdp_optim.transport.job import Pulse
 pulse = Pulse(JobStore(lambda: TCPStore("127.0.0.1", {port}, is_master=False, wait_for_workers=False)), 1, 2)
 pulse.introduce()
 with pulse.beating():
