@@ -167,7 +167,7 @@ offline: adapters checkpoint.common checkpoint.load checkpoint.save errors forei
 api: checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save formats.base
     memory options registry state.dicts state.live storage.posix verbs
 plugins: adapters buckets.objects foreign.dcp foreign.per_rank foreign.torch formats.base formats.own layout
-    memory registry storage.base view
+    memory registry storage.base storage.posix view
 cli: api errors plugins registry
 fairscale: api errors options state.dicts state.live
 testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
