@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         is_sure_that_not,
         names_checkpoint,
     )
+    from fsdp_optim.storage.posix.store import Folder
     from fsdp_optim.view import Handle, Original
 
 __all__ = [
@@ -113,6 +114,7 @@ __all__ = [
     "FairscaleShards",
     "FileInfo",
     "FlatChunks",
+    "Folder",
     "Format",
     "Found",
     "GroupDescription",
@@ -220,6 +222,7 @@ _PLACES = {
         "Opened Staging Store StoreWriter check_inside check_name check_not_reserved is_reserved "
         "is_sure_that_not names_checkpoint"
     ),
+    "fsdp_optim.storage.posix.store": "Folder",
     "fsdp_optim.view": "Handle Original",
 }
 """By module, its public names; `name=public name` where the name says too little elsewhere."""

@@ -92,7 +92,7 @@ checkpoint.catalog: checkpoint.common errors formats.base options registry stora
 checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan speed
     state.dicts state.live state.merged state.values storage.base transport verbs view
 plugins: adapters buckets.objects foreign.dcp foreign.per_rank foreign.torch formats.base formats.own layout
-    memory registry storage.base view
+    memory registry storage.base storage.posix view
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory

@@ -14,7 +14,7 @@ import fsdp_optim
 from example_plugins.masters import MasterOptimizer, Mixed
 from example_plugins.raw_format import RAW
 from example_plugins.sqlite_store import SqliteBucket, open_store
-from fsdp_optim.plugins import Bucket, CheckpointProbe, Format, Store
+from fsdp_optim.plugins import Bucket, CheckpointProbe, Folder, Format, Store
 from fsdp_optim.testing import AdapterConformance, BucketConformance, FormatConformance, StoreConformance, run_on_ranks
 
 
@@ -47,8 +47,10 @@ class TestFormat(FormatConformance, unittest.TestCase):
         return RAW
 
     def make_store(self, format: Format) -> Store:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
         assert format.probe is not None
-        return open_store(new_url(self), format.probe, {"part_nbytes": 1000, "durable": False})
+        return Folder(Path(folder.name) / "step", format.probe)
 
 
 # ------------------------------------------------------------------------------------------- the three together
