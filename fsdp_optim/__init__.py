@@ -5,25 +5,26 @@ Begin with `gather_full_optim_state_dict` and `get_shard_from_optim_state_dict`;
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fsdp_optim.api import (
+    CallOptions,
     CheckpointInfo,
     CheckpointManager,
+    CheckpointSummary,
+    ConvertOptions,
     GroupInfo,
     Incompatible,
-    Inspected,
-    LoadSummary,
-    Restored,
-    Saved,
+    LoadOptions,
+    LoadResult,
+    ManagerOptions,
     SaveHandle,
+    SaveOptions,
+    SaveResult,
     TensorInfo,
-    Verified,
+    VerifyResult,
     async_save,
     checkpoints,
     convert,
     declare_slice,
-    for_fairscale,
     gather_full_model_state_dict,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
@@ -32,55 +33,54 @@ from fsdp_optim.api import (
     latest,
     load,
     load_optim_state_dict,
+    per_rank,
     rekey_optim_state_dict,
+    reshard_optim_state_dict,
     resume,
     save,
     scatter_full_model_state_dict,
     scatter_full_optim_state_dict,
     transfer_optim_state,
     verify,
-    wait,
+    wait_for_saves,
 )
 from fsdp_optim.errors import (
     CheckpointError,
     FsdpOptimError,
-    LayoutError,
     RankError,
     RankTimeoutError,
     StateError,
     WrapperError,
 )
 
-if TYPE_CHECKING:
-    # Not in __all__: `import *`, completion and help() would import fairscale, or fail where it is not installed.
-    from fsdp_optim.fairscale import FullyShardedDataParallel as FullyShardedDataParallel
-
 __version__ = "0.1.0"
 
 __all__ = [
+    "CallOptions",
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointManager",
+    "CheckpointSummary",
+    "ConvertOptions",
     "FsdpOptimError",
     "GroupInfo",
     "Incompatible",
-    "Inspected",
-    "LayoutError",
-    "LoadSummary",
+    "LoadOptions",
+    "LoadResult",
+    "ManagerOptions",
     "RankError",
     "RankTimeoutError",
-    "Restored",
     "SaveHandle",
-    "Saved",
+    "SaveOptions",
+    "SaveResult",
     "StateError",
     "TensorInfo",
-    "Verified",
+    "VerifyResult",
     "WrapperError",
     "async_save",
     "checkpoints",
     "convert",
     "declare_slice",
-    "for_fairscale",
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
@@ -89,27 +89,18 @@ __all__ = [
     "latest",
     "load",
     "load_optim_state_dict",
+    "per_rank",
     "rekey_optim_state_dict",
+    "reshard_optim_state_dict",
     "resume",
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
     "transfer_optim_state",
     "verify",
-    "wait",
+    "wait_for_saves",
 ]
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-if not TYPE_CHECKING:  # type checkers take every name as there where a module has __getattr__
-
-    def __getattr__(name: str) -> Any:
-        """Import `FullyShardedDataParallel` on first access, because it imports fairscale, which is an extra."""
-        if name == "FullyShardedDataParallel":
-            from fsdp_optim.fairscale import FullyShardedDataParallel
-
-            return FullyShardedDataParallel
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from fsdp_optim.checkpoint.common.formats import WRITTEN
-from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.offline import convert as conversion
 from fsdp_optim.offline import inspecting, verifying
-from fsdp_optim.offline.inspecting import Inspected
-from fsdp_optim.offline.verifying import Verified
-from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, KeyBy, Model, Options
+from fsdp_optim.offline.arguments import ConvertArguments
+from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, KeyBy, Model
+from fsdp_optim.results import CheckpointSummary, SaveResult, VerifyResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
+
+_CONVERT = ConvertOptions()
 
 FORMATS_WRITTEN = tuple(WRITTEN)
 """The names of the formats that `convert` writes."""
@@ -31,20 +29,12 @@ def convert(
     format: str = "safetensors",
     world_size: int | None = None,
     key_by: KeyBy | None = None,
-    memory: int = CONVERT_NBYTES,
-    names: Sequence[str] | None = None,
     model: Model | None = None,
     units: Mapping[str, Sequence[str]] | None = None,
     flatten_parameters: bool | None = None,
     overwrite: bool = False,
-    durable: bool = True,
-    max_file_size: int = 4_000_000_000,
-    allow_pickle: bool = False,
-    progress: bool | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Saved:
+    options: ConvertOptions = _CONVERT,
+) -> SaveResult:
     """Write a checkpoint again in another format or in other files, bit for bit, without ranks and in bounded memory.
 
     Reads every format that `load` reads. Works without a process group; where torch.distributed is initialized, all ranks of the
@@ -68,57 +58,45 @@ def convert(
             own `load_local_state_dict` and the rank's optimizer.
         world_size: the number of ranks, for formats that have a part for each rank.
         key_by: "id" or "name", for formats whose optimizer dict may have either.
-        memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint
-            (names, shapes) comes on top, and for each thread one tensor of those that torch files have compressed, or not in
-            row-major order.
-        names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
-        model: in the place of `names`: a model whose parameters have this order; it may be on the meta device. For several param
-            groups, each in this order, the shapes of the state must leave one way to share the parameters out.
+        model: in the place of `param_names` of the options: a model whose parameters have this order; it may be on the meta
+            device. For several param groups, each in this order, the shapes of the state must leave one way to share the
+            parameters out.
         units: for "fairscale_shards", if `src` is of another format: the FQNs that each FSDP unit flattens, in order, by the
             path of the module that is wrapped, in the order of the wrapped model's parameters(), such as
             `{"": ["stem.weight"], "block.0": ["block.0.weight", "block.0.bias"]}`.
         flatten_parameters: for "fairscale_shards": FSDP's argument of this name. False: `units` has the parameters that each FSDP
             module wraps, and each is cut by itself. None: as in `src`, if that is of this format; else True.
-        overwrite, durable, max_file_size: as for `save`.
-        allow_pickle: read and write values that need pickle, which can run any code of the author of `src`.
-        progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
-        process_group, timeout: as for `gather_full_optim_state_dict`: other ranks than those of the default group.
-        storage_options: as for `save`, for both places that are URLs.
+        overwrite: as for `save`.
+        options: a `ConvertOptions`, as in `options=ConvertOptions(durable=False)`.
 
     Returns:
-        A `Saved`; `nbytes_written` are the bytes that this process wrote, without those that a killed conversion had written.
+        A `SaveResult`; `nbytes_written` are the bytes that this process wrote, without those that a killed conversion had
+        written.
 
     Raises (the same on all ranks):
         CheckpointError: the source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.
-        StateError: the source has ids without names, and neither `names` nor `model` is given; or the ranks differ.
+        StateError: the source has ids without names, and neither `param_names` nor `model` is given; or the ranks differ.
     """
     with checkpoint_errors(dst):
-        options = ConvertOptions(
-            Options(process_group=process_group, timeout=timeout),
+        arguments = ConvertArguments.of(
+            options,
             format=format,
             world_size=world_size,
             key_by=key_by,
-            memory=memory,
-            names=names,
             units=units,
             flatten_parameters=flatten_parameters,
             overwrite=overwrite,
-            durable=durable,
-            max_file_size=max_file_size,
-            allow_pickle=allow_pickle,
-            progress=progress,
-            storage_options=storage_options,
         )
-        return conversion.convert(src, dst, options, model)
+        return conversion.convert(src, dst, arguments, model)
 
 
 def verify(
     path: str | os.PathLike[str],
     *,
-    memory: int = CONVERT_NBYTES,
+    bucket_nbytes: int = CONVERT_NBYTES,
     progress: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> Verified:
+) -> VerifyResult:
     """Read every byte of a checkpoint of any format that `load` reads, without a model, on all cores. No communication.
 
     Data with checksums are compared with these checksums: every byte of this library's own checkpoints, unless they were saved
@@ -128,21 +106,21 @@ def verify(
 
     Args:
         path: as for `save`.
-        memory: as for `convert`.
+        bucket_nbytes: the most bytes of elements that the process holds at a time, at least 16 MiB.
         progress: show a bar. None: for long calls, a bar on a terminal, and lines in the log elsewhere.
         storage_options: as for `save`.
 
     Returns:
-        A `Verified`: the numbers of tensors and bytes that were read, and whether the checkpoint `has_checksums`.
+        A `VerifyResult`: the numbers of tensors and bytes that were read, and whether the checkpoint `has_checksums`.
 
     Raises:
         CheckpointError: the checkpoint is damaged. The message names all places with damage, the first twenty if there are more.
     """
     with checkpoint_errors(path):
-        return verifying.verify(path, memory=memory, progress=progress, storage_options=storage_options)
+        return verifying.verify(path, bucket_nbytes=bucket_nbytes, progress=progress, storage_options=storage_options)
 
 
-def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspected:
+def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> CheckpointSummary:
     """Describe a checkpoint of any format that `load` reads: tensors by name, with dtypes, shapes and bytes, and the optimizer.
 
     Reads no elements. No communication.

@@ -16,6 +16,7 @@ from fsdp_optim import api
 from fsdp_optim.cli.tree import shown
 from fsdp_optim.cli.units import counted, size_of, sized
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
+from fsdp_optim.options import ConvertOptions
 
 _OPTION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
@@ -70,16 +71,18 @@ def _convert(options: argparse.Namespace, rank: int) -> None:
         format=options.format,
         world_size=options.world_size,
         key_by=options.key_by,
-        memory=options.memory,
-        names=names,
         units=units,
         flatten_parameters=False if options.not_flattened else None,
         overwrite=options.overwrite,
-        durable=not options.not_durable,
-        max_file_size=options.max_file_size,
-        allow_pickle=options.allow_pickle,
-        progress=False if options.quiet else None,
-        storage_options=_storage_options(options),
+        options=ConvertOptions(
+            bucket_nbytes=options.memory,
+            param_names=names,
+            durable=not options.not_durable,
+            max_file_size=options.max_file_size,
+            allow_pickle=options.allow_pickle,
+            progress=False if options.quiet else None,
+            storage_options=_storage_options(options),
+        ),
     )
     if rank == 0:
         seconds = max(time.monotonic() - begin, 1e-9)
@@ -92,7 +95,7 @@ def _convert(options: argparse.Namespace, rank: int) -> None:
 def _verify(options: argparse.Namespace, rank: int) -> None:
     done = api.verify(
         options.path,
-        memory=options.memory,
+        bucket_nbytes=options.memory,
         progress=False if options.quiet else None,
         storage_options=_storage_options(options),
     )

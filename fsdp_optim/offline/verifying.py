@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
+from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.contents import RECORDS, SavedValue, planned
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
@@ -20,46 +20,25 @@ from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.copy_ranges import plan_units
 from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
-from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES, check_at_least
+from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
+from fsdp_optim.results import VerifyResult
 from fsdp_optim.storage.base import StoreWriter
 
 _NUM_THREADS = 4  # that compare torch's checksums; each checksum is of a complete tensor
 _MOST_NAMED = 20  # damaged places in an error
 
 
-@dataclass(frozen=True)
-class Verified:
-    """The result of `verify`, which has found nothing wrong.
-
-    Attributes:
-        path: where the checkpoint is.
-        format: the name of its format.
-        num_tensors, nbytes: the tensors that were read, and their bytes.
-        has_checksums: whether every byte of the tensors was compared with a checksum: this library's own, or the CRC32 that files
-            of `torch.save` have. False: the format has none, or the save wrote none. Then everything is there and can be read,
-            but changed bytes do not show.
-        num_extras: the number of other values that were read: those of the trainer, of ranks and of modules.
-    """
-
-    path: str
-    format: str
-    num_tensors: int
-    nbytes: int
-    has_checksums: bool
-    num_extras: int
-
-
 def verify(
     place: Place,
     *,
-    memory: int = CONVERT_NBYTES,
+    bucket_nbytes: int = CONVERT_NBYTES,
     progress: bool | None = None,
     storage_options: StorageOptions = None,
-) -> Verified:
+) -> VerifyResult:
     """Read everything. Raises CheckpointError that names all places with damage."""
-    check_at_least("memory", memory, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
+    check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
     with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
-        budget = Budget(memory, "the elements of a checkpoint that a process verifies")
+        budget = Budget(bucket_nbytes, "the elements of a checkpoint that a process verifies")
         unit_nbytes = unit_nbytes_in(budget)
         files, stored = _files(checkpoint)
         nbytes, problems = sum(file.plan.nbytes for file in files), list[str]()
@@ -89,7 +68,7 @@ def verify(
             checkpoint.check_unchanged()
             _raise(checkpoint, problems)
             shown.done()
-        return Verified(
+        return VerifyResult(
             checkpoint.where,
             checkpoint.format_name,
             len(stored),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.checkpoint.common.module_values import StoredModuleValues
@@ -21,7 +22,7 @@ from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.foreign.reader import ForeignReader
 from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor, weights_in
 from fsdp_optim.memory import Slabs, dtype_name
-from fsdp_optim.options import LoadOptions, WhichWeights
+from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fits import Fit
@@ -60,7 +61,7 @@ class Weights:
         reader: ModelReader,
         group: RankGroup,
         checkpoint: FormatReader,
-        asked: LoadOptions,
+        asked: LoadArguments,
         about: str,
         *,
         readers: Sequence[int] | None = None,
@@ -297,7 +298,7 @@ class State:
         optim: Optimizers,
         group: RankGroup,
         checkpoint: FormatReader,
-        options: LoadOptions,
+        options: LoadArguments,
         weights: Weights,
     ) -> State:
         everything = replace(options.call, collect="all")
@@ -317,7 +318,7 @@ class State:
             rename=options.rename,
             off_mesh=live.off_mesh,
         )
-        full, fit = live.fit(found.full, strict=options.call.strict, groups=options.call.groups)
+        full, fit = live.fit(found.full, strict=options.call.strict, groups=options.call.param_groups)
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
         load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])

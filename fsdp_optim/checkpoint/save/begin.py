@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.catalog.newest import Series, outdated
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.formats import format_named
 from fsdp_optim.checkpoint.common.optim_description import describe
@@ -43,7 +44,6 @@ from fsdp_optim.formats.base.protocols import (
 )
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.move import End
-from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Staging, Store
 from fsdp_optim.storage.posix.store import Folder
@@ -60,7 +60,7 @@ def begin(
     reader: ModelReader,
     group: RankGroup,
     optim: Optimizers | None,
-    options: SaveOptions,
+    options: SaveArguments,
     format: Format | None,
     managed: ManagedSave | None = None,
 ) -> tuple[Job, End]:
@@ -164,7 +164,7 @@ class SaveDecision:
 class SaveContents:
     """The content that a rank saves, as all ranks read it together: weights and state under the saved names, and small files."""
 
-    options: SaveOptions
+    options: SaveArguments
     writer: FormatWriter
     names: SavedNames
     weights: SavedHalf
@@ -178,7 +178,7 @@ class SaveContents:
         reader: ModelReader,
         group: RankGroup,
         optim: Optimizers | None,
-        options: SaveOptions,
+        options: SaveArguments,
         writer: FormatWriter,
     ) -> SaveContents:
         about = f"{name!r}, {'an' if optim is not None else 'no'} optimizer"
@@ -293,7 +293,7 @@ def _prepared(saved: SaveContents, world_size: int) -> tuple[Prepared, Mapping[s
     return prepared, {**small_files, **prepared.files}
 
 
-def _removes(store: Store, options: SaveOptions, content: str) -> bool:
+def _removes(store: Store, options: SaveArguments, content: str) -> bool:
     """Whether keep_last removes a checkpoint. Then the new one is flushed to the disk first, even with durable=False."""
     if options.keep_last is None:
         return False
@@ -301,12 +301,15 @@ def _removes(store: Store, options: SaveOptions, content: str) -> bool:
     return bool(outdated(store, series, options.keep_last))
 
 
-def _encode_extras(writer: FormatWriter, options: SaveOptions, group: RankGroup) -> dict[str, bytes]:
-    """The extras of this rank as files; `extra` is taken from the lowest rank. Raises CheckpointError for an unsavable value."""
+def _encode_extras(writer: FormatWriter, options: SaveArguments, group: RankGroup) -> dict[str, bytes]:
+    """The values of `state=` as files of this rank; those in common are the lowest rank's. Called by all ranks.
+
+    Raises an error for an unsavable value.
+    """
     encoded = []
-    if group.rank == group.ranks[0] and options.extra is not None:
-        encoded.append(writer.extra(COMMON, options.extra, allow_pickle=options.allow_pickle))
-    if options.per_rank_extra is not None:
-        name = rank_extra_name(group.position)
-        encoded.append(writer.extra(name, options.per_rank_extra, allow_pickle=options.allow_pickle))
+    common, own = options.state.saved()
+    if group.rank == group.ranks[0] and common is not None:
+        encoded.append(writer.extra(COMMON, common, allow_pickle=options.allow_pickle))
+    if own is not None:
+        encoded.append(writer.extra(rank_extra_name(group.position), own, allow_pickle=options.allow_pickle))
     return dict(encoded)

@@ -13,12 +13,12 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from fsdp_optim.checkpoint.catalog.newest import Series, keep_newest
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.options import SaveOptions
 from fsdp_optim.storage.base import VISIBLE_WITHIN, Capabilities, Opened, Staging, Store, StoreWriter
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.transport.agree import all_gather_bytes
@@ -37,7 +37,7 @@ class FolderUpload:
     """An upload that all ranks have agreed on. `staging`: on the rank that leads it."""
 
     group: RankGroup
-    options: SaveOptions
+    options: SaveArguments
     format: Format
     store: Store
     address: str
@@ -49,7 +49,7 @@ class FolderUpload:
 
     @classmethod
     def begin(
-        cls, group: RankGroup, options: SaveOptions, format: Format, files: Sequence[File], token: str
+        cls, group: RankGroup, options: SaveArguments, format: Format, files: Sequence[File], token: str
     ) -> FolderUpload | None:
         """Begin an upload where one is asked for; nothing is sent yet. Called by all ranks.
 

@@ -88,7 +88,7 @@ class DcpWriter(FormatWriter):
         taken = {name.partition(".")[0] for name in contents.params} | set(contents.params) if self.is_flat else {MODEL}
         for name in sorted(self._top_names & {*taken, OPTIM, OF_RANKS, KEYS}):
             raise CheckpointError(
-                f"extra[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
+                f"state[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
             )
         values = ValueFile(allow_pickle)
         if contents.optim is not None:
@@ -139,11 +139,11 @@ class DcpWriter(FormatWriter):
             given = value if isinstance(value, Mapping) else {"extra": value}
             self._top_names |= {str(key) for key in given}
             for key, item in given.items():
-                _add(values, f"extra[{key!r}]", item, (str(key),))
-            _add_keys(values, "extra", given, name)
+                _add(values, f"state[{key!r}]", item, (str(key),))
+            _add_keys(values, "state", given, name)
             return "extra.distcp", values.encoded()
-        _add(values, "per_rank_extra", value, (OF_RANKS, str(int(name.removeprefix("rank-")))))
-        _add_keys(values, "per_rank_extra", value, name)
+        _add(values, "state", value, (OF_RANKS, str(int(name.removeprefix("rank-")))))
+        _add_keys(values, "state", value, name)
         return f"{name}.distcp", values.encoded()
 
     def info_of(self, data: bytes) -> Any:
