@@ -18,6 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from fsdp_optim import SaveOptions
 from fsdp_optim.integrations import peft as fsdp_peft
 
 
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     optim = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 
     restored = fsdp_peft.resume(asked.root, model, optim)
-    first = restored.summary.step or 0 if restored is not None else 0
+    first = restored.step or 0 if restored is not None else 0
     torch.manual_seed(1000 * first + rank)
     for step in range(first + 1, asked.last + 1):
         batch = torch.randn(32, 16, device=device)
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         optim.step()
         if step % asked.every == 0 or step == asked.last:
             handle = fsdp_peft.async_save(
-                f"{asked.root}/step-{step}", model, optim, step=step, keep_last=2, overwrite=True
+                f"{asked.root}/step-{step}", model, optim, step=step, options=SaveOptions(keep_last=2), overwrite=True
             )
     if asked.last > first:
         handle.wait()

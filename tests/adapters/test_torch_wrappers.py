@@ -54,6 +54,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fsdp_optim
+import fsdp_optim.fairscale
 from fsdp_optim.testing import run_on_ranks
 
 S = ShardingStrategy
@@ -600,7 +601,7 @@ def mix(kind: str) -> None:
 
 def fsdp1_over_fairscale(model: Any) -> Any:
     """Wrappers of three kinds beside each other, and ordinary parameters."""
-    model.stem = fsdp_optim.FullyShardedDataParallel(model.stem)
+    model.stem = fsdp_optim.fairscale.FullyShardedDataParallel(model.stem)
     model.block = _fsdp1(model.block)
     model.head = _fsdp2(model.head)
     return model

@@ -59,6 +59,7 @@ from kit.groups import (
 from kit.models import Tied
 from kit.opaque import Blockwise, opaque_state
 from kit.optimizers import Peculiar, two_groups
+from kit.options import as_options
 from kit.torch_limits import cannot_make, cannot_run, skip_if
 from kit.trained import state_by_name
 from kit.wrapping import (
@@ -91,6 +92,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import fsdp_optim
+import fsdp_optim.fairscale
 from fsdp_optim.storage.posix import writer
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 from fsdp_optim.verbs.load_state import load_shard
@@ -215,8 +217,8 @@ def _load_one(path: Path, source: str, target: Trained, wanted: dict[str, Any]) 
     check_same("extra", dict(restored), {"wrapper": source, "table": torch.arange(5)})
     scratch = [value.tolist() for name, value in buffers_of(target).items() if name.endswith("scratch")]
     check_same("a buffer that is not persistent", scratch, [[1.0] * 3])
-    check_same("saved by", restored.summary.world_size, int(path.name.split()[-1]))
-    check_same("absent", sorted(restored.summary.absent), [])
+    check_same("saved by", restored.world_size, int(path.name.split()[-1]))
+    check_same("absent", sorted(restored.absent), [])
 
 
 def _report(call: Callable[[], Any]) -> str:
@@ -329,13 +331,15 @@ class MatrixTest(Matrix):
     def test_load_without_ranks(self, source: str) -> None:
         saved_all(int(source.split()[-1]), False)
         fresh = Oracle(OfModel(two_groups), 0, Whole)
-        restored = fsdp_optim.load(str(folder_of(False) / source), fresh.model, fresh.optim, progress=False)
+        restored = fsdp_optim.load(
+            str(folder_of(False) / source), fresh.model, fresh.optim, options=fsdp_optim.LoadOptions(progress=False)
+        )
         wanted = oracle_after(STEPS)
         check_same("model", dict(fresh.model.state_dict()), dict(wanted.model.state_dict()))
         check_same("state", in_order(fresh.by_name()), in_order(wanted.by_name()))
         groups = [dict(enumerate(one.optim.state_dict()["param_groups"])) for one in (fresh, wanted)]
         check_same("groups", in_order(groups[0]), in_order(groups[1]))
-        self.assertEqual(restored["wrapper"], source.rpartition(" ")[0])
+        self.assertEqual(restored.state["wrapper"], source.rpartition(" ")[0])
         self.assertIsInstance(restored, dict)
 
     def test_only_the_extra(self) -> None:
@@ -537,7 +541,9 @@ def load_blockwise(path: Path, wrapper: str) -> tuple[str, str]:
 @fairscale_on_cpu()
 def save_experts(path: Path, distribution: Distribution) -> None:
     model, optim, _ = with_experts(distribution[dist.get_rank()])
-    fsdp_optim.save(path, model, optim, name_of=name_of_experts(distribution), progress=False)
+    fsdp_optim.save(
+        path, model, optim, options=fsdp_optim.SaveOptions(name_of=name_of_experts(distribution), progress=False)
+    )
 
 
 @fairscale_on_cpu()
@@ -547,10 +553,14 @@ def load_experts(path: Path, distribution: Distribution) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(-3)
-    fsdp_optim.load(path, model, optim, name_of=name_of, progress=False, check="bitwise")
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", collect="all", name_of=name_of)
+    fsdp_optim.load(path, model, optim, options=fsdp_optim.LoadOptions(name_of=name_of, progress=False, compare=True))
+    full = fsdp_optim.fairscale.gather_full_optim_state_dict(
+        model, optim, None, "name", collect="all", options=fsdp_optim.CallOptions(name_of=name_of)
+    )
     check_same("state", in_order(full["state"]), in_order(state_by_name(*plain_experts(3))))
-    fsdp_optim.save(path.parent / "again", model, optim, name_of=name_of, progress=False)
+    fsdp_optim.save(
+        path.parent / "again", model, optim, options=fsdp_optim.SaveOptions(name_of=name_of, progress=False)
+    )
 
 
 class WithOffset(Net):
@@ -587,7 +597,9 @@ def trip_on_last_two(path: Path) -> None:
 def save_weights(path: Path, wrapper: str) -> None:
     with cpu():
         trained = Trained(wrapper, model=Whole)
-        fsdp_optim.save(path, trained.model, process_group=trained.process_group, progress=False)
+        fsdp_optim.save(
+            path, trained.model, options=fsdp_optim.SaveOptions(process_group=trained.process_group, progress=False)
+        )
 
 
 def load_weights(path: Path, wrapper: str) -> tuple[str, str]:
@@ -600,7 +612,9 @@ def load_weights(path: Path, wrapper: str) -> tuple[str, str]:
             error = error_text(lambda: load(path, target))
             check_same("after the refusal", everything(target), before)
         state = mine(target)["state"]
-        fsdp_optim.load(path, target.model, process_group=target.process_group, progress=False)
+        fsdp_optim.load(
+            path, target.model, options=fsdp_optim.LoadOptions(process_group=target.process_group, progress=False)
+        )
         got, wanted = mine(target), mine(alike)
         check_same("parameters", got["values"], wanted["values"])
         check_same("buffers", got["buffers"], wanted["buffers"])
@@ -800,7 +814,7 @@ def bytes_read(root: Path, size: int, wrappers: Sequence[str]) -> dict[str, tupl
             target = Trained(wrapper, steps=0, model=Wide)
             with counted() as counts:
                 restored = load(root / f"{wrapper} {size}", target)
-            found[wrapper] = (tensor_bytes(counts["read"]), restored.summary.nbytes)
+            found[wrapper] = (tensor_bytes(counts["read"]), restored.nbytes)
     return found
 
 
@@ -986,46 +1000,58 @@ class ExtraTest(InFolder):
     def test_comes_back_as_it_was(self) -> None:
         extra = trainer_state()
         given = copy.deepcopy(extra)
-        fsdp_optim.save(self.path, self.plain(), extra=extra)
+        fsdp_optim.save(self.path, self.plain(), state={"extra": extra})
         check_same("what was given", extra, given)
         restored = fsdp_optim.load(self.path, self.plain())
         check_same("extra", dict(restored), given)
-        self.assertEqual(str(restored["negative zero"]), "-0.0")
-        for tensor in restored["tensors"][:-1]:
+        self.assertEqual(str(restored.state["negative zero"]), "-0.0")
+        for tensor in restored.state["tensors"][:-1]:
             tensor.zero_()  # each in memory of its own, that can be written to
         check_same("read again", dict(fsdp_optim.load(self.path)), given)
 
     def test_none_and_nothing(self) -> None:
         for number, extra in enumerate((None, {})):
             path = self.root / f"step-{number}"
-            fsdp_optim.save(path, self.plain(), extra=extra)
+            fsdp_optim.save(path, self.plain(), state={"extra": extra})
             restored = fsdp_optim.load(path)
             self.assertEqual((dict(restored), bool(restored.per_rank)), ({}, False))
-            self.assertEqual((tuple(restored.missing), tuple(restored.unexpected)), ((), ()))
+            self.assertEqual((tuple(restored.missing_keys), tuple(restored.unexpected_keys)), ((), ()))
 
     @parameterized.expand(ChangedOrRefused.values)
     def test_never_changed_in_silence(self, case: str) -> None:
         """Given back as it was, or refused by name; with allow_pickle=True always given back."""
         value = ChangedOrRefused.values[case]
         extra = {"good": 1, "outer": [{"inner name": value}]}
-        kind, text = error_text(lambda: fsdp_optim.save(self.path, self.plain(), extra=extra))
+        kind, text = error_text(lambda: fsdp_optim.save(self.path, self.plain(), state={"extra": extra}))
         if kind:
             self.assertIn("inner name", text)
             self.assertIn("allow_pickle", text)
             self.assertEqual(kind, "CheckpointError")
             self.check_only()
         else:
-            back = fsdp_optim.load(self.path)["outer"][0]["inner name"]
+            back = fsdp_optim.load(self.path).state["outer"][0]["inner name"]
             self.assertTrue(alike(back, value), f"{value!r} ({type(value)}) came back as {back!r} ({type(back)})")
-        fsdp_optim.save(self.path, self.plain(), extra=extra, allow_pickle=True, overwrite=True)
-        back = fsdp_optim.load(self.path, allow_pickle=True)["outer"][0]["inner name"]
+        fsdp_optim.save(
+            self.path,
+            self.plain(),
+            state={"extra": extra},
+            options=fsdp_optim.SaveOptions(allow_pickle=True),
+            overwrite=True,
+        )
+        back = fsdp_optim.load(self.path, options=fsdp_optim.LoadOptions(allow_pickle=True)).state["outer"][0][
+            "inner name"
+        ]
         self.assertTrue(alike(back, value), f"{value!r} came back from the pickle as {back!r} ({type(back)})")
 
     @parameterized.expand((("of an own class", Own(0.5, [1])), ("nothing but an object", object()), ("code", print)))
     def test_a_value_that_is_neither_json_nor_a_tensor(self, _: str, value: Any) -> None:
         extra = {"outer": [{"inner name": value}]}
         for arguments in ({"extra": extra}, {"per_rank_extra": extra}):
-            kind, text = error_text(lambda arguments=arguments: fsdp_optim.save(self.path, self.plain(), **arguments))
+            kind, text = error_text(
+                lambda arguments=arguments: fsdp_optim.save(
+                    self.path, self.plain(), **as_options(fsdp_optim.SaveOptions, **arguments)
+                )
+            )
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("inner name", text)
             self.check_only()
@@ -1034,16 +1060,21 @@ class ExtraTest(InFolder):
         mark = self.root / "mark"
         extra = {"bomb": Tripwire(mark)}
         source, model = self.plain(), self.plain()
-        fsdp_optim.save(self.path, source, extra=extra, per_rank_extra=extra, allow_pickle=True)
+        fsdp_optim.save(
+            self.path,
+            source,
+            state={"extra": extra, "per_rank_extra": fsdp_optim.per_rank(extra)},
+            options=fsdp_optim.SaveOptions(allow_pickle=True),
+        )
         self.check_only("step-1")
         restored = fsdp_optim.load(self.path, model)  # the weights need no trust
         check_same("the model", dict(model.state_dict()), dict(source.state_dict()))
-        for ask in (lambda: restored["bomb"], lambda: restored.per_rank["bomb"], lambda: dict(restored)):
+        for ask in (lambda: restored.state["bomb"], lambda: restored.per_rank["bomb"], lambda: dict(restored)):
             kind, text = error_text(ask)
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("allow_pickle", text)
         self.check_only("step-1")
-        fsdp_optim.load(self.path, model, allow_pickle=True)
+        fsdp_optim.load(self.path, model, options=fsdp_optim.LoadOptions(allow_pickle=True))
         self.check_only("step-1", "mark")
 
     @expand(
@@ -1289,7 +1320,11 @@ def load_differently(path: Path, case: str) -> tuple[str, str]:
     if case == "check":
         options["check"] = "bitwise" if is_first else None
     optim = target.optim if case != "optim" or is_first else None
-    error = error_text(lambda: fsdp_optim.load(path, target.model, optim, progress=False, timeout=8.0, **options))
+    error = error_text(
+        lambda: fsdp_optim.load(
+            path, target.model, optim, **as_options(fsdp_optim.LoadOptions, **options, progress=False, timeout=8.0)
+        )
+    )
     check_same("after the refusal", everything(target), before)
     return error
 
@@ -1313,7 +1348,7 @@ def load_not_strict(path: Path, wrapper: str, kwargs: Mapping[str, Any]) -> tupl
         restored = load(path, target, strict=False)
         save(path.parent / "after", target)
         target.step([7])
-        return sorted(restored.missing), sorted(restored.unexpected)
+        return sorted(restored.missing_keys), sorted(restored.unexpected_keys)
 
 
 def refused_not_strict(path: Path, wrapper: str, kwargs: Mapping[str, Any]) -> tuple[str, str]:
@@ -1551,9 +1586,11 @@ def load_untied(path: Path, wrapper: str) -> None:
     with cpu():
         target = Trained(wrapper, model=Untied, steps=0)
         restored = fsdp_optim.load(
-            path, target.model, process_group=target.process_group, progress=False, check="bitwise"
+            path,
+            target.model,
+            options=fsdp_optim.LoadOptions(process_group=target.process_group, progress=False, compare=True),
         )
-        check_same("missing", restored.missing, ())
+        check_same("missing", restored.missing_keys, ())
 
 
 class CheckTest(InFolder):

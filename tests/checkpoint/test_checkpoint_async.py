@@ -34,6 +34,7 @@ from kit.checkpoints import (
     scramble,
 )
 from kit.optimizers import two_groups
+from kit.options import as_options
 from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
@@ -113,7 +114,12 @@ def train_on(root: Path, wrapper: str, **options: Any) -> None:
         extra: Any = {"table": torch.arange(5), "list": [1, (2,)]}
         per_rank: Any = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
         before = everything(trained)
-        handle = async_save(root / wrapper, trained, extra=extra, per_rank_extra=per_rank, **options)
+        handle = async_save(
+            root / wrapper,
+            trained,
+            state={"extra": extra, "per_rank_extra": fsdp_optim.per_rank(per_rank)},
+            **as_options(fsdp_optim.SaveOptions, **options),
+        )
         check_same("after async_save", everything(trained), before)
         trained.step(range(STEPS, STEPS + 2))
         scramble(trained)
@@ -147,7 +153,7 @@ def check_extra(path: Path, size: int) -> None:
 
 
 def per_rank_of(path: Path) -> tuple[int, torch.Tensor]:
-    per_rank = fsdp_optim.load(path, process_group=dist.group.WORLD).per_rank
+    per_rank = fsdp_optim.load(path, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD)).per_rank
     return per_rank["rank"], per_rank["rng"]
 
 
@@ -188,7 +194,7 @@ class TrainingGoesOnTest(InFolder):
     def test_what_is_refused_is_refused_by_the_call(self) -> None:
         model = nn.Linear(2, 2)
         for extra in ({"outer": [{"inner name": print}]}, {"inner name": object()}):
-            kind, text = error_text(lambda extra=extra: fsdp_optim.async_save(self.path, model, extra=extra))
+            kind, text = error_text(lambda extra=extra: fsdp_optim.async_save(self.path, model, state={"extra": extra}))
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("inner name", text)
         fsdp_optim.async_save(self.path, model).wait()  # and it is not raised again
@@ -407,7 +413,9 @@ def keep_on_ranks(root: Path, kind: str) -> list[list[str]]:
         if kind == "save":
             save(root / f"step-{step}", trained, keep_last=2, durable=True)
         else:
-            async_save(root / f"step-{step}", trained, keep_last=2, durable=True).wait(timeout=LIMIT)
+            async_save(root / f"step-{step}", trained, options=fsdp_optim.SaveOptions(keep_last=2, durable=True)).wait(
+                timeout=LIMIT
+            )
         newest = fsdp_optim.latest(root)
         dist.barrier()
         found.append([newest.name if newest else "", *sorted(entry.name for entry in root.iterdir())])
@@ -418,7 +426,9 @@ def keep_on_ranks(root: Path, kind: str) -> list[list[str]]:
 class KeepTest(InFolder):
     def save(self, name: str, **kwargs: Any) -> None:
         model = nn.Linear(3, 2)
-        fsdp_optim.save(self.root / name, model, torch.optim.SGD(model.parameters()), **kwargs)
+        fsdp_optim.save(
+            self.root / name, model, torch.optim.SGD(model.parameters()), **as_options(fsdp_optim.SaveOptions, **kwargs)
+        )
 
     @parameterized.expand(("save", "async_save"))
     def test_the_newest_are_kept(self, kind: str) -> None:
@@ -462,7 +472,7 @@ class KeepTest(InFolder):
         self.assertEqual(kind, "CheckpointError", text)
         self.assertEqual(fsdp_optim.latest(self.root), self.root / "step-2")
         for name in ("step-1", "step-2"):
-            self.assertEqual(fsdp_optim.load(self.root / name, nn.Linear(3, 2)).summary.world_size, 1)
+            self.assertEqual(fsdp_optim.load(self.root / name, nn.Linear(3, 2)).world_size, 1)
         self.save("step-3", keep_last=1)
         self.check_only("step-3")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.options import as_options
 from kit.wrapping import Trained, adam, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
@@ -43,7 +44,12 @@ class InFolder(unittest.TestCase):
         self.path = Path(folder.name) / "step"
 
     def save(self, **kwargs: Any) -> None:
-        fsdp_optim.save(self.path, nn.Linear(3, 2), allow_pickle=True, **QUIET, **kwargs)
+        fsdp_optim.save(
+            self.path,
+            nn.Linear(3, 2),
+            **as_options(fsdp_optim.SaveOptions, **QUIET, allow_pickle=True),
+            **as_options(fsdp_optim.SaveOptions, **kwargs),
+        )
 
 
 class PickledTest(InFolder):
@@ -66,7 +72,7 @@ class PickledTest(InFolder):
                 one["own"] = 3  # his own value in its place
                 self.assertEqual(dict(one), {"good": 1, "own": 3})
             self.assertEqual(error_text(lambda: restored.all_ranks)[0], "CheckpointError")  # noqa: B023
-        trusted = fsdp_optim.load(self.path, model, allow_pickle=True)
+        trusted = fsdp_optim.load(self.path, model, options=fsdp_optim.LoadOptions(allow_pickle=True))
         check_same("trusted", [dict(trusted), trusted.all_ranks], [dict(extra), (trusted.per_rank,)])
         check_same("per rank", trusted.per_rank, extra)
 
@@ -76,20 +82,20 @@ class PickledTest(InFolder):
     def test_where_it_is_all_there_is(self, _: str, extra: Any) -> None:
         self.save(extra=extra, per_rank_extra=extra)
         restored = fsdp_optim.load(self.path, nn.Linear(3, 2))
-        for ask in (lambda: restored["extra"], lambda: restored.per_rank):
+        for ask in (lambda: restored.state["extra"], lambda: restored.per_rank):
             kind, text = error_text(ask)
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("allow_pickle", text)
-        trusted = fsdp_optim.load(self.path, allow_pickle=True)
+        trusted = fsdp_optim.load(self.path, options=fsdp_optim.LoadOptions(allow_pickle=True))
         self.assertEqual(
-            (trusted["extra"] if type(extra) is not dict else dict(trusted), trusted.per_rank), (extra, extra)
+            (trusted.state["extra"] if type(extra) is not dict else dict(trusted), trusted.per_rank), (extra, extra)
         )
 
     def test_what_needs_no_trust_is_an_ordinary_dict(self) -> None:
         self.save(extra={"a": 1, "b": (1, 2)}, per_rank_extra={"rng": torch.arange(3)})
         restored = fsdp_optim.load(self.path)
         self.assertEqual((restored, type(restored.per_rank)), ({"a": 1, "b": (1, 2)}, dict))
-        self.assertEqual(json.dumps({"a": restored["a"]}), '{"a": 1}')
+        self.assertEqual(json.dumps({"a": restored.state["a"]}), '{"a": 1}')
         again = pickle.loads(pickle.dumps(restored))
         check_same("pickled", [dict(again), again.per_rank], [dict(restored), restored.per_rank])
 
@@ -101,7 +107,13 @@ def save_of(path: Path) -> None:
     with cpu():
         one = Trained("FSDP2", adam, steps=1)
         mine = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
-        fsdp_optim.save(path, one.model, one.optim, per_rank_extra=mine, **QUIET)
+        fsdp_optim.save(
+            path,
+            one.model,
+            one.optim,
+            state={"per_rank_extra": fsdp_optim.per_rank(mine)},
+            **as_options(fsdp_optim.SaveOptions, **QUIET),
+        )
 
 
 def load_of(path: Path) -> tuple[Any, Any, list[tuple[int, str]]]:
@@ -113,7 +125,7 @@ def load_of(path: Path) -> tuple[Any, Any, list[tuple[int, str]]]:
     try:
         with cpu():
             one = Trained("FSDP2", adam, steps=1)
-            restored = fsdp_optim.load(path, one.model, one.optim, progress=False)
+            restored = fsdp_optim.load(path, one.model, one.optim, options=fsdp_optim.LoadOptions(progress=False))
     finally:
         logger.removeHandler(handler)
     return restored.per_rank, restored.all_ranks, records
@@ -145,7 +157,10 @@ class AllRanksTest(InFolder):
 
     def test_damage_after_the_load(self) -> None:
         self.save(per_rank_extra={"rng": torch.arange(100)})
-        restored, unverified = fsdp_optim.load(self.path), fsdp_optim.load(self.path, verify=False)
+        restored, unverified = (
+            fsdp_optim.load(self.path),
+            fsdp_optim.load(self.path, options=fsdp_optim.LoadOptions(verify=False)),
+        )
         (file,) = (self.path / "extra").iterdir()
         data = bytearray(file.read_bytes())
         data[-9] ^= 1

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from kit.options import as_options
 from kit.wrapping import check_refused, check_same, error_text
 from parameterized import parameterized
 from torch import nn
@@ -48,17 +49,27 @@ def failed_in_the_background(root: str, first: int) -> dict[str, list[tuple[str,
         path, said = Path(root, name), ("", "")
         if dist.get_rank() == first:
             with mock.patch.object(owner, attribute, failing):
-                said = error_text(lambda path=path: fsdp_optim.async_save(path, model, process_group=mine).wait())
+                said = error_text(
+                    lambda path=path: fsdp_optim.async_save(
+                        path, model, options=fsdp_optim.SaveOptions(process_group=mine)
+                    ).wait()
+                )
         dist.barrier()
         again = ("", "")
         if dist.get_rank() != first:
-            again = error_text(partial(fsdp_optim.save, path, model, process_group=mine))
+            again = error_text(
+                partial(fsdp_optim.save, path, model, options=fsdp_optim.SaveOptions(process_group=mine))
+            )
         dist.barrier()
         third = Path(root, f"{name}, alone")
         if dist.get_rank() == first:
             with mock.patch.object(owner, attribute, failing):
-                error_text(lambda third=third: fsdp_optim.async_save(third, model, process_group=mine).wait())
-            fsdp_optim.async_save(third, model, process_group=mine).wait()
+                error_text(
+                    lambda third=third: fsdp_optim.async_save(
+                        third, model, options=fsdp_optim.SaveOptions(process_group=mine)
+                    ).wait()
+                )
+            fsdp_optim.async_save(third, model, options=fsdp_optim.SaveOptions(process_group=mine)).wait()
         told[name] = [said, again]
         dist.barrier()
     return told
@@ -94,7 +105,9 @@ class LetGoTest(unittest.TestCase):
 
     def save(self, *steps: int, **options: Any) -> None:
         for step in steps:
-            fsdp_optim.save(self.root / f"step-{step}", nn.Linear(2, 2), **options)
+            fsdp_optim.save(
+                self.root / f"step-{step}", nn.Linear(2, 2), **as_options(fsdp_optim.SaveOptions, **options)
+            )
 
     def test_a_new_name_is_on_the_disk_before_its_folder_is_emptied(self) -> None:
         self.save(1, 2)

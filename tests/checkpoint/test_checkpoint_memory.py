@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import case_name
+from kit.options import as_options
 from kit.peaks import MIB, Peak
 from kit.wrapping import Differs, cpu, in_ddp, in_fairscale, in_fsdp2, in_fsdp2_over_tp, local_of
 from parameterized import parameterized
@@ -160,7 +161,12 @@ def _saved(case: Case, root: Path, verb: Callable[..., Any], model: Any, optim: 
 
 
 def _loaded(case: Case, root: Path, model: Any, optim: torch.optim.Optimizer, **options: Any) -> None:
-    fsdp_optim.load(root / "now", model, optim, bucket_nbytes=_bucket(case), progress=False, **options)
+    fsdp_optim.load(
+        root / "now",
+        model,
+        optim,
+        **as_options(fsdp_optim.LoadOptions, **options, bucket_nbytes=_bucket(case), progress=False),
+    )
 
 
 def _bucket(case: Case) -> int:

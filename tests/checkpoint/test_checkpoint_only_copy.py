@@ -264,12 +264,17 @@ class FlushTest(CatalogTest):
         save(self.path)
         with noted() as events:
             if "background" in what:
-                fsdp_optim.async_save(self.root / name, nn.Linear(3, 2), None, durable=False).wait(LIMIT)
+                fsdp_optim.async_save(
+                    self.root / name, nn.Linear(3, 2), None, options=fsdp_optim.SaveOptions(durable=False)
+                ).wait(LIMIT)
                 save(self.root / "step-3", durable=False)  # of the same content
                 events.clear()
-                fsdp_optim.async_save(self.root / "step-4", nn.Linear(3, 2), None, durable=False, keep_last=1).wait(
-                    LIMIT
-                )
+                fsdp_optim.async_save(
+                    self.root / "step-4",
+                    nn.Linear(3, 2),
+                    None,
+                    options=fsdp_optim.SaveOptions(durable=False, keep_last=1),
+                ).wait(LIMIT)
             else:
                 save(self.root / name, durable=False, **options)
         first = next(

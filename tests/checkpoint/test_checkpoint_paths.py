@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.groups import Meeting
+from kit.options import as_options
 from kit.wrapping import Trained, adam, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
@@ -33,12 +34,20 @@ def in_own_folders(root: Path) -> dict[str, Any]:
     try:
         with cpu():
             one = Trained("FSDP2", adam, steps=1)
-            found["saved"] = str(fsdp_optim.save("run/now", one.model, one.optim, **QUIET).path)
-            handle = fsdp_optim.async_save("run/later", one.model, one.optim, **QUIET)
+            found["saved"] = str(
+                fsdp_optim.save("run/now", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)).path
+            )
+            handle = fsdp_optim.async_save(
+                "run/later", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
+            )
             found["saved later"] = str(handle.wait(timeout=60).path)
             for name in ("now", "later"):
-                fsdp_optim.load(f"run/{name}", one.model, one.optim, progress=False, timeout=30.0)
-            found["other"] = error_text(lambda: fsdp_optim.load("run/never", one.model, timeout=30.0))
+                fsdp_optim.load(
+                    f"run/{name}", one.model, one.optim, options=fsdp_optim.LoadOptions(progress=False, timeout=30.0)
+                )
+            found["other"] = error_text(
+                lambda: fsdp_optim.load("run/never", one.model, options=fsdp_optim.LoadOptions(timeout=30.0))
+            )
     finally:
         os.chdir(was)
     meeting.tell(0)
@@ -50,9 +59,9 @@ def extras_of_group(path: Path) -> list[Any]:
     """The extras that a rank gets without a model: by its place in the group, or in the job."""
     last = dist.new_group([1, 2])
     position = dist.get_rank() - 1
-    own: Any = error_text(lambda: fsdp_optim.load(path, process_group=last))
+    own: Any = error_text(lambda: fsdp_optim.load(path, options=fsdp_optim.LoadOptions(process_group=last)))
     if position >= 0:
-        own = fsdp_optim.load(path, process_group=last).per_rank
+        own = fsdp_optim.load(path, options=fsdp_optim.LoadOptions(process_group=last)).per_rank
     return [own, fsdp_optim.load(path).per_rank]
 
 
@@ -60,7 +69,10 @@ def save_on_last(path: Path) -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() > 0:
         fsdp_optim.save(
-            path, nn.Linear(2, 2), per_rank_extra={"position": dist.get_rank() - 1}, process_group=group, **QUIET
+            path,
+            nn.Linear(2, 2),
+            state={"position": fsdp_optim.per_rank(dist.get_rank() - 1)},
+            **as_options(fsdp_optim.SaveOptions, **QUIET, process_group=group),
         )
 
 

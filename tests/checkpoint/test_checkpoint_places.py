@@ -31,6 +31,7 @@ from kit.optimizers import two_groups
 from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
 
+from fsdp_optim import SaveOptions
 from fsdp_optim.checkpoint.common import local_extents
 from fsdp_optim.storage.posix import filesystem, folder, store
 from fsdp_optim.testing import run_on_ranks
@@ -243,7 +244,7 @@ def save_and_fail(root: Path, wrapper: str, name: str, rank: int, in_background:
 
         def call() -> None:
             if in_background:
-                async_save(root / "step-1", trained, durable=False).wait(30.0)
+                async_save(root / "step-1", trained, options=SaveOptions(durable=False)).wait(30.0)
             else:
                 save(root / "step-1", trained, durable=False)
 

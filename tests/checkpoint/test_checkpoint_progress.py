@@ -197,7 +197,7 @@ def show(call: Call, path: Path, model: nn.Module, optim: torch.optim.Optimizer 
 def show_all(root: Path) -> dict[Call, Shown]:
     """On one rank."""
     model, optim = subject()
-    fsdp_optim.save(root / "now", model, optim, progress=False)
+    fsdp_optim.save(root / "now", model, optim, options=fsdp_optim.SaveOptions(progress=False))
     found = {}
     for call in ALL:
         dist.barrier()
@@ -231,7 +231,7 @@ def show_on_some(root: Path) -> Shown | None:
 def show_failure(root: Path, verb: str) -> tuple[str, Shown]:
     """The class of the error, and what is shown of a save to a disk that is full soon, or of a load of a damaged file."""
     model, optim = subject()
-    fsdp_optim.save(root / "now", model, optim, progress=False)
+    fsdp_optim.save(root / "now", model, optim, options=fsdp_optim.SaveOptions(progress=False))
     damaged = root / "now" / "optim.safetensors"
     if dist.get_rank() == 0:
         content = bytearray(damaged.read_bytes())
@@ -300,8 +300,16 @@ class SpeedTest(unittest.TestCase):
         model = nn.Linear(3, 2)
         with tempfile.TemporaryDirectory() as folder:
             for what, call in (
-                ("saved", lambda: fsdp_optim.save(Path(folder, "a"), model, durable=False)),
-                ("saved", lambda: fsdp_optim.async_save(Path(folder, "b"), model, durable=False).wait()),
+                (
+                    "saved",
+                    lambda: fsdp_optim.save(Path(folder, "a"), model, options=fsdp_optim.SaveOptions(durable=False)),
+                ),
+                (
+                    "saved",
+                    lambda: fsdp_optim.async_save(
+                        Path(folder, "b"), model, options=fsdp_optim.SaveOptions(durable=False)
+                    ).wait(),
+                ),
                 ("loaded", lambda: fsdp_optim.load(Path(folder, "a"), model)),
             ):
                 with self.assertLogs("fsdp_optim", logging.INFO) as logged:

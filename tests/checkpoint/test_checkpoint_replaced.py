@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.groups import Meeting
+from kit.options import as_options
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
 from parameterized import parameterized
 
@@ -57,7 +58,9 @@ def save_two(root: Path, options: dict[str, Any]) -> None:
             fill(one, number)
             extra = {"number": number}
             given = {"extra": extra, "per_rank_extra": extra, "durable": False, "progress": False, **options}
-            fsdp_optim.save(root / f"save-{number}", one.model, one.optim, **given)
+            fsdp_optim.save(
+                root / f"save-{number}", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given)
+            )
 
 
 class Place:
@@ -147,7 +150,7 @@ def load_while_replaced(
 
 def load(path: Path, target: Trained, options: dict[str, Any]) -> Any:
     given = {"progress": False, "timeout": 20.0, "process_group": target.process_group, **options}
-    return fsdp_optim.load(path, target.model, target.optim, **given)
+    return fsdp_optim.load(path, target.model, target.optim, **as_options(fsdp_optim.LoadOptions, **given))
 
 
 # (name, options of save, options of load, files that are kept open, n: every n-th call)
@@ -346,7 +349,7 @@ class ReplacedTest(unittest.TestCase):
         source, target, before = self.root / "save-1", self.root / "converted", manifests[0].read_bytes()
         calls: list[Callable[[], Any]] = [
             lambda: fsdp_optim.verify(source),
-            lambda: fsdp_optim.convert(source, target, durable=False),
+            lambda: fsdp_optim.convert(source, target, options=fsdp_optim.ConvertOptions(durable=False)),
         ]
         for call in calls:
             manifests[0].write_bytes(before)

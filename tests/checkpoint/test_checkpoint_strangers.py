@@ -14,6 +14,7 @@ from kit.catalogs import LOG, load, save
 from kit.checkpoint_format import MANIFEST, all_bytes, check_folder
 from kit.checkpoints import InFolder
 from kit.checkpoints import save as save_trained
+from kit.options import as_options
 from kit.wrapping import Trained, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
@@ -44,7 +45,7 @@ def save_on_ranks(path: Path, number: int, in_background: bool) -> None:
         one = Trained("FSDP2", steps=1)
         if in_background:
             options: dict[str, Any] = {"extra": {"number": number}, "overwrite": True, "durable": False}
-            fsdp_optim.async_save(path, one.model, one.optim, **options).wait(60)
+            fsdp_optim.async_save(path, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options)).wait(60)
         else:
             save_trained(path, one, overwrite=True, extra={"number": number}, per_rank_extra={"rank": 1})
 
@@ -66,7 +67,7 @@ class CarriedOverTest(InFolder):
         for number in (1, 2):
             run_on_ranks(save_on_ranks, 2, self.path, number, in_background)
             self.check_all_there(files)
-            check_same("number", fsdp_optim.load(self.path)["number"], number)
+            check_same("number", fsdp_optim.load(self.path).state["number"], number)
         new = set(all_bytes(self.path)) - set(files) - {"link"}
         lacking = {"extra/rank-00000.safetensors", "extra/rank-00001.safetensors"} if in_background else set()
         check_same("own files", sorted(new), sorted(own - lacking))
@@ -106,7 +107,7 @@ class CarriedOverTest(InFolder):
         kind, text = error_text(lambda: save(self.path, overwrite=True))
         check_same("kind", kind, "CheckpointError")
         self.assertIn(str(self.path / "optim.safetensors"), text)
-        check_same("number", fsdp_optim.load(self.path)["number"], 1)
+        check_same("number", fsdp_optim.load(self.path).state["number"], 1)
         check_same("mine", (self.path / "optim.safetensors").read_bytes(), b"mine")
         self.check_only("step-1")
 
@@ -131,7 +132,7 @@ class CarriedOverTest(InFolder):
         check_same("kind", kind, "CheckpointError")
         self.assertIn(os.strerror(errno.ENOSPC), text)
         self.check_all_there(files)
-        check_same("number", fsdp_optim.load(self.path)["number"], 1)
+        check_same("number", fsdp_optim.load(self.path).state["number"], 1)
         self.check_only("step-1")
 
     def test_what_keep_last_removes_is_named(self) -> None:

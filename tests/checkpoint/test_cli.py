@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from kit.conversions import check_converted, save_some
 from kit.folders import SharedFolder
+from kit.options import as_options
 from kit.scripts import run, start
 from parameterized import parameterized
 from safetensors.torch import save_file
@@ -49,7 +50,7 @@ def save(path: Path, model: nn.Module, **options: Any) -> Any:
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optim.step()
-    return fsdp_optim.save(path, model, optim, durable=False, **options)
+    return fsdp_optim.save(path, model, optim, **as_options(fsdp_optim.SaveOptions, **options, durable=False))
 
 
 def called(*arguments: object) -> tuple[int, str, str]:
@@ -91,7 +92,9 @@ class CommandLineTest(SharedFolder):
         self.assertEqual(code, 0)
         self.assertRegex(out, r"^\S+/to: 32 tensors, 12\.6 MB in \d+\.\d s \(\S+ \wB/s\)\n$")
         wanted = self.folder / "wanted"
-        fsdp_optim.convert(self.root / "source", wanted, max_file_size=2 << 20, durable=False)
+        fsdp_optim.convert(
+            self.root / "source", wanted, options=fsdp_optim.ConvertOptions(max_file_size=2 << 20, durable=False)
+        )
         check_converted(self.folder / "to", wanted)
 
     def test_its_options_are_those_of_the_function(self) -> None:
@@ -152,7 +155,9 @@ class CommandLineTest(SharedFolder):
         self.assertEqual((first.returncode, second.returncode), (0, 0), first.stderr + second.stderr)
         self.assertRegex(first.stdout, "32 tensors")
         self.assertEqual((second.stdout, second.stderr), ("", ""))
-        fsdp_optim.convert(self.root / "source", self.folder / "wanted", durable=False)
+        fsdp_optim.convert(
+            self.root / "source", self.folder / "wanted", options=fsdp_optim.ConvertOptions(durable=False)
+        )
         check_converted(target, self.folder / "wanted")
 
     # --------------------------------------------------------------------------------------- errors
@@ -301,9 +306,14 @@ class CommandLineTest(SharedFolder):
 
     def test_without_state_and_without_an_optimizer(self) -> None:
         model = nn.Linear(3, 2)
-        fsdp_optim.save(self.folder / "new", model, torch.optim.SGD(model.parameters(), lr=1.0), durable=False)
+        fsdp_optim.save(
+            self.folder / "new",
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            options=fsdp_optim.SaveOptions(durable=False),
+        )
         self.assertIn("optimizer SGD: no state yet", self.inspected(self.folder / "new"))
-        fsdp_optim.save(self.folder / "weights", model, durable=False)
+        fsdp_optim.save(self.folder / "weights", model, options=fsdp_optim.SaveOptions(durable=False))
         self.assertIn("no optimizer", self.inspected(self.folder / "weights"))
         lines = self.inspected(self.root / "plain.safetensors")
         self.assertIn("no optimizer", lines)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from kit.checkpoint_format import check_folder, tensors_of
 from kit.compare import check_same
+from kit.options import as_options
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -75,14 +76,16 @@ class ConvertForeignTest(unittest.TestCase):
         check_folder(self.target)
         check_same("weights", tensors_of(self.target, "model"), dict(sorted(self.model.state_dict().items())))
         model, optim = build(stepped=False)
-        restored = fsdp_optim.load(self.target, model, optim if has_optim else None, check="bitwise")
+        restored = fsdp_optim.load(
+            self.target, model, optim if has_optim else None, options=fsdp_optim.LoadOptions(compare=True)
+        )
         check_same("model", model.state_dict(), self.model.state_dict())
         check_same("extra", dict(restored), extra or {})
         if has_optim:
             check_same("optimizer", optim.state_dict(), self.optim.state_dict())
 
     def convert(self, source: Path, **options: Any) -> None:
-        fsdp_optim.convert(source, self.target, durable=False, **options)
+        fsdp_optim.convert(source, self.target, **as_options(fsdp_optim.ConvertOptions, **options, durable=False))
 
     def test_weights_of_safetensors(self) -> None:
         save_file(self.model.state_dict(), self.root / "model.safetensors")
@@ -158,10 +161,15 @@ class ConvertForeignTest(unittest.TestCase):
         for format in WRITTEN:
             options = units if format == "fairscale_shards" else {}
             fsdp_optim.convert(
-                self.root / "model.safetensors", self.target / format, format=format, durable=False, **options
+                self.root / "model.safetensors",
+                self.target / format,
+                format=format,
+                **as_options(fsdp_optim.ConvertOptions, **options, durable=False),
             )
-        fsdp_optim.save(self.target / "saved", self.model, durable=False)
-        fsdp_optim.save(self.target / "with extra", self.model, extra={"epoch": 3}, durable=False)
+        fsdp_optim.save(self.target / "saved", self.model, options=fsdp_optim.SaveOptions(durable=False))
+        fsdp_optim.save(
+            self.target / "with extra", self.model, state={"epoch": 3}, options=fsdp_optim.SaveOptions(durable=False)
+        )
         folders = [path for path in self.target.rglob("*") if path.is_dir()]
         self.assertEqual([str(path) for path in folders if not any(path.iterdir())], [])
         self.assertTrue((self.target / "with extra" / "extra" / "common.safetensors").is_file())
@@ -173,7 +181,7 @@ class ConvertForeignTest(unittest.TestCase):
         dtypes = [getattr(torch, word) for word in words if hasattr(torch, word)]
         tensors = {str(d): torch.randint(0, 2, (3, 5 * d.itemsize), dtype=torch.uint8).view(d) for d in dtypes}
         save_file(tensors, self.root / "all.safetensors")
-        fsdp_optim.convert(self.root / "all.safetensors", self.target, durable=False)
+        fsdp_optim.convert(self.root / "all.safetensors", self.target, options=fsdp_optim.ConvertOptions(durable=False))
         found = load_file(self.target / "model.safetensors")
         for name, value in tensors.items():
             check_same(name, found[name].view(torch.uint8), value.view(torch.uint8))

@@ -16,6 +16,7 @@ from kit.checkpoint_format import all_bytes
 from kit.compare import check_same
 from kit.conversions import MEMORY, check_converted, save_some
 from kit.folders import SharedFolder
+from kit.options import as_options
 from kit.scripts import run
 from kit.wrapping import error_text
 
@@ -41,10 +42,18 @@ def convert_all(source: Path, root: Path) -> dict[str, Any]:
     """On each rank."""
     written = {}
     for name, size in (("one", 10**9), ("several", 1 << 21)):
-        done = fsdp_optim.convert(source, root / name, memory=MEMORY, durable=False, max_file_size=size)
+        done = fsdp_optim.convert(
+            source,
+            root / name,
+            options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False, max_file_size=size),
+        )
         written[name] = done.nbytes_written
     with no_shared_files():
-        done = fsdp_optim.convert(source, root / "own", memory=MEMORY, durable=False, max_file_size=1 << 21)
+        done = fsdp_optim.convert(
+            source,
+            root / "own",
+            options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False, max_file_size=1 << 21),
+        )
         written["own"] = done.nbytes_written
     return written
 
@@ -54,7 +63,9 @@ def convert_alone(source: Path, target: Path) -> int | None:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     if dist.get_rank() != 1:
         return None
-    return fsdp_optim.convert(source, target, process_group=groups[1], durable=False).nbytes_written
+    return fsdp_optim.convert(
+        source, target, options=fsdp_optim.ConvertOptions(process_group=groups[1], durable=False)
+    ).nbytes_written
 
 
 def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
@@ -62,11 +73,19 @@ def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
     mine = root / f"source-{dist.get_rank()}"
     memory = MEMORY * (1 + dist.get_rank())
     return {
-        "another source": error_text(lambda: fsdp_optim.convert(mine, root / "to", durable=False)),
-        "other options": error_text(
-            lambda: fsdp_optim.convert(root / "source-0", root / "to", memory=memory, durable=False)
+        "another source": error_text(
+            lambda: fsdp_optim.convert(mine, root / "to", options=fsdp_optim.ConvertOptions(durable=False))
         ),
-        "damage": error_text(lambda: fsdp_optim.convert(root / "damaged", root / "to", durable=False, memory=MEMORY)),
+        "other options": error_text(
+            lambda: fsdp_optim.convert(
+                root / "source-0", root / "to", options=fsdp_optim.ConvertOptions(bucket_nbytes=memory, durable=False)
+            )
+        ),
+        "damage": error_text(
+            lambda: fsdp_optim.convert(
+                root / "damaged", root / "to", options=fsdp_optim.ConvertOptions(durable=False, bucket_nbytes=MEMORY)
+            )
+        ),
         "no source": error_text(lambda: fsdp_optim.convert(root / "nothing", root / "to")),
     }
 
@@ -95,14 +114,20 @@ class ConvertRanksTest(SharedFolder):
         first, second = run_on_ranks(convert_all, 2, self.source, self.folder)
         for name, size in (("one", 10**9), ("several", 1 << 21), ("own", 1 << 21)):
             wanted = self.folder / f"wanted-{name}"
-            done = fsdp_optim.convert(self.source, wanted, memory=MEMORY, durable=False, max_file_size=size)
+            done = fsdp_optim.convert(
+                self.source,
+                wanted,
+                options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False, max_file_size=size),
+            )
             check_converted(self.folder / name, wanted)
             self.assertEqual(first[name] + second[name], done.nbytes)
             self.assertLess(abs(first[name] - second[name]), done.nbytes / 2)
 
     def test_one_rank_of_a_job_by_itself(self) -> None:
         found = run_on_ranks(convert_alone, 2, self.source, self.folder / "to")
-        wanted = fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
+        wanted = fsdp_optim.convert(
+            self.source, self.folder / "wanted", options=fsdp_optim.ConvertOptions(durable=False)
+        )
         self.assertEqual(found, [None, wanted.nbytes])
         check_converted(self.folder / "to", self.folder / "wanted")
 
@@ -127,10 +152,12 @@ class ConvertRanksTest(SharedFolder):
     def test_threads_and_memory_do_not_show_in_the_files(self) -> None:
         before = torch.get_num_threads()
         self.addCleanup(torch.set_num_threads, before)
-        fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
+        fsdp_optim.convert(self.source, self.folder / "wanted", options=fsdp_optim.ConvertOptions(durable=False))
         for threads, memory in ((1, 16 << 20), (2, 32 << 20), (7, 512 << 20)):
             torch.set_num_threads(threads)
-            fsdp_optim.convert(self.source, self.folder / "to", memory=memory, durable=False)
+            fsdp_optim.convert(
+                self.source, self.folder / "to", options=fsdp_optim.ConvertOptions(bucket_nbytes=memory, durable=False)
+            )
             check_converted(self.folder / "to", self.folder / "wanted")
             shutil.rmtree(self.folder / "to")
 
@@ -149,10 +176,10 @@ class ConvertRanksTest(SharedFolder):
     def test_to_a_bucket_and_back(self) -> None:
         bucket = MemoryBucket()
         there = ObjectStore(bucket, "run/step", OURS.probe)
-        fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
+        fsdp_optim.convert(self.source, self.folder / "wanted", options=fsdp_optim.ConvertOptions(durable=False))
         done = fsdp_optim.convert(self.source, there)  # type: ignore[arg-type]
         self.assertEqual(done.nbytes_written, done.nbytes)
-        fsdp_optim.convert(there, self.folder / "back", durable=False)  # type: ignore[arg-type]
+        fsdp_optim.convert(there, self.folder / "back", options=fsdp_optim.ConvertOptions(durable=False))  # type: ignore[arg-type]
         found, wanted = (all_bytes(self.folder / name) for name in ("back", "wanted"))
         for name in wanted:
             if name.endswith(".safetensors"):
@@ -163,13 +190,17 @@ class ConvertRanksTest(SharedFolder):
             mock.patch.multiple(progress, _BAR_FROM=0, _LINE_EVERY=-1.0),
             self.assertLogs("fsdp_optim", logging.INFO) as logs,
         ):
-            fsdp_optim.convert(self.source, self.folder / "to", memory=MEMORY, durable=False)
+            fsdp_optim.convert(
+                self.source, self.folder / "to", options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+            )
         lines = [line for line in logs.output if "converting" in line]
         self.assertGreater(len(lines), 4)
         for line in lines:
             self.assertRegex(line, r"converting: \d+ of \d+ bytes, \d+\.\d\d s, \d+ MB/s$")
         with self.assertNoLogs("fsdp_optim", logging.INFO):
-            fsdp_optim.convert(self.source, self.folder / "again", progress=False, durable=False)
+            fsdp_optim.convert(
+                self.source, self.folder / "again", options=fsdp_optim.ConvertOptions(progress=False, durable=False)
+            )
 
     def test_wrong_arguments(self) -> None:
         to = self.folder / "to"
@@ -186,5 +217,5 @@ class ConvertRanksTest(SharedFolder):
         }
         for message, options in cases.items():
             with self.assertRaisesRegex((CheckpointError, StateError), message):
-                fsdp_optim.convert(self.source, to, **options)
+                fsdp_optim.convert(self.source, to, **as_options(fsdp_optim.ConvertOptions, **options))
         self.assertFalse(to.exists())

@@ -15,6 +15,7 @@ import torch
 from kit.compare import check_same
 from kit.conversions import MEMORY, UNIT, check_converted, data_of, save_some
 from kit.folders import SharedFolder
+from kit.options import as_options
 from kit.scripts import run
 from parameterized import parameterized
 
@@ -77,7 +78,9 @@ def leftovers(target: Path) -> list[Path]:
 
 
 def resumed_by_ranks(source: Path, target: Path) -> int:
-    return fsdp_optim.convert(source, target, memory=MEMORY, durable=False).nbytes_written
+    return fsdp_optim.convert(
+        source, target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+    ).nbytes_written
 
 
 class ConvertResumeTest(SharedFolder):
@@ -85,7 +88,9 @@ class ConvertResumeTest(SharedFolder):
     def fill(cls) -> None:
         cls.source, cls.wanted = cls.root / "source", cls.root / "wanted"
         save_some(cls.source)
-        done = fsdp_optim.convert(cls.source, cls.wanted, memory=MEMORY, durable=False)
+        done = fsdp_optim.convert(
+            cls.source, cls.wanted, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+        )
         cls.nbytes = done.nbytes
         cls.num_units = sum(
             -(-file.stat().st_size // UNIT) for file in cls.wanted.glob("*.safetensors")
@@ -95,7 +100,11 @@ class ConvertResumeTest(SharedFolder):
         self.target = self.own_folder() / "to"
 
     def convert(self, source: Path | None = None, **options: Any) -> int:
-        done = fsdp_optim.convert(source or self.source, self.target, **{"memory": MEMORY, "durable": False, **options})
+        done = fsdp_optim.convert(
+            source or self.source,
+            self.target,
+            **as_options(fsdp_optim.ConvertOptions, **{"memory": MEMORY, "durable": False, **options}),
+        )
         self.assertEqual(done.nbytes, self.nbytes)
         return done.nbytes_written
 
@@ -175,7 +184,7 @@ class ConvertResumeTest(SharedFolder):
             if number == 1:
                 killed(source, self.target, num=3)
         self.assertEqual(len(leftovers(self.target)), 1)
-        fsdp_optim.convert(source, self.target, memory=MEMORY, durable=False)
+        fsdp_optim.convert(source, self.target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False))
         found = safetensors.torch.load_file(self.target / "model.safetensors")
         self.assertEqual({name: one.unique().tolist() for name, one in found.items()}, {"a": [2], "b": [2]})
 
@@ -194,14 +203,21 @@ class ConvertResumeTest(SharedFolder):
     def test_a_frame_that_was_lost_is_written_again(self) -> None:
         """A torch file has a header of each tensor between the tensors: one is lost beside a unit that was noted."""
         wanted = self.own_folder() / "wanted"
-        fsdp_optim.convert(self.source, wanted, memory=MEMORY, durable=False, format="torch")
+        fsdp_optim.convert(
+            self.source, wanted, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False), format="torch"
+        )
         killed(self.source, self.target, num=5, threads=1, format="torch")
         (left,) = leftovers(self.target)
         content = bytearray((left / "model.pt").read_bytes())
         at = content.index(b"PK\x03\x04", len(content) // 2)
         content[at : at + 4] = bytes(4)
         (left / "model.pt").write_bytes(content)
-        fsdp_optim.convert(self.source, self.target, memory=MEMORY, durable=False, format="torch")
+        fsdp_optim.convert(
+            self.source,
+            self.target,
+            options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False),
+            format="torch",
+        )
         found, whole = ((path / "model.pt").read_bytes() for path in (self.target, wanted))
         self.assertTrue(found == whole, "the converted file has other bytes")
 

@@ -388,7 +388,7 @@ class FailureTest(CatalogTest):
             run.manager.wait()
             with full_disk():
                 run.steps(range(3, 5))
-                refused(fsdp_optim.wait, CheckpointError, "step-00000004", "No space left on device")
+                refused(fsdp_optim.wait_for_saves, CheckpointError, "step-00000004", "No space left on device")
             run.steps(range(5, 7))
         self.assertEqual((steps_in(self.root), record_of(self.root, 6)["after"]), ([6, 2], 2))
 
@@ -431,8 +431,8 @@ class ObjectsTest(CatalogTest):
     def test_load_reads_it_too(self) -> None:
         run = self.saved()
         extra = fsdp_optim.load(self.root / "step-00000002")
-        check_same("scheduler", extra["state"]["scheduler"], run.scheduler.state_dict())
-        check_same("scaler", extra["state"]["scaler"], run.scaler.state_dict())
+        check_same("scheduler", extra.state["state"]["scheduler"], run.scheduler.state_dict())
+        check_same("scaler", extra.state["state"]["scaler"], run.scaler.state_dict())
         self.assertEqual(extra.per_rank["state"]["loader"]["num_drawn"], 2)
 
     def test_schedulers_of_torch(self) -> None:
@@ -507,7 +507,9 @@ def sharded_objects(root: Path) -> None:
         words = ("state['average']['0.weight']: is a DTensor", "nn.ModuleDict({'model': model, 'ema': ema})")
         refused(lambda: run.manager.save(1), StateError, *words)
     both = nn.ModuleDict({"model": run.model, "ema": sharded.model})
-    with fsdp_optim.CheckpointManager(root / "both", both, run.optim, process_group=dist.group.WORLD) as manager:
+    with fsdp_optim.CheckpointManager(
+        root / "both", both, run.optim, options=fsdp_optim.ManagerOptions(process_group=dist.group.WORLD)
+    ) as manager:
         run.train(1)
         manager.save(1)
     check_same("there", steps_in(root / "both"), [1])

@@ -114,7 +114,7 @@ def differ(folder: str, wrapper: str, what: str, rank: int) -> list[tuple[str, s
             if hasattr(done, "wait"):
                 done.wait()
             check_same("nothing is changed", tensor, had)
-        fsdp_optim.load(path, target.model, target.optim, check="bitwise")
+        fsdp_optim.load(path, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True))
         step = RANKS - 1 - partner  # between two that hold the same
         holders = tuple(one for one in (dist.get_rank(), dist.get_rank() ^ step))
         check_same("the lowest rank's", CHANGED[what][0](target), of_lowest(had, holders))
@@ -145,7 +145,9 @@ def large(folder: str) -> None:
             done.wait()
         plain = nn.Linear(SIDE, SIDE, bias=False)
         other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-        fsdp_optim.load(path, plain, other, process_group=dist.group.WORLD, check="bitwise")
+        fsdp_optim.load(
+            path, plain, other, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD, compare=True)
+        )
         wanted = torch.cat([torch.zeros(SIDE // 2, SIDE), torch.ones(SIDE // 2, SIDE)])
         check_same("the lowest ranks'", plain.weight.detach(), wanted)
         check_same("their moments", other.state[plain.weight]["momentum_buffer"], wanted)
@@ -203,10 +205,10 @@ def values_of_all_kinds(folder: str) -> None:
         check_same(f"{what}: refused, {told[1]}", bool(told[0]), differs)
         if differs:
             check_told(told, "StateError", "weight", "its", "rank 0", "lowest_rank")
-            fsdp_optim.save(path, model, optim, on_replica_mismatch="lowest_rank")
+            fsdp_optim.save(path, model, optim, options=fsdp_optim.SaveOptions(on_replica_mismatch="lowest_rank"))
         had = local_of(optim.state[model.weight]["its"]).clone()
         optim.state[model.weight]["its"] = value(99, model.weight.device_mesh)
-        fsdp_optim.load(path, model, optim, check="bitwise")
+        fsdp_optim.load(path, model, optim, options=fsdp_optim.LoadOptions(compare=True))
         got = optim.state[model.weight]["its"]
         numbers = {float(one) for one in local_of(got).flatten()}
         mine = value(dist.get_rank(), model.weight.device_mesh)

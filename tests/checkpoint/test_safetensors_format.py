@@ -32,6 +32,7 @@ from kit.checkpoint_format import (
     tensors_of,
 )
 from kit.golden import check_kept, digest, make
+from kit.options import as_options
 from kit.wrapping import Differs, OfModel, Oracle, Trained, adam, check_same, cpu, local_of, sgd
 from parameterized import parameterized
 from torch import nn
@@ -46,7 +47,7 @@ def save_trained(path: Path, wrapper: str, model: str, **options: Any) -> None:
         make = sgd if model == "Large" else adam
         trained = Trained(wrapper, make, model=MODELS[model])
         options.setdefault("process_group", trained.process_group)
-        fsdp_optim.save(path, trained.model, trained.optim, **options)
+        fsdp_optim.save(path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
 
 @functools.cache
@@ -245,14 +246,18 @@ def contents(trained: Trained) -> dict[str, Any]:
 def save_golden(path: Path) -> None:
     trained = golden_model("FSDP2", filled=True)
     mine = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
-    fsdp_optim.save(path, trained.model, trained.optim, extra=extra(), per_rank_extra=mine)
+    fsdp_optim.save(
+        path, trained.model, trained.optim, state={"extra": extra(), "per_rank_extra": fsdp_optim.per_rank(mine)}
+    )
 
 
 def load_golden(path: Path, wrapper: str) -> None:
     wanted, trained = golden_model(wrapper, filled=True), golden_model(wrapper, filled=False)
     for group in trained.optim.param_groups:
         group["lr"] = 99.0
-    restored = fsdp_optim.load(path, trained.model, trained.optim, process_group=trained.process_group)
+    restored = fsdp_optim.load(
+        path, trained.model, trained.optim, options=fsdp_optim.LoadOptions(process_group=trained.process_group)
+    )
     check_same("loaded", contents(trained), contents(wanted))
     check_same("extra", dict(restored), extra())
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -21,6 +21,7 @@ from kit.catalogs import sequence_of
 from kit.checkpoints import InFolder, Whole, check_files, load, mine, oracle_after, save, scramble
 from kit.managed import Run, closing_all, steps_in
 from kit.optimizers import two_groups
+from kit.options import as_options
 from kit.wrapping import STEPS, OfModel, Trained, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
 
@@ -86,7 +87,9 @@ def save_here(path: Path, in_background: bool, trained: Trained | None = None, *
     trained = trained or Trained("FSDP2", **KWARGS)
     if in_background:
         options = {"durable": False, "progress": False, **options}
-        return fsdp_optim.async_save(path, trained.model, trained.optim, **options).wait(60)
+        return fsdp_optim.async_save(
+            path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options)
+        ).wait(60)
     return save(path, trained, **options)
 
 
@@ -295,7 +298,13 @@ def uploads(path: Path, url: str, looks: int | None, older: Path | None = None) 
             handle: list[Any] = []
             options = {"durable": False, "progress": False, "upload_to": url}
             found.append(
-                error_text(lambda: handle.append(fsdp_optim.save(path, trained.model, trained.optim, **options)))
+                error_text(
+                    lambda: handle.append(
+                        fsdp_optim.save(
+                            path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options)
+                        )
+                    )
+                )
             )
             if handle:
                 found.append(error_text(lambda: handle[0].upload.wait(60)))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoint_format import MANIFEST
 from kit.checkpoints import everything, mine, scramble
+from kit.options import as_options
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
 
@@ -25,13 +26,13 @@ import fsdp_optim
 from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
 from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.checkpoint.catalog import newest as catalog
+from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import run_on_ranks
 
@@ -40,22 +41,23 @@ PART_NBYTES = 1000
 WRAPS = ("fairscale flat", "FSDP1 orig", "FSDP2", "DDP")
 
 
-def call_of(trained: Trained) -> Options:
-    return Options(process_group=trained.process_group)
-
-
 def save_to(store: Store, trained: Trained, **options: Any) -> Any:
-    given = SaveOptions(call_of(trained), durable=False, progress=False)
-    return save(store, trained.model, trained.optim, SaveOptions(**{**vars(given), **options}))
+    given = SaveArguments(process_group=trained.process_group, durable=False, progress=False)
+    return save(store, trained.model, trained.optim, SaveArguments(**{**vars(given), **options}))
 
 
 def save_in_background(store: Store, trained: Trained, **options: Any) -> Any:
-    given = SaveOptions(call_of(trained), durable=False, progress=False)
-    return async_save(store, trained.model, trained.optim, SaveOptions(**{**vars(given), **options}))
+    given = SaveArguments(process_group=trained.process_group, durable=False, progress=False)
+    return async_save(store, trained.model, trained.optim, SaveArguments(**{**vars(given), **options}))
 
 
 def load_from(store: Store, trained: Trained, **options: Any) -> Any:
-    return restore(store, trained.model, trained.optim, LoadOptions(call_of(trained), progress=False, **options))
+    return restore(
+        store,
+        trained.model,
+        trained.optim,
+        LoadArguments(process_group=trained.process_group, progress=False, **options),
+    )
 
 
 def store_in(memory: Any, prefix: str, by_many: bool = True) -> ObjectStore:
@@ -79,7 +81,7 @@ class InOneProcessTest(unittest.TestCase):
     def check_loads(self, store: Store, **options: Any) -> Any:
         other = Trained("plain", steps=0)
         scramble(other)
-        restored = load_from(store, other, check="bitwise", **options)
+        restored = load_from(store, other, compare=True, **options)
         check_same("loaded", mine(other), mine(self.trained))
         return restored
 
@@ -111,9 +113,8 @@ class InOneProcessTest(unittest.TestCase):
                 Path(folder, "step-1"),
                 self.trained.model,
                 self.trained.optim,
-                max_file_size=max_file_size,
-                extra={"a": 1},
-                durable=False,
+                options=fsdp_optim.SaveOptions(max_file_size=max_file_size, durable=False),
+                state={"a": 1},
             )
             path = Path(folder, "step-1")
             expected = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
@@ -209,8 +210,13 @@ class InOneProcessTest(unittest.TestCase):
         run, root = self.trained, f"memory://{self.id()}/run"
         with tempfile.TemporaryDirectory() as folder:
             asked: dict[str, Any] = {"durable": False}
-            fsdp_optim.save(f"{root}/step-1", run.model, run.optim, **asked)
-            saved = fsdp_optim.save(f"{folder}/step-2", run.model, run.optim, upload_to=f"{root}/step-2", **asked)
+            fsdp_optim.save(f"{root}/step-1", run.model, run.optim, **as_options(fsdp_optim.SaveOptions, **asked))
+            saved = fsdp_optim.save(
+                f"{folder}/step-2",
+                run.model,
+                run.optim,
+                **as_options(fsdp_optim.SaveOptions, **asked, upload_to=f"{root}/step-2"),
+            )
             self.assertIsNotNone(saved.upload)
             saved.upload.wait()
         self.assertEqual(fsdp_optim.latest(root), f"{root}/step-2")
@@ -318,7 +324,7 @@ def load_on_ranks(address: Any, key: bytes) -> None:
         for source, wrap in zip(WRAPS, (*WRAPS[1:], WRAPS[0]), strict=True):
             expected, other = Trained(wrap), Trained(wrap, steps=0)
             scramble(other)
-            restored = load_from(store_in(bucket, f"run/{source}"), other, check="bitwise")
+            restored = load_from(store_in(bucket, f"run/{source}"), other, compare=True)
             check_same(f"{source} into {wrap}", mine(other), mine(expected))
             check_same("per rank", restored.per_rank, min(dist.get_rank(), 2))
 

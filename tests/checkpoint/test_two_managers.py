@@ -7,13 +7,13 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+from fsdp_optim.checkpoint.common.results import Saved
 from kit.compare import refused
 from kit.managed import Run, steps_in
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.pending import Pending, SaveHandle
-from fsdp_optim.checkpoint.common.results import Saved
 
 
 def failing_in(root: Path) -> mock._patch[object]:
@@ -95,7 +95,7 @@ class TwoManagersTest(unittest.TestCase):
             first.steps([1])
             second.steps([1])
             second.manager.wait()
-            refused(fsdp_optim.wait, CheckpointError, f"{self.a}", "no space left")
+            refused(fsdp_optim.wait_for_saves, CheckpointError, f"{self.a}", "no space left")
             first.manager.close()
 
 

@@ -61,6 +61,7 @@ from kit.checkpoint_format import (
     sums_of,
 )
 from kit.groups import Meeting
+from kit.options import as_options
 from kit.wrapping import (
     Differs,
     Trained,
@@ -143,7 +144,13 @@ def save_good(path: Path, steps: int = 3, wrapper: str = "FSDP2", model: str = "
     with cpu():
         one = trained(steps, wrapper, model)
         mine = {"rank": dist.get_rank(), "rng": torch.arange(5) + dist.get_rank()}
-        fsdp_optim.save(path, one.model, one.optim, extra=extra(), per_rank_extra=mine, **options)
+        fsdp_optim.save(
+            path,
+            one.model,
+            one.optim,
+            state={"extra": extra(), "per_rank_extra": fsdp_optim.per_rank(mine)},
+            **as_options(fsdp_optim.SaveOptions, **options),
+        )
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -183,12 +190,16 @@ def load_both_ways(paths: Sequence[Path], right: Path, kind: str, verifies: Sequ
             found.append([])
             for verify in verifies:
                 call = functools.partial(
-                    fsdp_optim.load, path, target.model, target.optim, verify=verify, timeout=PATIENCE
+                    fsdp_optim.load,
+                    path,
+                    target.model,
+                    target.optim,
+                    options=fsdp_optim.LoadOptions(verify=verify, timeout=PATIENCE),
                 )
                 found[-1].append(outcome_since(before, call, target))
                 if found[-1][-1].changed:
                     before = [everything(target)]
-        fsdp_optim.load(right, target.model, target.optim, timeout=PATIENCE)
+        fsdp_optim.load(right, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE))
         wanted = good_contents(model, dist.get_rank(), dist.get_world_size())
         check_same("loaded afterwards", contents(target), wanted)
         return found
@@ -331,7 +342,9 @@ def load_unverified(path: Path, right: Path, name: str) -> list[list[str]]:
     found = []
     for folder in (path, right):
         target = trained(1)
-        fsdp_optim.load(folder, target.model, target.optim, verify=False, timeout=PATIENCE)
+        fsdp_optim.load(
+            folder, target.model, target.optim, options=fsdp_optim.LoadOptions(verify=False, timeout=PATIENCE)
+        )
         found.append(contents(target))
     return [list(differences(found[0][what], found[1][what], what)) for what in ("parameters", "state", "buffers")]
 
@@ -720,12 +733,15 @@ def reading_fails(folder: Path) -> list[tuple[str, Outcome]]:
             functions = READING if rank == dist.get_rank() else []
             with nth_call(functions, nth, failing(errno.EIO)) as calls:
                 outcome = outcome_of(
-                    lambda: fsdp_optim.load(folder, target.model, target.optim, timeout=PATIENCE), target
+                    lambda: fsdp_optim.load(
+                        folder, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE)
+                    ),
+                    target,
                 )
             if not meeting.tell(calls.reached)[rank]:
                 break
             found.append((f"call {nth} on rank {rank}", outcome))
-    fsdp_optim.load(folder, target.model, target.optim, timeout=PATIENCE)
+    fsdp_optim.load(folder, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE))
     check_same("loaded afterwards", contents(target), contents(trained(3)))
     return found
 
@@ -760,10 +776,9 @@ class Saver:
             self.path,
             self.model.model,
             self.model.optim,
-            extra={"number": self.number},
+            state={"number": self.number},
             overwrite=overwrite,
-            timeout=PATIENCE,
-            **self.options,
+            **as_options(fsdp_optim.SaveOptions, **self.options, timeout=PATIENCE),
         )
 
     def attempt(self) -> Outcome:
@@ -803,8 +818,10 @@ class Saver:
     def number_there(self) -> Any:
         """Which save the path has, all of it; or what is wrong."""
         try:
-            restored = fsdp_optim.load(self.path, self.target.model, self.target.optim, timeout=PATIENCE)
-            number = restored["number"]
+            restored = fsdp_optim.load(
+                self.path, self.target.model, self.target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE)
+            )
+            number = restored.state["number"]
             wanted = None if number == 0 else float(number)
             values = {float(v) for param in self.target.params for v in local_of(param).detach().flatten()}
             if wanted is not None and values - {wanted}:
@@ -857,9 +874,9 @@ def files_may_not_grow(root: Path, in_background: bool) -> tuple[list[str], list
                 saver.path,
                 saver.model.model,
                 saver.model.optim,
-                extra={"number": saver.number},
+                state={"number": saver.number},
                 overwrite=overwrite,
-                timeout=PATIENCE,
+                options=fsdp_optim.SaveOptions(timeout=PATIENCE),
             )
             handle.wait(PATIENCE)
 
@@ -970,9 +987,14 @@ def save_errors(path: Path, overwrite: bool = False) -> tuple[Outcome, Error]:
     with cpu():
         one, target = trained(2), trained(1)
         saved = outcome_of(
-            lambda: fsdp_optim.save(path, one.model, one.optim, overwrite=overwrite, timeout=PATIENCE), one
+            lambda: fsdp_optim.save(
+                path, one.model, one.optim, overwrite=overwrite, options=fsdp_optim.SaveOptions(timeout=PATIENCE)
+            ),
+            one,
         )
-        return saved, error_text(lambda: fsdp_optim.load(path, target.model, target.optim, timeout=PATIENCE))
+        return saved, error_text(
+            lambda: fsdp_optim.load(path, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE))
+        )
 
 
 class SavingFailsTest(DamageTest):
@@ -1100,17 +1122,18 @@ def two_jobs(root: Path, overwrite: bool, rounds: int) -> list[tuple[Error, Any]
                 path,  # noqa: B023
                 one.model,
                 one.optim,
-                extra={"job": job, "number": number},  # noqa: B023
+                state={"job": job, "number": number},  # noqa: B023
                 overwrite=overwrite,
-                process_group=group,
-                timeout=PATIENCE,
+                options=fsdp_optim.SaveOptions(process_group=group, timeout=PATIENCE),
             )
         )
         meeting.tell(0)
-        restored = fsdp_optim.load(path, target.model, target.optim, process_group=group, timeout=PATIENCE)
+        restored = fsdp_optim.load(
+            path, target.model, target.optim, options=fsdp_optim.LoadOptions(process_group=group, timeout=PATIENCE)
+        )
         values = {float(v) for param in target.params for v in local_of(param).detach().flatten()}
         state = {float(v) for p in target.params for t in target.optim.state[p].values() for v in local_of(t).flatten()}
-        found.append((error, (restored["job"], restored["number"], sorted(values), sorted(state))))
+        found.append((error, (restored.state["job"], restored.state["number"], sorted(values), sorted(state))))
     return found
 
 

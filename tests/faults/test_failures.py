@@ -36,12 +36,13 @@ from kit.groups import (
     nested_net,
     plain_net,
 )
+from kit.options import as_options
 from kit.trained import state_by_name
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel as FSDP
+from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import RanksFailed, WorkerDied, fairscale_on_cpu, run_on_ranks
 from fsdp_optim.transport.world import world_here
 
@@ -72,17 +73,19 @@ class Calls:
         if verb == "gather":
             optim = optim or self.optim
             return fsdp_optim.gather_full_optim_state_dict(
-                model, optim, self.recipient, timeout=timeout, bucket_nbytes=SMALL
+                model, optim, self.recipient, options=fsdp_optim.CallOptions(timeout=timeout, bucket_nbytes=SMALL)
             )
         if verb == "iter":
             optim = optim or self.optim
             return dict(
-                fsdp_optim.iter_full_optim_state(model, optim, self.recipient, timeout=timeout, bucket_nbytes=SMALL)
+                fsdp_optim.iter_full_optim_state(
+                    model, optim, self.recipient, options=fsdp_optim.CallOptions(timeout=timeout, bucket_nbytes=SMALL)
+                )
             )
         mine = self.full if dist.get_rank() == self.recipient else None
         optim = optim or self.optim
         return fsdp_optim.scatter_full_optim_state_dict(
-            model, optim, mine, self.recipient, timeout=timeout, bucket_nbytes=SMALL
+            model, optim, mine, self.recipient, options=fsdp_optim.CallOptions(timeout=timeout, bucket_nbytes=SMALL)
         )
 
     def check(self, verb: str) -> None:
@@ -427,7 +430,11 @@ class Uncopyable:
 def uncopyable_on_the_recipient() -> Error:
     model, optim, _ = nested_net()
     optim.param_groups[0]["handle"] = Uncopyable()
-    return error_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, 1, timeout=PATIENCE))
+    return error_of(
+        lambda: fsdp_optim.gather_full_optim_state_dict(
+            model, optim, 1, options=fsdp_optim.CallOptions(timeout=PATIENCE)
+        )
+    )
 
 
 # ---------------------------------------------------------------------------------------------- other calls, and stops
@@ -439,13 +446,21 @@ def different_calls() -> list[tuple[str, Error]]:
     model, optim, full = calls.model, calls.optim, calls.full
 
     def gather(**kwargs: Any) -> Any:
-        return fsdp_optim.gather_full_optim_state_dict(model, optim, timeout=PATIENCE, **kwargs)
+        return fsdp_optim.gather_full_optim_state_dict(
+            model, optim, **as_options(fsdp_optim.CallOptions, **kwargs, timeout=PATIENCE)
+        )
 
     def scatter(**kwargs: Any) -> Any:
-        return fsdp_optim.scatter_full_optim_state_dict(model, optim, full, timeout=PATIENCE, **kwargs)
+        return fsdp_optim.scatter_full_optim_state_dict(
+            model, optim, full, **as_options(fsdp_optim.CallOptions, **kwargs, timeout=PATIENCE)
+        )
 
     def iterate(**kwargs: Any) -> Any:
-        return list(fsdp_optim.iter_full_optim_state(model, optim, timeout=PATIENCE, **kwargs))
+        return list(
+            fsdp_optim.iter_full_optim_state(
+                model, optim, **as_options(fsdp_optim.CallOptions, **kwargs, timeout=PATIENCE)
+            )
+        )
 
     cases: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         ("gather and scatter", gather, scatter),
@@ -480,7 +495,7 @@ def stop_iterating() -> list[tuple[int, int, Error, Error]]:
 
             def loop() -> None:
                 iterator = fsdp_optim.iter_full_optim_state(
-                    calls.model, calls.optim, timeout=PATIENCE, bucket_nbytes=SMALL
+                    calls.model, calls.optim, options=fsdp_optim.CallOptions(timeout=PATIENCE, bucket_nbytes=SMALL)
                 )
                 for index, _ in enumerate(iterator, start=1):
                     if me == rank and index == taken:  # noqa: B023
@@ -501,7 +516,7 @@ def stop_without_harm() -> None:
 
     def loop(stop_after: int, bucket_nbytes: int) -> None:
         iterator = fsdp_optim.iter_full_optim_state(
-            calls.model, calls.optim, timeout=PATIENCE, bucket_nbytes=bucket_nbytes
+            calls.model, calls.optim, options=fsdp_optim.CallOptions(timeout=PATIENCE, bucket_nbytes=bucket_nbytes)
         )
         for index, _ in enumerate(iterator, start=1):
             if index == stop_after:
@@ -517,7 +532,9 @@ def stop_without_harm() -> None:
         loop(NUM_NET_PARAMS if me == 1 else -1, bucket_nbytes)  # one rank does not ask whether there are more
         calls.check("iter")
         calls.check("gather")
-    fsdp_optim.iter_full_optim_state(calls.model, calls.optim, timeout=PATIENCE)  # never begun
+    fsdp_optim.iter_full_optim_state(
+        calls.model, calls.optim, options=fsdp_optim.CallOptions(timeout=PATIENCE)
+    )  # never begun
     calls.check("scatter")
 
 
@@ -525,7 +542,9 @@ def stop_without_harm() -> None:
 def iterate_and_forget(rank: int, patience: float) -> tuple[list[str], Error]:
     """One rank takes two parameters and then does something else, with the iterator still alive."""
     calls, taken = Calls(), []
-    iterator = fsdp_optim.iter_full_optim_state(calls.model, calls.optim, timeout=patience, bucket_nbytes=SMALL)
+    iterator = fsdp_optim.iter_full_optim_state(
+        calls.model, calls.optim, options=fsdp_optim.CallOptions(timeout=patience, bucket_nbytes=SMALL)
+    )
     if dist.get_rank() == rank:
         taken = [next(iterator)[0], next(iterator)[0]]
         time.sleep(2 * patience)

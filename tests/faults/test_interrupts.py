@@ -172,8 +172,10 @@ def interrupted_anywhere(folder: Path, num_trials: int) -> list[str]:
     both, wanted = (trained.model, trained.optim), trained.gather(None)
     calls: list[Callable[[], Any]] = [
         lambda: trained.gather(None, timeout=PATIENCE),
-        lambda: fsdp_optim.save(folder / "saved", *both, overwrite=True, durable=False, timeout=PATIENCE),
-        lambda: fsdp_optim.load(folder / "saved", *both, timeout=PATIENCE),
+        lambda: fsdp_optim.save(
+            folder / "saved", *both, overwrite=True, options=fsdp_optim.SaveOptions(durable=False, timeout=PATIENCE)
+        ),
+        lambda: fsdp_optim.load(folder / "saved", *both, options=fsdp_optim.LoadOptions(timeout=PATIENCE)),
     ]
     wrong: list[str] = []
     for call in calls:
@@ -217,7 +219,7 @@ def _traced(tracer: Tracer, call: Callable[[], Any]) -> Any:
 def interrupted_in_a_load_and_a_save(folder: Path) -> None:
     trained = Trained("FSDP2", adam, 1)
     both = trained.model, trained.optim
-    fsdp_optim.save(folder / "saved", *both, durable=False)
+    fsdp_optim.save(folder / "saved", *both, options=fsdp_optim.SaveOptions(durable=False))
     for number, call in enumerate((fsdp_optim.save, fsdp_optim.async_save, fsdp_optim.load)):
         for bad in range(WORLD):
             from fsdp_optim.checkpoint.load import restore

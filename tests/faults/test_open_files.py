@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 from kit.compare import refused
+from kit.options import as_options
 from kit.wrapping import Trained, adam
 from parameterized import parameterized
 from soak.failing import FLUSHING, INTERRUPT, LOCKING, MAKING, MOVING, READING, WRITING, Calls, Fault
@@ -53,19 +54,32 @@ class OpenFilesTest(unittest.TestCase):
         self.one = Trained("plain", adam, 2, Tiny)
 
     def save(self, name: str = "run/step-1", **options: Any) -> None:
-        fsdp_optim.save(self.root / name, self.one.model, self.one.optim, step=1, **QUIET, **options)
+        fsdp_optim.save(
+            self.root / name,
+            self.one.model,
+            self.one.optim,
+            step=1,
+            **as_options(fsdp_optim.SaveOptions, **QUIET),
+            **as_options(fsdp_optim.SaveOptions, **options),
+        )
 
     def load(self, name: str = "run/step-1") -> None:
-        fsdp_optim.load(self.root / name, self.one.model, self.one.optim, progress=False)
+        fsdp_optim.load(
+            self.root / name, self.one.model, self.one.optim, options=fsdp_optim.LoadOptions(progress=False)
+        )
 
     def actions(self) -> dict[str, Callable[[], Any]]:
         return {
             "load": self.load,
             "verify": lambda: fsdp_optim.verify(self.root / "run" / "step-1"),
-            "resume": lambda: fsdp_optim.resume(self.root / "run", self.one.model, self.one.optim, progress=False),
+            "resume": lambda: fsdp_optim.resume(
+                self.root / "run", self.one.model, self.one.optim, options=fsdp_optim.LoadOptions(progress=False)
+            ),
             "load of DCP": lambda: self.load("dcp"),
             "save": self.save,
-            "convert": lambda: fsdp_optim.convert(self.root / "run" / "step-1", self.root / "made", **QUIET),
+            "convert": lambda: fsdp_optim.convert(
+                self.root / "run" / "step-1", self.root / "made", **as_options(fsdp_optim.ConvertOptions, **QUIET)
+            ),
         }
 
     @parameterized.expand([(*action, number) for action in ACTIONS for number in (errno.ESTALE, INTERRUPT)])

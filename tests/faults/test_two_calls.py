@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
+from kit.options import as_options
 from kit.wrapping import Trained, adam, check_refused, check_same, error_text
 
 import fsdp_optim
@@ -26,7 +27,9 @@ Errors = list[tuple[str, str]]
 
 
 def iterator_of(trained: Trained, **kwargs: Any) -> Any:
-    return fsdp_optim.iter_full_optim_state(trained.model, trained.optim, 0, bucket_nbytes=64, timeout=60.0, **kwargs)
+    return fsdp_optim.iter_full_optim_state(
+        trained.model, trained.optim, 0, **as_options(fsdp_optim.CallOptions, **kwargs, bucket_nbytes=64, timeout=60.0)
+    )
 
 
 CALLS: dict[str, Callable[[Trained, Path], Any]] = {
@@ -151,8 +154,7 @@ def step_between(when: str) -> list[Errors]:
                     trained.model,  # noqa: B023
                     trained.optim,  # noqa: B023
                     None,
-                    bucket_nbytes=bucket_nbytes,  # noqa: B023
-                    timeout=60.0,
+                    options=fsdp_optim.CallOptions(bucket_nbytes=bucket_nbytes, timeout=60.0),
                 )
                 for index, _ in enumerate(iterator):
                     if index == 1 and dist.get_rank() in ranks:  # noqa: B023

@@ -61,8 +61,10 @@ def run(wrapper: str, shuffle: bool, callbacks: Any = (), path: str | None = Non
     one, its = trainer(strategy(wrapper), callbacks=callbacks, max_epochs=EPOCHS), noisy()
     one.fit(its, shuffled(shuffle), ckpt_path=path)
     live, group = one.strategy.model, dist.group.WORLD
-    weights = fsdp_optim.gather_full_model_state_dict(live, None, process_group=group)
-    state = fsdp_optim.gather_full_optim_state_dict(live, one.optimizers[0], None, process_group=group)["state"]
+    weights = fsdp_optim.gather_full_model_state_dict(live, None, options=fsdp_optim.CallOptions(process_group=group))
+    state = fsdp_optim.gather_full_optim_state_dict(
+        live, one.optimizers[0], None, options=fsdp_optim.CallOptions(process_group=group)
+    )["state"]
     return its.draws, (weights, state)
 
 

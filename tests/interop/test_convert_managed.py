@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import torch
+from fsdp_optim.checkpoint.run.trainer_state import set_random_states
 from kit.compare import Differs, check_same
 from kit.folders import SharedFolder
 from kit.managed import Run
@@ -17,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint.run.trainer_state import set_random_states
 from fsdp_optim.testing import run_on_ranks
 
 STEPS = 4
@@ -43,7 +43,7 @@ def resumed(root: str, places: list[str]) -> list[list[Any]]:
             restored = fsdp_optim.load(place, run.model, run.optim)
             objects = {"scheduler": run.scheduler, "scaler": run.scaler, "average": run.average}
             for name, one in objects.items():
-                one.load_state_dict(restored["state"][name])
+                one.load_state_dict(restored.state["state"][name])
             run.loader.load_state_dict(restored.per_rank["state"]["loader"])
             set_random_states(restored.per_rank["random"])
             for step in (STEPS + 1, STEPS + 2):
@@ -77,10 +77,12 @@ class ManagedTest(SharedFolder):
             place = self.source
             for number, format in enumerate(formats):
                 target = self.root / f"{name}-{number}"
-                fsdp_optim.convert(place, target, format=format, durable=False, progress=False)
+                fsdp_optim.convert(
+                    place, target, format=format, options=fsdp_optim.ConvertOptions(durable=False, progress=False)
+                )
                 place = target
             back = self.root / f"back-{name}" / self.source.name
-            fsdp_optim.convert(place, back, durable=False, progress=False)
+            fsdp_optim.convert(place, back, options=fsdp_optim.ConvertOptions(durable=False, progress=False))
             wanted = hashes(self.source)
             self.assertIn("extra/rank-00001.safetensors", wanted)
             check_same(name, hashes(back), wanted, in_order=False)
@@ -93,19 +95,29 @@ class ManagedTest(SharedFolder):
 
     def test_stock_torch_reads_it(self) -> None:
         """Without unpickling any object: numpy's state is a tuple with a tensor, which numpy takes."""
-        fsdp_optim.convert(self.source, self.root / "file", format="torch_file", durable=False, progress=False)
-        fsdp_optim.convert(self.source, self.root / "folder", format="torch", durable=False, progress=False)
+        fsdp_optim.convert(
+            self.source,
+            self.root / "file",
+            format="torch_file",
+            options=fsdp_optim.ConvertOptions(durable=False, progress=False),
+        )
+        fsdp_optim.convert(
+            self.source,
+            self.root / "folder",
+            format="torch",
+            options=fsdp_optim.ConvertOptions(durable=False, progress=False),
+        )
         whole = torch.load(self.root / "file" / "checkpoint.pt", weights_only=True)
         saved = fsdp_optim.load(self.source).all_ranks
         for rank in range(2):
             alone = torch.load(self.root / "folder" / f"rank-{rank:05}.pt", weights_only=True)
             for found in (whole["per_rank_extra"][rank], alone):
-                name, state, *rest = found["random"]["numpy"]
+                name, state, *rest = found.state["random"]["numpy"]
                 wanted = saved[rank]["random"]["numpy"]
                 check_same("the state", types_in((name, state.numpy(), *rest)), types_in(tuple(wanted)))
                 before = numpy.random.get_state()
                 try:
-                    numpy.random.set_state(found["random"]["numpy"])
+                    numpy.random.set_state(found.state["random"]["numpy"])
                     check_same("taken", types_in(numpy.random.get_state()), types_in(wanted))
                 finally:
                     numpy.random.set_state(before)
@@ -114,7 +126,9 @@ class ManagedTest(SharedFolder):
     def test_loaded(self, format: str, is_file: bool) -> None:
         """`load` gives the values as they were saved, with the types of numpy, of this rank and of all."""
         target = self.own_folder() / "made"
-        fsdp_optim.convert(self.source, target, format=format, durable=False, progress=False)
+        fsdp_optim.convert(
+            self.source, target, format=format, options=fsdp_optim.ConvertOptions(durable=False, progress=False)
+        )
         found = fsdp_optim.load(target / "checkpoint.pt" if is_file else target)
         wanted = fsdp_optim.load(self.source)
         check_same("extra", types_in(dict(found)), types_in(dict(wanted)))
@@ -152,15 +166,22 @@ class ValuesTest(SharedFolder):
 
     def check(self, name: str, extra: Any, of_rank: Any) -> None:
         root, model = self.own_folder(), nn.Linear(2, 2)
-        fsdp_optim.save(root / "saved", model, extra=extra, per_rank_extra=of_rank, durable=False)
+        fsdp_optim.save(
+            root / "saved",
+            model,
+            state={"extra": extra, "per_rank_extra": fsdp_optim.per_rank(of_rank)},
+            options=fsdp_optim.SaveOptions(durable=False),
+        )
         for format in ("torch", "torch_file"):
-            fsdp_optim.convert(root / "saved", root / format, format=format, durable=False)
+            fsdp_optim.convert(
+                root / "saved", root / format, format=format, options=fsdp_optim.ConvertOptions(durable=False)
+            )
             for path in (root / format).glob("*.pt"):
                 torch.load(path, weights_only=True)
             found = fsdp_optim.load(root / format)
             check_same("types", types_in(dict(found)), types_in(extra))
             check_same("of rank", types_in(found.per_rank), types_in(of_rank))
-            fsdp_optim.convert(root / format, root / f"back-{format}", durable=False)
+            fsdp_optim.convert(root / format, root / f"back-{format}", options=fsdp_optim.ConvertOptions(durable=False))
             check_same(f"{name} by {format}", hashes(root / f"back-{format}"), hashes(root / "saved"), in_order=False)
 
     def test_a_list_of_kinds_that_is_not_of_the_values(self) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from kit.folders import SharedFolder
 from kit.optimizers import GROUPED
+from kit.options import as_options
 from kit.rank_files import Buffered, save_fairscale
 from kit.units import UNITS
 from kit.wrapping import STEPS, Oracle, Trained, check_same, cpu
@@ -25,7 +26,13 @@ def save_all(root: Path) -> None:
         with cpu():
             one = Trained("fairscale flat", make, model=Buffered)
             own = {"rng": torch.arange(3) + dist.get_rank(), f"only {dist.get_rank()}": 1}
-            fsdp_optim.save(root / f"flat {name}", one.model, one.optim, per_rank_extra=own, durable=False)
+            fsdp_optim.save(
+                root / f"flat {name}",
+                one.model,
+                one.optim,
+                state={"per_rank_extra": fsdp_optim.per_rank(own)},
+                options=fsdp_optim.SaveOptions(durable=False),
+            )
             other = Trained("fairscale non-flat", make, model=Buffered)
             (root / f"own {name}").mkdir(exist_ok=True)
             dist.barrier()
@@ -61,7 +68,9 @@ class UnflattenedTest(SharedFolder):
 
     def convert(self, name: str, target: str, **options: Any) -> Path:
         fsdp_optim.convert(
-            self.root / name, self.root / target, **{"format": "fairscale_shards", "durable": False, **options}
+            self.root / name,
+            self.root / target,
+            **as_options(fsdp_optim.ConvertOptions, **{"format": "fairscale_shards", "durable": False, **options}),
         )
         return self.root / target
 
@@ -81,7 +90,7 @@ class UnflattenedTest(SharedFolder):
         flat = self.convert("there", "flat again", world_size=2, units=UNITS)
         for source in (there, flat):
             back = self.root / f"back of {source.name}"
-            fsdp_optim.convert(source, back, durable=False)
+            fsdp_optim.convert(source, back, options=fsdp_optim.ConvertOptions(durable=False))
             for name in ("model.safetensors", "optim.safetensors"):
                 check_same(name, load_file(back / name), load_file(self.root / "flat one group" / name), in_order=False)
 

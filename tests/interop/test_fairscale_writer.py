@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
 from kit.folders import SharedFolder
 from kit.optimizers import GROUPED
+from kit.options import as_options
 from kit.rank_files import Buffered, save_fairscale
 from kit.scripts import TRAINING, run
 from kit.units import UNITS
@@ -32,7 +33,13 @@ def save_all(root: Path) -> None:
             one = Trained("fairscale flat", make, model=Buffered)
             own = {"rng": torch.arange(3) + dist.get_rank()}
             extra = {"cfg": {"lr": [0.01]}, "steps": STEPS}
-            fsdp_optim.save(root / f"ours {name}", one.model, one.optim, extra=extra, per_rank_extra=own, durable=False)
+            fsdp_optim.save(
+                root / f"ours {name}",
+                one.model,
+                one.optim,
+                state={"extra": extra, "per_rank_extra": fsdp_optim.per_rank(own)},
+                options=fsdp_optim.SaveOptions(durable=False),
+            )
             folder = root / f"fairseq {name}"
             if dist.get_rank() == 0:
                 folder.mkdir()
@@ -81,7 +88,7 @@ class FairscaleWriterTest(SharedFolder):
 
     def convert(self, name: str, target: str, **options: Any) -> Path:
         options = {"format": "fairscale_shards", "world_size": 3, "units": UNITS, "overwrite": True, **options}
-        fsdp_optim.convert(self.root / name, self.root / target, **options)
+        fsdp_optim.convert(self.root / name, self.root / target, **as_options(fsdp_optim.ConvertOptions, **options))
         return self.root / target
 
     @parameterized.expand([("one group", 3), ("two groups", 4), ("one group", 1)])
@@ -118,8 +125,8 @@ class FairscaleWriterTest(SharedFolder):
 
             check_same(name, load_file(back / name), load_file(self.root / "ours two groups" / name), in_order=False)
         restored = fsdp_optim.load(back)
-        self.assertEqual((restored["cfg"], restored["steps"]), ({"lr": [0.01]}, STEPS))
-        self.assertEqual(fsdp_optim.load(folder, Buffered(), strict=False).missing, ())
+        self.assertEqual((restored.state["cfg"], restored.state["steps"]), ({"lr": [0.01]}, STEPS))
+        self.assertEqual(fsdp_optim.load(folder, Buffered(), strict=False).missing_keys, ())
 
     def test_small_units_of_bytes(self) -> None:
         """The same files whatever the memory, and by several ranks."""
@@ -149,7 +156,7 @@ def convert_on_ranks(root: Path) -> None:
         format="fairscale_shards",
         world_size=3,
         units=UNITS,
-        memory=16 << 20,
+        options=fsdp_optim.ConvertOptions(bucket_nbytes=16 << 20),
     )
 
 
@@ -182,11 +189,16 @@ class RefusedTest(unittest.TestCase):
         self.optim.step()
         self.model.a.weight.grad = None
         self.optim.step()
-        fsdp_optim.save(self.root / "src", self.model, self.optim, durable=False)
+        fsdp_optim.save(self.root / "src", self.model, self.optim, options=fsdp_optim.SaveOptions(durable=False))
 
     def refused(self, error: type[Exception], *words: str, **options: Any) -> None:
         with self.assertRaises(error) as caught:
-            fsdp_optim.convert(self.root / "src", self.root / "dst", format="fairscale_shards", **options)
+            fsdp_optim.convert(
+                self.root / "src",
+                self.root / "dst",
+                format="fairscale_shards",
+                **as_options(fsdp_optim.ConvertOptions, **options),
+            )
         for word in words:
             self.assertIn(word, str(caught.exception))
         self.assertEqual([path.name for path in self.root.iterdir()], ["src"])

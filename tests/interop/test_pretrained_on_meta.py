@@ -51,7 +51,7 @@ def materialised(kind: str, *, is_tied: bool = True) -> Any:
 
 
 def weights_of(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    fsdp_optim.save(folder, model, durable=False, overwrite=True, progress=False)
+    fsdp_optim.save(folder, model, options=fsdp_optim.SaveOptions(durable=False, progress=False), overwrite=True)
     return load_file(folder / "model.safetensors")
 
 
@@ -59,8 +59,8 @@ def load_all(root: Path, kind: str) -> None:
     with cpu():
         wanted = load_file(root / "pretrained" / "model.safetensors")
         model = materialised(kind)
-        restored = fsdp_optim.load(root / "pretrained", model, check="bitwise")
-        check_same("the rest", (restored.missing, restored.unexpected), ((), ()))
+        restored = fsdp_optim.load(root / "pretrained", model, options=fsdp_optim.LoadOptions(compare=True))
+        check_same("the rest", (restored.missing_keys, restored.unexpected_keys), ((), ()))
         check_same("weights", dict(sorted(weights_of(model, root / "live").items())), dict(sorted(wanted.items())))
 
         model = materialised(kind)

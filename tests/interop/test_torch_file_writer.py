@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.folders import SharedFolder
+from kit.options import as_options
 from kit.rank_files import Buffered
 from kit.wrapping import STEPS, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
 from parameterized import parameterized
@@ -46,10 +47,8 @@ def save_all(root: Path) -> None:
                 root / wrapper,
                 one.model,
                 one.optim,
-                extra=EXTRA,
-                per_rank_extra={"rng": dist.get_rank()},
-                durable=False,
-                process_group=one.process_group,
+                state={"extra": EXTRA, "rng": fsdp_optim.per_rank(dist.get_rank())},
+                options=fsdp_optim.SaveOptions(durable=False, process_group=one.process_group),
             )
 
 
@@ -74,7 +73,13 @@ class TorchFileWriterTest(SharedFolder):
 
     def converted(self, name: str, **options: Any) -> Path:
         target = self.root / f"{name} {sorted(options.items())}.d"
-        fsdp_optim.convert(self.root / name, target, format="torch_file", durable=False, overwrite=True, **options)
+        fsdp_optim.convert(
+            self.root / name,
+            target,
+            format="torch_file",
+            overwrite=True,
+            **as_options(fsdp_optim.ConvertOptions, **options, durable=False),
+        )
         check_same(
             "files",
             sorted(path.name for path in target.iterdir() if path.is_file()),
@@ -111,7 +116,7 @@ class TorchFileWriterTest(SharedFolder):
             path = self.converted("FSDP2", key_by=key_by)
             for source in (path, path.parent):
                 back = self.root / "back"
-                fsdp_optim.convert(source, back, durable=False, overwrite=True)
+                fsdp_optim.convert(source, back, options=fsdp_optim.ConvertOptions(durable=False), overwrite=True)
                 for name in ("model.safetensors", "optim.safetensors"):
                     check_same(name, load_file(back / name), load_file(self.root / "FSDP2" / name), in_order=False)
                 self.assertEqual(fsdp_optim.verify(source).format, "torch")
@@ -121,8 +126,10 @@ class TorchFileWriterTest(SharedFolder):
     def test_values_of_modules_are_in_the_models_dict(self, format: str) -> None:
         """`load_state_dict` finds them there, and so does this library's reader; before, they were in a file beside it."""
         model, target = nn.Sequential(Noted(), Buffered().head), self.root / f"modules {format}"
-        fsdp_optim.save(self.root / "modules", model, durable=False, overwrite=True)
-        fsdp_optim.convert(self.root / "modules", target, format=format, durable=False)
+        fsdp_optim.save(self.root / "modules", model, options=fsdp_optim.SaveOptions(durable=False), overwrite=True)
+        fsdp_optim.convert(
+            self.root / "modules", target, format=format, options=fsdp_optim.ConvertOptions(durable=False)
+        )
         file = torch.load(next(target.glob("*.pt")), weights_only=True)
         for load in (
             lambda one: one.load_state_dict(file["model"] if format == "torch_file" else file),
@@ -137,7 +144,18 @@ class TorchFileWriterTest(SharedFolder):
         """A trainer's value with the name of a part, and values that `weights_only` does not read."""
         model = nn.Linear(2, 2)
         for extra, words in (({"model": 1}, "'model' has the name of a part"), ({"at": Path("x")}, "pickle")):
-            fsdp_optim.save(self.root / "named", model, extra=extra, durable=False, overwrite=True, allow_pickle=True)
+            fsdp_optim.save(
+                self.root / "named",
+                model,
+                state={"extra": extra},
+                options=fsdp_optim.SaveOptions(durable=False, allow_pickle=True),
+                overwrite=True,
+            )
             with self.assertRaisesRegex(CheckpointError, words):
-                fsdp_optim.convert(self.root / "named", self.root / "x", format="torch_file", durable=False)
+                fsdp_optim.convert(
+                    self.root / "named",
+                    self.root / "x",
+                    format="torch_file",
+                    options=fsdp_optim.ConvertOptions(durable=False),
+                )
             self.assertFalse((self.root / "x").exists())

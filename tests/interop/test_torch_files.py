@@ -47,11 +47,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 import fsdp_optim
 from fsdp_optim.buckets.objects.memory import MemoryBucket
 from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.reader import tensors_in
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
-from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix.opened_any import OpenFiles
 from fsdp_optim.testing import run_on_ranks
 
@@ -182,7 +182,7 @@ def load_units(root: Path) -> None:
     with cpu():
         alike, target = (Trained("fairscale flat", sgd, steps) for steps in (STEPS, 0))
         scramble(target)
-        load(root / "fairscale-units.pt", target, check="bitwise")
+        load(root / "fairscale-units.pt", target, compare=True)
         check_same("units", mine(target), mine(alike))
         other = Trained("FSDP2", sgd, 0)
         refused_on_ranks(
@@ -234,10 +234,10 @@ def load_all(root: Path, loads: Sequence[tuple[str, str]]) -> None:
         with cpu():
             alike, target = whole(wrapper), whole(wrapper, 0)
             scramble(target)
-            restored = load(root / name, target, check="bitwise")
+            restored = load(root / name, target, compare=True)
             what = f"{name} -> {wrapper} on {dist.get_world_size()} ranks"
             check_same(what, mine(target), mine(alike))
-            check_same(f"{what}: names", (restored.missing, restored.unexpected), ((), ()))
+            check_same(f"{what}: names", (restored.missing_keys, restored.unexpected_keys), ((), ()))
             if name in EXTRAS:
                 check_same(f"{what}: extra", dict(restored), EXTRAS[name])
             for one in (target, alike):
@@ -252,7 +252,7 @@ def load_parts(root: Path) -> None:
         scramble(target)
         for name in ("bare-model.pt", "olmo/model.pt", "ddp.ckpt"):
             scramble(target)
-            fsdp_optim.load(root / name, target.model, check="bitwise")
+            fsdp_optim.load(root / name, target.model, options=fsdp_optim.LoadOptions(compare=True))
             check_same(name, mine(target)["values"], mine(alike)["values"])
             check_same(name, buffers_without_scratch(target), buffers_without_scratch(alike))
         scramble(target)
@@ -260,7 +260,7 @@ def load_parts(root: Path) -> None:
         for strict in (True, False):
             asked = partial(load, root / "bare-optim.pt", target, strict=strict)
             refused_on_ranks(f"no weights, strict={strict}", asked, "StateError", "no weights", 'weights="none"')
-        load(root / "bare-optim.pt", target, check="bitwise", weights="none")
+        load(root / "bare-optim.pt", target, compare=True, weights="none")
         check_same("the state", mine(target)["state"], mine(alike)["state"])
         check_same("the weights", mine(target)["values"], before)
         refused_on_ranks(
@@ -307,8 +307,8 @@ def load_what_only_its_class_can_make(root: Path) -> None:
     with cpu():
         target = whole("FSDP2", 0)
         restored = load(root / "ddp.ckpt", target)
-        check_same("a plain value", restored["scheduler"], {"last_epoch": 2})
-        kind, text = error_text(lambda: restored["args"])
+        check_same("a plain value", restored.state["scheduler"], {"last_epoch": 2})
+        kind, text = error_text(lambda: restored.state["args"])
         if kind != "CheckpointError" or "argparse.Namespace" not in text or "allow_pickle=True" not in text:
             raise Differs(f"{kind}: {text}")
         again = load(root / "ddp.ckpt", target, allow_pickle=True)
@@ -355,11 +355,13 @@ def read_parts(root: Path) -> None:
             model = WRAPPERS[wrapper](Wide())
             optim = torch.optim.Adam(model.parameters())
             with counted() as sizes:
-                fsdp_optim.load(root / "wide.pt", model, optim, process_group=dist.group.WORLD)
+                fsdp_optim.load(
+                    root / "wide.pt", model, optim, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD)
+                )
             if sum(sizes) > 1.1 * share + (200 << 10):
                 raise Differs(f"{wrapper}: {sum(sizes)} bytes were read, and {share:.0f} are a rank's part")
             with counted() as sizes:
-                fsdp_optim.load(root / "wide.pt", model, process_group=dist.group.WORLD)
+                fsdp_optim.load(root / "wide.pt", model, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD))
             if sum(sizes) > 1.1 * share / 3 + (200 << 10):
                 raise Differs(f"{wrapper}: {sum(sizes)} bytes were read of the weights alone")
 
@@ -504,7 +506,7 @@ def load_several(root: Path) -> None:
             with cpu():
                 alike, target = whole(wrapper, make=two), whole(wrapper, 0, two)
                 scramble(target)
-                load(root / name, target, check="bitwise")
+                load(root / name, target, compare=True)
                 check_same(f"{name} -> {wrapper}", mine(target), mine(alike))
     with cpu():
         one = whole("FSDP2", 0)
@@ -543,7 +545,9 @@ class TorchFilesTest(SharedFolder):
         fsdp_optim.convert(self.root / "fsdp1-names.pt", self.root / "converted")
         target, wanted = whole("plain", 0), oracle()
         scramble(target)
-        fsdp_optim.load(self.root / "converted", target.model, target.optim, check="bitwise")
+        fsdp_optim.load(
+            self.root / "converted", target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True)
+        )
         check_same("model", dict(target.model.state_dict()), dict(wanted.model.state_dict()))
         state = target.optim.state_dict()["state"]
         check_same("state", state, wanted.optim.state_dict()["state"], in_order=False)
@@ -596,7 +600,7 @@ class TorchFilesTest(SharedFolder):
             (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
             for place in (folder, folder / "pytorch_model.bin.index.json"):
                 model = zeroed(build(name))
-                fsdp_optim.load(place, model, check="bitwise")
+                fsdp_optim.load(place, model, options=fsdp_optim.LoadOptions(compare=True))
                 check_same(f"{place}", tensors_of(model), tensors_of(build(name)))
 
     def test_tied_weights_into_a_model_that_does_not_tie_them(self) -> None:
@@ -605,7 +609,7 @@ class TorchFilesTest(SharedFolder):
         tied[1].weight = tied[0].weight
         torch.save(tied.state_dict(), self.root / "tied.pt")
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        fsdp_optim.load(self.root / "tied.pt", model, check="bitwise")
+        fsdp_optim.load(self.root / "tied.pt", model, options=fsdp_optim.LoadOptions(compare=True))
         check_same("weights", dict(model.state_dict()), dict(tied.state_dict()))
 
     def test_one_step_of_several_parameters(self) -> None:
@@ -628,7 +632,7 @@ class TorchFilesTest(SharedFolder):
         torch.save({"model": model.state_dict(), "optimizer": optim.state_dict()}, self.root / "orders.pt")
         target = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Linear(5, 4))
         target_optim = torch.optim.Adam(target.parameters())
-        fsdp_optim.load(self.root / "orders.pt", target, target_optim, check="bitwise")
+        fsdp_optim.load(self.root / "orders.pt", target, target_optim, options=fsdp_optim.LoadOptions(compare=True))
         check_same("model", dict(target.state_dict()), dict(model.state_dict()))
         check_same("state", target_optim.state_dict()["state"], optim.state_dict()["state"])
 
@@ -658,9 +662,9 @@ class TorchFilesTest(SharedFolder):
         with counted() as sizes:
             restored = fsdp_optim.load(self.root / "ema.pt", model)
         self.assertLess(sum(sizes), 1 << 20)
-        self.assertEqual(restored["epoch"], 1)
+        self.assertEqual(restored.state["epoch"], 1)
         with self.assertRaisesRegex(fsdp_optim.CheckpointError, "ema has tensors of 100000008 bytes"):
-            restored["ema"]
+            restored.state["ema"]
 
     def test_from_a_bucket(self) -> None:
         bucket = MemoryBucket()
@@ -670,7 +674,7 @@ class TorchFilesTest(SharedFolder):
             target = whole("plain", 0)
             scramble(target)
             store = ObjectStore(bucket, place, TORCH_FILE.probe)
-            restore.restore(store, target.model, target.optim, LoadOptions(Options(), check="bitwise"))
+            restore.restore(store, target.model, target.optim, LoadArguments(compare=True))
             check_same(place, dict(target.model.state_dict()), dict(wanted.model.state_dict()))
             check_same(place, target.optim.state_dict()["state"], wanted.optim.state_dict()["state"])
 
@@ -692,11 +696,11 @@ class TorchFilesTest(SharedFolder):
         wanted = torch.load(folder / "wanted.zip")  # no name of a checkpoint
         model = nn.Linear(3, 2)
         optim = torch.optim.AdamW(model.parameters(), lr=9.0)
-        restored = fsdp_optim.load(folder, model, optim, check="bitwise")
+        restored = fsdp_optim.load(folder, model, optim, options=fsdp_optim.LoadOptions(compare=True))
         check_same("model", dict(model.state_dict()), dict(wanted["model"]))
         check_same("optimizer", optim.state_dict()["state"], wanted["optim"]["state"])
         self.assertEqual(optim.param_groups[0]["lr"], wanted["optim"]["param_groups"][0]["lr"])
-        self.assertEqual(restored["scheduler"]["last_epoch"], wanted["scheduler"]["last_epoch"])
+        self.assertEqual(restored.state["scheduler"]["last_epoch"], wanted["scheduler"]["last_epoch"])
 
     @pytest.mark.slow
     def test_lightnings_checkpoint(self) -> None:
@@ -726,10 +730,12 @@ class TorchFilesTest(SharedFolder):
             trainer.save_checkpoint(self.root / "lightning.ckpt")
         target = Module()
         optim = torch.optim.AdamW(target.parameters())
-        restored = fsdp_optim.load(self.root / "lightning.ckpt", target, optim, check="bitwise")
+        restored = fsdp_optim.load(
+            self.root / "lightning.ckpt", target, optim, options=fsdp_optim.LoadOptions(compare=True)
+        )
         check_same("model", dict(target.state_dict()), dict(module.state_dict()))
         check_same("optimizer", optim.state_dict(), trainer.optimizers[0].state_dict())
-        self.assertEqual((restored["global_step"], dict(restored["hyper_parameters"])), (2, {"width": 4}))
+        self.assertEqual((restored.state["global_step"], dict(restored.state["hyper_parameters"])), (2, {"width": 4}))
 
 
 class Described:

@@ -20,7 +20,7 @@ from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.torch.writer import TorchFilesJudge
 from fsdp_optim.offline import convert as conversion
-from fsdp_optim.options import ConvertOptions, Options
+from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.testing import run_on_ranks
 
 MAKES = {"fairscale flat": adam, "FSDP2": adamw_tensor_lr}
@@ -33,7 +33,11 @@ def save_all(root: Path) -> None:
             extra = {"step": 3, "lrs": [0.1, 0.2]}
             name = wrapper.replace(" ", "-")
             fsdp_optim.save(
-                root / name, one.model, one.optim, extra=extra, durable=False, process_group=one.process_group
+                root / name,
+                one.model,
+                one.optim,
+                state={"extra": extra},
+                options=fsdp_optim.SaveOptions(durable=False, process_group=one.process_group),
             )
 
 
@@ -72,7 +76,12 @@ class TorchWriterTest(SharedFolder):
     def test_stock_torch_goes_on(self, wrapper: str) -> None:
         """The unwrapped model and a plain optimizer train on as in the run that never stopped."""
         name, make = wrapper.replace(" ", "-"), MAKES[wrapper]
-        fsdp_optim.convert(self.root / name, self.root / f"{name}-torch", format="torch", durable=False)
+        fsdp_optim.convert(
+            self.root / name,
+            self.root / f"{name}-torch",
+            format="torch",
+            options=fsdp_optim.ConvertOptions(durable=False),
+        )
         path = self.root / f"{name}-torch"
         one, wanted = Oracle(make, 0), Oracle(make, STEPS)
         one.model.load_state_dict(load(path / "model.pt"))
@@ -92,18 +101,31 @@ class TorchWriterTest(SharedFolder):
     def test_fairscale_itself_reads_it(self) -> None:
         """Its own load_state_dict and get_shard_from_optim_state_dict, at another world size, with the root alone wrapped."""
         path = self.root / "for-fairscale"
-        fsdp_optim.convert(self.root / "fairscale-flat", path, format="fairscale", durable=False)
+        fsdp_optim.convert(
+            self.root / "fairscale-flat", path, format="fairscale", options=fsdp_optim.ConvertOptions(durable=False)
+        )
         run_on_ranks(resumed_by_fairscale, 3, path)
         model = Net()
         optim = torch.optim.Adam([{"params": list(model.stem.parameters())}, {"params": list(model.head.parameters())}])
         model.stem(torch.ones(1, 5)).sum().backward()
         optim.step()
-        fsdp_optim.save(self.root / "groups", model, optim, durable=False)
+        fsdp_optim.save(self.root / "groups", model, optim, options=fsdp_optim.SaveOptions(durable=False))
         with self.assertRaisesRegex(CheckpointError, "2 param groups, and fairscale's full dict has one"):
-            fsdp_optim.convert(self.root / "groups", self.root / "x", format="fairscale", durable=False)
+            fsdp_optim.convert(
+                self.root / "groups",
+                self.root / "x",
+                format="fairscale",
+                options=fsdp_optim.ConvertOptions(durable=False),
+            )
 
     def test_by_name(self) -> None:
-        fsdp_optim.convert(self.root / "FSDP2", self.root / "named", format="torch", key_by="name", durable=False)
+        fsdp_optim.convert(
+            self.root / "FSDP2",
+            self.root / "named",
+            format="torch",
+            key_by="name",
+            options=fsdp_optim.ConvertOptions(durable=False),
+        )
         found, wanted = load(self.root / "named" / "optim.pt"), Oracle(adamw_tensor_lr)
         check_same("names", found["param_groups"][0]["params"], wanted.names)
         state = {name: {key: found["state"][name][key] for key in its} for name, its in wanted.by_name().items()}
@@ -111,8 +133,13 @@ class TorchWriterTest(SharedFolder):
 
     def test_there_and_back(self) -> None:
         """This library reads its own torch files."""
-        fsdp_optim.convert(self.root / "fairscale-flat", self.root / "there", format="torch", durable=False)
-        fsdp_optim.convert(self.root / "there", self.root / "back", durable=False)
+        fsdp_optim.convert(
+            self.root / "fairscale-flat",
+            self.root / "there",
+            format="torch",
+            options=fsdp_optim.ConvertOptions(durable=False),
+        )
+        fsdp_optim.convert(self.root / "there", self.root / "back", options=fsdp_optim.ConvertOptions(durable=False))
         model = Net()
         optim = adam(model.parameters())
         fsdp_optim.load(self.root / "back", model, optim)
@@ -130,8 +157,8 @@ class TorchWriterTest(SharedFolder):
     def test_a_bucket_keeps_the_names(self) -> None:
         """Where new files would lie in a folder beside older objects, other tools would not find them: that is refused."""
         model, bucket = nn.Linear(2, 2), MemoryBucket()
-        fsdp_optim.save(self.root / "one", model, durable=False)
-        options = ConvertOptions(Options(), format="torch", overwrite=True)
+        fsdp_optim.save(self.root / "one", model, options=fsdp_optim.SaveOptions(durable=False))
+        options = ConvertArguments(format="torch", overwrite=True)
         place = ObjectStore(bucket, "run/torch", TorchFilesJudge())
         for _ in range(2):
             with contextlib.ExitStack() as stack:
@@ -143,10 +170,14 @@ class TorchWriterTest(SharedFolder):
     def test_overwrite(self) -> None:
         """A folder of torch files is replaced by another one only."""
         model = nn.Linear(2, 2)
-        fsdp_optim.save(self.root / "small", model, durable=False)
+        fsdp_optim.save(self.root / "small", model, options=fsdp_optim.SaveOptions(durable=False))
         path = self.root / "files"
-        fsdp_optim.convert(self.root / "small", path, format="torch", durable=False)
+        fsdp_optim.convert(self.root / "small", path, format="torch", options=fsdp_optim.ConvertOptions(durable=False))
         with self.assertRaisesRegex(CheckpointError, "exists already"):
-            fsdp_optim.convert(self.root / "small", path, format="torch", durable=False)
-        fsdp_optim.convert(self.root / "small", path, format="torch", overwrite=True, durable=False)
+            fsdp_optim.convert(
+                self.root / "small", path, format="torch", options=fsdp_optim.ConvertOptions(durable=False)
+            )
+        fsdp_optim.convert(
+            self.root / "small", path, format="torch", overwrite=True, options=fsdp_optim.ConvertOptions(durable=False)
+        )
         check_same("weights", load(path / "model.pt"), dict(model.state_dict()))

@@ -17,6 +17,7 @@ from torch import nn
 import fsdp_optim
 from kit.checkpoint_format import read_manifest
 from kit.checkpoints import InFolder
+from kit.options import as_options
 from kit.wrapping import check_same
 
 HOUR = 3600 * 10**9
@@ -27,7 +28,9 @@ LOG = "fsdp_optim"
 def save(path: Path, model: nn.Module | None = None, weights_only: bool = False, **options: Any) -> None:
     model = model or nn.Linear(3, 2)
     optim = None if weights_only else torch.optim.SGD(model.parameters())
-    fsdp_optim.save(path, model, optim, **{"durable": False, "progress": False, **options})
+    fsdp_optim.save(
+        path, model, optim, **as_options(fsdp_optim.SaveOptions, **{"durable": False, "progress": False, **options})
+    )
 
 
 def load(path: Path) -> Any:

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import fsdp_optim
+from kit.options import as_options
 from kit.wrapping import (
     STEPS,
     Differs,
@@ -53,12 +54,12 @@ class Whole(Net):
 
 def save(path: Path, trained: Trained, **kwargs: Any) -> Any:
     options = {"durable": False, "progress": False, "process_group": trained.process_group, **kwargs}
-    return fsdp_optim.save(path, trained.model, trained.optim, **options)
+    return fsdp_optim.save(path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
 
 def load(path: Path, trained: Trained, **kwargs: Any) -> Any:
     options = {"progress": False, "process_group": trained.process_group, **kwargs}
-    return fsdp_optim.load(path, trained.model, trained.optim, **options)
+    return fsdp_optim.load(path, trained.model, trained.optim, **as_options(fsdp_optim.LoadOptions, **options))
 
 
 def optims_of(trained: Trained) -> list[torch.optim.Optimizer]:
@@ -210,7 +211,7 @@ WRITES = ("pwrite", "pwritev", "write", "fsync", "fdatasync", "rename", "replace
 
 def async_save(path: Path, trained: Trained, **kwargs: Any) -> Any:
     options = {"durable": False, "progress": False, "process_group": trained.process_group, **kwargs}
-    return fsdp_optim.async_save(path, trained.model, trained.optim, **options)
+    return fsdp_optim.async_save(path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_optim
+from kit.options import as_options
 from kit.wraps import WRAPPERS
 
 
@@ -67,7 +68,9 @@ class Run:
         options.setdefault("durable", False)
         if wrapper == "plain" and dist.is_initialized():
             options.setdefault("process_group", dist.group.WORLD)
-        self.manager = fsdp_optim.CheckpointManager(root, self.model, self.optim, **options)
+        self.manager = fsdp_optim.CheckpointManager(
+            root, self.model, self.optim, **as_options(fsdp_optim.ManagerOptions, **options)
+        )
 
     def train(self, step: int) -> None:
         """One training step, without the manager."""

@@ -21,6 +21,7 @@ from kit.elements import Numbers
 from kit.local_parts import LocalSteps, access_of, like, local_of, steps_local_parts
 from kit.models import Net
 from kit.optimizers import adam, each_of, make_optimizer
+from kit.options import as_options
 from kit.wraps import WRAPPERS
 
 STEPS = 3
@@ -145,15 +146,21 @@ class Trained:
 
     def gather(self, recipient_rank: int | None = 0, key_by: Any = "id", **kwargs: Any) -> Any:
         kwargs.setdefault("process_group", self.process_group)
-        return fsdp_optim.gather_full_optim_state_dict(self.model, self.optim, recipient_rank, key_by, **kwargs)
+        return fsdp_optim.gather_full_optim_state_dict(
+            self.model, self.optim, recipient_rank, key_by, **as_options(fsdp_optim.CallOptions, **kwargs)
+        )
 
     def shard(self, full: Any, **kwargs: Any) -> Any:
-        return fsdp_optim.get_shard_from_optim_state_dict(self.model, self.optim, full, **kwargs)
+        return fsdp_optim.get_shard_from_optim_state_dict(
+            self.model, self.optim, full, **as_options(fsdp_optim.CallOptions, **kwargs)
+        )
 
     def scatter(self, full: Any, source_rank: int = 0, **kwargs: Any) -> Any:
         kwargs.setdefault("process_group", self.process_group)
         given = full if dist.get_rank() == source_rank else None
-        return fsdp_optim.scatter_full_optim_state_dict(self.model, self.optim, given, source_rank, **kwargs)
+        return fsdp_optim.scatter_full_optim_state_dict(
+            self.model, self.optim, given, source_rank, **as_options(fsdp_optim.CallOptions, **kwargs)
+        )
 
     def load(self, full: Any) -> None:
         fsdp_optim.load_optim_state_dict(self.optim, self.shard(full))

@@ -18,6 +18,7 @@ from kit.elements import Numbers
 from kit.local_parts import like, local_of
 from kit.models import Net, freeze_stem
 from kit.optimizers import Make, OfModel, Optim, adam, adamw_tensor_lr, each_of, sgd, two_groups, without_stem
+from kit.options import as_options
 from kit.trained import STEPS, Oracle, Trained, known_oracle
 from kit.wraps import (
     WORLD_SIZES,
@@ -176,7 +177,11 @@ def check_trip(
     before = snapshot(trained)
     full = trained.gather(None, key_by, **kwargs)
     named = trained.gather(last, "name", **kwargs)
-    listed = dict(fsdp_optim.iter_full_optim_state(trained.model, trained.optim, last, **kwargs))
+    listed = dict(
+        fsdp_optim.iter_full_optim_state(
+            trained.model, trained.optim, last, **as_options(fsdp_optim.CallOptions, **kwargs)
+        )
+    )
     check_same("the model and the optimizer, after gathering", snapshot(trained), before)
 
     untouched = snapshot(target)

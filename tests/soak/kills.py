@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.options import as_options
 from kit.wrapping import check_same
 
 import fsdp_optim
@@ -137,7 +138,13 @@ class Kills:
     def _save(self, root: Path, mode: str, number: int) -> None:
         fill(plain(), number)
         options: Any = MODES[mode.removeprefix("async ")]
-        fsdp_optim.save(path_of(root, mode, number), plain().model, plain().optim, extra={"number": number}, **options)
+        fsdp_optim.save(
+            path_of(root, mode, number),
+            plain().model,
+            plain().optim,
+            state={"number": number},
+            **as_options(fsdp_optim.SaveOptions, **options),
+        )
 
     def _kill(self, case: Case, death: Death) -> tuple[list[int], Path]:
         """Let the ranks save until the victims are dead."""

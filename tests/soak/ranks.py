@@ -161,7 +161,9 @@ def load_again_and_again(order: dict[str, Any], rank: int) -> None:
         try:
             if path is None:
                 raise Differs(f"latest finds nothing in {sorted(os.listdir(root))}")
-            number = fsdp_optim.load(path, one.model, one.optim, verify=order["verify"])["number"]
+            number = fsdp_optim.load(
+                path, one.model, one.optim, options=fsdp_optim.LoadOptions(verify=order["verify"])
+            ).state["number"]
         except fsdp_optim.CheckpointError as error:
             if saves_ended(order["saver"]) - before < least_replaced(order["mode"]):
                 raise Differs(
@@ -356,7 +358,7 @@ def check_loads(folder: Path) -> int:
     check_folder(folder)
     target = plain()
     fill(target, 12345)
-    number = fsdp_optim.load(folder, target.model, target.optim)["number"]
+    number = fsdp_optim.load(folder, target.model, target.optim).state["number"]
     check_values(folder.name, target, number)
     return number
 

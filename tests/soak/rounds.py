@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.options import as_options
 from kit.wrapping import Differs, Trained, adam, check_same, differences, local_of
 
 import fsdp_optim
@@ -45,25 +46,48 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
     group: Any = {"process_group": one.process_group, "timeout": LIMIT}
     full = one.gather(0, timeout=LIMIT)
     named = one.gather(None, "name", timeout=LIMIT)
-    for _ in fsdp_optim.iter_full_optim_state(one.model, one.optim, 0, **group):
+    for _ in fsdp_optim.iter_full_optim_state(one.model, one.optim, 0, **as_options(fsdp_optim.CallOptions, **group)):
         pass
     fsdp_optim.load_optim_state_dict(target.optim, target.scatter(full))
     fsdp_optim.load_optim_state_dict(target.optim, target.shard(named))
-    fsdp_optim.transfer_optim_state(one.model, one.optim, target.model, target.optim, **group)
+    fsdp_optim.transfer_optim_state(
+        one.model, one.optim, target.model, target.optim, **as_options(fsdp_optim.CallOptions, **group)
+    )
     extras = {"extra": {"number": number}, "per_rank_extra": {"rank": dist.get_rank()}}
-    fsdp_optim.save(root / "current", one.model, one.optim, overwrite=True, **extras, **group)
-    handle = fsdp_optim.async_save(root / f"step-{number}", one.model, one.optim, keep_last=2, **extras, **group)
+    fsdp_optim.save(
+        root / "current",
+        one.model,
+        one.optim,
+        overwrite=True,
+        **as_options(fsdp_optim.SaveOptions, **extras),
+        **as_options(fsdp_optim.SaveOptions, **group),
+    )
+    handle = fsdp_optim.async_save(
+        root / f"step-{number}",
+        one.model,
+        one.optim,
+        **as_options(fsdp_optim.SaveOptions, **extras, keep_last=2),
+        **as_options(fsdp_optim.SaveOptions, **group),
+    )
     handle.wait(LIMIT)
     for path in (root / "current", fsdp_optim.latest(root)):
-        restored = fsdp_optim.load(path, target.model, target.optim, check="bitwise", **group)  # type: ignore[arg-type]
-        check_same("extras", (restored["number"], restored.per_rank), (number, {"rank": dist.get_rank()}))
+        restored = fsdp_optim.load(
+            path, target.model, target.optim, **as_options(fsdp_optim.LoadOptions, **group, compare=True)
+        )  # type: ignore[arg-type]
+        check_same("extras", (restored.state["number"], restored.per_rank), (number, {"rank": dist.get_rank()}))
     for mine, theirs in zip(one.params, target.params, strict=True):
         found = list(differences(local_of(theirs).detach(), local_of(mine).detach()))
         if found:
             raise Differs(f"round {number}: {found[:3]}")
     for path, options in ((root / "nothing", {}), (root / "current", {"strict": False, "keep": ("nobody",)})):
         try:
-            fsdp_optim.load(path, target.model, target.optim, **options, **group)  # type: ignore[arg-type]
+            fsdp_optim.load(
+                path,
+                target.model,
+                target.optim,
+                **as_options(fsdp_optim.LoadOptions, **options),
+                **as_options(fsdp_optim.LoadOptions, **group),
+            )  # type: ignore[arg-type]
         except fsdp_optim.FsdpOptimError:
             continue
         raise Differs(f"round {number}: {path.name} was loaded")

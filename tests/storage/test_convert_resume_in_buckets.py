@@ -29,7 +29,7 @@ from fsdp_optim.buckets.s3.bucket import S3Bucket
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.offline import convert as conversion
-from fsdp_optim.options import ConvertOptions, Options
+from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.testing import run_on_ranks
 
 PART = 4 << 10
@@ -77,7 +77,7 @@ class Stopped(BaseException):
 def converted(source: Path, bucket: MemoryBucket, *, dead_after: float = DEAD_AFTER, **options: Any) -> int:
     place = ObjectStore(bucket, "run/to", OURS.probe, part_nbytes=PART, dead_after=dead_after)
     wanted = {"memory": MEMORY, "max_file_size": 64 << 10, **options}
-    return conversion.convert(source, place, ConvertOptions(Options(), **wanted)).nbytes_written
+    return conversion.convert(source, place, ConvertArguments(**wanted)).nbytes_written
 
 
 def content_of(bucket: MemoryBucket) -> dict[str, bytes]:
@@ -225,7 +225,9 @@ class InMemoryTest(SharedFolder):
 
 
 def resumed_by_ranks(source: Path, target: str, options: ServerOptions) -> int:
-    return fsdp_optim.convert(source, target, memory=MEMORY, storage_options=options).nbytes_written
+    return fsdp_optim.convert(
+        source, target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, storage_options=options)
+    ).nbytes_written
 
 
 class OnServersTest(unittest.TestCase):
@@ -237,7 +239,9 @@ class OnServersTest(unittest.TestCase):
         cls.addClassCleanup(folder.cleanup)
         cls.source, cls.wanted = Path(folder.name) / "source", Path(folder.name) / "wanted"
         save_some(cls.source, num_layers=2, width=128)
-        cls.nbytes = fsdp_optim.convert(cls.source, cls.wanted, memory=MEMORY, durable=False).nbytes
+        cls.nbytes = fsdp_optim.convert(
+            cls.source, cls.wanted, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+        ).nbytes
 
     def killed(self, kind: Server, num: int) -> tuple[str, ServerOptions]:
         """Convert in a process that is killed when it puts part `num`; the place and its options."""
@@ -250,14 +254,22 @@ class OnServersTest(unittest.TestCase):
 
     def check(self, target: str, options: ServerOptions) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            fsdp_optim.convert(target, Path(folder) / "back", durable=False, storage_options=options, memory=MEMORY)
+            fsdp_optim.convert(
+                target,
+                Path(folder) / "back",
+                options=fsdp_optim.ConvertOptions(durable=False, storage_options=options, bucket_nbytes=MEMORY),
+            )
             check_same("files", data_of(Path(folder) / "back"), data_of(self.wanted))
 
     @expand(soon=[("rclone", 14)], later=[("moto", 14), ("moto", 1), ("moto", 24)])
     def test_only_the_rest_is_put(self, kind: Server, num: int) -> None:
         target, options = self.killed(kind, num)
         with Proxy(port_of(options)) as proxy:
-            done = fsdp_optim.convert(self.source, target, memory=MEMORY, storage_options=proxy.options(options))
+            done = fsdp_optim.convert(
+                self.source,
+                target,
+                options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, storage_options=proxy.options(options)),
+            )
             sent = sum(nbytes for key, nbytes in proxy.by_key("PUT").items() if key.endswith(".safetensors"))
         self.check(target, options)
         self.assertEqual(done.nbytes, self.nbytes)

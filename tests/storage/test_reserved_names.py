@@ -50,7 +50,9 @@ class NamesTest(CatalogTest):
             lambda: async_saved(path),
             lambda: fsdp_optim.convert(self.root / "source", path),
             lambda: fsdp_optim.convert(self.root / "source", path, format="torch"),
-            lambda: fsdp_optim.async_save(self.root / "b", nn.Linear(3, 2), upload_to=f"file://{path}").wait(60),
+            lambda: fsdp_optim.async_save(
+                self.root / "b", nn.Linear(3, 2), options=fsdp_optim.SaveOptions(upload_to=f"file://{path}")
+            ).wait(60),
             lambda: save(f"file://{path}"),  # type: ignore[arg-type]
             lambda: save(f"memory://{self.id()}/{name}"),  # type: ignore[arg-type]
             lambda: save(f"memory://{self.id()}/{name}/step-1"),  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoints import mine, scramble
 from kit.managed import Run
+from kit.options import as_options
 from kit.servers import new_bucket, shared
 from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 from safetensors.torch import load_file
@@ -47,11 +48,11 @@ def save_all(root: str, options: Options, wraps: Sequence[str]) -> list[tuple[in
             asked |= {"max_file_size": 500} if wrap in SPLIT else {}
             url = f"{root}/{wrap.replace(' ', '-')}"
             if wrap in IN_BACKGROUND:
-                handle = fsdp_optim.async_save(url, one.model, one.optim, **asked)
+                handle = fsdp_optim.async_save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
                 scramble(one)
                 saved = handle.wait()
             else:
-                saved = fsdp_optim.save(url, one.model, one.optim, **asked)
+                saved = fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
             check_same("the place", saved.path, url)
             found.append((saved.nbytes, saved.nbytes_written))
     return found
@@ -65,9 +66,11 @@ def load_all(root: str, options: Options, wraps: Sequence[str]) -> None:
             scramble(other)
             asked: Options = {"process_group": other.process_group, "progress": False, "storage_options": options}
             url = f"{root}/{source.replace(' ', '-')}"
-            restored = fsdp_optim.load(url, other.model, other.optim, check="bitwise", **asked)
+            restored = fsdp_optim.load(
+                url, other.model, other.optim, **as_options(fsdp_optim.LoadOptions, **asked, compare=True)
+            )
             check_same(f"{source} into {wrap}", mine(other), mine(expected))
-            check_same("extra", (restored["wrap"], restored.summary.step), (source, 3))
+            check_same("extra", (restored.state["wrap"], restored.step), (source, 3))
             check_same("per rank", restored.per_rank, dist.get_rank())
 
 
@@ -102,19 +105,29 @@ def save_and_upload(folder: str, root: str, options: Options) -> None:
     with cpu():
         one = Trained("FSDP2", adam, steps=1)
         asked: Options = {"storage_options": options, "progress": False, "durable": False, "extra": {"a": 1}}
-        saved = fsdp_optim.save(f"{folder}/step-1", one.model, one.optim, upload_to=f"{root}/step-1", **asked)
+        saved = fsdp_optim.save(
+            f"{folder}/step-1",
+            one.model,
+            one.optim,
+            **as_options(fsdp_optim.SaveOptions, **asked, upload_to=f"{root}/step-1"),
+        )
         if saved.upload is None:
             raise Differs("there is no upload")
         check_same("the place", saved.upload.wait().path, Path(folder, "step-1"))
         for _ in range(2):
             one = Trained("FSDP2", adam)
             asked |= {"overwrite": True, "upload_to": f"{root}/step-1", "per_rank_extra": dist.get_rank()}
-            handle = fsdp_optim.async_save(f"{folder}/step-1", one.model, one.optim, **asked)
+            handle = fsdp_optim.async_save(
+                f"{folder}/step-1", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+            )
             scramble(one)
             handle.wait()
         other = Trained("fairscale flat", adam, steps=0)
         restored = fsdp_optim.load(
-            f"{root}/step-1", other.model, other.optim, storage_options=options, check="bitwise", progress=False
+            f"{root}/step-1",
+            other.model,
+            other.optim,
+            options=fsdp_optim.LoadOptions(storage_options=options, compare=True, progress=False),
         )
         check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
         check_same("per rank", restored.per_rank, dist.get_rank())
@@ -123,7 +136,9 @@ def save_and_upload(folder: str, root: str, options: Options) -> None:
 def save_for_cache(url: str, options: Options) -> None:
     with cpu():
         one = Trained("FSDP2", adam)
-        fsdp_optim.save(url, one.model, one.optim, storage_options=options, progress=False)
+        fsdp_optim.save(
+            url, one.model, one.optim, options=fsdp_optim.SaveOptions(storage_options=options, progress=False)
+        )
 
 
 def load_with_cache(url: str, options: Options, folder: str) -> int:
@@ -139,7 +154,7 @@ def load_with_cache(url: str, options: Options, folder: str) -> int:
         other = Trained("fairscale flat", adam, steps=0)
         scramble(other)
         asked: Options = {"storage_options": options, "progress": False, "local_cache": folder}
-        fsdp_optim.load(url, other.model, other.optim, check="bitwise", **asked)
+        fsdp_optim.load(url, other.model, other.optim, **as_options(fsdp_optim.LoadOptions, **asked, compare=True))
         check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
     return num
 
@@ -150,11 +165,21 @@ def upload_to_nowhere(folder: str, root: str, options: Options) -> tuple[tuple[s
         one = Trained("FSDP2", adam, steps=1)
         asked: Options = {"storage_options": options, "progress": False, "durable": False}
         missing = error_text(
-            lambda: fsdp_optim.save(f"{folder}/a", one.model, one.optim, upload_to="s3://no-such-bucket/a", **asked)
+            lambda: fsdp_optim.save(
+                f"{folder}/a",
+                one.model,
+                one.optim,
+                **as_options(fsdp_optim.SaveOptions, **asked, upload_to="s3://no-such-bucket/a"),
+            )
         )
         failing = mock.patch.object(S3Bucket, "put_part", side_effect=CheckpointError("the line is cut"))
         with failing if dist.get_rank() == 1 else nullcontext():
-            saved = fsdp_optim.save(f"{folder}/b", one.model, one.optim, upload_to=f"{root}/b", **asked)
+            saved = fsdp_optim.save(
+                f"{folder}/b",
+                one.model,
+                one.optim,
+                **as_options(fsdp_optim.SaveOptions, **asked, upload_to=f"{root}/b"),
+            )
             broken = error_text(saved.upload.wait)  # type: ignore[union-attr]
         return missing, broken
 

@@ -25,8 +25,19 @@ def save_and_load(url: str, options: Options) -> None:
     with cpu():
         one, other = Trained("FSDP2", adam), Trained("fairscale flat", adam, steps=0)
         scramble(other)
-        fsdp_optim.save(url, one.model, one.optim, storage_options=options, progress=False, extra={"a": 1})
-        found = fsdp_optim.load(url, other.model, other.optim, storage_options=options, progress=False, check="bitwise")
+        fsdp_optim.save(
+            url,
+            one.model,
+            one.optim,
+            options=fsdp_optim.SaveOptions(storage_options=options, progress=False),
+            state={"a": 1},
+        )
+        found = fsdp_optim.load(
+            url,
+            other.model,
+            other.optim,
+            options=fsdp_optim.LoadOptions(storage_options=options, progress=False, compare=True),
+        )
         check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
         check_same("extra", dict(found), {"a": 1})
 
@@ -45,7 +56,9 @@ def fail(verb: str, url: str, options: Options) -> tuple[str, str, float]:
 def save_plainly(url: str, options: Options) -> None:
     with cpu():
         one = Trained("FSDP2", adam)
-        fsdp_optim.save(url, one.model, one.optim, storage_options=options, progress=False)
+        fsdp_optim.save(
+            url, one.model, one.optim, options=fsdp_optim.SaveOptions(storage_options=options, progress=False)
+        )
 
 
 class FaultsTest(unittest.TestCase):

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from kit.cases import expand
 from kit.interrupted import left_over
+from kit.options import as_options
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
 from kit.wrapping import Trained, adam, cpu
@@ -47,8 +48,8 @@ def save_well(url: str, options: Options) -> None:
     with cpu():
         one = Trained("FSDP2", adam, 1)
         asked: dict[str, Any] = {"storage_options": options, "progress": False}
-        fsdp_optim.save(url, one.model, one.optim, overwrite=True, **asked)
-        fsdp_optim.load(url, one.model, one.optim, check="bitwise", **asked)
+        fsdp_optim.save(url, one.model, one.optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **asked))
+        fsdp_optim.load(url, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked, compare=True))
 
 
 class LatePutsTest(unittest.TestCase):

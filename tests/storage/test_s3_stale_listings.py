@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand
+from kit.options import as_options
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
 from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text, local_of
@@ -21,10 +22,9 @@ from fsdp_optim.buckets.objects.base import Found
 from fsdp_optim.buckets.objects.memory import MemoryBucket
 from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.checkpoint.catalog import newest as catalog
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.options import Options as CallOptions
-from fsdp_optim.options import SaveOptions
 from fsdp_optim.testing import run_on_ranks
 
 KEEP_LAST, NUM_SAVES = 2, 3
@@ -33,8 +33,13 @@ KEEP_LAST, NUM_SAVES = 2, 3
 def check_at(url: str, options: Options, numbers: range) -> int:
     """The number of the save that is at a URL; raises unless it is whole, and one of these saves. Called by all ranks."""
     other = Trained("FSDP2", adam, 1)
-    loaded = fsdp_optim.load(url, other.model, other.optim, storage_options=options, progress=False, check="bitwise")
-    number = int(loaded["number"])
+    loaded = fsdp_optim.load(
+        url,
+        other.model,
+        other.optim,
+        options=fsdp_optim.LoadOptions(storage_options=options, progress=False, compare=True),
+    )
+    number = int(loaded.state["number"])
     if number not in numbers or not all(bool((local_of(param) == number).all()) for param in other.params):
         raise Differs(f"{url}: save {number}, not all of one of the saves {numbers}")
     return number
@@ -61,9 +66,16 @@ def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None
                 for param in one.params:
                     local_of(param).fill_(number)
             asked: dict[str, Any] = {"storage_options": stale, "progress": False, "extra": {"number": number}}
-            fsdp_optim.save(f"{root}/step-{number}", one.model, one.optim, keep_last=KEEP_LAST, **asked)
+            fsdp_optim.save(
+                f"{root}/step-{number}",
+                one.model,
+                one.optim,
+                **as_options(fsdp_optim.SaveOptions, **asked, keep_last=KEEP_LAST),
+            )
             given.append(look(f"{root}/step-{number}", stale, direct, number))
-            fsdp_optim.save(f"{root}/current", one.model, one.optim, overwrite=True, **asked)
+            fsdp_optim.save(
+                f"{root}/current", one.model, one.optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **asked)
+            )
             given.append(look(f"{root}/current", stale, direct, number))
             check_at(f"{root}/current", direct, range(number, number + 1))
             for kept in range(max(1, number - KEEP_LAST + 1), number + 1):
@@ -77,7 +89,7 @@ def save_number(url: str, number: int, options: Options, keep_last: int | None =
         for param in one.params:
             local_of(param).fill_(number)
     asked: dict[str, Any] = {"storage_options": options, "progress": False, "extra": {"number": number}}
-    fsdp_optim.save(url, one.model, one.optim, keep_last=keep_last, **asked)
+    fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked, keep_last=keep_last))
 
 
 def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
@@ -97,7 +109,11 @@ def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
             )
         one = Trained("FSDP2", adam, 1)
         asked: dict[str, Any] = {"storage_options": stale, "progress": False}
-        error, words = error_text(lambda: fsdp_optim.load(f"{root}/step-1", one.model, one.optim, **asked))
+        error, words = error_text(
+            lambda: fsdp_optim.load(
+                f"{root}/step-1", one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked)
+            )
+        )
         check_same("load of what was removed", (error, f"{root}/step-1" in words), ("CheckpointError", True))
         check_at(f"{root}/step-4", stale, range(4, 5))
         save_number(f"{root}/step-5", 5, stale)
@@ -137,7 +153,7 @@ class OrderTest(unittest.TestCase):
         for number in range(1, 5):
             bucket.is_stale = number == 3
             store = ObjectStore(bucket, f"run/step-{number}", OURS.probe)
-            save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False, keep_last=2))
+            save(store, one.model, one.optim, SaveArguments(durable=False, progress=False, keep_last=2))
             bucket.is_stale = False
             self.assertEqual(catalog.latest(store.directory()), f"memory://bucket/run/step-{number}")
         self.assertEqual(list(bucket.folders("run/")), ["run/step-3", "run/step-4"])
@@ -147,7 +163,7 @@ class OrderTest(unittest.TestCase):
         bucket, one = StaleBucket(), Trained("plain", adam, 1)
         store = ObjectStore(bucket, "run/current", OURS.probe)
         for bucket.is_stale in (False, True, True, False):
-            save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False, overwrite=True))
+            save(store, one.model, one.optim, SaveArguments(durable=False, progress=False, overwrite=True))
             with store.open() as opened:
                 status = OURS.probe.status_in(opened, whole=True)
             self.assertTrue(status.is_complete, status.reason)

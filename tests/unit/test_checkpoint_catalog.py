@@ -40,9 +40,19 @@ class OrderTest(CatalogTest):
         for number, step in enumerate((10, 20, 30, 40)):
             with clock(-1.0 if number >= 2 else 0.0):
                 if kind == "save":
-                    fsdp_optim.save(self.root / f"step-{step}", model, optim, keep_last=2, durable=False)
+                    fsdp_optim.save(
+                        self.root / f"step-{step}",
+                        model,
+                        optim,
+                        options=fsdp_optim.SaveOptions(keep_last=2, durable=False),
+                    )
                 else:
-                    fsdp_optim.async_save(self.root / f"step-{step}", model, optim, keep_last=2, durable=False).wait(60)
+                    fsdp_optim.async_save(
+                        self.root / f"step-{step}",
+                        model,
+                        optim,
+                        options=fsdp_optim.SaveOptions(keep_last=2, durable=False),
+                    ).wait(60)
             self.check_latest(f"step-{step}")
         self.check_only("step-30", "step-40")
 
@@ -157,7 +167,7 @@ class OrderTest(CatalogTest):
             check_same("step", restored.summary.step, 7)
         check_folder(self.path)
         save(self.path, overwrite=True)
-        check_same("step", fsdp_optim.load(self.path).summary.step, None)
+        check_same("step", fsdp_optim.load(self.path).step, None)
 
     @parameterized.expand(((-1,), (1.5,), (True,), ("7",), (2**63,)))
     def test_a_step_that_is_none(self, step: Any) -> None:
@@ -218,7 +228,12 @@ class KeepLastTest(CatalogTest):
     def test_other_values_and_another_optimizer_are_the_same_content(self) -> None:
         model = nn.Linear(3, 2)
         fsdp_optim.save(self.root / "step-1", model, torch.optim.SGD(model.parameters()))
-        fsdp_optim.save(self.root / "step-2", model, torch.optim.Adam(model.parameters()), keep_last=1)
+        fsdp_optim.save(
+            self.root / "step-2",
+            model,
+            torch.optim.Adam(model.parameters()),
+            options=fsdp_optim.SaveOptions(keep_last=1),
+        )
         self.check_only("step-2")
 
     @parameterized.expand(((False,), (True,)))

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import LoadSummary, Restored
 
 
 class PublicNamesTest(unittest.TestCase):
@@ -45,7 +44,13 @@ class PublicNamesTest(unittest.TestCase):
     def test_an_inspected_checkpoint_describes_itself(self) -> None:
         model = nn.Linear(3, 2)
         with tempfile.TemporaryDirectory() as folder:
-            fsdp_optim.save(f"{folder}/a", model, torch.optim.SGD(model.parameters()), step=3, durable=False)
+            fsdp_optim.save(
+                f"{folder}/a",
+                model,
+                torch.optim.SGD(model.parameters()),
+                step=3,
+                options=fsdp_optim.SaveOptions(durable=False),
+            )
             found = fsdp_optim.inspect(f"{folder}/a")
             self.assertEqual(
                 repr(found),

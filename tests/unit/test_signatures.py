@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from kit.options import as_options
 from parameterized import parameterized
 from torch import nn
 
@@ -218,12 +219,14 @@ class ManagerTest(unittest.TestCase):
             method = fsdp_optim.CheckpointManager.__init__
             keys = set(self.arguments(method, SaveOptions)) - {"keep_last"}
             given: dict[str, Any] = {key: object() for key in keys}
-            manager = fsdp_optim.CheckpointManager("/somewhere", nn.Linear(1, 1), **given)
+            manager = fsdp_optim.CheckpointManager(
+                "/somewhere", nn.Linear(1, 1), **as_options(fsdp_optim.ManagerOptions, **given)
+            )
             saving = run.call_args.args[-1].saving
             for key, value in given.items():
                 self.assertIs(getattr(saving.call if hasattr(saving.call, key) else saving, key), value, key)
             later: dict[str, Any] = {key: object() for key in self.arguments(manager.resume, ResumeOptions)}
-            manager.resume(**later)
+            manager.resume(**as_options(fsdp_optim.LoadOptions, **later))
             asked = run.return_value.load.call_args.args[-1]
             shared = {key: value for key, value in given.items() if hasattr(asked, key)}
             for key, value in {**shared, **later}.items():

@@ -13,10 +13,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.options import as_options
 from kit.wrapping import Trained, adam, check_refused, error_text
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
+import fsdp_optim.fairscale
 from fsdp_optim.errors import FsdpOptimError
 from fsdp_optim.options import (
     Arguments,
@@ -108,24 +110,41 @@ class Calls:
         model, optim = self.trained.model, self.trained.optim
         match verb:
             case "gather":
-                return fsdp_optim.gather_full_optim_state_dict(model, optim, **given)
+                return fsdp_optim.gather_full_optim_state_dict(
+                    model, optim, **as_options(fsdp_optim.CallOptions, **given)
+                )
             case "iterate":
-                return dict(fsdp_optim.iter_full_optim_state(model, optim, **given))
+                return dict(
+                    fsdp_optim.iter_full_optim_state(model, optim, **as_options(fsdp_optim.CallOptions, **given))
+                )
             case "scatter":
-                return fsdp_optim.scatter_full_optim_state_dict(model, optim, self.full, **given)
+                return fsdp_optim.scatter_full_optim_state_dict(
+                    model, optim, self.full, **as_options(fsdp_optim.CallOptions, **given)
+                )
             case "transfer":
-                return fsdp_optim.transfer_optim_state(model, optim, self.fresh.model, self.fresh.optim, **given)
+                return fsdp_optim.transfer_optim_state(
+                    model, optim, self.fresh.model, self.fresh.optim, **as_options(fsdp_optim.CallOptions, **given)
+                )
             case "get_shard, sharded":
-                return fsdp_optim.get_shard_from_optim_state_dict(model, optim, self.sharded, **given)
+                return fsdp_optim.get_shard_from_optim_state_dict(
+                    model, optim, self.sharded, **as_options(fsdp_optim.CallOptions, **given)
+                )
             case "save" | "async_save":
                 call: Any = getattr(fsdp_optim, verb)
                 done = call(given.pop("path", self.folder / str(self.number)), model, optim, **given)
                 return done.wait() if verb == "async_save" else done
             case "load":
-                return fsdp_optim.load(given.pop("path", self.saved), self.fresh.model, self.fresh.optim, **given)
+                return fsdp_optim.load(
+                    given.pop("path", self.saved),
+                    self.fresh.model,
+                    self.fresh.optim,
+                    **as_options(fsdp_optim.LoadOptions, **given),
+                )
             case "resume":
                 root = given.pop("root", self.saved.parent)
-                return fsdp_optim.resume(root, self.fresh.model, self.fresh.optim, **given)
+                return fsdp_optim.resume(
+                    root, self.fresh.model, self.fresh.optim, **as_options(fsdp_optim.LoadOptions, **given)
+                )
         raise AssertionError(verb)
 
 
@@ -257,9 +276,9 @@ class AskedTest(unittest.TestCase):
         optim = torch.optim.Adam(model.parameters())
         for call in (
             lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, key_by="names"),  # type: ignore[arg-type]
-            lambda: fsdp_optim.iter_full_optim_state(model, optim, collect="none"),  # type: ignore[arg-type]
-            lambda: fsdp_optim.save("never-made", model, optim, keep_last=0),
-            lambda: fsdp_optim.load("not-there", keep="lr"),
+            lambda: fsdp_optim.fairscale.iter_full_optim_state(model, optim, collect="none"),  # type: ignore[arg-type]
+            lambda: fsdp_optim.save("never-made", model, optim, options=fsdp_optim.SaveOptions(keep_last=0)),
+            lambda: fsdp_optim.load("not-there", options=fsdp_optim.LoadOptions(keep_hyperparameters="lr")),
         ):
             with self.assertRaises(FsdpOptimError):
                 call()

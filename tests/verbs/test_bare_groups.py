@@ -24,7 +24,7 @@ class TestBareGroups(unittest.TestCase):
         for strict in (True, False):
             with self.assertRaisesRegex(StateError, wanted):
                 fsdp_optim.get_shard_from_optim_state_dict(model, optim, bare, strict=strict)
-        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, bare, groups="live")
+        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, bare, param_groups="live")
         fsdp_optim.load_optim_state_dict(optim, shard)
         check_same("lr", optim.param_groups[0]["lr"], 0.5)
         check_same("momentum", optim.state[model.bias], full["state"]["bias"])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
+from kit.options import as_options
 from kit.wrapping import OfModel, Trained, check_refused, check_same, cpu, error_text, snapshot
 from parameterized import parameterized
 from torch import nn
@@ -49,16 +50,23 @@ def regrouped(wrapper: str, folder: str) -> dict[str, tuple[str, str]]:
         source = Trained(wrapper, OfModel(one_group))
         group = source.process_group
         by_id, full = source.gather(None), source.gather(None, "name")
-        fsdp_optim.save(folder, source.model, source.optim, process_group=group)
+        fsdp_optim.save(folder, source.model, source.optim, options=fsdp_optim.SaveOptions(process_group=group))
         verbs: dict[str, Callable[..., Any]] = {
             "shard": lambda target, **o: target.shard(full, **o),
             "shard by id": lambda target, **o: target.shard(by_id, **o),
             "scatter": lambda target, **o: target.scatter(full, dist.get_world_size() - 1, **o),
             "transfer": lambda target, **o: fsdp_optim.transfer_optim_state(
-                source.model, source.optim, target.model, target.optim, process_group=group, **o
+                source.model,
+                source.optim,
+                target.model,
+                target.optim,
+                **as_options(fsdp_optim.CallOptions, **o, process_group=group),
             ),
             "load": lambda target, **o: fsdp_optim.load(
-                folder, target.model, target.optim, process_group=group, **{"check": "bitwise", **o}
+                folder,
+                target.model,
+                target.optim,
+                **as_options(fsdp_optim.LoadOptions, **{"check": "bitwise", **o}, process_group=group),
             ),
         }
         if wrapper == "FSDP2":
@@ -126,10 +134,10 @@ class GroupsTest(unittest.TestCase):
         saved.step()
         full = fsdp_optim.gather_full_optim_state_dict(model, saved, key_by="name")
         with self.assertRaisesRegex(fsdp_optim.StateError, "0.weight"):
-            fsdp_optim.get_shard_from_optim_state_dict(model, live, full, groups="live")
-        shard = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, groups="live", strict=False)
+            fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live")
+        shard = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live", strict=False)
         found = fsdp_optim.load_optim_state_dict(live, shard)
-        self.assertEqual((found.missing, found.unexpected), (("2.weight", "2.bias"), ("0.weight", "0.bias")))
+        self.assertEqual((found.missing_keys, found.unexpected_keys), (("2.weight", "2.bias"), ("0.weight", "0.bias")))
         for param in model[1].parameters():
             check_same("state", live.state[param], saved.state[param])
         self.assertEqual([group["lr"] for group in live.param_groups], [0.5, 0.5])
@@ -143,7 +151,7 @@ class GroupsTest(unittest.TestCase):
         live = [torch.optim.AdamW(part.parameters(), lr=0.5) for part in model]
         with self.assertRaisesRegex(fsdp_optim.StateError, "groups='live'"):
             fsdp_optim.get_shard_from_optim_state_dict(model, live, full)
-        shards = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, groups="live")
+        shards = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live")
         fsdp_optim.load_optim_state_dict(live, shards)
         for one in live:
             self.assertEqual(one.param_groups[0]["lr"], 0.5)

@@ -33,6 +33,7 @@ from kit.groups import (
     plain_net,
     step_plain,
 )
+from kit.options import as_options
 from kit.trained import state_by_name
 from kit.wrapping import by_name
 from parameterized import parameterized
@@ -40,8 +41,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel as FSDP
 from fsdp_optim.errors import StateError
+from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 STEPS = 3
@@ -64,7 +65,11 @@ def iterate_everything() -> None:
     state = state_by_name(plain, plain_optim)
     wanted = [(name, state.get(name, {})) for name in names_in(plain)]
     for recipient, nbytes in itertools.product((0, dist.get_world_size() - 1, None), BUCKETS):
-        found = list(fsdp_optim.iter_full_optim_state(model, optim, recipient, bucket_nbytes=nbytes))
+        found = list(
+            fsdp_optim.iter_full_optim_state(
+                model, optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=nbytes)
+            )
+        )
         mine = wanted if recipient in (rank, None) else [(name, None) for name, _ in wanted]
         check_same(f"iterated to {recipient} in buckets of {nbytes} bytes", found, mine, in_order=False)
     listed = dict(fsdp_optim.iter_full_optim_state(model, optim, None))
@@ -109,7 +114,9 @@ def memory_of_iter() -> float:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before = _status("VmRSS")
     elements = Elements()
-    for _, values in fsdp_optim.iter_full_optim_state(model, optim, None, bucket_nbytes=8 * MIB):
+    for _, values in fsdp_optim.iter_full_optim_state(
+        model, optim, None, options=fsdp_optim.CallOptions(bucket_nbytes=8 * MIB)
+    ):
         for value in values.values() if values is not None else ():
             elements.add(value)
         del value, values
@@ -153,7 +160,7 @@ class TestIter(unittest.TestCase):
             model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
             optim = adam(model.parameters())
             step_plain(model, optim, range(1))
-            items = fsdp_optim.iter_full_optim_state(model, optim, bucket_nbytes=nbytes)
+            items = fsdp_optim.iter_full_optim_state(model, optim, options=fsdp_optim.CallOptions(bucket_nbytes=nbytes))
             self.assertEqual(next(items)[0], "0.weight")
             change(optim.state[model.get_parameter(changed)])
             with self.assertRaisesRegex(
@@ -173,10 +180,14 @@ def gather_and_scatter_in_buckets(flatten: bool) -> None:
     fresh, fresh_optim, _ = nested_net(0, flatten_parameters=flatten)
     wanted = frozen_copy(optim)
     for nbytes, recipient in zip(BUCKETS, itertools.cycle((*range(world_size), None)), strict=False):
-        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, bucket_nbytes=nbytes)
+        full = fsdp_optim.gather_full_optim_state_dict(
+            model, optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=nbytes)
+        )
         check_gathered(full, recipient, *plain)
         source = recipient if recipient is not None else world_size - 1
-        shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, full, source, bucket_nbytes=nbytes)
+        shard = fsdp_optim.scatter_full_optim_state_dict(
+            fresh, fresh_optim, full, source, options=fsdp_optim.CallOptions(bucket_nbytes=nbytes)
+        )
         check_same(f"scattered from {source} in buckets of {nbytes} bytes", shard, wanted, in_order=False)
         if full is not None:
             check_same(
@@ -430,9 +441,15 @@ def everything_replicated(kind: str) -> None:
     wanted = frozen_copy(optim)
     options: dict[str, Any] = {"process_group": dist.group.WORLD} if kind == "group" else {}
     for recipient in (0, last, None) if kind != "plain" else (rank, None):
-        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, **options)
+        full = fsdp_optim.gather_full_optim_state_dict(
+            model, optim, recipient, **as_options(fsdp_optim.CallOptions, **options)
+        )
         check_gathered(full, recipient, *plain)
-        listed = list(fsdp_optim.iter_full_optim_state(model, optim, recipient, bucket_nbytes=64, **options))
+        listed = list(
+            fsdp_optim.iter_full_optim_state(
+                model, optim, recipient, **as_options(fsdp_optim.CallOptions, **options, bucket_nbytes=64)
+            )
+        )
         check_same("names", [name for name, _ in listed], names_in(plain[0]), in_order=False)
         if recipient in (rank, None):
             check_same("iterated", dict(listed), state_by_name(*plain), in_order=False)
@@ -441,7 +458,9 @@ def everything_replicated(kind: str) -> None:
         "get_shard", fsdp_optim.get_shard_from_optim_state_dict(fresh, fresh_optim, full), wanted, in_order=False
     )
     mine = full if rank == last else None  # also a plain model's state comes from one rank to all
-    shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, mine, last, **options)
+    shard = fsdp_optim.scatter_full_optim_state_dict(
+        fresh, fresh_optim, mine, last, **as_options(fsdp_optim.CallOptions, **options)
+    )
     check_same("scatter", shard, wanted, in_order=False)
     named = fsdp_optim.rekey_optim_state_dict(full, fresh, "name")
     check_same("by name: without `module.`", named["state"], state_by_name(*plain), in_order=False)
@@ -466,7 +485,13 @@ def replicas_that_differ() -> list[tuple[str, str, float]]:
     if dist.get_rank() == 1:
         next(iter(optim.state.values()))["exp_avg"][0, 0] += 1
     group = dist.group.WORLD
-    return [error_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, process_group=group))]
+    return [
+        error_of(
+            lambda: fsdp_optim.gather_full_optim_state_dict(
+                model, optim, options=fsdp_optim.CallOptions(process_group=group)
+            )
+        )
+    ]
 
 
 @fairscale_on_cpu()
