@@ -9,8 +9,6 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any
 
-import torch.distributed as dist
-
 from fsdp_optim.errors import CheckpointError, StateError
 
 _MOST_SECONDS = 366 * 24 * 3600.0
@@ -55,12 +53,6 @@ def _compared_text(option: Field[Any], value: Any) -> str:
         return f"{option.name}={int(value)!r}" if is_integer(value) else f"{option.name}={value!r}"
     function = option.metadata["compared_as"]
     return f"{option.name}={function(value)!r}" if function is not None else ""
-
-
-def name_of_group(group: dist.ProcessGroup | None) -> str:
-    """The name of a process group, equal on all ranks of the group. None stands for the group of all ranks."""
-    found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
-    return str(getattr(found, "group_name", None))
 
 
 def is_integer(value: object) -> bool:

@@ -26,7 +26,6 @@ from fsdp_optim.arguments import (
     check_switch,
     compared_as,
     is_integer,
-    name_of_group,
     seconds_of,
 )
 from fsdp_optim.errors import CheckpointError, StateError
@@ -65,6 +64,12 @@ CAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that `weights_dtype` takes, and casts. Smaller floating dtypes mean nothing without their scales."""
 
 
+def name_of_group(group: dist.ProcessGroup | None) -> str:
+    """The name of a process group, equal on all ranks of the group. None stands for the group of all ranks."""
+    found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
+    return str(getattr(found, "group_name", None))
+
+
 @dataclass(frozen=True)
 class CallOptions(Arguments):
     """Options of every call in which ranks take part.
@@ -91,6 +96,7 @@ class CallOptions(Arguments):
     on_replica_mismatch: OnReplicaMismatch = "error"
 
     def validate(self) -> None:
+        """Raise an error for a wrong value. The call does this, on all ranks."""
         check_one_of("on_replica_mismatch", self.on_replica_mismatch, ("error", "lowest_rank"))
         check_callable("name_of", self.name_of)
         check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_BUCKET_NBYTES, " bytes")
@@ -152,6 +158,7 @@ class SaveOptions(CallOptions):
     upload_to: str | None = None
 
     def validate(self) -> None:
+        """Raise an error for a wrong value. The call does this, on all ranks."""
         super().validate()
         check_rename(self.rename)
         check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
@@ -197,6 +204,7 @@ class LoadOptions(CallOptions):
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:
+        """Raise an error for a wrong value. The call does this, on all ranks."""
         super().validate()
         check_one_of("param_groups", self.param_groups, ("saved", "live"))
         check_names("keep_hyperparameters", self.keep_hyperparameters, "keep_hyperparameters=['lr']")
@@ -234,6 +242,7 @@ class ConvertOptions(Arguments):
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:
+        """Raise an error for a wrong value. The call does this, on all ranks."""
         seconds_of(self.timeout)
         check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
@@ -268,6 +277,7 @@ class ManagerOptions(SaveOptions):
     agree_every: int | None = None
 
     def validate(self) -> None:
+        """Raise an error for a wrong value. The call does this, on all ranks."""
         super().validate()
         for name in ("rename", "weights_dtype", "keep_last", "upload_to"):
             if getattr(self, name) is not None:

@@ -73,6 +73,7 @@ class LoadResult:
         absent: the FQNs of the optimizer's parameters without state in the checkpoint.
         num_tensors: the number of loaded tensors.
         nbytes: the bytes that this rank read.
+        read_all_ranks: reads what `all_ranks` returns.
     """
 
     state: dict[str, Any]

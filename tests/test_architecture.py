@@ -113,8 +113,10 @@ speed:
 state:
 storage:
 elements: errors
+results: errors
+arguments: errors
 layout: errors
-options: errors
+options: arguments errors
 storage.base: errors
 transport.job: errors machine
 buckets.objects: errors machine storage.base
@@ -129,7 +131,7 @@ transport: errors layout memory options plan transport.job
 formats.base: dtensors elements errors layout memory storage.base
 move: errors layout memory plan transport
 view: dtensors errors layout memory
-adapters: dtensors elements errors layout memory options view
+adapters: arguments dtensors elements errors layout memory options view
 foreign: errors formats.base storage.base
 formats.own: errors formats.base memory storage.base
 state.values: dtensors elements errors layout memory view
@@ -140,35 +142,36 @@ state.live: errors layout memory options plan state.dicts state.values view
 foreign.hugging_face: errors foreign foreign.dcp formats.base formats.own storage.base
 state.merged: errors layout memory options state.dicts state.live state.values view
 foreign.torch: errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory storage.base
-verbs: adapters dtensors elements errors layout memory move options speed state.dicts state.live state.merged
-    state.values transport view
+verbs: adapters arguments dtensors elements errors layout memory move options results speed state.dicts state.live
+    state.merged state.values transport view
 foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
 foreign.per_rank: errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
-checkpoint.common: adapters buckets elements errors foreign.dcp foreign.deepspeed foreign.hugging_face
-    foreign.per_rank foreign.torch formats.base formats.own layout memory move options plan speed state.dicts
-    state.live state.merged state.values storage.base storage.posix transport transport.job verbs view
-checkpoint.catalog: buckets checkpoint.common errors foreign.torch formats.base options storage.base storage.posix
+checkpoint.common: adapters arguments buckets elements errors foreign.dcp foreign.deepspeed foreign.hugging_face
+    foreign.per_rank foreign.torch formats.base formats.own layout memory move options plan results speed
+    state.dicts state.live state.merged state.values storage.base storage.posix transport transport.job verbs view
+checkpoint.catalog: arguments buckets checkpoint.common errors foreign.torch formats.base results storage.base
+    storage.posix
 checkpoint.load: adapters checkpoint.common errors foreign foreign.archive formats.base layout memory move options
-    plan speed state.dicts state.live state.merged state.values storage.base transport verbs view
-checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options state.merged
-    transport verbs
+    plan results speed state.dicts state.live state.merged state.values storage.base transport verbs view
+checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
+    state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
-    move options plan speed state.dicts state.live storage.base storage.posix transport verbs
-checkpoint.run: buckets checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors formats.base
-    memory options storage.posix transport verbs
+    move options plan results speed state.dicts state.live storage.base storage.posix transport verbs
+checkpoint.run: arguments buckets checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
+    formats.base memory options results storage.posix transport verbs
 checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save errors formats.own memory options
-    state.live storage.base storage.posix transport
-offline: adapters buckets checkpoint.common checkpoint.load checkpoint.save errors foreign foreign.archive
-    foreign.torch formats.base formats.own layout memory move options state.dicts state.live state.values
-    storage.base storage.posix transport
+    results state.live storage.base storage.posix transport
+offline: adapters arguments buckets checkpoint.common checkpoint.load checkpoint.save errors foreign
+    foreign.archive foreign.torch formats.base formats.own layout memory move options results state.dicts
+    state.live state.values storage.base storage.posix transport
 api: buckets checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save memory
-    offline options state.dicts state.live storage.posix verbs
-cli: api errors
-fairscale: api errors options state.dicts state.live
+    offline options results state.dicts state.live storage.posix verbs
+cli: api errors options
+fairscale: api errors memory options state.dicts state.live verbs
 integrations: (top) api buckets checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    checkpoint.trainers errors memory options state.live storage.base storage.posix
+    checkpoint.trainers errors memory options results state.live storage.base storage.posix
 testing: adapters api buckets.objects errors foreign formats.base layout memory plan storage.base transport view
-(top): api errors fairscale
+(top): api errors
 __main__: cli
 """
 
@@ -609,7 +612,7 @@ class TestImport(unittest.TestCase):
         assert not [name for name in ours if name.startswith(f"{PACKAGE}.integrations")]
 
     def test_asking_for_the_drop_in_loads_fairscale(self) -> None:
-        loaded = loaded_by(f"from {PACKAGE} import FullyShardedDataParallel")
+        loaded = loaded_by(f"from {PACKAGE}.fairscale import FullyShardedDataParallel")
         assert "fairscale" in loaded
         assert not [name for name in loaded if name.startswith("torch.distributed.fsdp.fully_sharded")]
 

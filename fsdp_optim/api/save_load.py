@@ -85,12 +85,15 @@ def async_save(
     format: SavedFormat = "safetensors",
     options: SaveOptions = _SAVE,
 ) -> SaveHandle:
-    """As `save`, with the same arguments, but returns when the state is copied to host memory, so that training may continue.
+    """As `save`, but returns when the state is copied to host memory, so that training may continue and change the state.
 
     Called by all ranks of the model. One thread of each rank writes the copy, without collective calls. `handle.wait()` and the
     next save or async_save of this process wait for this save, with `upload_to` also for the upload, and raise its error; the
     exit of the process waits too. Memory: one copy of the part that this rank writes (its shard, or its share of replicated
     values), until that part is written.
+
+    Args:
+        path, model, optim, state, step, overwrite, weights, format, options: as for `save`.
 
     Returns:
         A `SaveHandle` for this save.

@@ -321,7 +321,7 @@ def refuse_meta(folder: str) -> dict[str, tuple[str, str]]:
         group = dist.group.WORLD if name == "plain" else None
         optim = adam(model.parameters())
         found[f"{name}: load"] = refusal(
-            lambda: fsdp_optim.load(saved.path, model, options=fsdp_optim.LoadOptions(process_group=group))
+            lambda: fsdp_optim.load(saved.path, model, options=fsdp_optim.LoadOptions(process_group=group))  # noqa: B023
         )
         found[f"{name}: save"] = refusal(
             lambda: fsdp_optim.save(where / f"{name}", model, options=fsdp_optim.SaveOptions(process_group=group))  # noqa: B023

@@ -134,7 +134,7 @@ def merging(root: Path, *, equal: bool) -> None:
     refused_on_ranks("two names", load, "StateError", "a._orig_mod.weight", "the checkpoint has it, the model does not")
     check_same("kept", dict(here.state_dict()), before)
     restored = load(strict=False)
-    check_same("unexpected", restored.unexpected, ("a._orig_mod.weight",))
+    check_same("unexpected", restored.unexpected_keys, ("a._orig_mod.weight",))
     if not torch.equal(here.a.weight, before["a.weight"]):
         raise Differs("the other tensor was loaded")
 

@@ -211,10 +211,10 @@ def _load_into(root: Path, wrapper: str, sources: Sequence[tuple[str, int]]) -> 
 
 
 def _load_one(path: Path, source: str, target: Trained, wanted: dict[str, Any]) -> None:
-    check = "bitwise" if dist.get_world_size() == 3 else None
-    restored = load(path, target, check=check)
+    check = dist.get_world_size() == 3
+    restored = load(path, target, compare=check)
     check_same("restored", mine(target), wanted)
-    check_same("extra", dict(restored), {"wrapper": source, "table": torch.arange(5)})
+    check_same("extra", dict(restored.state), {"wrapper": source, "table": torch.arange(5)})
     scratch = [value.tolist() for name, value in buffers_of(target).items() if name.endswith("scratch")]
     check_same("a buffer that is not persistent", scratch, [[1.0] * 3])
     check_same("saved by", restored.world_size, int(path.name.split()[-1]))
@@ -345,7 +345,7 @@ class MatrixTest(Matrix):
     def test_only_the_extra(self) -> None:
         saved_all(3, False)
         restored = fsdp_optim.load(folder_of(False) / "FSDP2 3")
-        check_same("extra", dict(restored), {"wrapper": "FSDP2", "table": torch.arange(5)})
+        check_same("extra", dict(restored.state), {"wrapper": "FSDP2", "table": torch.arange(5)})
 
 
 # ------------------------------------------------------------------------------------------ other states
@@ -479,7 +479,7 @@ class StatesTest(InFolder):
         run_on_ranks(save_trained, size, self.path, "FSDP1 flat", kwargs, strategy=strategy, durable=True)
         check_files(self.path, oracle_after(STEPS))
         check_groups(self.path, oracle_after(STEPS))
-        run_on_ranks(load_trained, 2, self.path, "FSDP2", kwargs, check="bitwise")
+        run_on_ranks(load_trained, 2, self.path, "FSDP2", kwargs, compare=True)
 
     @parameterized.expand((("small buckets", {"bucket_nbytes": 4096}), ("no checksums", {"checksums": False})))
     def test_option(self, _: str, options: dict[str, Any]) -> None:
@@ -496,7 +496,7 @@ class StatesTest(InFolder):
             run_on_ranks(save_with_few_open, 2, self.path, kwargs, durable)
             check_files(self.path, oracle_after(STEPS))
             self.assertGreater(len(list(self.path.glob("*.safetensors"))), 8)
-        run_on_ranks(load_trained, 3, self.path, "FSDP2", kwargs, check="bitwise")
+        run_on_ranks(load_trained, 3, self.path, "FSDP2", kwargs, compare=True)
 
     def test_several_files(self) -> None:
         kwargs = {"model": Whole, "make": OfModel(two_groups)}
@@ -1003,7 +1003,7 @@ class ExtraTest(InFolder):
         fsdp_optim.save(self.path, self.plain(), state={"extra": extra})
         check_same("what was given", extra, given)
         restored = fsdp_optim.load(self.path, self.plain())
-        check_same("extra", dict(restored), given)
+        check_same("extra", dict(restored.state), given)
         self.assertEqual(str(restored.state["negative zero"]), "-0.0")
         for tensor in restored.state["tensors"][:-1]:
             tensor.zero_()  # each in memory of its own, that can be written to
@@ -1014,7 +1014,7 @@ class ExtraTest(InFolder):
             path = self.root / f"step-{number}"
             fsdp_optim.save(path, self.plain(), state={"extra": extra})
             restored = fsdp_optim.load(path)
-            self.assertEqual((dict(restored), bool(restored.per_rank)), ({}, False))
+            self.assertEqual((dict(restored.state), bool(restored.per_rank)), ({}, False))
             self.assertEqual((tuple(restored.missing_keys), tuple(restored.unexpected_keys)), ((), ()))
 
     @parameterized.expand(ChangedOrRefused.values)
@@ -1069,7 +1069,7 @@ class ExtraTest(InFolder):
         self.check_only("step-1")
         restored = fsdp_optim.load(self.path, model)  # the weights need no trust
         check_same("the model", dict(model.state_dict()), dict(source.state_dict()))
-        for ask in (lambda: restored.state["bomb"], lambda: restored.per_rank["bomb"], lambda: dict(restored)):
+        for ask in (lambda: restored.state["bomb"], lambda: restored.per_rank["bomb"], lambda: dict(restored.state)):
             kind, text = error_text(ask)
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("allow_pickle", text)
@@ -1120,7 +1120,7 @@ def load_per_rank(path: Path, wrapper: str) -> tuple[dict[str, Any], dict[str, A
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return restored.per_rank, dict(restored), records
+    return restored.per_rank, dict(restored.state), records
 
 
 def save_bad_extra(path: Path, bad: int) -> tuple[str, str]:
@@ -1318,7 +1318,7 @@ def load_differently(path: Path, case: str) -> tuple[str, str]:
     before = everything(target)
     options: dict[str, Any] = {"strict": is_first} if case == "strict" else {}
     if case == "check":
-        options["check"] = "bitwise" if is_first else None
+        options["compare"] = is_first
     optim = target.optim if case != "optim" or is_first else None
     error = error_text(
         lambda: fsdp_optim.load(
@@ -1332,7 +1332,7 @@ def load_differently(path: Path, case: str) -> tuple[str, str]:
 def load_keeping_betas(path: Path) -> tuple[str, str]:
     target = Trained("FSDP2", OfModel(two_optimizers), steps=1)
     before = everything(target)
-    error = error_text(lambda: load(path, target, keep=("betas",)))
+    error = error_text(lambda: load(path, target, keep_hyperparameters=("betas",)))
     check_same("after the refusal", everything(target), before)
     return error
 
@@ -1371,14 +1371,14 @@ def load_keeping(path: Path, wrapper: str) -> tuple[str, str]:
             target = Trained(wrapper, OfModel(two_groups), steps=0)
             for group, lr in zip(target.optim.param_groups, (7.0, 8.0), strict=True):
                 group.update(lr=lr, weight_decay=lr, betas=(0.0, 0.25))
-            load(path, target, keep=keep)
+            load(path, target, keep_hyperparameters=keep)
             got = target.optim.param_groups
             check_same(f"keep={keep}, lr", [group["lr"] for group in got], lrs)
             check_same(f"keep={keep}, betas", [group["betas"] for group in got], [betas, betas])
             check_same(f"keep={keep}, weight_decay", [group["weight_decay"] for group in got], [0.25, 0.01])
             check_same(f"keep={keep}, state", mine(target)["state"], mine(alike)["state"])
         before = everything(target)
-        error = error_text(lambda: load(path, target, keep=("lrr",)))
+        error = error_text(lambda: load(path, target, keep_hyperparameters=("lrr",)))
         check_same("after the refusal", everything(target), before)
         return error
 
@@ -1543,11 +1543,11 @@ def load_and_lose(path: Path, wrapper: str) -> dict[str, list[tuple[str, str]]]:
     with cpu():
         for name in LOST:
             target = Trained(wrapper, Blockwise, steps=0)
-            found[name] = [error_text(lambda: load(path, target, check="bitwise"))]  # noqa: B023
+            found[name] = [error_text(lambda: load(path, target, compare=True))]  # noqa: B023
             with lossy(name):
                 found[name] += [
                     error_text(lambda: load(path, target, **options))  # noqa: B023
-                    for options in ({}, {"check": "bitwise"}, {"check": "bitwise", "keep": ("lr",)})
+                    for options in ({}, {"compare": True}, {"compare": True, "keep_hyperparameters": ("lr",)})
                 ]
     return found
 
@@ -1555,10 +1555,10 @@ def load_and_lose(path: Path, wrapper: str) -> dict[str, list[tuple[str, str]]]:
 LOST = ("absmax", "codes", "table", "lr", "step", "moment")
 
 
-def load_forgetful(path: Path, wrapper: str, kind: type[Forgetful], check: str | None) -> tuple[str, str]:
+def load_forgetful(path: Path, wrapper: str, kind: type[Forgetful], check: bool) -> tuple[str, str]:
     with cpu():
         target = Trained(wrapper, kind, steps=0)
-        return error_text(lambda: load(path, target, check=check))
+        return error_text(lambda: load(path, target, compare=check))
 
 
 def load_damaged(path: Path, wrapper: str) -> dict[str, tuple[str, str]]:
@@ -1568,7 +1568,7 @@ def load_damaged(path: Path, wrapper: str) -> dict[str, tuple[str, str]]:
         found["verified"] = error_text(lambda: load(path, target))
         check_same("after the refusal", everything(target), before)
         found["not verified"] = error_text(lambda: load(path, target, verify=False))
-        found["checked"] = error_text(lambda: load(path, target, verify=False, check="bitwise"))
+        found["checked"] = error_text(lambda: load(path, target, verify=False, compare=True))
         return found
 
 
@@ -1604,7 +1604,7 @@ class CheckTest(InFolder):
     def test_state_that_the_optimizer_lost_is_found(self, wrapper: str, kind: type[Forgetful]) -> None:
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {})
         self.assertEqual(run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, None), [("", "")] * 3)
-        errors = run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, "bitwise")
+        errors = run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, True)
         check_refused("zeros", errors, "CheckpointError", kind.forgets)
 
     @expand(soon=["FSDP2"], later=["fairscale flat", "plain"])

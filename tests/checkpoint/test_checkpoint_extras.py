@@ -97,7 +97,7 @@ class PickledTest(InFolder):
         self.assertEqual((restored, type(restored.per_rank)), ({"a": 1, "b": (1, 2)}, dict))
         self.assertEqual(json.dumps({"a": restored.state["a"]}), '{"a": 1}')
         again = pickle.loads(pickle.dumps(restored))
-        check_same("pickled", [dict(again), again.per_rank], [dict(restored), restored.per_rank])
+        check_same("pickled", [dict(again), again.per_rank], [dict(restored.state), restored.per_rank])
 
 
 # ------------------------------------------------------------------------------------------ of all ranks

@@ -158,7 +158,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int, int]] = [
     ("verified", {}, {}, 64, 1),
     ("not verified", {}, {"verify": False}, 64, 2),
     ("without checksums", {"checksums": False}, {}, 64, 2),
-    ("compared", {}, {"check": "bitwise", "verify": False}, 64, 4),
+    ("compared", {}, {"compare": True, "verify": False}, 64, 4),
     ("few files open", {"max_file_size": 400}, {}, 2, 7),
     ("few files open, not verified", {"max_file_size": 400}, {"verify": False}, 1, 7),
 ]
@@ -399,7 +399,7 @@ class ReplacedTest(unittest.TestCase):
         save_two(self.root, {"max_file_size": 100})
         target = Trained("plain", steps=1)
         before = sorted(os.listdir("/proc/self/fd"))
-        load(self.root / "save-1", target, {"check": "bitwise"})
+        load(self.root / "save-1", target, {"compare": True})
         fsdp_optim.load(self.root / "save-1")
         (self.root / "save-2" / "extra" / "common.safetensors").unlink()
         self.assertEqual(error_text(lambda: load(self.root / "save-2", target, {}))[0], "CheckpointError")

@@ -47,7 +47,7 @@ def loaded(root: Path) -> None:
             )
             check_same(wrapper, one.gather(None), wanted.gather(None))
             check_same("step", restored.step, 7)
-            check_same("extra", dict(restored), extra())
+            check_same("extra", dict(restored.state), extra())
 
 
 class ConvertTest(SharedFolder):

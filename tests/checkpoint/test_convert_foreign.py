@@ -80,7 +80,7 @@ class ConvertForeignTest(unittest.TestCase):
             self.target, model, optim if has_optim else None, options=fsdp_optim.LoadOptions(compare=True)
         )
         check_same("model", model.state_dict(), self.model.state_dict())
-        check_same("extra", dict(restored), extra or {})
+        check_same("extra", dict(restored.state), extra or {})
         if has_optim:
             check_same("optimizer", optim.state_dict(), self.optim.state_dict())
 

@@ -93,10 +93,11 @@ def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
 IN_LITTLE_MEMORY = """
 from kit.peaks import Peak
 import torch, fsdp_optim
-fsdp_optim.convert({small!r}, {small!r} + "-to", durable=False)
+fsdp_optim.convert({small!r}, {small!r} + "-to", options=fsdp_optim.ConvertOptions(durable=False))
 torch.set_num_threads(4)
 with Peak() as peak:
-    done = fsdp_optim.convert({source!r}, {target!r}, memory={memory}, durable=False, max_file_size={size})
+    options = fsdp_optim.ConvertOptions(bucket_nbytes={memory}, durable=False, max_file_size={size})
+    done = fsdp_optim.convert({source!r}, {target!r}, options=options)
 print(done.nbytes, peak.mib)
 """
 

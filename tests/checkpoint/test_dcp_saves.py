@@ -257,7 +257,9 @@ class FolderTest(unittest.TestCase):
             **as_options(fsdp_optim.SaveOptions, **QUICK),
         )
         restored = fsdp_optim.load(path, *model_of(1), options=fsdp_optim.LoadOptions(progress=False))
-        check_same("extra", dict(restored), {**extra, "scheduler": {**sched.state_dict(), "milestones": {2: 1, 4: 1}}})
+        check_same(
+            "extra", dict(restored.state), {**extra, "scheduler": {**sched.state_dict(), "milestones": {2: 1, 4: 1}}}
+        )
         check_same("per rank", restored.per_rank, rank_extra)
         _, other = model_of()
         resumed = torch.optim.lr_scheduler.MultiStepLR(other, [2, 4])

@@ -163,7 +163,7 @@ def load(path: Path, wrapper: str) -> None:
         path, one.model, one.optim, options=fsdp_optim.LoadOptions(process_group=one.process_group, compare=True)
     )
     check_same("loaded", contents(one), contents(wanted))
-    check_same("extra", dict(restored), extra())
+    check_same("extra", dict(restored.state), extra())
     rank = dist.get_rank() if dist.is_initialized() else 0
     rank = rank if rank < 2 else 0  # it was saved by two
     check_same("per_rank", dict(restored.per_rank), {"rank": rank, "rng": torch.arange(3) + rank})

@@ -259,7 +259,7 @@ def load_golden(path: Path, wrapper: str) -> None:
         path, trained.model, trained.optim, options=fsdp_optim.LoadOptions(process_group=trained.process_group)
     )
     check_same("loaded", contents(trained), contents(wanted))
-    check_same("extra", dict(restored), extra())
+    check_same("extra", dict(restored.state), extra())
     rank = dist.get_rank() if dist.is_initialized() else 0
     rank = rank if rank < 2 else 0  # it was saved by two
     check_same("per_rank", dict(restored.per_rank), {"rank": rank, "rng": torch.arange(3) + rank})

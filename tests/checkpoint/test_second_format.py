@@ -63,8 +63,8 @@ def load_all(root: Path, names: tuple[str, ...], installed: bool) -> None:
             format = None if installed else RAW
             restored = restore.restore(root / name, one.model, one.optim, options, format)
             check_same(name, one.gather(None), wanted.gather(None))
-            check_same("extra", dict(restored), extra())
-            check_same("the rest", (restored.summary.step, restored.summary.world_size), (7, 2))
+            check_same("extra", dict(restored.state), extra())
+            check_same("the rest", (restored.step, restored.world_size), (7, 2))
             check_same("of all ranks", restored.all_ranks, (0, 1))
 
 

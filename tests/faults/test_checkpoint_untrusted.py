@@ -90,7 +90,7 @@ class ProcessTest(InFolder):
         finally:
             torch.set_default_device(None)
         check_same("loaded", contents(other, its), contents(model, optim))
-        for found in (dict(restored), dict(restored.per_rank)):
+        for found in (dict(restored.state), dict(restored.per_rank)):
             found["array"] = torch.from_numpy(found["array"])
             check_same("extra", found, {**extra, "array": torch.arange(4)})
 
@@ -158,7 +158,11 @@ class OptimizerTest(InFolder):
             extra = {} if in_optim else options
             kind, text = error_text(
                 lambda: fsdp_optim.save(
-                    self.path, model, optim, state={"extra": extra}, **as_options(fsdp_optim.SaveOptions, **QUIET)
+                    self.path,
+                    model,
+                    optim,
+                    state={"extra": extra},
+                    **as_options(fsdp_optim.SaveOptions, **QUIET),  # noqa: B023
                 )
             )
             self.assertEqual(kind, "CheckpointError", text)
@@ -201,7 +205,7 @@ class OptimizerTest(InFolder):
             restored = fsdp_optim.load(self.path, model, optim, options=fsdp_optim.LoadOptions(compare=True))
             found = [dict(its) for its in optim.state.values()]
             check_same("state", found, wanted)
-            check_same("extra", dict(restored), {"conj": wanted[0]["conj"], "neg": wanted[1]["neg"]})
+            check_same("extra", dict(restored.state), {"conj": wanted[0]["conj"], "neg": wanted[1]["neg"]})
 
     def test_a_state_without_step(self) -> None:
         model, optim = stepped()

@@ -154,7 +154,7 @@ def step_between(when: str) -> list[Errors]:
                     trained.model,  # noqa: B023
                     trained.optim,  # noqa: B023
                     None,
-                    options=fsdp_optim.CallOptions(bucket_nbytes=bucket_nbytes, timeout=60.0),
+                    options=fsdp_optim.CallOptions(bucket_nbytes=bucket_nbytes, timeout=60.0),  # noqa: B023
                 )
                 for index, _ in enumerate(iterator):
                     if index == 1 and dist.get_rank() in ranks:  # noqa: B023

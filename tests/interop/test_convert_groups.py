@@ -133,7 +133,7 @@ class GroupsTest(SharedFolder):
             model = Net()
             optim = make(model)
             if groups == "saved" and len(optim.param_groups) == 1:
-                with self.assertRaisesRegex(StateError, "2 param groups, the optimizer has 1: .*groups='live'"):
+                with self.assertRaisesRegex(StateError, "2 param groups, the optimizer has 1: .*param_groups='live'"):
                     fsdp_optim.load(self.root / source, model, optim)
                 continue
             fsdp_optim.load(self.root / source, model, optim, options=fsdp_optim.LoadOptions(param_groups=groups))

@@ -94,7 +94,9 @@ def load_all(root: Path, cases: Sequence[tuple[str, str, str]]) -> None:
                 path, model, **as_options(fsdp_optim.LoadOptions, **options, compare=True, progress=False)
             )
             check_weights(model, name, root / f"live {name} {wrapper}")
-            check_same("the rest", (dict(restored), restored.missing_keys, restored.unexpected_keys), ({}, (), ()))
+            check_same(
+                "the rest", (dict(restored.state), restored.missing_keys, restored.unexpected_keys), ({}, (), ())
+            )
             read = torch.tensor(restored.nbytes)
             dist.all_reduce(read)
             total = sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -239,7 +239,7 @@ def load_all(root: Path, loads: Sequence[tuple[str, str]]) -> None:
             check_same(what, mine(target), mine(alike))
             check_same(f"{what}: names", (restored.missing_keys, restored.unexpected_keys), ((), ()))
             if name in EXTRAS:
-                check_same(f"{what}: extra", dict(restored), EXTRAS[name])
+                check_same(f"{what}: extra", dict(restored.state), EXTRAS[name])
             for one in (target, alike):
                 one.step([STEPS])
             check_same(f"{what}: trained on", mine(target), mine(alike))

@@ -192,7 +192,7 @@ def load_trained(path: Path, wrapper: str, kwargs: Mapping[str, Any], **options:
         check_same("restored", mine(target), alike)
         target.step([STEPS], kwargs.get("unused", ()))
         check_same("trained on", mine(target), trained_on)
-        return {"absent": sorted(restored.summary.absent), "extra": dict(restored)}
+        return {"absent": sorted(restored.absent), "extra": dict(restored.state)}
 
 
 @functools.lru_cache(maxsize=64)

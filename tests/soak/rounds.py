@@ -79,7 +79,10 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
         found = list(differences(local_of(theirs).detach(), local_of(mine).detach()))
         if found:
             raise Differs(f"round {number}: {found[:3]}")
-    for path, options in ((root / "nothing", {}), (root / "current", {"strict": False, "keep": ("nobody",)})):
+    for path, options in (
+        (root / "nothing", {}),
+        (root / "current", {"strict": False, "keep_hyperparameters": ("nobody",)}),
+    ):
         try:
             fsdp_optim.load(
                 path,

@@ -40,7 +40,7 @@ def put(self, key, *args, **options):
     return real(self, key, *args, **options)
 
 FsspecBucket.put = put
-fsdp_optim.convert({source!r}, {target!r}, memory={memory}, max_file_size=1 << 16)
+fsdp_optim.convert({source!r}, {target!r}, options=fsdp_optim.ConvertOptions(bucket_nbytes={memory}, max_file_size=1 << 16))
 """
 
 

@@ -50,7 +50,7 @@ def put_part(self, key, upload, number, data):
     return real(self, key, upload, number, data)
 
 S3Bucket.put_part = put_part
-fsdp_optim.convert({source!r}, {target!r}, memory={memory}, storage_options={options})
+fsdp_optim.convert({source!r}, {target!r}, options=fsdp_optim.ConvertOptions(bucket_nbytes={memory}, storage_options={options}))
 """
 
 

@@ -25,6 +25,7 @@ from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
 from fsdp_optim.buckets.objects.saves import remove_dead
 from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
+from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.errors import CheckpointError
@@ -63,7 +64,7 @@ class RaceTest(unittest.TestCase):
 
     def save(self, bucket: MemoryBucket, prefix: str, number: int, dead_after: float = 300, **options: Any) -> None:
         store = ObjectStore(bucket, prefix, OURS.probe, part_nbytes=PART_NBYTES, dead_after=dead_after)
-        given = SaveArguments(durable=False, progress=False, extra={"number": number})
+        given = SaveArguments(durable=False, progress=False, state=RunState({"number": number}))
         one = self.trained[number]
         save(store, one.model, one.optim, SaveArguments(**{**vars(given), **options}))
 

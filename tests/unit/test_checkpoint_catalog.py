@@ -164,7 +164,7 @@ class OrderTest(CatalogTest):
         save(self.path, step=7)
         model = nn.Linear(3, 2)
         for restored in (fsdp_optim.load(self.path), fsdp_optim.load(self.path, model)):
-            check_same("step", restored.summary.step, 7)
+            check_same("step", restored.step, 7)
         check_folder(self.path)
         save(self.path, overwrite=True)
         check_same("step", fsdp_optim.load(self.path).step, None)

@@ -60,8 +60,15 @@ WRONG: dict[str, dict[str, list[Any]]] = {
     "get_shard, sharded": {**EVERY_CALL, "groups": ["mine"]},
     "save": {**EVERY_CALL, **MOVES, **WRITES},
     "async_save": {**EVERY_CALL, **MOVES, **WRITES},
-    "load": {**EVERY_CALL, **MOVES, "path": [object()], "check": ["bits"], "groups": ["mine"], "keep": ["lr", 3, [3]]},
-    "resume": {"timeout": ["5"], "root": [object()], "check": ["bits"], "on_damage": ["ignore", None]},
+    "load": {
+        **EVERY_CALL,
+        **MOVES,
+        "path": [object()],
+        "compare": ["bits"],
+        "param_groups": ["mine"],
+        "keep_hyperparameters": ["lr", 3, [3]],
+    },
+    "resume": {"timeout": ["5"], "root": [object()], "compare": ["bits"], "on_damage": ["ignore", None]},
 }
 OTHER: dict[str, dict[str, tuple[Any, Any]]] = {
     "gather": {"key_by": ("id", "name"), "collect": ("wrapper", "all"), "recipient_rank": (0, 1)},
@@ -77,7 +84,10 @@ OTHER: dict[str, dict[str, tuple[Any, Any]]] = {
         "per_rank_extra": (None, 1),
     },
     "async_save": {"durable": (False, True)},
-    "load": {**dict.fromkeys(("strict", "verify", "allow_pickle"), (False, True)), "keep": ((), ("lr",))},
+    "load": {
+        **dict.fromkeys(("strict", "verify", "allow_pickle"), (False, True)),
+        "keep_hyperparameters": ((), ("lr",)),
+    },
     "resume": {"on_damage": ("error", "previous"), "verify": (False, True)},
 }
 MAY_DIFFER: dict[str, dict[str, tuple[Any, Any]]] = {
@@ -87,7 +97,7 @@ MAY_DIFFER: dict[str, dict[str, tuple[Any, Any]]] = {
         "bucket_nbytes": (99, 99),
     },
     "save": {"extra": (1, 2), "per_rank_extra": (1, 2), "progress": (False, None)},
-    "load": {"progress": (False, None), "keep": (["lr"], ("lr",))},
+    "load": {"progress": (False, None), "keep_hyperparameters": (["lr"], ("lr",))},
 }
 
 
@@ -263,7 +273,7 @@ class AskedTest(unittest.TestCase):
             call: Options
             groups: str = "saved"
 
-        self.assertIn("groups='live'", More(Options(), "live").compared_text())
+        self.assertIn("param_groups='live'", More(Options(), "live").compared_text())
         self.assertNotEqual(More(Options()).compared_text(), More(Options(strict=False)).compared_text())
 
     def test_no_options_raise_when_they_are_made(self) -> None:

@@ -1,4 +1,4 @@
-"""Param groups that have changed since the save: refused with the way out, and found by name with groups="live"."""
+"""Param groups that have changed since the save: refused with the way out, and found by name with param_groups="live"."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def by_name(full: Any) -> dict[str, Any]:
 
 
 def regrouped(wrapper: str, folder: str) -> dict[str, tuple[str, str]]:
-    """The error of each verb about one group for two; that groups="live" loads all of it is checked here."""
+    """The error of each verb about one group for two; that param_groups="live" loads all of it is checked here."""
     with cpu():
         source = Trained(wrapper, OfModel(one_group))
         group = source.process_group
@@ -66,7 +66,7 @@ def regrouped(wrapper: str, folder: str) -> dict[str, tuple[str, str]]:
                 folder,
                 target.model,
                 target.optim,
-                **as_options(fsdp_optim.LoadOptions, **{"check": "bitwise", **o}, process_group=group),
+                **as_options(fsdp_optim.LoadOptions, **{"compare": True, **o}, process_group=group),
             ),
         }
         if wrapper == "FSDP2":
@@ -83,7 +83,7 @@ def regrouped(wrapper: str, folder: str) -> dict[str, tuple[str, str]]:
                     [{k: v for k, v in g.items() if k != "params"} for g in target.optim.param_groups]
                 )
                 ids = [[id(param) for param in g["params"]] for g in target.optim.param_groups]
-                made = call(target, groups="live")
+                made = call(target, param_groups="live")
                 if verb not in ("transfer", "load"):
                     fsdp_optim.load_optim_state_dict(target.optim, made)
                 loaded = target.optim.param_groups
@@ -101,7 +101,7 @@ def into_one_flat_parameter(wrapper: str) -> list[tuple[str, str]]:
         source, target = Trained("plain", OfModel(biases_apart)), Trained(wrapper, OfModel(one_group), 0)
         full = source.gather(None, "name")
         errors = [error_text(lambda: target.shard(full)), error_text(lambda: target.scatter(full))]
-        for shard in (target.shard(full, groups="live"), target.scatter(full, groups="live")):
+        for shard in (target.shard(full, param_groups="live"), target.scatter(full, param_groups="live")):
             fsdp_optim.load_optim_state_dict(target.optim, shard)
             check_same("state", by_name(target.gather(None, "name")), by_name(full))
             check_same("lr", target.optim.param_groups[0]["lr"], 0.125)
@@ -115,13 +115,13 @@ class GroupsTest(unittest.TestCase):
             by_rank = run_on_ranks(regrouped, 2, wrapper, str(Path(folder, "one")))
         for verb in by_rank[0]:
             check_refused(
-                verb, [mine[verb] for mine in by_rank], "StateError", "groups='live'", "1", "2", "param group"
+                verb, [mine[verb] for mine in by_rank], "StateError", "param_groups='live'", "1", "2", "param group"
             )
 
     @parameterized.expand(("fairscale flat", "FSDP1 flat"))
     def test_two_groups_into_one_flat_parameter(self, wrapper: str) -> None:
         for errors in zip(*run_on_ranks(into_one_flat_parameter, 2, wrapper), strict=True):
-            check_refused("two groups", errors, "StateError", "groups='live'")
+            check_refused("two groups", errors, "StateError", "param_groups='live'")
 
     def test_parameters_that_one_side_lacks(self) -> None:
         """strict and groups are two questions."""
@@ -149,7 +149,7 @@ class GroupsTest(unittest.TestCase):
         saved.step()
         full = fsdp_optim.gather_full_optim_state_dict(model, saved)
         live = [torch.optim.AdamW(part.parameters(), lr=0.5) for part in model]
-        with self.assertRaisesRegex(fsdp_optim.StateError, "groups='live'"):
+        with self.assertRaisesRegex(fsdp_optim.StateError, "param_groups='live'"):
             fsdp_optim.get_shard_from_optim_state_dict(model, live, full)
         shards = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live")
         fsdp_optim.load_optim_state_dict(live, shards)

@@ -1,4 +1,4 @@
-"""Live hyperparameters (groups="live", keep=) that need a value which the saved state lacks are refused, not stepped on."""
+"""Live hyperparameters (param_groups="live", keep=) that need a value which the saved state lacks are refused, not stepped on."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def step(model: nn.Module, optim: torch.optim.Optimizer, seed: int = 1) -> None:
 
 
 def shard(model: Any, optim: Any, new: Any, new_optim: Any, path: Path, **kept: Any) -> None:
-    groups = {"groups": kept["groups"]} if "groups" in kept else {}
-    keep = {"keep": kept["keep"]} if "keep" in kept else {}
+    groups = {"param_groups": kept["param_groups"]} if "param_groups" in kept else {}
+    keep = {"keep_hyperparameters": kept["keep_hyperparameters"]} if "keep_hyperparameters" in kept else {}
     full = gather_full_optim_state_dict(model, optim, recipient_rank=None)
     load_optim_state_dict(
         new_optim,
@@ -56,8 +56,8 @@ def shard(model: Any, optim: Any, new: Any, new_optim: Any, path: Path, **kept: 
 
 
 def scatter(model: Any, optim: Any, new: Any, new_optim: Any, path: Path, **kept: Any) -> None:
-    groups = {"groups": kept["groups"]} if "groups" in kept else {}
-    keep = {"keep": kept["keep"]} if "keep" in kept else {}
+    groups = {"param_groups": kept["param_groups"]} if "param_groups" in kept else {}
+    keep = {"keep_hyperparameters": kept["keep_hyperparameters"]} if "keep_hyperparameters" in kept else {}
     full = gather_full_optim_state_dict(model, optim)
     load_optim_state_dict(
         new_optim,
@@ -90,7 +90,7 @@ def check_refused(way: Any, name: str, path: Path, wrap: Any, kept: str) -> None
     optim, new_optim = make(model.parameters(), 0.1), make(new.parameters(), 0.1, **switch)
     step(model, optim)
     before = {fqn: param.detach().clone() for fqn, param in new.named_parameters()}
-    how: dict[str, Any] = {"groups": "live"} if kept == "groups" else {"keep": [key]}
+    how: dict[str, Any] = {"param_groups": "live"} if kept == "groups" else {"keep_hyperparameters": [key]}
     with pytest.raises(StateError, match=f"{make.__name__} needs {value} in its next step with {key}={on}") as caught:
         way(model, optim, new, new_optim, path, **how)
     assert f"build the optimizer with {key}=" in str(caught.value)

@@ -396,8 +396,10 @@ def extras(folder: str) -> None:
     for what, spec in {"Partial": Partial(), "Shard": Shard(0)}.items():
         part = DTensor.from_local(torch.tensor([1.0 + dist.get_rank()]), mesh, [spec], run_check=False)
         for argument in ("extra", "per_rank_extra"):
-            call = lambda: fsdp_optim.save(
-                folder + "2", model, **as_options(fsdp_optim.SaveOptions, **{argument: {"norm": [part]}})
+            call = lambda: fsdp_optim.save(  # noqa: E731
+                folder + "2",
+                model,
+                **as_options(fsdp_optim.SaveOptions, **{argument: {"norm": [part]}}),  # noqa: B023
             )
             kind, text = error_text(call)
             seen = "norm" in text and what in text and "full_tensor()" in text

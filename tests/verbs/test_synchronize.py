@@ -84,7 +84,7 @@ def refused() -> None:
         given: Any = "no optimizer" if dist.get_rank() == rank else optim
         errors: list[Any] = [None] * dist.get_world_size()
         found = error_text(
-            lambda: fsdp_optim.gather_full_optim_state_dict(model, given, options=fsdp_optim.CallOptions(timeout=60))
+            lambda: fsdp_optim.gather_full_optim_state_dict(model, given, options=fsdp_optim.CallOptions(timeout=60))  # noqa: B023
         )
         dist.all_gather_object(errors, found)
         check_refused(f"rank {rank}", [(("any", text)) for _, text in errors], "any", f"rank {rank}")

@@ -154,7 +154,7 @@ class WithoutElementsTest(unittest.TestCase):
                             model,
                             optim,
                             format=format,
-                            **as_options(fsdp_optim.SaveOptions, **{key: value}),
+                            **as_options(fsdp_optim.SaveOptions, **{key: value}),  # noqa: B023
                             **as_options(fsdp_optim.SaveOptions, **QUIET),
                         )
                     )
@@ -240,7 +240,10 @@ class ModelsWithoutElementsTest(unittest.TestCase):
             calls = {
                 "save": lambda: fsdp_optim.save(self.root / "a", model, **as_options(fsdp_optim.SaveOptions, **QUIET)),  # noqa: B023
                 "save dcp": lambda: fsdp_optim.save(
-                    self.root / "a", model, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUIET)
+                    self.root / "a",
+                    model,
+                    format="dcp",
+                    **as_options(fsdp_optim.SaveOptions, **QUIET),  # noqa: B023
                 ),
                 "gather": lambda: fsdp_optim.gather_full_model_state_dict(model, None),  # noqa: B023
             }
@@ -272,7 +275,10 @@ def on_ranks(root: str) -> list[tuple[str, str]]:
             errors.append(
                 error_text(
                     lambda: fsdp_optim.save(
-                        root, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET, timeout=60.0)
+                        root,
+                        model,
+                        optim,
+                        **as_options(fsdp_optim.SaveOptions, **QUIET, timeout=60.0),  # noqa: B023
                     )
                 )
             )

@@ -209,7 +209,7 @@ CASES: list[Case] = [
         "load_optim, keep",
         lambda s: F.load_optim_state_dict(s.optim, s.shard, keep_hyperparameters="lr"),
         "StateError",
-        ("keep=['lr']", "'lr'"),
+        ("keep_hyperparameters=['lr']", "'lr'"),
     ),
     (
         "rekey by names",

@@ -296,7 +296,10 @@ def other_groups(fulls: list[Any]) -> list[list[Error]]:
                 error_of(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full)),  # noqa: B023
                 error_of(
                     lambda: fsdp_optim.scatter_full_optim_state_dict(
-                        model, optim, mine, options=fsdp_optim.CallOptions(timeout=15)
+                        model,
+                        optim,
+                        mine,
+                        options=fsdp_optim.CallOptions(timeout=15),  # noqa: B023
                     )
                 ),
             ]

@@ -39,7 +39,7 @@ class PerRank:
     value: Any
 
 
-def per_rank(value: Any) -> PerRank:
+def per_rank(value: Any) -> Any:
     """Mark a value or an object in `state=` as each rank's own: every rank saves its own, and loads its own.
 
         save(path, model, optim, state={"scheduler": scheduler, "loader": per_rank(loader)})
