@@ -287,7 +287,7 @@ def refuse_partial_dict() -> tuple[str, str]:
     values = dict(optim.state[model.weight])
     values["exp_avg"] = DTensor.from_local(torch.ones(2, 4), mesh, [Partial()], run_check=False)
     sharded = {"state": {"weight": values}, "param_groups": [{"lr": 0.1, "params": ["weight"]}]}
-    return refusal(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, sharded))
+    return refusal(lambda: fsdp_optim.reshard_optim_state_dict(model, optim, sharded))
 
 
 def test_a_partial_value_in_a_sharded_dict_is_refused() -> None:

@@ -59,7 +59,7 @@ from kit.groups import (
 from kit.models import Tied
 from kit.opaque import Blockwise, opaque_state
 from kit.optimizers import Peculiar, two_groups
-from kit.options import as_options
+from kit.options import as_options, values_of
 from kit.torch_limits import cannot_make, cannot_run, skip_if
 from kit.trained import state_by_name
 from kit.wrapping import (
@@ -591,7 +591,7 @@ def trip_on_last_two(path: Path) -> None:
         scramble(target)
         restored = load(path, target)
         check_same("restored", mine(target), mine(trained))
-        check_same("of this rank", dict(restored.per_rank), {"rank": dist.get_rank()})
+        check_same("of this rank", restored.state["rank"], dist.get_rank())
 
 
 def save_weights(path: Path, wrapper: str) -> None:
@@ -1000,21 +1000,21 @@ class ExtraTest(InFolder):
     def test_comes_back_as_it_was(self) -> None:
         extra = trainer_state()
         given = copy.deepcopy(extra)
-        fsdp_optim.save(self.path, self.plain(), state={"extra": extra})
+        fsdp_optim.save(self.path, self.plain(), state=values_of(extra))
         check_same("what was given", extra, given)
         restored = fsdp_optim.load(self.path, self.plain())
         check_same("extra", dict(restored.state), given)
         self.assertEqual(str(restored.state["negative zero"]), "-0.0")
         for tensor in restored.state["tensors"][:-1]:
             tensor.zero_()  # each in memory of its own, that can be written to
-        check_same("read again", dict(fsdp_optim.load(self.path)), given)
+        check_same("read again", dict(fsdp_optim.load(self.path).state), given)
 
     def test_none_and_nothing(self) -> None:
         for number, extra in enumerate((None, {})):
             path = self.root / f"step-{number}"
-            fsdp_optim.save(path, self.plain(), state={"extra": extra})
+            fsdp_optim.save(path, self.plain(), state=values_of(extra))
             restored = fsdp_optim.load(path)
-            self.assertEqual((dict(restored.state), bool(restored.per_rank)), ({}, False))
+            self.assertEqual(dict(restored.state), {})
             self.assertEqual((tuple(restored.missing_keys), tuple(restored.unexpected_keys)), ((), ()))
 
     @parameterized.expand(ChangedOrRefused.values)
@@ -1022,7 +1022,7 @@ class ExtraTest(InFolder):
         """Given back as it was, or refused by name; with allow_pickle=True always given back."""
         value = ChangedOrRefused.values[case]
         extra = {"good": 1, "outer": [{"inner name": value}]}
-        kind, text = error_text(lambda: fsdp_optim.save(self.path, self.plain(), state={"extra": extra}))
+        kind, text = error_text(lambda: fsdp_optim.save(self.path, self.plain(), state=values_of(extra)))
         if kind:
             self.assertIn("inner name", text)
             self.assertIn("allow_pickle", text)
@@ -1034,7 +1034,7 @@ class ExtraTest(InFolder):
         fsdp_optim.save(
             self.path,
             self.plain(),
-            state={"extra": extra},
+            state=values_of(extra),
             options=fsdp_optim.SaveOptions(allow_pickle=True),
             overwrite=True,
         )
@@ -1063,13 +1063,13 @@ class ExtraTest(InFolder):
         fsdp_optim.save(
             self.path,
             source,
-            state={"extra": extra, "per_rank_extra": fsdp_optim.per_rank(extra)},
+            state=values_of(extra, extra),
             options=fsdp_optim.SaveOptions(allow_pickle=True),
         )
         self.check_only("step-1")
         restored = fsdp_optim.load(self.path, model)  # the weights need no trust
         check_same("the model", dict(model.state_dict()), dict(source.state_dict()))
-        for ask in (lambda: restored.state["bomb"], lambda: restored.per_rank["bomb"], lambda: dict(restored.state)):
+        for ask in (lambda: restored.state["bomb"], lambda: dict(restored.state)):
             kind, text = error_text(ask)
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("allow_pickle", text)
@@ -1083,11 +1083,12 @@ class ExtraTest(InFolder):
     def test_of_each_rank(self, source: str, size: int, target: str, target_size: int) -> None:
         run_on_ranks(save_per_rank, size, self.path, source)
         found = run_on_ranks(load_per_rank, target_size, self.path, target)
-        wanted = [of_rank(rank if rank < size else 0) for rank in range(target_size)]
-        check_same("per rank", [per_rank for per_rank, _, _ in found], wanted)
-        for rank, (_, common, records) in enumerate(found):
-            check_same("extra", common, {"step": 7, "pair": (1, 2)})
-            told = [text for text in records if "per_rank_extra" in text]
+        for rank, (missing, state, records) in enumerate(found):
+            wanted = of_rank(rank) if rank < size else {}
+            check_same("values", state, {"step": 7, "pair": (1, 2), **wanted})
+            absent = () if rank < size else tuple(f"state[{name!r}]" for name in of_rank(0))
+            check_same("missing", missing, absent)
+            told = [text for text in records if "had no values of its own" in text]
             self.assertEqual(bool(told), rank >= size, (rank, records))
 
     def test_one_rank_has_a_value_that_is_refused(self) -> None:
@@ -1106,7 +1107,7 @@ def save_per_rank(path: Path, wrapper: str) -> None:
         save(path, Trained(wrapper), extra={"step": 7, "pair": (1, 2)}, per_rank_extra=of_rank(dist.get_rank()))
 
 
-def load_per_rank(path: Path, wrapper: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def load_per_rank(path: Path, wrapper: str) -> tuple[tuple[str, ...], dict[str, Any], list[str]]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -1120,7 +1121,7 @@ def load_per_rank(path: Path, wrapper: str) -> tuple[dict[str, Any], dict[str, A
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return restored.per_rank, dict(restored.state), records
+    return restored.missing_keys, dict(restored.state), records
 
 
 def save_bad_extra(path: Path, bad: int) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit.options import as_options
+from kit.options import as_options, values_of
 from kit.wrapping import Trained, adam, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
@@ -73,7 +73,7 @@ class PickledTest(InFolder):
                 self.assertEqual(dict(one), {"good": 1, "own": 3})
             self.assertEqual(error_text(lambda: restored.all_ranks)[0], "CheckpointError")  # noqa: B023
         trusted = fsdp_optim.load(self.path, model, options=fsdp_optim.LoadOptions(allow_pickle=True))
-        check_same("trusted", [dict(trusted), trusted.all_ranks], [dict(extra), (trusted.per_rank,)])
+        check_same("trusted", [dict(trusted.state), trusted.all_ranks], [dict(extra), (trusted.per_rank,)])
         check_same("per rank", trusted.per_rank, extra)
 
     @parameterized.expand(
@@ -88,7 +88,8 @@ class PickledTest(InFolder):
             self.assertIn("allow_pickle", text)
         trusted = fsdp_optim.load(self.path, options=fsdp_optim.LoadOptions(allow_pickle=True))
         self.assertEqual(
-            (trusted.state["extra"] if type(extra) is not dict else dict(trusted), trusted.per_rank), (extra, extra)
+            (trusted.state["extra"] if type(extra) is not dict else dict(trusted.state), trusted.per_rank),
+            (extra, extra),
         )
 
     def test_what_needs_no_trust_is_an_ordinary_dict(self) -> None:
@@ -111,7 +112,7 @@ def save_of(path: Path) -> None:
             path,
             one.model,
             one.optim,
-            state={"per_rank_extra": fsdp_optim.per_rank(mine)},
+            state=values_of(None, mine),
             **as_options(fsdp_optim.SaveOptions, **QUIET),
         )
 

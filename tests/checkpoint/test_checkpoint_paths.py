@@ -61,8 +61,8 @@ def extras_of_group(path: Path) -> list[Any]:
     position = dist.get_rank() - 1
     own: Any = error_text(lambda: fsdp_optim.load(path, options=fsdp_optim.LoadOptions(process_group=last)))
     if position >= 0:
-        own = fsdp_optim.load(path, options=fsdp_optim.LoadOptions(process_group=last)).per_rank
-    return [own, fsdp_optim.load(path).per_rank]
+        own = fsdp_optim.load(path, options=fsdp_optim.LoadOptions(process_group=last)).state.get("per_rank_extra")
+    return [own, fsdp_optim.load(path).state.get("per_rank_extra")]
 
 
 def save_on_last(path: Path) -> None:

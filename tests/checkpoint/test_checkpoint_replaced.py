@@ -48,7 +48,7 @@ def values(one: Trained, restored: Any) -> list[float]:
     """All the different numbers that a load gave."""
     tensors = [tensor for param in one.params for tensor in (param, *one.optim.state[param].values())]
     found = {float(v) for tensor in tensors for v in local_of(tensor).detach().flatten()}
-    return sorted(found | {float(restored["number"]), float(restored.per_rank["number"])})
+    return sorted(found | {float(restored.state["number"]), float(restored.state["own"])})
 
 
 def save_two(root: Path, options: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def save_two(root: Path, options: dict[str, Any]) -> None:
         for number in (1, 2):
             fill(one, number)
             extra = {"number": number}
-            given = {"extra": extra, "per_rank_extra": extra, "durable": False, "progress": False, **options}
+            given = {"extra": extra, "per_rank_extra": {"own": number}, "durable": False, "progress": False, **options}
             fsdp_optim.save(
                 root / f"save-{number}", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given)
             )

@@ -55,7 +55,7 @@ class OneFileTest(SharedFolder):
         self.assertEqual(sorted(os.listdir(path.parent)), sorted([path.name, *others]))
         back = path.parent / "back"
         fsdp_optim.convert(path, back, options=fsdp_optim.ConvertOptions(durable=False))
-        check_same("back", dict(fsdp_optim.load(back)), {"epoch": 3})
+        check_same("back", dict(fsdp_optim.load(back).state), {"epoch": 3})
 
     @parameterized.expand([(end,) for end in (".pt", ".pth", ".bin", ".ckpt")])
     def test_the_command_line(self, end: str) -> None:

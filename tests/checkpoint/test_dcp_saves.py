@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from kit.options import as_options
+from kit.options import as_options, values_of
 from kit.servers import new_bucket, shared
 from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu, error_text
 from torch import nn
@@ -219,11 +219,11 @@ class FolderTest(unittest.TestCase):
             ({"optimizer": {}}, "optimizer"),
             ({"per_rank_extra": 1}, "per_rank"),
         ):
-            with self.assertRaisesRegex(CheckpointError, f"extra.*{name}.*give the value another key"):
+            with self.assertRaisesRegex(CheckpointError, f"state.*{name}.*give the value another key"):
                 self.save("a", extra=extra)
-        with self.assertRaisesRegex(CheckpointError, r"extra\['0.weight'\]"):
+        with self.assertRaisesRegex(CheckpointError, r"state\['0.weight'\]"):
             self.save("a", extra={"0.weight": 1}, format="torchtitan")
-        with self.assertRaisesRegex(CheckpointError, r"extra\['x'\]\['y'\].*allow_pickle=True"):
+        with self.assertRaisesRegex(CheckpointError, r"state\['x'\]\['y'\].*allow_pickle=True"):
             self.save("a", extra={"x": {"y": io.StringIO}})
         with self.assertRaisesRegex(CheckpointError, "upload_to= takes checkpoints of the format"):
             self.save("a", upload_to="s3://bucket/x")
@@ -252,7 +252,7 @@ class FolderTest(unittest.TestCase):
             path,
             model,
             optim,
-            state={"extra": extra, "per_rank_extra": fsdp_optim.per_rank(rank_extra)},
+            state=values_of(extra, rank_extra),
             format="dcp",
             **as_options(fsdp_optim.SaveOptions, **QUICK),
         )
@@ -260,7 +260,7 @@ class FolderTest(unittest.TestCase):
         check_same(
             "extra", dict(restored.state), {**extra, "scheduler": {**sched.state_dict(), "milestones": {2: 1, 4: 1}}}
         )
-        check_same("per rank", restored.per_rank, rank_extra)
+        check_same("per rank", restored.state["per_rank_extra"], rank_extra)
         _, other = model_of()
         resumed = torch.optim.lr_scheduler.MultiStepLR(other, [2, 4])
         resumed.load_state_dict(restored.state["scheduler"])

@@ -166,7 +166,11 @@ def load(path: Path, wrapper: str) -> None:
     check_same("extra", dict(restored.state), extra())
     rank = dist.get_rank() if dist.is_initialized() else 0
     rank = rank if rank < 2 else 0  # it was saved by two
-    check_same("per_rank", dict(restored.per_rank), {"rank": rank, "rng": torch.arange(3) + rank})
+    check_same(
+        "per_rank",
+        {name: restored.state[name] for name in ("rank", "rng")},
+        {"rank": rank, "rng": torch.arange(3) + rank},
+    )
     check_same("summary", (restored.step, restored.world_size), (STEP, 2))
 
 

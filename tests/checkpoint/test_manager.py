@@ -320,7 +320,7 @@ def wrong_arguments(root: Path, bad: int) -> None:
         {"signals": 15},
         {"state": {"scheduler": 3}},
         {"state": [1]},
-        {"per_rank_state": {"faulty": faulty}, "state": {"faulty": faulty}},
+        {"state": {"fsdp_optim.rng": faulty}},
         {"durable": 1 > 2, "strategy": "fast"},
     ):
         given: dict[str, Any] = options if rank == bad else {}
@@ -431,9 +431,9 @@ class ObjectsTest(CatalogTest):
     def test_load_reads_it_too(self) -> None:
         run = self.saved()
         extra = fsdp_optim.load(self.root / "step-00000002")
-        check_same("scheduler", extra.state["state"]["scheduler"], run.scheduler.state_dict())
-        check_same("scaler", extra.state["state"]["scaler"], run.scaler.state_dict())
-        self.assertEqual(extra.per_rank["state"]["loader"]["num_drawn"], 2)
+        check_same("scheduler", extra.state["scheduler"], run.scheduler.state_dict())
+        check_same("scaler", extra.state["scaler"], run.scaler.state_dict())
+        self.assertEqual(extra.state["loader"]["num_drawn"], 2)
 
     def test_schedulers_of_torch(self) -> None:
         """Their states are plain values: no pickle is needed."""
@@ -486,7 +486,7 @@ class ObjectsTest(CatalogTest):
 
         run = Run(self.root, "plain", state={"odd": Odd(1)})
         with closing_all(run):
-            words = ("extra['state']['odd']['lock']", "allow_pickle=True")
+            words = ("state['odd']['lock']", "allow_pickle=True")
             refused(lambda: run.manager.save(1), CheckpointError, *words)
 
     def test_without_random_states(self) -> None:

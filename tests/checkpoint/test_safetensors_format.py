@@ -32,7 +32,7 @@ from kit.checkpoint_format import (
     tensors_of,
 )
 from kit.golden import check_kept, digest, make
-from kit.options import as_options
+from kit.options import as_options, values_of
 from kit.wrapping import Differs, OfModel, Oracle, Trained, adam, check_same, cpu, local_of, sgd
 from parameterized import parameterized
 from torch import nn
@@ -246,9 +246,7 @@ def contents(trained: Trained) -> dict[str, Any]:
 def save_golden(path: Path) -> None:
     trained = golden_model("FSDP2", filled=True)
     mine = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
-    fsdp_optim.save(
-        path, trained.model, trained.optim, state={"extra": extra(), "per_rank_extra": fsdp_optim.per_rank(mine)}
-    )
+    fsdp_optim.save(path, trained.model, trained.optim, state=values_of(extra(), mine))
 
 
 def load_golden(path: Path, wrapper: str) -> None:
@@ -262,7 +260,11 @@ def load_golden(path: Path, wrapper: str) -> None:
     check_same("extra", dict(restored.state), extra())
     rank = dist.get_rank() if dist.is_initialized() else 0
     rank = rank if rank < 2 else 0  # it was saved by two
-    check_same("per_rank", dict(restored.per_rank), {"rank": rank, "rng": torch.arange(3) + rank})
+    check_same(
+        "per_rank",
+        {name: restored.state.get(name) for name in ("rank", "rng")},
+        {"rank": rank, "rng": torch.arange(3) + rank},
+    )
 
 
 def save_on_ranks(path: Path) -> None:

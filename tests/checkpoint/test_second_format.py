@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from kit.checkpoint_format import all_bytes, check_folder, extra, tensors_of
 from kit.folders import SharedFolder
-from kit.options import as_options
+from kit.options import as_options, values_of
 from kit.raw_format import INDEX, RAW, encoded_index, index_in
 from kit.wrapping import Trained, check_same, cpu
 from xxhash import xxh3_64_intdigest
@@ -22,6 +22,7 @@ from fsdp_optim.buckets.objects.memory import MemoryBucket
 from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.checkpoint.common import formats
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
+from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
@@ -44,7 +45,7 @@ def save_all(root: Path) -> None:
         with cpu():
             one = Trained(wrapper, adam)
             rank = torch.distributed.get_rank()
-            options = SaveArguments(extra=extra(), per_rank_extra=rank, step=7, durable=False)
+            options = SaveArguments(state=RunState(values_of(extra(), rank)), step=7, durable=False)
             save.save(root / f"raw-{wrapper}", one.model, one.optim, options, RAW)
             background.async_save(root / f"async-{wrapper}", one.model, one.optim, options, RAW).wait()
             mine: dict[str, Any] = {"extra": extra(), "per_rank_extra": rank, "step": 7, "durable": False}
@@ -63,9 +64,9 @@ def load_all(root: Path, names: tuple[str, ...], installed: bool) -> None:
             format = None if installed else RAW
             restored = restore.restore(root / name, one.model, one.optim, options, format)
             check_same(name, one.gather(None), wanted.gather(None))
-            check_same("extra", dict(restored.state), extra())
+            check_same("extra", {name: restored.state[name] for name in extra()}, extra())
             check_same("the rest", (restored.step, restored.world_size), (7, 2))
-            check_same("of all ranks", restored.all_ranks, (0, 1))
+            check_same("of all ranks", restored.all_ranks, ({"per_rank_extra": 0}, {"per_rank_extra": 1}))
 
 
 class SecondFormatTest(SharedFolder):

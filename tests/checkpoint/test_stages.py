@@ -251,7 +251,7 @@ def mistakes() -> dict[str, tuple[str, str]]:
     full = gather(stages, optim, None, "name")
     del full["state"]["layers.0.up.weight"]
     full["param_groups"][0]["params"].remove("layers.0.up.weight")
-    shard = fsdp_optim.get_shard_from_optim_state_dict
+    shard = fsdp_optim.reshard_optim_state_dict
     found["a parameter less"] = error_text(partial(shard, stages, optim, full if rank else {}))
     found["a parameter less on all"] = error_text(partial(shard, stages, optim, full))
     if rank == 0:

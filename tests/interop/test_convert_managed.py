@@ -12,6 +12,7 @@ from fsdp_optim.checkpoint.run.trainer_state import set_random_states
 from kit.compare import Differs, check_same
 from kit.folders import SharedFolder
 from kit.managed import Run
+from kit.options import values_of
 from kit.wrapping import cpu
 from parameterized import parameterized
 from safetensors.torch import load_file
@@ -40,12 +41,10 @@ def resumed(root: str, places: list[str]) -> list[list[Any]]:
     with cpu():
         for place in places:
             run = Run(root, "FSDP2", every=100)
-            restored = fsdp_optim.load(place, run.model, run.optim)
             objects = {"scheduler": run.scheduler, "scaler": run.scaler, "average": run.average}
-            for name, one in objects.items():
-                one.load_state_dict(restored.state["state"][name])
-            run.loader.load_state_dict(restored.per_rank["state"]["loader"])
-            set_random_states(restored.per_rank["random"])
+            state = {**objects, "loader": fsdp_optim.per_rank(run.loader)}
+            result = fsdp_optim.load(place, run.model, run.optim, state=state)
+            set_random_states(random_states_in(place, result))
             for step in (STEPS + 1, STEPS + 2):
                 run.train(step)
             run.manager.close()
@@ -131,8 +130,8 @@ class ManagedTest(SharedFolder):
         )
         found = fsdp_optim.load(target / "checkpoint.pt" if is_file else target)
         wanted = fsdp_optim.load(self.source)
-        check_same("extra", types_in(dict(found)), types_in(dict(wanted)))
-        check_same("of this rank", types_in(found.per_rank), types_in(wanted.per_rank))
+        check_same("extra", types_in(dict(found.state)), types_in(dict(wanted.state)))
+        check_same("of this rank", types_in(found.state["loader"]), types_in(wanted.state["loader"]))
         check_same("of all", types_in(found.all_ranks), types_in(wanted.all_ranks))
         self.assertEqual(len(found.all_ranks), 2)
         self.assertEqual(type(found.per_rank["random"]["numpy"][1]), numpy.ndarray)
@@ -169,7 +168,7 @@ class ValuesTest(SharedFolder):
         fsdp_optim.save(
             root / "saved",
             model,
-            state={"extra": extra, "per_rank_extra": fsdp_optim.per_rank(of_rank)},
+            state=values_of(extra, of_rank),
             options=fsdp_optim.SaveOptions(durable=False),
         )
         for format in ("torch", "torch_file"):
@@ -179,7 +178,7 @@ class ValuesTest(SharedFolder):
             for path in (root / format).glob("*.pt"):
                 torch.load(path, weights_only=True)
             found = fsdp_optim.load(root / format)
-            check_same("types", types_in(dict(found)), types_in(extra))
+            check_same("types", types_in(dict(found.state)), types_in(extra))
             check_same("of rank", types_in(found.per_rank), types_in(of_rank))
             fsdp_optim.convert(root / format, root / f"back-{format}", options=fsdp_optim.ConvertOptions(durable=False))
             check_same(f"{name} by {format}", hashes(root / f"back-{format}"), hashes(root / "saved"), in_order=False)

@@ -14,7 +14,7 @@ from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.hugging_face import on_cpu, tiny_llama, trainer_of
 from kit.lightning_runs import data, module, quiet, strategy, trainer
-from kit.options import as_options
+from kit.options import as_options, values_of
 from parameterized import parameterized
 from torch import nn
 from torch.utils.data import DataLoader
@@ -233,13 +233,13 @@ class EmptyTest(SharedFolder):
         fsdp_optim.save(
             root / "ours",
             model,
-            state={"extra": extra, "per_rank_extra": fsdp_optim.per_rank([EMPTY[name]])},
+            state=values_of(extra, [EMPTY[name]]),
             options=fsdp_optim.SaveOptions(durable=False),
         )
         torch.save({"model": dict(model.state_dict()), **extra}, root / "torch.pt")
         dcp.save({"model": dict(model.state_dict()), **extra}, checkpoint_id=root / "dcp")
         for source in ("ours", "torch.pt", "dcp"):
-            check_same(source, plain(dict(fsdp_optim.load(root / source))), wanted, in_order=False)
+            check_same(source, plain(dict(fsdp_optim.load(root / source).state)), wanted, in_order=False)
             for format in FORMATS:
                 target = root / f"{source}-{format}"
                 fsdp_optim.convert(
@@ -250,7 +250,7 @@ class EmptyTest(SharedFolder):
                 )
                 for place in (target, root / f"{source}-{format}-back"):
                     got = fsdp_optim.load(place)
-                    check_same(f"{source} to {format}", plain(dict(got)), wanted, in_order=False)
+                    check_same(f"{source} to {format}", plain(dict(got.state)), wanted, in_order=False)
                     if source == "ours":
                         check_same(f"{source} to {format}, of ranks", plain(got.per_rank), plain([EMPTY[name]]))
 

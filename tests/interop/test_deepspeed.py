@@ -148,7 +148,7 @@ def refuse_all(root: Path, cases: list[tuple[str, str]]) -> None:
                 root / name,
                 model,
                 optim,
-                options=fsdp_optim.LoadOptions(cast=True, progress=False),  # noqa: B023
+                options=fsdp_optim.LoadOptions(cast=True, progress=False),
             )
         )
         if wanted not in text or kind != "CheckpointError":
@@ -307,7 +307,7 @@ class TestRuns(unittest.TestCase):
             )
             check_same(name, pickled.state["args"].seed, 1)
             if name.startswith("z3"):
-                check_same(name, restored.per_rank["epoch"], 4)
+                check_same(name, restored.state["per_rank_extra"]["epoch"], 4)
                 check_same(name, [values["args"].seed for values in pickled.all_ranks], [1] * 4)
                 folder = self.copied("another rank's values", name)
                 path = self.root / "z3-w3-fp32" / TAG / "zero_pp_rank_2_mp_rank_00_model_states.pt"
@@ -324,7 +324,7 @@ class TestRuns(unittest.TestCase):
         model = nn.Linear(2, 3, bias=False)
         with self.assertNoLogs("fsdp_optim", "WARNING"):
             restored = fsdp_optim.load(folder, model)
-        check_same("none gave any", (restored.per_rank, restored.all_ranks), (None, ()))
+        check_same("none gave any", ("per_rank_extra" in restored.state, restored.all_ranks), (False, ()))
         path = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
         torch.save({**torch.load(path, weights_only=True), "seen": 7}, path)
         fsdp_optim.convert(folder, target, options=fsdp_optim.ConvertOptions(durable=False, progress=False))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.folders import SharedFolder
-from kit.options import as_options
+from kit.options import as_options, values_of
 from kit.rank_files import Buffered
 from kit.wrapping import STEPS, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
 from parameterized import parameterized
@@ -57,9 +57,9 @@ def check_resumed_by_ranks(path: Path) -> None:
     with cpu():
         one, wanted = Trained("FSDP2", adam, 0, model=Buffered), Oracle(adam, STEPS + 2, model=Buffered)
         restored = fsdp_optim.load(path, one.model, one.optim)
-        check_same("extra", {key: restored[key] for key in EXTRA}, EXTRA)
+        check_same("extra", {key: restored.state[key] for key in EXTRA}, EXTRA)
         check_same("of ranks", restored.all_ranks, ({"rng": 0}, {"rng": 1}))
-        check_same("of this rank", restored.per_rank, {"rng": dist.get_rank() % 2})
+        check_same("of this rank", restored.state["rng"], dist.get_rank() % 2)
         one.step(range(STEPS, STEPS + 2))
         full = one.gather(None, "name")
         state = {fqn: {key: full["state"][fqn][key] for key in its} for fqn, its in wanted.by_name().items()}
@@ -147,7 +147,7 @@ class TorchFileWriterTest(SharedFolder):
             fsdp_optim.save(
                 self.root / "named",
                 model,
-                state={"extra": extra},
+                state=values_of(extra),
                 options=fsdp_optim.SaveOptions(durable=False, allow_pickle=True),
                 overwrite=True,
             )

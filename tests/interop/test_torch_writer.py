@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from fairscale.nn import FullyShardedDataParallel
 from kit.folders import SharedFolder
+from kit.options import values_of
 from kit.wrapping import STEPS, Net, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
 from parameterized import parameterized
 from torch import nn
@@ -36,7 +37,7 @@ def save_all(root: Path) -> None:
                 root / name,
                 one.model,
                 one.optim,
-                state={"extra": extra},
+                state=values_of(extra),
                 options=fsdp_optim.SaveOptions(durable=False, process_group=one.process_group),
             )
 

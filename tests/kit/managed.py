@@ -61,8 +61,8 @@ class Run:
         torch.manual_seed(seed)
         self.losses: dict[int, float] = {}
         if "state" not in options:
-            options["state"] = {"scheduler": self.scheduler, "scaler": self.scaler, "average": self.average}
-            options["per_rank_state"] = {"loader": self.loader}
+            shared = {"scheduler": self.scheduler, "scaler": self.scaler, "average": self.average}
+            options["state"] = {**shared, "loader": fsdp_optim.per_rank(self.loader)}
         options.setdefault("every", 2)
         options.setdefault("progress", False)
         options.setdefault("durable", False)

@@ -17,11 +17,14 @@ def as_options(kind: type, **given: Any) -> dict[str, Any]:
     names = {field.name for field in fields(kind)}
     options = {name: value for name, value in given.items() if name in names}
     rest = {name: value for name, value in given.items() if name not in {*names, "extra", "per_rank_extra"}}
-    state = {
-        **by_name("extra", given.get("extra")),
-        **{name: per_rank(value) for name, value in by_name("per_rank_extra", given.get("per_rank_extra")).items()},
-    }
+    state = values_of(given.get("extra"), given.get("per_rank_extra"))
     return {**rest, **({"state": state} if state else {}), **({"options": kind(**options)} if options else {})}
+
+
+def values_of(common: Any, own: Any = None) -> dict[str, Any]:
+    """A `state=` of values that all ranks have in common, and of those of each rank."""
+    marked = {name: per_rank(value) for name, value in by_name("per_rank_extra", own).items()}
+    return {**by_name("extra", common), **marked}
 
 
 def by_name(name: str, values: Any) -> dict[str, Any]:

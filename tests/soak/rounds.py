@@ -74,7 +74,7 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
         restored = fsdp_optim.load(
             path, target.model, target.optim, **as_options(fsdp_optim.LoadOptions, **group, compare=True)
         )  # type: ignore[arg-type]
-        check_same("extras", (restored.state["number"], restored.per_rank), (number, {"rank": dist.get_rank()}))
+        check_same("extras", (restored.state["number"], restored.state["rank"]), (number, dist.get_rank()))
     for mine, theirs in zip(one.params, target.params, strict=True):
         found = list(differences(local_of(theirs).detach(), local_of(mine).detach()))
         if found:

@@ -71,7 +71,7 @@ def load_all(root: str, options: Options, wraps: Sequence[str]) -> None:
             )
             check_same(f"{source} into {wrap}", mine(other), mine(expected))
             check_same("extra", (restored.state["wrap"], restored.step), (source, 3))
-            check_same("per rank", restored.per_rank, dist.get_rank())
+            check_same("per rank", restored.state["per_rank_extra"], dist.get_rank())
 
 
 def manage(root: str, options: Options) -> None:
@@ -130,7 +130,7 @@ def save_and_upload(folder: str, root: str, options: Options) -> None:
             options=fsdp_optim.LoadOptions(storage_options=options, compare=True, progress=False),
         )
         check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
-        check_same("per rank", restored.per_rank, dist.get_rank())
+        check_same("per rank", restored.state["per_rank_extra"], dist.get_rank())
 
 
 def save_for_cache(url: str, options: Options) -> None:

@@ -39,7 +39,7 @@ def save_and_load(url: str, options: Options) -> None:
             options=fsdp_optim.LoadOptions(storage_options=options, progress=False, compare=True),
         )
         check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
-        check_same("extra", dict(found), {"a": 1})
+        check_same("extra", dict(found.state), {"a": 1})
 
 
 def fail(verb: str, url: str, options: Options) -> tuple[str, str, float]:

@@ -220,10 +220,10 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
         }
         check_same("nothing is changed before loading", snapshot(target), before)
         for what, shard in found.items():
-            told = {"missing": missing, "unexpected": extra}
+            told = {"missing_keys": missing, "unexpected_keys": extra}
             if wrapper == "FSDP1 orig" and case == "frozen" and what != "scatter":  # as this rank alone can see
                 held = {name for index in target.index for name in target.numbers.names_of(index)}
-                told.state["missing"] = tuple(name for name in missing if name in held)
+                told.state["missing_keys"] = tuple(name for name in missing if name in held)
             check_same(
                 f"{what}, told", shard.get("incompatible", {}), {k: list(names) for k, names in told.items() if names}
             )
@@ -232,7 +232,7 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
             check_same(
                 f"{what}, told by loading",
                 [sorted(told.missing_keys), sorted(told.unexpected_keys)],
-                [sorted(shard.get("incompatible", {}).get(key, ())) for key in ("missing", "unexpected")],
+                [sorted(shard.get("incompatible", {}).get(key, ())) for key in ("missing_keys", "unexpected_keys")],
             )
             got = target.gather(None, "name", process_group=world)["state"]
             for name in target.numbers.start:

@@ -392,7 +392,7 @@ def extras(folder: str) -> None:
     model, mesh = in_ddp(Two()), mesh_of(WORLD)
     whole = DTensor.from_local(torch.tensor([2.5]), mesh, [Replicate()], run_check=False)
     fsdp_optim.save(folder, model, state={"norm": [whole]})
-    check_same("replicated", dict(fsdp_optim.load(folder, model)), {"norm": [torch.tensor([2.5])]})
+    check_same("replicated", dict(fsdp_optim.load(folder, model).state), {"norm": [torch.tensor([2.5])]})
     for what, spec in {"Partial": Partial(), "Shard": Shard(0)}.items():
         part = DTensor.from_local(torch.tensor([1.0 + dist.get_rank()]), mesh, [spec], run_check=False)
         for argument in ("extra", "per_rank_extra"):

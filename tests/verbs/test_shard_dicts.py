@@ -41,7 +41,9 @@ def plain_dicts() -> None:
             )
             longer = Trained(wrapper, model=Longer, steps=1)
             part = longer.shard(full, strict=False)
-            check_same(f"{wrapper}: what is told", part["incompatible"], {"missing": ["added.weight", "added.bias"]})
+            check_same(
+                f"{wrapper}: what is told", part["incompatible"], {"missing_keys": ["added.weight", "added.bias"]}
+            )
             if wrapper != "FSDP2":  # a DTensor is not for torch.load(weights_only=True)
                 for one in (target.shard(full), part):
                     check_same(f"{wrapper}: saved and loaded", saved_and_loaded(one), one)

@@ -299,7 +299,7 @@ def other_groups(fulls: list[Any]) -> list[list[Error]]:
                         model,
                         optim,
                         mine,
-                        options=fsdp_optim.CallOptions(timeout=15),  # noqa: B023
+                        options=fsdp_optim.CallOptions(timeout=15),
                     )
                 ),
             ]

@@ -116,20 +116,18 @@ def _state_of(where: str, value: Any) -> Any:
     """The tree to save for an object or a value, as `PerRank` if it was given so."""
     if isinstance(value, PerRank):
         return PerRank(_state_of(where, value.value))
-    state = value
-    if is_stateful(value):
-        try:
-            state = value.state_dict()
-        except Exception as error:
-            raise StateError(f"{where}: its state_dict() failed: {type(error).__name__}: {error}") from error
+    if not is_stateful(value):
+        return value
+    try:
+        state = value.state_dict()
+    except Exception as error:
+        raise StateError(f"{where}: its state_dict() failed: {type(error).__name__}: {error}") from error
     _refuse_sharded(where, state)
     return state
 
 
 def _refuse_sharded(where: str, value: Any, depth: int = 0) -> None:
     """Name a value that is cut over ranks: the part of one rank is not the common state of the ranks."""
-    if isinstance(value, PerRank):
-        raise StateError(f"{where}: per_rank() marks a whole entry of state=, and nothing inside it")
     if depth > MOST_DEEP:  # which the encoder refuses
         return
     if isinstance(value, Mapping):

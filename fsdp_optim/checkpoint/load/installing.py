@@ -35,7 +35,7 @@ def install_all(
     """Install everything. If a rank fails, all but the weights are as they were, on all ranks."""
     with ExitStack() as undo:
         undo.callback(weights.module_values.put_back, install_values(group, weights))
-        if objects is not None:
+        if objects is not None and objects.has_names:
             undo.callback(objects.put_back)
             _install_objects(group, objects)
         if optim is not None and shard is not None:

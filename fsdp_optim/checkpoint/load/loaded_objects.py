@@ -31,6 +31,11 @@ class LoadedObjects:
         self.missing_keys: tuple[str, ...] = ()
         self.unexpected_keys: tuple[str, ...] = ()
 
+    @property
+    def has_names(self) -> bool:
+        """Whether the call was given names; the same on all ranks."""
+        return self._state.is_given
+
     def check(self, saved: SavedState) -> None:
         """Raise StateError if the values of the checkpoint are not those of these objects. Nothing is loaded yet."""
         self._saved, self._previous = saved, {}

@@ -56,7 +56,7 @@ class Numbered:
             "optim": self.optim,
             "step": number,
             "extra": {"number": number},
-            "per_rank_extra": {"number": number, "rank": dist.get_rank()},
+            "per_rank_extra": {"own number": number, "rank": dist.get_rank()},
             **QUIET,
         }
 
@@ -64,7 +64,7 @@ class Numbered:
         """Load a checkpoint into other values; its number. Raises `AssertionError` for a mixture of several."""
         self.set(-1)
         restored = fsdp_optim.load(path, self.model, self.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
-        found = {*self.numbers(), restored.state["number"], restored.per_rank["number"], restored.step}
+        found = {*self.numbers(), restored.state["number"], restored.state["own number"], restored.step}
         if len(found) > 1:
             raise AssertionError(f"{path} is a mixture of {found}")
         return int(restored.state["number"])
