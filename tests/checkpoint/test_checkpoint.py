@@ -59,7 +59,7 @@ from kit.groups import (
 from kit.models import Tied
 from kit.opaque import Blockwise, opaque_state
 from kit.optimizers import Peculiar, two_groups
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.torch_limits import cannot_make, cannot_run, skip_if
 from kit.trained import state_by_name
 from kit.wrapping import (
@@ -1000,7 +1000,7 @@ class ExtraTest(InFolder):
     def test_comes_back_as_it_was(self) -> None:
         extra = trainer_state()
         given = copy.deepcopy(extra)
-        fsdp_optim.save(self.path, self.plain(), state=values_of(extra))
+        fsdp_optim.save(self.path, self.plain(), state=state_for(extra))
         check_same("what was given", extra, given)
         restored = fsdp_optim.load(self.path, self.plain())
         check_same("extra", dict(restored.state), given)
@@ -1012,7 +1012,7 @@ class ExtraTest(InFolder):
     def test_none_and_nothing(self) -> None:
         for number, extra in enumerate((None, {})):
             path = self.root / f"step-{number}"
-            fsdp_optim.save(path, self.plain(), state=values_of(extra))
+            fsdp_optim.save(path, self.plain(), state=state_for(extra))
             restored = fsdp_optim.load(path)
             self.assertEqual(dict(restored.state), {})
             self.assertEqual((tuple(restored.missing_keys), tuple(restored.unexpected_keys)), ((), ()))
@@ -1022,7 +1022,7 @@ class ExtraTest(InFolder):
         """Given back as it was, or refused by name; with allow_pickle=True always given back."""
         value = ChangedOrRefused.values[case]
         extra = {"good": 1, "outer": [{"inner name": value}]}
-        kind, text = error_text(lambda: fsdp_optim.save(self.path, self.plain(), state=values_of(extra)))
+        kind, text = error_text(lambda: fsdp_optim.save(self.path, self.plain(), state=state_for(extra)))
         if kind:
             self.assertIn("inner name", text)
             self.assertIn("allow_pickle", text)
@@ -1034,7 +1034,7 @@ class ExtraTest(InFolder):
         fsdp_optim.save(
             self.path,
             self.plain(),
-            state=values_of(extra),
+            state=state_for(extra),
             options=fsdp_optim.SaveOptions(allow_pickle=True),
             overwrite=True,
         )
@@ -1063,7 +1063,7 @@ class ExtraTest(InFolder):
         fsdp_optim.save(
             self.path,
             source,
-            state=values_of(extra, extra),
+            state=state_for(extra, extra),
             options=fsdp_optim.SaveOptions(allow_pickle=True),
         )
         self.check_only("step-1")

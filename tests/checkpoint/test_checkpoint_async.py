@@ -34,7 +34,7 @@ from kit.checkpoints import (
     scramble,
 )
 from kit.optimizers import two_groups
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
@@ -117,7 +117,7 @@ def train_on(root: Path, wrapper: str, **options: Any) -> None:
         handle = async_save(
             root / wrapper,
             trained,
-            state=values_of(extra, per_rank),
+            state=state_for(extra, per_rank),
             **as_options(fsdp_optim.SaveOptions, **options),
         )
         check_same("after async_save", everything(trained), before)
@@ -194,7 +194,7 @@ class TrainingGoesOnTest(InFolder):
     def test_what_is_refused_is_refused_by_the_call(self) -> None:
         model = nn.Linear(2, 2)
         for extra in ({"outer": [{"inner name": print}]}, {"inner name": object()}):
-            kind, text = error_text(lambda extra=extra: fsdp_optim.async_save(self.path, model, state=values_of(extra)))
+            kind, text = error_text(lambda extra=extra: fsdp_optim.async_save(self.path, model, state=state_for(extra)))
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("inner name", text)
         fsdp_optim.async_save(self.path, model).wait()  # and it is not raised again

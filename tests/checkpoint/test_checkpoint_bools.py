@@ -13,7 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from kit.checkpoint_format import MANIFEST, all_bytes, read_safetensors
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.wrapping import Trained, adam, check_refused, check_same, cpu, error_text, local_of
 from parameterized import parameterized
 from soak.mutators import repair
@@ -118,7 +118,7 @@ class BoolsTest(unittest.TestCase):
             self.folder,
             one.model,
             one.optim,
-            state=values_of(extras(), extras()),
+            state=state_for(extras(), extras()),
             **as_options(fsdp_optim.SaveOptions, **QUIET),
         )
         good, found = all_bytes(self.folder), list(places(self.folder))

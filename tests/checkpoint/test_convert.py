@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read_manifest, tensors_of
 from kit.folders import SharedFolder
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.wrapping import Trained, adam, check_same, cpu
 
 import fsdp_optim
@@ -31,7 +31,7 @@ def saved(root: Path, *, with_optim: bool = True) -> None:
                 root / wrapper,
                 one.model,
                 optim,
-                state=values_of(extra()),
+                state=state_for(extra()),
                 step=7,
                 **as_options(fsdp_optim.SaveOptions, **options, durable=False),
             )

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.servers import new_bucket, shared
 from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu, error_text
 from torch import nn
@@ -252,30 +252,30 @@ class FolderTest(unittest.TestCase):
             path,
             model,
             optim,
-            state=values_of(extra, rank_extra),
+            state=state_for(extra, rank_extra),
             format="dcp",
             **as_options(fsdp_optim.SaveOptions, **QUICK),
         )
         restored = fsdp_optim.load(path, *model_of(1), options=fsdp_optim.LoadOptions(progress=False))
         check_same(
-            "extra", dict(restored.state), {**extra, "scheduler": {**sched.state_dict(), "milestones": {2: 1, 4: 1}}}
+            "extra", restored.state["extra"], {**extra, "scheduler": {**sched.state_dict(), "milestones": {2: 1, 4: 1}}}
         )
         check_same("per rank", restored.state["per_rank_extra"], rank_extra)
         _, other = model_of()
         resumed = torch.optim.lr_scheduler.MultiStepLR(other, [2, 4])
-        resumed.load_state_dict(restored.state["scheduler"])
+        resumed.load_state_dict(restored.state["extra"]["scheduler"])
         for _ in range(4):
             sched.step()
             resumed.step()
         self.assertEqual(other.param_groups[0]["lr"], optim.param_groups[0]["lr"])
-        stock = {"scheduler": {"milestones": {2: 0, 4: 0}}}
+        stock = {"extra": {"scheduler": {"milestones": {2: 0, 4: 0}}}}
         dcp.load(stock, checkpoint_id=path, no_dist=True)
-        self.assertEqual(stock["scheduler"]["milestones"]["2"], 1)
+        self.assertEqual(stock["extra"]["scheduler"]["milestones"]["2"], 1)
 
     def test_keys_that_become_one(self) -> None:
-        with self.assertRaisesRegex(CheckpointError, r"extra\['a'\]: two keys become '1' in a DCP checkpoint"):
+        with self.assertRaisesRegex(CheckpointError, r"state\['a'\]: two keys become '1' in a DCP checkpoint"):
             self.save("a", extra={"a": {1: 2, "1": 3}})
-        with self.assertRaisesRegex(CheckpointError, r"per_rank_extra: two keys become 'None'"):
+        with self.assertRaisesRegex(CheckpointError, r"state\['per_rank_extra'\].*: two keys become 'None'"):
             self.save("a", per_rank_extra={None: 2, "None": 3})
         self.assertEqual(list(self.root.iterdir()), [])
 

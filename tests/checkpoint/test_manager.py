@@ -100,12 +100,20 @@ def train_alike(root: Path, wrapper: str, last: int) -> dict[int, float]:
         return run.losses
 
 
+def train_apart(root: Path, last: int) -> None:
+    """As `train_alike`, but each rank has a loader of its own."""
+    with cpu():
+        run = Run(root, "FSDP2")
+        with run.manager:
+            run.steps(range(1, last + 1))
+
+
 def resume_as_new_rank(root: Path) -> list[str]:
     """The warning to a rank that the checkpoint does not have, and the values of that rank."""
     logs: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(record.getMessage())  # type: ignore[method-assign]
-    run = Run(root, "FSDP2", alike=True)
+    run = Run(root, "FSDP2")
     torch.manual_seed(1000 + run.rank)
     before = torch.get_rng_state()
     logging.getLogger(LOG).addHandler(handler)
@@ -115,7 +123,10 @@ def resume_as_new_rank(root: Path) -> list[str]:
     finally:
         logging.getLogger(LOG).removeHandler(handler)
     is_kept = torch.equal(before, torch.get_rng_state())
-    check_same("the loader has the lowest rank's state, or its own", run.loader.num_drawn, 4)
+    is_new = run.rank >= 2
+    check_same("a new rank keeps its own loader", run.loader.num_drawn, 0 if is_new else 4)
+    missing = run.manager.restored.missing_keys if run.manager.restored is not None else None
+    check_same("it is told", missing, ("state['loader']",) if is_new else ())
     check_same("random states are kept on new ranks only", is_kept, run.rank >= 2)
     return [line for line in logs if "random states at the save" in line]
 
@@ -132,7 +143,7 @@ class WorldSizeTest(CatalogTest):
             check_same("losses", {**first, **later}, whole)
 
     def test_a_rank_that_is_new(self) -> None:
-        run_on_ranks(train_alike, 2, self.root / "run", "FSDP2", 4)
+        run_on_ranks(train_apart, 2, self.root / "run", 4)
         told = run_on_ranks(resume_as_new_rank, 3, self.root / "run")
         self.assertEqual([len(lines) for lines in told], [0, 0, 1])
         self.assertIn("rank 2 had no random states at the save, so it keeps its own", told[2][0])
@@ -308,6 +319,13 @@ def fail(root: Path, bad: int) -> None:
     refused(lambda: run.manager.step(11), StateError, "CheckpointManager.step was called after close()")
 
 
+class HalfStateful:
+    """Has a state that nobody could load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 def wrong_arguments(root: Path, bad: int) -> None:
     """One rank gives a wrong argument, or another one than the others."""
     rank, faulty = dist.get_rank(), Faulty()
@@ -318,7 +336,7 @@ def wrong_arguments(root: Path, bad: int) -> None:
         {"best": "most"},
         {"signals": ["TERM"]},
         {"signals": 15},
-        {"state": {"scheduler": 3}},
+        {"state": {"scheduler": HalfStateful()}},
         {"state": [1]},
         {"state": {"fsdp_optim.rng": faulty}},
         {"durable": 1 > 2, "strategy": "fast"},
@@ -469,15 +487,19 @@ class ObjectsTest(CatalogTest):
             before = run.everything()["params"]
             words = (
                 "state['average']: only the checkpoint has it",
-                "['average', 'scaler', 'scheduler']",
+                "['average', 'loader', 'scaler', 'scheduler']",
                 "strict=False",
             )
             refused(run.manager.resume, StateError, *words)
             check_same("unchanged", run.everything()["params"], before)
             with self.assertLogs(LOG, "WARNING") as logs:
                 self.assertEqual(run.manager.resume(strict=False), 2)
-            self.assertIn("state: average, loader, new, scaler, scheduler is not loaded", "\n".join(logs.output))
-            self.assertEqual(loader.num_drawn, 0)
+            self.assertIn("state: average, new, scaler, scheduler is not loaded", "\n".join(logs.output))
+            self.assertEqual(loader.num_drawn, 2)
+            wanted = {f"state[{name!r}]" for name in ("average", "scaler", "scheduler")}
+            assert run.manager.restored is not None
+            self.assertEqual(run.manager.restored.missing_keys, ("state['new']",))
+            self.assertEqual(set(run.manager.restored.unexpected_keys), wanted)
 
     def test_a_value_that_cannot_be_saved(self) -> None:
         class Odd(Loader):

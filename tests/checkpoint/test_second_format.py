@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from kit.checkpoint_format import all_bytes, check_folder, extra, tensors_of
 from kit.folders import SharedFolder
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.raw_format import INDEX, RAW, encoded_index, index_in
 from kit.wrapping import Trained, check_same, cpu
 from xxhash import xxh3_64_intdigest
@@ -45,7 +45,7 @@ def save_all(root: Path) -> None:
         with cpu():
             one = Trained(wrapper, adam)
             rank = torch.distributed.get_rank()
-            options = SaveArguments(state=RunState(values_of(extra(), rank)), step=7, durable=False)
+            options = SaveArguments(state=RunState(state_for(extra(), rank)), step=7, durable=False)
             save.save(root / f"raw-{wrapper}", one.model, one.optim, options, RAW)
             background.async_save(root / f"async-{wrapper}", one.model, one.optim, options, RAW).wait()
             mine: dict[str, Any] = {"extra": extra(), "per_rank_extra": rank, "step": 7, "durable": False}

@@ -61,7 +61,7 @@ from kit.checkpoint_format import (
     sums_of,
 )
 from kit.groups import Meeting
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.wrapping import (
     Differs,
     Trained,
@@ -148,7 +148,7 @@ def save_good(path: Path, steps: int = 3, wrapper: str = "FSDP2", model: str = "
             path,
             one.model,
             one.optim,
-            state=values_of(extra(), mine),
+            state=state_for(extra(), mine),
             **as_options(fsdp_optim.SaveOptions, **options),
         )
 

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from kit.cases import expand, some
 from kit.checkpoint_format import canonical, read_manifest
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.wrapping import check_same, error_text
 from parameterized import parameterized
 from torch import nn
@@ -71,7 +71,7 @@ class ProcessTest(InFolder):
                 self.path,
                 model,
                 optim,
-                state=values_of(extra, extra),
+                state=state_for(extra, extra),
                 **as_options(fsdp_optim.SaveOptions, **QUIET),
             )
             restored = fsdp_optim.load(self.path, other, its, options=fsdp_optim.LoadOptions(compare=True))
@@ -79,7 +79,7 @@ class ProcessTest(InFolder):
                 self.path,
                 model,
                 optim,
-                state=values_of(extra),
+                state=state_for(extra),
                 overwrite=True,
                 **as_options(fsdp_optim.SaveOptions, **QUIET),
             ).wait()
@@ -137,7 +137,7 @@ class OptimizerTest(InFolder):
     def test_hyperparameters(self, _: str, options: dict[str, Any]) -> None:
         model, optim = stepped(**options)
         fsdp_optim.save(
-            self.path, model, optim, state=values_of(options), **as_options(fsdp_optim.SaveOptions, **QUIET)
+            self.path, model, optim, state=state_for(options), **as_options(fsdp_optim.SaveOptions, **QUIET)
         )
         other, its = stepped(**dict.fromkeys(options))
         restored = fsdp_optim.load(self.path, other, its)
@@ -161,7 +161,7 @@ class OptimizerTest(InFolder):
                     self.path,
                     model,
                     optim,
-                    state=values_of(extra),
+                    state=state_for(extra),
                     **as_options(fsdp_optim.SaveOptions, **QUIET),
                 )
             )
@@ -195,7 +195,7 @@ class OptimizerTest(InFolder):
             self.path,
             model,
             optim,
-            state=values_of(extra),
+            state=state_for(extra),
             **as_options(fsdp_optim.SaveOptions, **QUIET, bucket_nbytes=16),
         )
         wanted = [

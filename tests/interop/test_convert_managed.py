@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy
 import torch
-from fsdp_optim.checkpoint.run.trainer_state import set_random_states
 from kit.compare import Differs, check_same
 from kit.folders import SharedFolder
 from kit.managed import Run
-from kit.options import values_of
 from kit.wrapping import cpu
 from parameterized import parameterized
 from safetensors.torch import load_file
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint.common.random_states import set_random_states
+from fsdp_optim.checkpoint.common.run_state import RANDOM
 from fsdp_optim.testing import run_on_ranks
 
 STEPS = 4
@@ -44,7 +44,7 @@ def resumed(root: str, places: list[str]) -> list[list[Any]]:
             objects = {"scheduler": run.scheduler, "scaler": run.scaler, "average": run.average}
             state = {**objects, "loader": fsdp_optim.per_rank(run.loader)}
             result = fsdp_optim.load(place, run.model, run.optim, state=state)
-            set_random_states(random_states_in(place, result))
+            set_random_states(result.state[RANDOM])
             for step in (STEPS + 1, STEPS + 2):
                 run.train(step)
             run.manager.close()
@@ -111,12 +111,12 @@ class ManagedTest(SharedFolder):
         for rank in range(2):
             alone = torch.load(self.root / "folder" / f"rank-{rank:05}.pt", weights_only=True)
             for found in (whole["per_rank_extra"][rank], alone):
-                name, state, *rest = found.state["random"]["numpy"]
-                wanted = saved[rank]["random"]["numpy"]
+                name, state, *rest = found[RANDOM]["numpy"]
+                wanted = saved[rank][RANDOM]["numpy"]
                 check_same("the state", types_in((name, state.numpy(), *rest)), types_in(tuple(wanted)))
                 before = numpy.random.get_state()
                 try:
-                    numpy.random.set_state(found.state["random"]["numpy"])
+                    numpy.random.set_state(found[RANDOM]["numpy"])
                     check_same("taken", types_in(numpy.random.get_state()), types_in(wanted))
                 finally:
                     numpy.random.set_state(before)
@@ -134,7 +134,7 @@ class ManagedTest(SharedFolder):
         check_same("of this rank", types_in(found.state["loader"]), types_in(wanted.state["loader"]))
         check_same("of all", types_in(found.all_ranks), types_in(wanted.all_ranks))
         self.assertEqual(len(found.all_ranks), 2)
-        self.assertEqual(type(found.per_rank["random"]["numpy"][1]), numpy.ndarray)
+        self.assertEqual(type(found.state[RANDOM]["numpy"][1]), numpy.ndarray)
 
 
 VALUES: dict[str, Any] = {
@@ -168,7 +168,7 @@ class ValuesTest(SharedFolder):
         fsdp_optim.save(
             root / "saved",
             model,
-            state=values_of(extra, of_rank),
+            state={**extra, "per_rank_extra": fsdp_optim.per_rank(of_rank)},
             options=fsdp_optim.SaveOptions(durable=False),
         )
         for format in ("torch", "torch_file"):
@@ -178,8 +178,7 @@ class ValuesTest(SharedFolder):
             for path in (root / format).glob("*.pt"):
                 torch.load(path, weights_only=True)
             found = fsdp_optim.load(root / format)
-            check_same("types", types_in(dict(found.state)), types_in(extra))
-            check_same("of rank", types_in(found.per_rank), types_in(of_rank))
+            check_same("types", types_in(found.state), types_in({**extra, "per_rank_extra": of_rank}))
             fsdp_optim.convert(root / format, root / f"back-{format}", options=fsdp_optim.ConvertOptions(durable=False))
             check_same(f"{name} by {format}", hashes(root / f"back-{format}"), hashes(root / "saved"), in_order=False)
 

@@ -14,7 +14,7 @@ from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.hugging_face import on_cpu, tiny_llama, trainer_of
 from kit.lightning_runs import data, module, quiet, strategy, trainer
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from parameterized import parameterized
 from torch import nn
 from torch.utils.data import DataLoader
@@ -233,7 +233,7 @@ class EmptyTest(SharedFolder):
         fsdp_optim.save(
             root / "ours",
             model,
-            state=values_of(extra, [EMPTY[name]]),
+            state=state_for(extra, [EMPTY[name]]),
             options=fsdp_optim.SaveOptions(durable=False),
         )
         torch.save({"model": dict(model.state_dict()), **extra}, root / "torch.pt")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from kit.folders import SharedFolder
 from kit.optimizers import GROUPED
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.rank_files import Buffered, save_fairscale
 from kit.units import UNITS
 from kit.wrapping import STEPS, Oracle, Trained, check_same, cpu
@@ -30,7 +30,7 @@ def save_all(root: Path) -> None:
                 root / f"flat {name}",
                 one.model,
                 one.optim,
-                state=values_of(None, own),
+                state=state_for(None, own),
                 options=fsdp_optim.SaveOptions(durable=False),
             )
             other = Trained("fairscale non-flat", make, model=Buffered)

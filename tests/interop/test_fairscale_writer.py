@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
 from kit.folders import SharedFolder
 from kit.optimizers import GROUPED
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.rank_files import Buffered, save_fairscale
 from kit.scripts import TRAINING, run
 from kit.units import UNITS
@@ -37,7 +37,7 @@ def save_all(root: Path) -> None:
                 root / f"ours {name}",
                 one.model,
                 one.optim,
-                state=values_of(extra, own),
+                state=state_for(extra, own),
                 options=fsdp_optim.SaveOptions(durable=False),
             )
             folder = root / f"fairseq {name}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.folders import SharedFolder
-from kit.options import as_options, values_of
+from kit.options import as_options, state_for
 from kit.rank_files import Buffered
 from kit.wrapping import STEPS, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
 from parameterized import parameterized
@@ -147,7 +147,7 @@ class TorchFileWriterTest(SharedFolder):
             fsdp_optim.save(
                 self.root / "named",
                 model,
-                state=values_of(extra),
+                state=state_for(extra),
                 options=fsdp_optim.SaveOptions(durable=False, allow_pickle=True),
                 overwrite=True,
             )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from fairscale.nn import FullyShardedDataParallel
 from kit.folders import SharedFolder
-from kit.options import values_of
+from kit.options import state_for
 from kit.wrapping import STEPS, Net, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
 from parameterized import parameterized
 from torch import nn
@@ -37,7 +37,7 @@ def save_all(root: Path) -> None:
                 root / name,
                 one.model,
                 one.optim,
-                state=values_of(extra),
+                state=state_for(extra),
                 options=fsdp_optim.SaveOptions(durable=False, process_group=one.process_group),
             )
 

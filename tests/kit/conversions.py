@@ -10,7 +10,7 @@ from torch import nn
 import fsdp_optim
 from kit.checkpoint_format import all_bytes
 from kit.compare import check_same
-from kit.options import values_of
+from kit.options import state_for
 
 UNIT = 2 << 20
 """The bytes of a unit of a conversion with `memory=MEMORY`."""
@@ -31,7 +31,7 @@ def save_some(path: Path, *, num_layers: int = 4, width: int = 512, seed: int = 
         path,
         model,
         optim,
-        state=values_of(extra),
+        state=state_for(extra),
         step=seed + 1,
         options=fsdp_optim.SaveOptions(durable=False, progress=False),
         overwrite=True,

@@ -62,7 +62,7 @@ class Run:
         self.losses: dict[int, float] = {}
         if "state" not in options:
             shared = {"scheduler": self.scheduler, "scaler": self.scaler, "average": self.average}
-            options["state"] = {**shared, "loader": fsdp_optim.per_rank(self.loader)}
+            options["state"] = {**shared, "loader": self.loader if alike else fsdp_optim.per_rank(self.loader)}
         options.setdefault("every", 2)
         options.setdefault("progress", False)
         options.setdefault("durable", False)

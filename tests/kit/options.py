@@ -15,13 +15,15 @@ def as_options(kind: type, **given: Any) -> dict[str, Any]:
     `extra` and `per_rank_extra`: values for `state=`, those of all ranks and those of each.
     """
     names = {field.name for field in fields(kind)}
+    if kind.__name__ == "ManagerOptions":
+        names -= {"keep_last", "upload_to"}  # the first is an argument of a manager
     options = {name: value for name, value in given.items() if name in names}
     rest = {name: value for name, value in given.items() if name not in {*names, "extra", "per_rank_extra"}}
-    state = values_of(given.get("extra"), given.get("per_rank_extra"))
+    state = state_for(given.get("extra"), given.get("per_rank_extra"))
     return {**rest, **({"state": state} if state else {}), **({"options": kind(**options)} if options else {})}
 
 
-def values_of(common: Any, own: Any = None) -> dict[str, Any]:
+def state_for(common: Any, own: Any = None) -> dict[str, Any]:
     """A `state=` of values that all ranks have in common, and of those of each rank."""
     marked = {name: per_rank(value) for name, value in by_name("per_rank_extra", own).items()}
     return {**by_name("extra", common), **marked}

@@ -50,8 +50,8 @@ class LoadedObjects:
         missing = [name for name in here if name not in there]
         unexpected = [name for name in there if name not in here]
         if self._strict and (missing or unexpected):
-            name = (missing or unexpected)[0]
-            has_it = "this call has it and the checkpoint does not" if missing else "only the checkpoint has it"
+            name = min([*missing, *unexpected])
+            has_it = "this call has it and the checkpoint does not" if name in missing else "only the checkpoint has it"
             raise StateError(
                 f"state[{name!r}]: {has_it}; state has {sorted(here) or 'nothing'} here, and {sorted(there) or 'nothing'} in the "
                 "checkpoint: give the same names, or strict=False to leave these as they are"

@@ -78,7 +78,7 @@ class SavedState:
     @property
     def by_name(self) -> dict[str, Any]:
         """All values. Access to one that is a pickle and not allowed raises CheckpointError."""
-        values = {**self.common, **self.own}
+        values = {**self.common, **self.own, **({RANDOM: self.random} if self.random is not None else {})}
         return Guarded(values) if any(isinstance(value, Withheld) for value in values.values()) else values
 
     @property
@@ -152,8 +152,7 @@ class _OfAllRanks:
             common = _by_name(_EXTRA, read(COMMON))
             values = [read(rank_extra_name(position)) for position in range(checkpoint.world_size)]
         own = [_named(common, value)[1] for value in values]
-        shown = [{name: value for name, value in by_name.items() if not name.startswith(RESERVED)} for by_name in own]
-        return tuple(shown) if any(shown) else ()
+        return tuple(own) if any(own) else ()
 
 
 def _by_name(name: str, value: Any) -> dict[str, Any]:
