@@ -191,8 +191,7 @@ class BoolsTest(unittest.TestCase):
                 one.model,
                 one.optim,
                 overwrite=True,
-                **as_options(fsdp_optim.SaveOptions, **QUIET),
-                **as_options(fsdp_optim.SaveOptions, **more),
+                **as_options(fsdp_optim.SaveOptions, **QUIET, **more),
             )
         )
         self.assertEqual(kind, "CheckpointError", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import unittest
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,16 @@ def differ(folder: str, rank_that_differs: int) -> dict[str, list[tuple[str, str
                     tensor.view(-1)[-1] += 1
             had = tensor.clone()
             path = Path(folder, name.replace(" ", "-"))
+            plain = fsdp_optim.SaveOptions(process_group=target.process_group)
+            lowest = replace(plain, on_replica_mismatch="lowest_rank")
             ways = [
-                partial(way, path, target.model, target.optim, process_group=target.process_group)
+                partial(way, path, target.model, target.optim, options=plain)
                 for way in (fsdp_optim.save, fsdp_optim.async_save)
             ]
             told[name] = [error_text(way) for way in ways]
             check_same("nothing is written", [*Path(folder).glob("*.s*"), path.exists()], [False])
-            ways[0](on_replica_mismatch="lowest_rank")
-            ways[1](on_replica_mismatch="lowest_rank", overwrite=True).wait()
+            ways[0](options=lowest)
+            ways[1](options=lowest, overwrite=True).wait()
             check_same("nothing is changed", tensor, had)
             fsdp_optim.load(
                 path,

@@ -47,8 +47,7 @@ class InFolder(unittest.TestCase):
         fsdp_optim.save(
             self.path,
             nn.Linear(3, 2),
-            **as_options(fsdp_optim.SaveOptions, **QUIET, allow_pickle=True),
-            **as_options(fsdp_optim.SaveOptions, **kwargs),
+            **as_options(fsdp_optim.SaveOptions, **QUIET, allow_pickle=True, **kwargs),
         )
 
 

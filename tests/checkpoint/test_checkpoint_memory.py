@@ -157,7 +157,8 @@ def measured(case: Case, root: Path) -> dict[str, Found]:
 def _saved(case: Case, root: Path, verb: Callable[..., Any], model: Any, optim: torch.optim.Optimizer) -> Any:
     dist.barrier()
     options = {"overwrite": True, "durable": False, "progress": False, **case.options}
-    return verb(root / "now", model, optim, bucket_nbytes=_bucket(case), **options)
+    given = as_options(fsdp_optim.SaveOptions, bucket_nbytes=_bucket(case), **options)
+    return verb(root / "now", model, optim, **given)
 
 
 def _loaded(case: Case, root: Path, model: Any, optim: torch.optim.Optimizer, **options: Any) -> None:

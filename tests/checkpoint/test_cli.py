@@ -274,7 +274,7 @@ class CommandLineTest(SharedFolder):
         self.assertEqual(facts["format"].strip(), "fsdp_optim")
         self.assertRegex(facts["saved at"], r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
         self.assertEqual([facts[name].strip() for name in ("ranks", "step")], ["1", "7"])
-        self.assertEqual(facts["other values"].strip(), "of the trainer (extra), of 1 rank (per_rank_extra)")
+        self.assertEqual(facts["other values"].strip(), "of the trainer, of 1 rank")
         text = "\n".join(lines)
         self.assertIn("model: 1,201 tensors, 9,640 elements, 38.6 kB", text)
         self.assertRegex(text, r"embed\.weight +\[10, 4\] +float32 +160 B")

@@ -145,8 +145,8 @@ def between_ranks(folder: str) -> dict[str, tuple[str, str]]:
         target.model.outer.told["scale"][0] += rank // 2
         save = partial(fsdp_optim.save, f"{folder}/a", target.model, target.optim)
         told["differ"] = error_text(save)
-        save(on_replica_mismatch="lowest_rank")
-        load(compare=True)
+        save(options=fsdp_optim.SaveOptions(on_replica_mismatch="lowest_rank"))
+        load(options=fsdp_optim.LoadOptions(compare=True))
         alike = Deep()
         give(alike, 3)
         check_same("the lowest rank's", values_of(target.model), values_of(alike))
@@ -167,7 +167,7 @@ def between_ranks(folder: str) -> dict[str, tuple[str, str]]:
         check_same("and the optimizer", list(target.optim.state_dict()["state"]), list(weight["state"]))
         # a value that is altered between the load and its check
         with mock.patch.object(Scaled, "get_extra_state", altered_on(1)):
-            told["check"] = error_text(partial(load, compare=True))
+            told["check"] = error_text(partial(load, options=fsdp_optim.LoadOptions(compare=True)))
     return told
 
 

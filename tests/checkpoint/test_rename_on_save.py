@@ -44,7 +44,10 @@ def save_all(folder: str) -> None:
             ):
                 call: Callable[..., Any] = save
                 done = call(
-                    f"{folder}/{wrapper} {at}", one.model, one.optim, rename=rename, process_group=one.process_group
+                    f"{folder}/{wrapper} {at}",
+                    one.model,
+                    one.optim,
+                    options=fsdp_optim.SaveOptions(rename=rename, process_group=one.process_group),
                 )
                 if at == "function":
                     done.wait()

@@ -110,7 +110,7 @@ def differ(folder: str, wrapper: str, what: str, rank: int) -> list[tuple[str, s
         told = [error_text(way) for way in ways(path, target)]
         check_same("nothing is written", [*Path(folder).iterdir()], [])
         for way, more in zip(ways(path, target), ({}, {"overwrite": True}), strict=True):
-            done = way(on_replica_mismatch="lowest_rank", **more)
+            done = way(options=fsdp_optim.SaveOptions(on_replica_mismatch="lowest_rank"), **more)
             if hasattr(done, "wait"):
                 done.wait()
             check_same("nothing is changed", tensor, had)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoint_format import MANIFEST
 from kit.checkpoints import everything, mine, scramble
-from kit.options import as_options
+from kit.options import as_options, state_for
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
 
@@ -27,6 +27,7 @@ from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
 from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.checkpoint.catalog import newest as catalog
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
+from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.checkpoint.save.foreground import save
@@ -41,14 +42,20 @@ PART_NBYTES = 1000
 WRAPS = ("fairscale flat", "FSDP1 orig", "FSDP2", "DDP")
 
 
+def arguments_of(trained: Trained, **options: Any) -> SaveArguments:
+    """The arguments of a save. `extra`, `per_rank_extra`: values of all ranks, and of each."""
+    state = RunState(state_for(options.pop("extra", None), options.pop("per_rank_extra", None)) or None)
+    return SaveArguments(
+        **{"process_group": trained.process_group, "durable": False, "progress": False, "state": state, **options}
+    )
+
+
 def save_to(store: Store, trained: Trained, **options: Any) -> Any:
-    given = SaveArguments(process_group=trained.process_group, durable=False, progress=False)
-    return save(store, trained.model, trained.optim, SaveArguments(**{**vars(given), **options}))
+    return save(store, trained.model, trained.optim, arguments_of(trained, **options))
 
 
 def save_in_background(store: Store, trained: Trained, **options: Any) -> Any:
-    given = SaveArguments(process_group=trained.process_group, durable=False, progress=False)
-    return async_save(store, trained.model, trained.optim, SaveArguments(**{**vars(given), **options}))
+    return async_save(store, trained.model, trained.optim, arguments_of(trained, **options))
 
 
 def load_from(store: Store, trained: Trained, **options: Any) -> Any:

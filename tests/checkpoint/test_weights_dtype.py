@@ -57,8 +57,7 @@ def save_all(folder: str, wrappers: Sequence[str]) -> None:
                     f"{folder}/{wrapper} {at}",
                     one.model,
                     one.optim,
-                    **as_options(fsdp_optim.SaveOptions, **given),
-                    **as_options(fsdp_optim.SaveOptions, **options),
+                    **as_options(fsdp_optim.SaveOptions, **given, **options),
                 )
             fsdp_optim.async_save(
                 f"{folder}/{wrapper} async", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given)
@@ -160,7 +159,11 @@ class OneProcessTest(unittest.TestCase):
             model.layer.weight[0, :2] = 70000.0
             model.layer.bias[0] = float("inf")  # as it was
         for call in (fsdp_optim.save, fsdp_optim.async_save):
-            text = error_text(partial(call, self.folder / "a", model, optim, weights_dtype=torch.float16))[1]
+            text = error_text(
+                partial(
+                    call, self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=torch.float16)
+                )
+            )[1]
             self.assertIn("layer.weight: 2 elements of its float32 elements would become infinite in float16", text)
             self.assertEqual(list(self.folder.iterdir()), [])
         fsdp_optim.save(self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=BF16))

@@ -221,6 +221,8 @@ def interrupted_in_a_load_and_a_save(folder: Path) -> None:
     both = trained.model, trained.optim
     fsdp_optim.save(folder / "saved", *both, options=fsdp_optim.SaveOptions(durable=False))
     for number, call in enumerate((fsdp_optim.save, fsdp_optim.async_save, fsdp_optim.load)):
+        kind: Any = fsdp_optim.LoadOptions if call is fsdp_optim.load else fsdp_optim.SaveOptions
+        options = kind(timeout=TIMEOUT)
         for bad in range(WORLD):
             from fsdp_optim.checkpoint.load import restore
 
@@ -231,9 +233,9 @@ def interrupted_in_a_load_and_a_save(folder: Path) -> None:
             path = folder / ("saved" if call is fsdp_optim.load else f"new-{number}-{bad}")
             with mock.patch.object(owner, name, stop if dist.get_rank() == bad else getattr(owner, name)):
                 if dist.get_rank() == bad:
-                    check_same("itself", type(_raised(lambda: call(path, *both, timeout=TIMEOUT))), KeyboardInterrupt)  # type: ignore[operator] # noqa: B023
+                    check_same("itself", type(_raised(lambda: call(path, *both, options=options))), KeyboardInterrupt)  # type: ignore[operator] # noqa: B023
                 else:
-                    found = _raised(lambda: call(path, *both, timeout=TIMEOUT))  # type: ignore[operator] # noqa: B023
+                    found = _raised(lambda: call(path, *both, options=options))  # type: ignore[operator] # noqa: B023
                     assert isinstance(found, RankError), found
                     assert f"rank {bad}: KeyboardInterrupt: by hand" in str(found), found
 

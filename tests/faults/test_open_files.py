@@ -59,8 +59,7 @@ class OpenFilesTest(unittest.TestCase):
             self.one.model,
             self.one.optim,
             step=1,
-            **as_options(fsdp_optim.SaveOptions, **QUIET),
-            **as_options(fsdp_optim.SaveOptions, **options),
+            **as_options(fsdp_optim.SaveOptions, **QUIET, **options),
         )
 
     def load(self, name: str = "run/step-1") -> None:

@@ -86,8 +86,7 @@ class TrainerTest(SharedFolder):
                 self.source,
                 target,
                 format=format,
-                **as_options(fsdp_optim.ConvertOptions, **given),
-                **as_options(fsdp_optim.ConvertOptions, **QUIET),
+                **as_options(fsdp_optim.ConvertOptions, **given, **QUIET),
             )
         lines = [line for line in logged.output if "left out of the new checkpoint" in line]
         self.assertEqual(len(lines), 1)

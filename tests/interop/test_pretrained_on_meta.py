@@ -65,18 +65,26 @@ def load_all(root: Path, kind: str) -> None:
 
         model = materialised(kind)
         load = partial(fsdp_optim.load, root / "renamed", model)
-        refused_on_ranks("another dtype", partial(load, rename={PREFIX: ""}), "StateError", "bfloat16", "cast=True")
-        refused_on_ranks("other names", partial(load, cast=True), "StateError", "wte.weight")
+        refused_on_ranks(
+            "another dtype",
+            partial(load, options=fsdp_optim.LoadOptions(rename={PREFIX: ""})),
+            "StateError",
+            "bfloat16",
+            "cast=True",
+        )
+        refused_on_ranks(
+            "other names", partial(load, options=fsdp_optim.LoadOptions(cast=True)), "StateError", "wte.weight"
+        )
         if not all(bool(local_of(param).isnan().all()) for param in model.parameters()):
             raise Differs("a part was loaded")
-        load(rename={PREFIX: ""}, cast=True, compare=True)
+        load(options=fsdp_optim.LoadOptions(rename={PREFIX: ""}, cast=True, compare=True))
         cast = {name: tensor.bfloat16().float() for name, tensor in sorted(wanted.items())}
         check_same("cast", dict(sorted(weights_of(model, root / "live").items())), cast)
 
         model = materialised(kind, is_tied=False)
         load = partial(fsdp_optim.load, root / "pretrained", model)
         if kind == "FSDP2":
-            load(compare=True)
+            load(options=fsdp_optim.LoadOptions(compare=True))
             check_same("both names", local_of(model.lm_head.weight), local_of(model.transformer.wte.weight))
         else:  # nothing may stay uninitialised
             refused_on_ranks("not tied", load, "StateError", "lm_head.weight")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.groups import Meeting
+from kit.options import as_options
 from kit.wrapping import Differs, Trained, adam
 
 import fsdp_optim
@@ -88,7 +89,8 @@ class Subject:
         fill(self.one, number)
         function: Any = fsdp_optim.async_save if later else fsdp_optim.save
         path, options = path_of(root, case.mode, number), {**MODES[case.mode], **dict(case.options)}
-        done = function(path, self.one.model, self.one.optim, extra={"number": number}, timeout=WAITS, **options)
+        given = as_options(fsdp_optim.SaveOptions, extra={"number": number}, timeout=WAITS, **options)
+        done = function(path, self.one.model, self.one.optim, **given)
         if later:
             done.wait(3 * WAITS)
 

@@ -109,8 +109,7 @@ class Subject:
                 root / "good",
                 one.model,
                 one.optim,
-                **as_options(fsdp_optim.SaveOptions, **extras),
-                **as_options(fsdp_optim.SaveOptions, **dict(kind.options)),
+                **as_options(fsdp_optim.SaveOptions, **extras, **dict(kind.options)),
             )
             self.saved = _copied(contents(one))
             one.step([3])
@@ -119,8 +118,7 @@ class Subject:
                 root / "other",
                 one.model,
                 one.optim,
-                **as_options(fsdp_optim.SaveOptions, **extras),
-                **as_options(fsdp_optim.SaveOptions, **dict(kind.options)),
+                **as_options(fsdp_optim.SaveOptions, **extras, **dict(kind.options)),
             )
         self.good, self.donor = all_bytes(root / "good"), all_bytes(root / "other")
         shutil.copytree(root / "good", self.folder)

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kit.options import as_options
 from kit.wrapping import Differs, Trained, adam
 from torch import nn
 
@@ -64,7 +65,8 @@ class Way:
         fill(one, number)
         options = {**MODES[self.mode], **dict(self.options)}
         save: Any = fsdp_optim.async_save if self.mode.startswith("async") else fsdp_optim.save
-        done = save(self.path(root, number), one.model, one.optim, extra={"number": number}, **options)
+        given = as_options(fsdp_optim.SaveOptions, extra={"number": number}, **options)
+        done = save(self.path(root, number), one.model, one.optim, **given)
         if self.mode.startswith("async"):
             done.wait(LIMIT)
 

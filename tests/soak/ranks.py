@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.checkpoint_format import MANIFEST, check_folder
+from kit.options import as_options
 from kit.wrapping import Differs, Trained, adam, check_same, local_of
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -142,7 +143,8 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
             fill(one, number)
             note(order, rank, "begin", number)
             place, more = place_of(order, number)
-            done = save(place, one.model, one.optim, extra={"number": number}, **more, **options)
+            given = as_options(fsdp_optim.SaveOptions, extra={"number": number}, **more, **options)
+            done = save(place, one.model, one.optim, **given)
             if mode.startswith("async"):
                 done = done.wait(LIMIT)
             if "upload_to" in more and done.upload is not None:

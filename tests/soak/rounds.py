@@ -59,15 +59,13 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
         one.model,
         one.optim,
         overwrite=True,
-        **as_options(fsdp_optim.SaveOptions, **extras),
-        **as_options(fsdp_optim.SaveOptions, **group),
+        **as_options(fsdp_optim.SaveOptions, **extras, **group),
     )
     handle = fsdp_optim.async_save(
         root / f"step-{number}",
         one.model,
         one.optim,
-        **as_options(fsdp_optim.SaveOptions, **extras, keep_last=2),
-        **as_options(fsdp_optim.SaveOptions, **group),
+        **as_options(fsdp_optim.SaveOptions, **extras, keep_last=2, **group),
     )
     handle.wait(LIMIT)
     for path in (root / "current", fsdp_optim.latest(root)):
@@ -88,8 +86,7 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
                 path,
                 target.model,
                 target.optim,
-                **as_options(fsdp_optim.LoadOptions, **options),
-                **as_options(fsdp_optim.LoadOptions, **group),
+                **as_options(fsdp_optim.LoadOptions, **options, **group),
             )  # type: ignore[arg-type]
         except fsdp_optim.FsdpOptimError:
             continue

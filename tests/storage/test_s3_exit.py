@@ -19,9 +19,10 @@ from kit.wrapping import Trained, adam
 one = Trained("plain", adam, 1)
 asked = {{"storage_options": {options!r}, "progress": False}}
 if {folder!r}:
-    handle = fsdp_optim.save({folder!r} + "/step-1", one.model, one.optim, upload_to={url!r}, **asked).upload
+    options = fsdp_optim.SaveOptions(upload_to={url!r}, **asked)
+    handle = fsdp_optim.save({folder!r} + "/step-1", one.model, one.optim, options=options).upload
 else:
-    handle = fsdp_optim.async_save({url!r}, one.model, one.optim, **asked)
+    handle = fsdp_optim.async_save({url!r}, one.model, one.optim, options=fsdp_optim.SaveOptions(**asked))
 print("done:", handle.done(), flush=True)
 """
 

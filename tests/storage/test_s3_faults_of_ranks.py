@@ -47,9 +47,11 @@ def fail(verb: str, url: str, options: Options) -> tuple[str, str, float]:
     with cpu():
         one = Trained("FSDP2", adam)
         call: Any = fsdp_optim.save if verb == "save" else fsdp_optim.load
+        kind_of: Any = fsdp_optim.SaveOptions if verb == "save" else fsdp_optim.LoadOptions
+        quiet = kind_of(storage_options=options, progress=False)
         dist.barrier()
         began = time.monotonic()
-        kind, text = error_text(lambda: call(url, one.model, one.optim, storage_options=options, progress=False))
+        kind, text = error_text(lambda: call(url, one.model, one.optim, options=quiet))
         return kind, text, time.monotonic() - began
 
 

@@ -33,7 +33,7 @@ def save_late(url: str, options: Options, slow: Options, is_async: bool, is_over
         save: Any = fsdp_optim.async_save if is_async else fsdp_optim.save
         dist.barrier()
         try:
-            done = save(url, one.model, one.optim, **asked)
+            done = save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
             if is_async:
                 done.wait()
         except fsdp_optim.FsdpOptimError as error:

@@ -11,12 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from kit import checkpoints
 from kit.checkpoints import mine, scramble
+from kit.options import state_for
 from kit.sequential import sequential
 from kit.wrapping import Trained, check_same, cpu, error_text
 
 from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
 from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
+from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.checkpoint.save.foreground import save
@@ -31,9 +33,16 @@ def store_at(path: Path) -> Store:
     return ObjectStore(*FsspecBucket.at(f"file://{path}"), OURS.probe, part_nbytes=300)
 
 
+def arguments_of(trained: Trained, **options: Any) -> SaveArguments:
+    """The arguments of a save. `extra`, `per_rank_extra`: values of all ranks, and of each."""
+    state = RunState(state_for(options.pop("extra", None), options.pop("per_rank_extra", None)) or None)
+    return SaveArguments(
+        **{"process_group": trained.process_group, "durable": False, "progress": False, "state": state, **options}
+    )
+
+
 def save_to(store: Store, trained: Trained, **options: Any) -> Any:
-    given = SaveArguments(process_group=trained.process_group, durable=False, progress=False)
-    return save(store, trained.model, trained.optim, SaveArguments(**{**vars(given), **options}))
+    return save(store, trained.model, trained.optim, arguments_of(trained, **options))
 
 
 def load_from(store: Store, trained: Trained, **options: Any) -> Any:

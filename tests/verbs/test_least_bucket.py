@@ -54,15 +54,13 @@ def calls(root: Path, nbytes: int) -> dict[str, Callable[[], Any]]:
             root / "new",
             *both,
             overwrite=True,
-            **as_options(fsdp_optim.SaveOptions, **QUIET),
-            **as_options(fsdp_optim.SaveOptions, **bucket),
+            **as_options(fsdp_optim.SaveOptions, **QUIET, **bucket),
         ),
         "async_save": lambda: fsdp_optim.async_save(
             root / "new",
             *both,
             overwrite=True,
-            **as_options(fsdp_optim.SaveOptions, **QUIET),
-            **as_options(fsdp_optim.SaveOptions, **bucket),
+            **as_options(fsdp_optim.SaveOptions, **QUIET, **bucket),
         ).wait(),
         "load": lambda: fsdp_optim.load(
             root / "there" / "step-1", *both, **as_options(fsdp_optim.LoadOptions, **bucket)

@@ -154,8 +154,7 @@ class WithoutElementsTest(unittest.TestCase):
                             model,
                             optim,
                             format=format,
-                            **as_options(fsdp_optim.SaveOptions, **{key: value}),  # noqa: B023
-                            **as_options(fsdp_optim.SaveOptions, **QUIET),
+                            **as_options(fsdp_optim.SaveOptions, **{key: value}, **QUIET),
                         )
                     )
                     self.assertEqual(kind, "CheckpointError", text[:500])
