@@ -340,7 +340,7 @@ class MatrixTest(Matrix):
         groups = [dict(enumerate(one.optim.state_dict()["param_groups"])) for one in (fresh, wanted)]
         check_same("groups", in_order(groups[0]), in_order(groups[1]))
         self.assertEqual(restored.state["wrapper"], source.rpartition(" ")[0])
-        self.assertIsInstance(restored, dict)
+        self.assertIsInstance(restored.state, dict)
 
     def test_only_the_extra(self) -> None:
         saved_all(3, False)
@@ -1604,7 +1604,7 @@ class CheckTest(InFolder):
     )
     def test_state_that_the_optimizer_lost_is_found(self, wrapper: str, kind: type[Forgetful]) -> None:
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {})
-        self.assertEqual(run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, None), [("", "")] * 3)
+        self.assertEqual(run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, False), [("", "")] * 3)
         errors = run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, True)
         check_refused("zeros", errors, "CheckpointError", kind.forgets)
 

@@ -148,7 +148,8 @@ def train_on_in_all(root: Path) -> None:
 def check_extra(path: Path, size: int) -> None:
     """Raise unless the trainer's state is that of the moment of the call."""
     restored = fsdp_optim.load(path)
-    check_same("extra", dict(restored.state), {"table": torch.arange(5), "list": [1, (2,)]})
+    own = {"rank": 0, "rng": torch.arange(3)}
+    check_same("values", restored.state, {"table": torch.arange(5), "list": [1, (2,)], **own})
     check_same("per rank", run_on_ranks(per_rank_of, size, path), [(r, torch.arange(3) + r) for r in range(size)])
 
 

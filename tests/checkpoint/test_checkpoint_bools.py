@@ -118,7 +118,7 @@ class BoolsTest(unittest.TestCase):
             self.folder,
             one.model,
             one.optim,
-            state=state_for(extras(), extras()),
+            state=state_for(extras(), {f"own {name}": value for name, value in extras().items()}),
             **as_options(fsdp_optim.SaveOptions, **QUIET),
         )
         good, found = all_bytes(self.folder), list(places(self.folder))
@@ -170,7 +170,7 @@ class BoolsTest(unittest.TestCase):
         self.assertEqual(kind, "CheckpointError", text)
         self.assertIn("has_state", text)
 
-    @parameterized.expand(["mask", "first.weight: 'seen'", "first.weight: 'done'", "extra['a'][0]"])
+    @parameterized.expand(["mask", "first.weight: 'seen'", "first.weight: 'done'", "state['a'][0]"])
     def test_what_would_not_be_loaded_is_not_saved(self, where: str) -> None:
         one, more = masked(), {}
         fsdp_optim.save(self.folder, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))

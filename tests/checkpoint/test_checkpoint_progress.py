@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import case_name
 from kit.checkpoints import before_writes
+from kit.options import as_options
 from kit.wrapping import Differs, check_same, error_text, in_fsdp2
 from parameterized import parameterized
 from torch import nn
@@ -187,7 +188,8 @@ def show(call: Call, path: Path, model: nn.Module, optim: torch.optim.Optimizer 
     if call.verb != "load":
         options |= {"overwrite": True, "durable": False}
     with as_if_long(call.is_long), logged() as messages, Screen(call.is_terminal) as screen:
-        result: Any = getattr(fsdp_optim, call.verb)(path, model, optim, **options)
+        kind = fsdp_optim.LoadOptions if call.verb == "load" else fsdp_optim.SaveOptions
+        result: Any = getattr(fsdp_optim, call.verb)(path, model, optim, **as_options(kind, **options))
         if call.verb == "async_save":
             result.wait()
     found = [LINE.search(message) for message in messages]
@@ -251,7 +253,10 @@ def show_failure(root: Path, verb: str) -> tuple[str, Shown]:
         before_writes(fail) if verb == "save" else contextlib.nullcontext(),
     ):
         options = {"bucket_nbytes": BUCKET, **({"overwrite": True} if verb == "save" else {})}
-        kind, _ = error_text(lambda: getattr(fsdp_optim, verb)(root / "now", model, optim, **options))
+        of_verb = fsdp_optim.LoadOptions if verb == "load" else fsdp_optim.SaveOptions
+        kind, _ = error_text(
+            lambda: getattr(fsdp_optim, verb)(root / "now", model, optim, **as_options(of_verb, **options))
+        )
     return kind, Shown(screen.text, ())
 
 

@@ -182,13 +182,13 @@ def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str
     """
     alone, looks, got = not dist.is_initialized(), [0], list[Any]()
     me, meeting = (0, None) if alone else (dist.get_rank(), Meeting())
-    place, real = Place(root), restore.read_extras
+    place, real = Place(root), restore.read_state
 
     def together() -> None:
         if meeting is not None:
             meeting.tell(0)
 
-    def read_extras(checkpoint: Any, *args: Any) -> Any:
+    def read_state(checkpoint: Any, *args: Any) -> Any:
         looks[0] += 1
         found = real(checkpoint, *args) if me != breaks else None
         together()
@@ -197,7 +197,7 @@ def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str
         together()
         return real(checkpoint, *args) if me == breaks else found
 
-    with cpu(), mock.patch.object(restore, "read_extras", read_extras):
+    with cpu(), mock.patch.object(restore, "read_state", read_state):
         target = Trained("plain" if alone else "FSDP2", steps=1)
         fill(target, 9)
         if me == 0:

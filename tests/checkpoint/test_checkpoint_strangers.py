@@ -98,7 +98,7 @@ class CarriedOverTest(InFolder):
         save(self.path, overwrite=True)
         self.check_all_there(files)
         check_same("extra", (self.path / "extra" / "common.safetensors").exists(), False)
-        check_same("loaded", load(self.path), {})
+        check_same("loaded", load(self.path).state, {})
 
     def test_a_name_that_the_new_one_needs(self) -> None:
         """It is refused before any damage."""

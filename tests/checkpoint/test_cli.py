@@ -123,16 +123,16 @@ class CommandLineTest(SharedFolder):
             format="dcp",
             world_size=4,
             key_by="id",
-            memory=1 << 30,
-            names=["a.weight", "b.weight"],
             units={"": ["a.weight", "b.weight"]},
             flatten_parameters=False,
             overwrite=True,
-            durable=True,
-            max_file_size=4_000_000_000,
-            allow_pickle=True,
-            progress=False,
-            storage_options={"endpoint_url": "http://x", "part_nbytes": 5},
+            options=fsdp_optim.ConvertOptions(
+                bucket_nbytes=1 << 30,
+                param_names=["a.weight", "b.weight"],
+                allow_pickle=True,
+                progress=False,
+                storage_options={"endpoint_url": "http://x", "part_nbytes": 5},
+            ),
         )
 
     def test_an_interrupt_says_that_it_goes_on(self) -> None:
@@ -172,7 +172,10 @@ class CommandLineTest(SharedFolder):
             (["convert", self.folder / "nothing", self.folder / "to"], "no such folder"),
             (["convert", self.root / "source", self.root / "layers"], "exists already"),
             (["convert", self.root / "source", self.folder / "to", "--format", "zip"], "format must be one of"),
-            (["convert", self.root / "source", self.folder / "to", "--memory", "1MB"], "memory must be at least"),
+            (
+                ["convert", self.root / "source", self.folder / "to", "--memory", "1MB"],
+                "bucket_nbytes must be at least",
+            ),
             (["convert", self.root / "source", self.folder / "to", "--names", self.folder / "none"], "file of names"),
             (["convert", self.root / "source", self.folder / "to", "--units", self.folder / "text"], "file of units"),
             (["verify", "nobody://knows/this"], "nobody"),

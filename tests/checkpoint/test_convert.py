@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read_manifest, tensors_of
 from kit.folders import SharedFolder
-from kit.options import as_options, state_for
+from kit.options import as_options
 from kit.wrapping import Trained, adam, check_same, cpu
 
 import fsdp_optim
@@ -26,12 +26,15 @@ def saved(root: Path, *, with_optim: bool = True) -> None:
         with cpu():
             one = Trained(wrapper, adam, model=Buffered)
             optim = one.optim if with_optim else None
-            options: dict[str, Any] = {"per_rank_extra": ["of a rank"], "process_group": one.process_group}
+            options: dict[str, Any] = {
+                "extra": extra(),
+                "per_rank_extra": ["of a rank"],
+                "process_group": one.process_group,
+            }
             fsdp_optim.save(
                 root / wrapper,
                 one.model,
                 optim,
-                state=state_for(extra()),
                 step=7,
                 **as_options(fsdp_optim.SaveOptions, **options, durable=False),
             )

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries are converted into ours: by name, or by ids that names= or model= name."""
+"""Checkpoints of other libraries are converted into ours: by name, or by ids that param_names= or model= name."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ConvertForeignTest(unittest.TestCase):
 
     def test_ids_that_names_tell(self) -> None:
         torch.save({"model": self.model.state_dict(), "optimizer": self.optim.state_dict()}, self.root / "full.pt")
-        self.convert(self.root / "full.pt", names=IDS)
+        self.convert(self.root / "full.pt", param_names=IDS)
         self.check()
 
     def test_ids_that_a_model_tells(self) -> None:
@@ -121,10 +121,12 @@ class ConvertForeignTest(unittest.TestCase):
 
     def test_ids_without_names_are_asked_for(self) -> None:
         torch.save({"model": self.model.state_dict(), "optimizer": self.optim.state_dict()}, self.root / "full.pt")
-        with self.assertRaisesRegex(StateError, r"6 parameters by ids without names: give names=\[\.\.\.\].*or model="):
+        with self.assertRaisesRegex(
+            StateError, r"6 parameters by ids without names: give param_names=\[\.\.\.\].*or model="
+        ):
             self.convert(self.root / "full.pt")
         with self.assertRaisesRegex(StateError, "has 6 parameters, and names has 2"):
-            self.convert(self.root / "full.pt", names=IDS[:2])
+            self.convert(self.root / "full.pt", param_names=IDS[:2])
         with self.assertRaisesRegex(StateError, "has 6 parameters, and the model has 2"):
             self.convert(self.root / "full.pt", model=nn.Linear(2, 2))
         self.assertFalse(self.target.exists())
@@ -132,7 +134,7 @@ class ConvertForeignTest(unittest.TestCase):
     def test_ids_by_unit_of_fairscale_are_not_taken_for_others(self) -> None:
         full = {**self.optim.state_dict(), "param_id_map": {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}}
         torch.save({"model": self.model.state_dict(), "optimizer": full}, self.root / "full.pt")
-        with self.assertRaisesRegex(StateError, "count the parameters by FSDP unit.*give names="):
+        with self.assertRaisesRegex(StateError, "count the parameters by FSDP unit.*give param_names="):
             self.convert(self.root / "full.pt", model=self.model)
 
     @parameterized.expand([("params", {"params": 3}), ("names", {"params": [0], "param_names": 3})])

@@ -99,6 +99,6 @@ class ConvertFormatsTest(SharedFolder):
     def test_dcp_keeps_the_values_of_the_trainer(self) -> None:
         self.convert(self.root / "dcp")
         restored = fsdp_optim.load(self.target)
-        check_same("extra", dict(sorted(restored.items())), {"history": torch.arange(3), "seed": 0})
+        check_same("extra", dict(sorted(restored.state.items())), {"history": torch.arange(3), "seed": 0})
         metadata = dcp.FileSystemReader(self.root / "dcp").read_metadata()
         self.assertTrue(metadata.state_dict_metadata)

@@ -1,4 +1,4 @@
-"""`memory=` bounds what a conversion takes, from every kind of checkpoint and into every format, however large it is."""
+"""`bucket_nbytes` bounds what a conversion takes, from every kind of checkpoint and into every format, however large it is."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class ConvertRanksTest(SharedFolder):
         big, small = self.folder / "big", self.folder / "small"
         save_some(big, num_layers=3, width=2048)
         save_some(small, num_layers=1, width=8)
-        place = {"source": str(big), "target": str(self.folder / "to"), "small": str(small), "memory": MEMORY}
+        place = {"source": str(big), "target": str(self.folder / "to"), "small": str(small), "bucket_nbytes": MEMORY}
         done = run(IN_LITTLE_MEMORY.format(**place, size=10**9), preload=("torch", "fsdp_optim"))
         self.assertEqual(done.returncode, 0, done.stderr)
         nbytes, mib = map(float, done.stdout.split())
@@ -206,14 +206,14 @@ class ConvertRanksTest(SharedFolder):
     def test_wrong_arguments(self) -> None:
         to = self.folder / "to"
         cases: dict[str, dict[str, Any]] = {
-            "memory must be at least 16777216 bytes": {"memory": 1 << 20},
+            "bucket_nbytes must be at least 16777216 bytes": {"bucket_nbytes": 1 << 20},
             "max_file_size must be at least 1 byte": {"max_file_size": 0},
             "format must be one of 'safetensors'": {"format": "zip"},
             "world_size must be at least 1": {"world_size": 0},
             "world_size is for formats with a part for each rank": {"world_size": 2},
             "key_by must be": {"key_by": "number"},
             "leave key_by out": {"key_by": "id"},
-            "names must be a list": {"names": "weight"},
+            "param_names must be a list": {"param_names": "weight"},
             "timeout must be": {"timeout": -1},
         }
         for message, options in cases.items():

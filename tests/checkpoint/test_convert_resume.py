@@ -105,7 +105,7 @@ class ConvertResumeTest(SharedFolder):
         done = fsdp_optim.convert(
             source or self.source,
             self.target,
-            **as_options(fsdp_optim.ConvertOptions, **{"memory": MEMORY, "durable": False, **options}),
+            **as_options(fsdp_optim.ConvertOptions, **{"bucket_nbytes": MEMORY, "durable": False, **options}),
         )
         self.assertEqual(done.nbytes, self.nbytes)
         return done.nbytes_written
@@ -162,7 +162,7 @@ class ConvertResumeTest(SharedFolder):
         return {
             "saved again": saved_again,
             "files of another size": lambda: self.convert(max_file_size=1 << 22),
-            "another memory": lambda: self.convert(memory=2 * MEMORY),
+            "another memory": lambda: self.convert(bucket_nbytes=2 * MEMORY),
         }
 
     @parameterized.expand([("saved again",), ("files of another size",), ("another memory",)])

@@ -140,8 +140,8 @@ class TestRefused(Folder):
     @parameterized.expand(
         [
             ("nested", nested(200), "100 levels deep"),
-            ("long", 10**5000, r"extra.*too long"),
-            ("surrogate", {"name": "\udc80"}, r"extra\['name'\]"),
+            ("long", 10**5000, r"state.*too long"),
+            ("surrogate", {"name": "\udc80"}, r"state\['name'\]"),
         ]
     )
     def test_extras(self, _: str, extra: Any, words: str) -> None:

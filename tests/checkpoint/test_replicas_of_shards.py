@@ -140,7 +140,9 @@ def large(folder: str) -> None:
     for kind in ("save", "async_save"):
         path = Path(folder, kind)
         check_told(error_text(lambda path=path: fsdp_optim.save(path, model, optim)), "weight", "rank 0 and rank 2")
-        done = getattr(fsdp_optim, kind)(path, model, optim, on_replica_mismatch="lowest_rank")
+        done = getattr(fsdp_optim, kind)(
+            path, model, optim, options=fsdp_optim.SaveOptions(on_replica_mismatch="lowest_rank")
+        )
         if kind == "async_save":
             done.wait()
         plain = nn.Linear(SIDE, SIDE, bias=False)
@@ -248,7 +250,7 @@ def save_with_padding(folder: str) -> None:
 def watch(folder: str) -> dict[str, Any]:
     """The digests of shards that this rank sends, those that it reads, and how often all reports travel."""
     found: dict[str, Any] = {"told": [], "read": [], "exchanged": 0}
-    real_tell, real_exchange = replicas.tell, replicas.exchange_reports
+    real_tell, real_exchange = replicas.all_gather_bytes, replicas.exchange_reports
 
     def tell(group: Any, step: str, content: bytes, **more: Any) -> Any:
         found["told"].append(len(content))

@@ -148,7 +148,7 @@ class GroupOrderTest(unittest.TestCase):
         ]
     )
     def test_otherwise_the_caller_is_asked(self, _: str, first: list[Any], second: list[Any], words: str) -> None:
-        with self.assertRaisesRegex(StateError, rf"^here: .*2 param groups .*{words}.*give names="):
+        with self.assertRaisesRegex(StateError, rf"^here: .*2 param groups .*{words}.*give param_names="):
             by_group("here", full_of(first, second), list(self.SHAPES), self.SHAPES)
 
     def test_many_equal_parameters(self) -> None:

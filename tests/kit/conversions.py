@@ -13,7 +13,7 @@ from kit.compare import check_same
 from kit.options import state_for
 
 UNIT = 2 << 20
-"""The bytes of a unit of a conversion with `memory=MEMORY`."""
+"""The bytes of a unit of a conversion with `bucket_nbytes=MEMORY`."""
 
 MEMORY = 16 << 20
 

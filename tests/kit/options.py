@@ -19,6 +19,9 @@ def as_options(kind: type, **given: Any) -> dict[str, Any]:
         names -= {"keep_last", "upload_to"}  # the first is an argument of a manager
     options = {name: value for name, value in given.items() if name in names}
     rest = {name: value for name, value in given.items() if name not in {*names, "extra", "per_rank_extra"}}
+    whole = rest.pop("options", None)
+    if whole is not None:  # what it sets counts more
+        options |= {f.name: value for f in fields(whole) if (value := getattr(whole, f.name)) != f.default}
     state = state_for(given.get("extra"), given.get("per_rank_extra"))
     return {**rest, **({"state": state} if state else {}), **({"options": kind(**options)} if options else {})}
 
