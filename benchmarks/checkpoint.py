@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
+import fsdp_optim.fairscale
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gather import blocks_of
@@ -52,10 +54,10 @@ def in_fsdp1(blocks: list[nn.Module]) -> nn.Module:
 
 
 def in_fairscale(blocks: list[nn.Module]) -> nn.Module:
-    wrapped = (fsdp_optim.FullyShardedDataParallel(block) for block in blocks)
-    model = fsdp_optim.FullyShardedDataParallel(nn.Sequential(*wrapped))
+    wrapped = (fsdp_optim.fairscale.FullyShardedDataParallel(block) for block in blocks)
+    model = fsdp_optim.fairscale.FullyShardedDataParallel(nn.Sequential(*wrapped))
     for module in model.modules():
-        if isinstance(module, fsdp_optim.FullyShardedDataParallel):
+        if isinstance(module, fsdp_optim.fairscale.FullyShardedDataParallel):
             module._lazy_init()
     return model
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import Series, run_in_turn, table
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel
+from fsdp_optim.fairscale import FullyShardedDataParallel
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 from fsdp_optim.transport.world import world_here
 

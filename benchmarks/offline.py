@@ -42,7 +42,7 @@ def make_sources(folder: Path) -> None:
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     optim.step()
-    fsdp_optim.save(folder / "ours", model, optim, durable=False, progress=False)
+    fsdp_optim.save(folder / "ours", model, optim, options=fsdp_optim.SaveOptions(durable=False, progress=False))
     names = [name for name, _ in model.named_parameters()]
     state = {name: optim.state[param] for name, param in model.named_parameters()}
     groups = [{**optim.state_dict()["param_groups"][0], "params": names}]
@@ -80,7 +80,7 @@ def load_all_shards(folder: Path, target: Path) -> None:
 
 
 def convert(source: Path, target: Path) -> None:
-    fsdp_optim.convert(source, target, durable=False, progress=False)
+    fsdp_optim.convert(source, target, options=fsdp_optim.ConvertOptions(durable=False, progress=False))
 
 
 CONTESTANTS: dict[str, Callable[[Path, Path], object]] = {

@@ -55,7 +55,7 @@ def make_ours(folder: Path, fqns: list[str]) -> None:
     optim = torch.optim.Adam(model.parameters())
     model(torch.ones(1, _COLUMNS)).sum().backward()
     optim.step()
-    fsdp_optim.save(folder, model, optim, durable=False, progress=False)
+    fsdp_optim.save(folder, model, optim, options=fsdp_optim.SaveOptions(durable=False, progress=False))
     manifest = json.loads((folder / "fsdp_optim.json").read_text())["checkpoint"]
     del manifest["brief"]
     (like,) = manifest["optim"]["params"].values()

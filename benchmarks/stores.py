@@ -171,11 +171,24 @@ def contest(
 
         def save(one: Subject, name: str, **more: Any) -> None:
             url = f"s3://{bucket}/{name}/step"
-            fsdp_optim.save(url, one.model, one.optim, overwrite=True, storage_options=options, progress=False, **more)
+            fsdp_optim.save(
+                url,
+                one.model,
+                one.optim,
+                overwrite=True,
+                options=fsdp_optim.SaveOptions(storage_options=options, progress=False),
+                **more,
+            )
 
         def load(**more: Any) -> None:
             url = f"s3://{bucket}/ours/step"
-            fsdp_optim.load(url, new.model, new.optim, storage_options=options, progress=False, **more)
+            fsdp_optim.load(
+                url,
+                new.model,
+                new.optim,
+                options=fsdp_optim.LoadOptions(storage_options=options, progress=False),
+                **more,
+            )
 
         peers = dcp_calls(new, subject, options, bucket)
         saves: dict[str, Callable[[], object]] = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdp_optim import FullyShardedDataParallel
+from fsdp_optim.fairscale import FullyShardedDataParallel
 
 
 class Embeddings(nn.Module):

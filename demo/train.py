@@ -17,7 +17,7 @@ from tqdm import tqdm
 import fsdp_optim
 from demo.data import Text
 from demo.model import Transformer, make_optimizer, shard
-from fsdp_optim import FullyShardedDataParallel
+from fsdp_optim.fairscale import FullyShardedDataParallel
 from fsdp_optim.testing import fairscale_on_cpu
 
 CONTEXT = 64

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel as FSDP  # fairscale's class, with two methods of this library
+from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP  # fairscale's class, with two methods of this library
 from fsdp_optim.testing import fairscale_on_cpu
 
 

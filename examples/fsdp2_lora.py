@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     optim = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 
     restored = fsdp_peft.resume(asked.root, model, optim)
-    first = restored.summary.step or 0 if restored is not None else 0
+    first = restored.step or 0 if restored is not None else 0
     torch.manual_seed(1000 * first + rank)
     for step in range(first + 1, asked.last + 1):
         batch = torch.randn(32, 16, device=device)

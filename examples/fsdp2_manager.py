@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         every=asked.every,
         keep_last=2,
         keep_best=1,
-        signals=[signal.SIGTERM, signal.SIGINT],
+        options=fsdp_optim.ManagerOptions(signals=[signal.SIGTERM, signal.SIGINT]),
     ) as manager:
         step = manager.resume()  # 0 where there is nothing
         first = step

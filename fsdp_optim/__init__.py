@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from fsdp_optim.errors import (
     CheckpointError,
     FsdpOptimError,
-    LayoutError,
     RankError,
     RankTimeoutError,
     StateError,
@@ -20,22 +19,25 @@ from fsdp_optim.errors import (
 
 if TYPE_CHECKING:
     from fsdp_optim.api import (
+        CallOptions,
         CheckpointInfo,
         CheckpointManager,
+        CheckpointSummary,
+        ConvertOptions,
         GroupInfo,
         Incompatible,
-        Inspected,
-        LoadSummary,
-        Restored,
-        Saved,
+        LoadOptions,
+        LoadResult,
+        ManagerOptions,
         SaveHandle,
+        SaveOptions,
+        SaveResult,
         TensorInfo,
-        Verified,
+        VerifyResult,
         async_save,
         checkpoints,
         convert,
         declare_slice,
-        for_fairscale,
         gather_full_model_state_dict,
         gather_full_optim_state_dict,
         get_shard_from_optim_state_dict,
@@ -44,45 +46,46 @@ if TYPE_CHECKING:
         latest,
         load,
         load_optim_state_dict,
+        per_rank,
         rekey_optim_state_dict,
+        reshard_optim_state_dict,
         resume,
         save,
         scatter_full_model_state_dict,
         scatter_full_optim_state_dict,
         transfer_optim_state,
         verify,
-        wait,
+        wait_for_saves,
     )
-
-    # Not in __all__: `import *`, completion and help() would import fairscale, or fail where it is not installed.
-    from fsdp_optim.fairscale import FullyShardedDataParallel as FullyShardedDataParallel
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CallOptions",
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointManager",
+    "CheckpointSummary",
+    "ConvertOptions",
     "FsdpOptimError",
     "GroupInfo",
     "Incompatible",
-    "Inspected",
-    "LayoutError",
-    "LoadSummary",
+    "LoadOptions",
+    "LoadResult",
+    "ManagerOptions",
     "RankError",
     "RankTimeoutError",
-    "Restored",
     "SaveHandle",
-    "Saved",
+    "SaveOptions",
+    "SaveResult",
     "StateError",
     "TensorInfo",
-    "Verified",
+    "VerifyResult",
     "WrapperError",
     "async_save",
     "checkpoints",
     "convert",
     "declare_slice",
-    "for_fairscale",
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
@@ -91,14 +94,16 @@ __all__ = [
     "latest",
     "load",
     "load_optim_state_dict",
+    "per_rank",
     "rekey_optim_state_dict",
+    "reshard_optim_state_dict",
     "resume",
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
     "transfer_optim_state",
     "verify",
-    "wait",
+    "wait_for_saves",
 ]
 
 
@@ -106,14 +111,11 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_OF_FAIRSCALE = "FullyShardedDataParallel"
-
 if not TYPE_CHECKING:  # type checkers take every name as there where a module has __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Import a public name on first access, so that `import fsdp_optim` costs little; fairscale is an extra, too."""
-        if name not in __all__ and name != _OF_FAIRSCALE:
+        """Import a public name on first access, so that `import fsdp_optim` costs little."""
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        room = "fairscale" if name == _OF_FAIRSCALE else "api"
-        value = globals()[name] = getattr(import_module(f"{__name__}.{room}"), name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.api"), name)
         return value

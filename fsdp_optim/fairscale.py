@@ -1,23 +1,32 @@
-"""fairscale's FullyShardedDataParallel with the two optimizer-state methods of this library. It needs the extra `fairscale`."""
+"""fairscale's own: its FullyShardedDataParallel with two methods of this library, and calls that only its models need.
+
+It needs the extra `fairscale`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 from fsdp_optim import api
 from fsdp_optim.errors import missing
-from fsdp_optim.options import Collect, KeyBy, NameOf
+from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.options import CallArguments, CallOptions, Collect, GatherArguments, KeyBy, Model, NameOf
 from fsdp_optim.state.dicts.full import FullDict
-from fsdp_optim.state.live.local import OptimizerLike
+from fsdp_optim.state.live.local import OptimizerLike, Optimizers
+from fsdp_optim.verbs import gather, iterate, rekey
 
 try:
     from fairscale.nn.data_parallel import FullyShardedDataParallel as _FairscaleFSDP
 except ModuleNotFoundError as error:
     if error.name != "fairscale":  # fairscale is there, and something that it imports is not
         raise
-    raise missing("fsdp_optim.FullyShardedDataParallel", "fairscale") from None
+    raise missing("fsdp_optim.fairscale", "fairscale") from None
+
+__all__ = ["FullyShardedDataParallel", "for_fairscale", "gather_full_optim_state_dict", "iter_full_optim_state"]
+
+_CALL = CallOptions()
 
 
 class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairscale has no types
@@ -41,11 +50,12 @@ class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairsca
         The same as `fsdp_optim.gather_full_optim_state_dict(self, optim, ...)`.
 
         Args:
-            optim, recipient_rank, key_by, collect, name_of, timeout: as for `fsdp_optim.gather_full_optim_state_dict`.
+            optim, recipient_rank, key_by: as for `fsdp_optim.gather_full_optim_state_dict`.
+            collect: as for `fsdp_optim.fairscale.gather_full_optim_state_dict`.
+            name_of, timeout: as in `fsdp_optim.CallOptions`.
         """
-        return api.gather_full_optim_state_dict(
-            self, optim, recipient_rank, key_by, collect=collect, name_of=name_of, timeout=timeout
-        )
+        options = CallOptions(name_of=name_of, timeout=timeout)
+        return gather_full_optim_state_dict(self, optim, recipient_rank, key_by, collect=collect, options=options)
 
     def get_shard_from_optim_state_dict(
         self,
@@ -65,6 +75,59 @@ class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairsca
         Raises:
             StateError: as `fsdp_optim.get_shard_from_optim_state_dict`, and for a flat parameter with originals of two groups.
         """
+        options = CallOptions(name_of=name_of)
         if optim is None:
-            return api.get_shard_without_optimizer(self, full_optim_state_dict, name_of=name_of)
-        return api.get_shard_from_optim_state_dict(self, optim, full_optim_state_dict, name_of=name_of)
+            return api.get_shard_without_optimizer(self, full_optim_state_dict, options)
+        return api.get_shard_from_optim_state_dict(self, optim, full_optim_state_dict, options=options)
+
+
+@ordinary_tensors()
+def gather_full_optim_state_dict(
+    model: Model,
+    optim: Optimizers,
+    recipient_rank: int | None = 0,
+    key_by: KeyBy = "id",
+    *,
+    collect: Collect = "wrapper",
+    options: CallOptions = _CALL,
+) -> FullDict | None:
+    """As `fsdp_optim.gather_full_optim_state_dict`, with a choice for units that have `no_broadcast_optim_state`.
+
+    Args:
+        model, optim, recipient_rank, key_by, options: as for `fsdp_optim.gather_full_optim_state_dict`.
+        collect: "wrapper" treats units with fairscale's `no_broadcast_optim_state` as fairscale does: the dict has the
+            recipient's own state of these units, and `uncollected_local_ids` lists them. "all" gathers these units too.
+    """
+    call = CallArguments.of(options, collect=collect)
+    return gather.gather(model, optim, GatherArguments(call, recipient_rank, key_by))
+
+
+def iter_full_optim_state(
+    model: Model,
+    optim: Optimizers,
+    recipient_rank: int | None = 0,
+    *,
+    collect: Collect = "wrapper",
+    options: CallOptions = _CALL,
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """As `fsdp_optim.iter_full_optim_state`, with a choice for units that have `no_broadcast_optim_state`.
+
+    Args:
+        model, optim, recipient_rank, options: as for `fsdp_optim.iter_full_optim_state`.
+        collect: as for `gather_full_optim_state_dict`.
+    """
+    call = CallArguments.of(options, collect=collect)
+    return iterate.iterate(model, optim, GatherArguments(call, recipient_rank, "name"))
+
+
+@ordinary_tensors()
+def for_fairscale(full: Mapping[str, Any]) -> FullDict:
+    """A gathered dict (by id) in the form that fairscale's own `get_shard_from_optim_state_dict` reads.
+
+    The conversion is explicit, because fairscale needs `step` and other 0-dim tensors in a form that torch.optim does not
+    read. The result shares its tensors with `full`, which neither this function nor fairscale's reader changes.
+
+    Args:
+        full: the result of `gather_full_optim_state_dict` with `key_by="id"`.
+    """
+    return rekey.for_fairscale(full)

@@ -1,19 +1,33 @@
-"""The options of all calls. The ranks compare them, and a wrong option raises the same error on all ranks."""
+"""The options of the public calls, and the types of their arguments. Each field is documented in its class, and there alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from numbers import Integral, Real
 from os import PathLike
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_optim.arguments import (
+    MAY_DIFFER,
+    Arguments,
+    check_at_least,
+    check_callable,
+    check_names,
+    check_one_of,
+    check_rank,
+    check_rename,
+    check_switch,
+    compared_as,
+    is_integer,
+    seconds_of,
+)
 from fsdp_optim.errors import CheckpointError, StateError
 
 BUCKET_NBYTES = 64 << 20
@@ -33,10 +47,9 @@ Model = nn.Module | Sequence[nn.Module]
 
 Collect = Literal["wrapper", "all"]
 OnReplicaMismatch = Literal["error", "lowest_rank"]
-GroupsFrom = Literal["saved", "live"]
+ParamGroups = Literal["saved", "live"]
 KeyBy = Literal["id", "name"]
 Strategy = Literal["auto", "in_place", "per_rank_files"]
-Check = Literal["bitwise"]
 OnDamage = Literal["error", "previous"]
 WhichWeights = Literal["all", "trainable", "none"]
 NameOf = Callable[[str, int], str]
@@ -48,51 +61,6 @@ names, each with its replacement."""
 
 CAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that `weights_dtype` takes, and casts. Smaller floating dtypes mean nothing without their scales."""
-
-_MOST_SECONDS = 366 * 24 * 3600.0
-_MOST_STEPS = 1 << 63
-
-
-MAY_DIFFER: Mapping[str, Any] = MappingProxyType({"compared_as": None})
-"""The `metadata` of a field of `Arguments` whose value may differ between ranks."""
-
-
-def compared_as(function: Callable[[Any], object]) -> Mapping[str, Any]:
-    """The `metadata` of a field of `Arguments` that ranks compare by `function(value)` in place of the value's `repr`."""
-    return {"compared_as": function}
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Parent of the dataclasses of a call's arguments.
-
-    The constructor never raises: the ranks have not met yet, and the others would wait for a rank that raised here.
-
-    A new option is a new field. Ranks compare the `repr` of its value, unless its metadata (`MAY_DIFFER`, `compared_as`)
-    says otherwise. `validate` checks the values.
-    """
-
-    def validate(self) -> None:
-        """Raise an error for a wrong argument. The caller sees to it that all ranks raise the error."""
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, Arguments):
-                value.validate()
-
-    def compared_text(self) -> str:
-        """The options that must be the same on all ranks, as text."""
-        return ", ".join(
-            text for option in fields(self) if (text := _compared_text(option, getattr(self, option.name)))
-        )
-
-
-def _compared_text(option: Field[Any], value: Any) -> str:
-    if isinstance(value, Arguments):
-        return value.compared_text()
-    if "compared_as" not in option.metadata:
-        return f"{option.name}={int(value)!r}" if is_integer(value) else f"{option.name}={value!r}"
-    function = option.metadata["compared_as"]
-    return f"{option.name}={function(value)!r}" if function is not None else ""
 
 
 def name_of_group(group: dist.ProcessGroup | None) -> str:
@@ -111,78 +79,33 @@ def text_of_format(format: object) -> str:
     return f"{type(format).__module__}.{type(format).__qualname__}"
 
 
-def is_integer(value: object) -> bool:
-    """Whether a value is a whole number; True and False are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def check_one_of(name: str, value: object, choices: Sequence[object], error: type[Exception] = StateError) -> None:
-    """Raise an error for a value that is not among the choices."""
-    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
-        *most, last = map(repr, choices)
-        raise error(f"{name} must be {', '.join(most)} or {last}, not {value!r}")
-
-
-def check_at_least(name: str, value: object, least: int, what: str = "", error: type[Exception] = StateError) -> None:
-    """Raise an error for a value that is not a whole number of at least `least`."""
-    if not is_integer(value) or value < least:  # type: ignore[operator]  # is_integer does not narrow the type
-        raise error(f"{name} must be at least {least}{what}, a whole number, not {value!r}")
-
-
-def check_rank(name: str, value: object) -> None:
-    """Raise an error for a value that is not a whole number."""
-    if not is_integer(value):
-        raise StateError(f"{name} must be a global rank, a whole number, not {value!r}")
-
-
-def check_callable(name: str, value: object) -> None:
-    """Raise an error for a value that is neither a function nor None."""
-    if value is not None and not callable(value):
-        raise StateError(f"{name} must be a function or None, not {value!r}")
-
-
-def check_which_weights(value: object) -> None:
-    """Raise an error for a value that is no `WhichWeights`."""
-    check_one_of("weights", value, ("all", "trainable", "none"), CheckpointError)
-
-
-def check_rename(rename: object) -> None:
-    """Raise an error for a value that is no `Rename`, nor None."""
-    if not isinstance(rename, Mapping):
-        check_callable("rename", rename)
-    elif not all(isinstance(old, str) and isinstance(new, str) for old, new in rename.items()):
-        raise StateError(f"rename must map beginnings of names to others, as in {{'model.': ''}}, not {rename!r}")
-
-
-def seconds_of(timeout: object) -> float | None:
-    """A timeout in seconds; None: the default timeout. Raises StateError for a value that is not a timeout."""
-    if timeout is None:
-        return None
-    seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    number = float(seconds) if isinstance(seconds, Real) else 0.0
-    if not 0 < number <= _MOST_SECONDS:
-        raise StateError(
-            f"timeout must be a number of seconds above 0 and at most {_MOST_SECONDS:.0f}, a timedelta or None, not {timeout!r}"
-        )
-    return number
-
-
 @dataclass(frozen=True)
-class Options(Arguments):
-    """The options that all collective calls accept."""
+class CallOptions(Arguments):
+    """Options of every call in which ranks take part.
 
-    collect: Collect = "wrapper"
-    name_of: NameOf | None = field(default=None, metadata=MAY_DIFFER)
+    A wrong value raises no error here: the call raises the same error on all ranks.
+
+    Attributes:
+        process_group: the ranks that make this call, if the model does not show them (None: all ranks of its wrappers).
+        timeout: seconds to wait for a missing rank, or a timedelta (None: 600 seconds).
+        bucket_nbytes: the memory for elements that move between ranks, in bytes: at least 4096.
+        name_of: a function `(fqn, rank) -> name`, for models in which ranks call different parameters by the same name (the own
+            expert of every rank is `experts.0`). The function gives each parameter its own name; `rank` is the lowest global
+            rank that holds the parameter.
+        on_replica_mismatch: the reaction to different state on ranks that hold the same part of a parameter, such as norms next
+            to tensor parallel layers, which no wrapper keeps equal: "error", or "lowest_rank", which uses the state of the
+            lowest rank and logs a warning. For a save it also counts for weights and buffers, BatchNorm statistics included. A
+            load replaces all replicas, whatever this says.
+    """
+
     process_group: dist.ProcessGroup | None = field(default=None, metadata=compared_as(name_of_group))
     timeout: float | timedelta | None = field(default=None, metadata=MAY_DIFFER)
-    strict: bool = True
     bucket_nbytes: int = BUCKET_NBYTES  # equal on all ranks: both ends of a message derive the message's size from it
+    name_of: NameOf | None = field(default=None, metadata=MAY_DIFFER)
     on_replica_mismatch: OnReplicaMismatch = "error"
-    groups: GroupsFrom = "saved"
 
     def validate(self) -> None:
-        check_one_of("collect", self.collect, ("wrapper", "all"))
-        check_one_of("groups", self.groups, ("saved", "live"))
+        """Raise an error for a wrong value. The call does this, on all ranks."""
         check_one_of("on_replica_mismatch", self.on_replica_mismatch, ("error", "lowest_rank"))
         check_callable("name_of", self.name_of)
         check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_BUCKET_NBYTES, " bytes")
@@ -198,10 +121,225 @@ class Options(Arguments):
 
 
 @dataclass(frozen=True)
-class GatherOptions(Arguments):
-    """The options of gather and iterate."""
+class SaveOptions(CallOptions):
+    """Options of `save` and `async_save`, besides those of `CallOptions`.
 
-    call: Options
+    Attributes:
+        strategy: "in_place": all ranks write into the same files. "per_rank_files": each rank first gets whole tensors and then
+            writes its own files, for file systems without sparse files. "auto" finds out which one the file system needs.
+        max_file_size: the most bytes of a file with tensors, with its header. If the weights or the state exceed it, they are
+            split into several files with an index, as Hugging Face does. A tensor that is larger than that is in a file of its
+            own.
+        checksums: write a table of checksums next to each file, so that readers can verify the bytes that they read.
+        durable: return only when the bytes are on the disk. A save that replaces or removes another checkpoint is flushed to the
+            disk before that in any case.
+        allow_pickle: pickle values that are neither JSON nor tensors, in `state=`, in the optimizer's state, and in values of
+            modules. False: such a value is an error that names it.
+        progress: show a bar on the lowest rank. None: for long saves, a bar on a terminal, and lines in the log elsewhere.
+        rename: the names in the checkpoint, of weights and optimizer state alike: a function from a name of the model to the
+            name in the checkpoint, or a dict of beginnings of names, such as `{"": "model."}`; the longest beginning that fits
+            is replaced. Two parameters of one name are an error. `LoadOptions.rename` is the way back.
+        weights_dtype: for export: torch.bfloat16, float16, float32 or float64, to which floating parameters and buffers are cast
+            as they are written, in bounded memory; the live ones, those in 8 bits and less, and the optimizer's state stay as
+            they are. A number that would become infinite is an error. The checkpoint records the dtype; a load of other dtypes
+            needs `cast=True`.
+        storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
+            the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
+            life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
+        keep_last: remove older complete checkpoints in the same folder until this number is left. Only checkpoints of one series
+            with the same content count: names that differ only in their digits, or both saved with `step` and `keep_last`; the
+            same names of parameters, and both with or both without an optimizer. Each removal is logged.
+        upload_to: a URL to which all ranks upload the finished folder in the background. `result.upload.wait()` waits for the
+            end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`,
+            `keep_last` and `storage_options` count for the URL too.
+    """
+
+    strategy: Strategy = "auto"
+    max_file_size: int = 4_000_000_000
+    checksums: bool = True
+    durable: bool = True
+    allow_pickle: bool = False
+    progress: bool | None = field(default=None, metadata=MAY_DIFFER)
+    rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
+    weights_dtype: torch.dtype | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
+    keep_last: int | None = None
+    upload_to: str | None = None
+
+    def validate(self) -> None:
+        """Raise an error for a wrong value. The call does this, on all ranks."""
+        super().validate()
+        check_rename(self.rename)
+        check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
+        check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
+        check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
+        if self.keep_last is not None:
+            check_at_least("keep_last", self.keep_last, 1, error=CheckpointError)
+
+
+@dataclass(frozen=True)
+class LoadOptions(CallOptions):
+    """Options of `load` and `resume`, besides those of `CallOptions`.
+
+    Attributes:
+        param_groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": the groups and
+            hyperparameters of the optimizer stay, and the state of every parameter is found by name.
+        keep_hyperparameters: the hyperparameters whose current values stay, such as `("lr",)`.
+        cast: allow weights and buffers with another floating dtype in the model than in the checkpoint. State keeps its saved
+            dtype, unless the live optimizer has another dtype for it, or is one of torch.optim and the state had the saved
+            dtype of the weights: then the state follows the weights.
+        rename: the model's names, if the checkpoint has other names: a function from a stored name to the model's name, or a
+            dict of beginnings of names, such as `{"model.": ""}`; the longest beginning that fits is replaced.
+        verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have no checksums.
+        compare: at the end, read the checkpoint again and compare it bit for bit with the live model and optimizer.
+        allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. With False, the
+            model loads, and only the access to a pickled value in `result.state` raises CheckpointError. A pickled value of a
+            module (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
+        progress: show a bar on the lowest rank. None: for long loads, a bar on a terminal, and lines in the log elsewhere.
+        local_cache: a folder of this machine that keeps the bytes read from a URL, in blocks of 1 MiB, for later loads. Blocks
+            are verified when they are used. The ranks on one machine may share the folder.
+        storage_options: the options of a URL, as for `SaveOptions`.
+    """
+
+    param_groups: ParamGroups = "saved"
+    keep_hyperparameters: Sequence[str] = field(default=(), metadata=compared_as(sorted))
+    cast: bool = False
+    rename: Rename | None = field(default=None, metadata=MAY_DIFFER)
+    verify: bool = True
+    compare: bool = False
+    allow_pickle: bool = False
+    progress: bool | None = field(default=None, metadata=MAY_DIFFER)
+    local_cache: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
+    storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
+
+    def validate(self) -> None:
+        """Raise an error for a wrong value. The call does this, on all ranks."""
+        super().validate()
+        check_one_of("param_groups", self.param_groups, ("saved", "live"))
+        check_names("keep_hyperparameters", self.keep_hyperparameters, "keep_hyperparameters=['lr']")
+        check_switch("compare", self.compare)
+        check_rename(self.rename)
+
+
+@dataclass(frozen=True)
+class ConvertOptions(Arguments):
+    """Options of `convert`.
+
+    Attributes:
+        process_group: other ranks than those of the default group.
+        timeout: seconds to wait for a missing rank, or a timedelta (None: 600 seconds).
+        bucket_nbytes: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the
+            checkpoint (names, shapes) comes on top, and for each thread one tensor of those that torch files have compressed, or
+            not in row-major order.
+        param_names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without
+            names.
+        durable: return only when the bytes are on the disk.
+        max_file_size: the most bytes of a file with tensors, as for `SaveOptions`.
+        allow_pickle: read and write values that need pickle, which can run any code of the author of the source.
+        progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
+        storage_options: the options of a URL, as for `SaveOptions`, for both places that are URLs.
+    """
+
+    process_group: dist.ProcessGroup | None = field(default=None, metadata=compared_as(name_of_group))
+    timeout: float | timedelta | None = field(default=None, metadata=MAY_DIFFER)
+    bucket_nbytes: int = CONVERT_NBYTES
+    param_names: Sequence[str] | None = None
+    durable: bool = True
+    max_file_size: int = 4_000_000_000
+    allow_pickle: bool = False
+    progress: bool | None = field(default=None, metadata=MAY_DIFFER)
+    storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
+
+    def validate(self) -> None:
+        """Raise an error for a wrong value. The call does this, on all ranks."""
+        seconds_of(self.timeout)
+        check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
+        check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
+        names = self.param_names if isinstance(self.param_names, (list, tuple, NoneType)) else [None]
+        if not all(isinstance(name, str) for name in names or ()):
+            raise StateError(
+                f"param_names must be a list of FQNs in the order of the optimizer's ids, not {self.param_names!r}"
+            )
+
+
+@dataclass(frozen=True)
+class ManagerOptions(SaveOptions):
+    """Options of a `CheckpointManager`, besides those of `SaveOptions`.
+
+    `rename` and `weights_dtype` stay at their defaults, because a manager's checkpoints are for its own resume.
+
+    Attributes:
+        rng: save and load the random states of each rank: those of Python, numpy, torch and the current accelerator. A rank that
+            had none at the save keeps its own, and a warning says so.
+        signals: at the end of a step, the ranks save, wait for the save, and `should_stop` is True, if any rank has got one of
+            these. The handlers, which only the main thread can have, call those that were there before, and `close` puts those
+            back. (): no handlers.
+        agree_every: the number of steps after which the ranks look whether one of them has got a signal, or its save has
+            failed. All ranks meet for this. None: the lowest rank chooses the number, so that they meet about once a second,
+            and with more than 20 ranks less often, at most every 10 s. A step that saves is such a step too.
+    """
+
+    rng: bool = True
+    signals: Collection[int] = field(
+        default=(signal.SIGTERM,), metadata=compared_as(lambda numbers: sorted(map(int, numbers)))
+    )
+    agree_every: int | None = None
+
+    def validate(self) -> None:
+        """Raise an error for a wrong value. The call does this, on all ranks."""
+        super().validate()
+        for name in ("rename", "weights_dtype", "keep_last", "upload_to"):
+            if getattr(self, name) is not None:
+                raise StateError(
+                    f"{name}={getattr(self, name)!r} cannot be an option of a CheckpointManager: leave it out"
+                )
+        check_switch("rng", self.rng)
+        if self.agree_every is not None:
+            check_at_least("agree_every", self.agree_every, 1, " step")
+        known = {int(number) for number in signal.Signals}
+        numbers = self.signals if isinstance(self.signals, (list, tuple, set, frozenset)) else [None]
+        if not all(is_integer(number) and number in known for number in numbers):
+            raise StateError(f"signals must be a list of signals, as in [signal.SIGTERM], not {self.signals!r}")
+
+
+# ------------------------------------------------------------------------------- the arguments of a call, with its options
+
+
+def fields_of(kind: type[Arguments], options: object) -> dict[str, Any]:
+    """The fields of the options of a call, for its arguments. Options of another kind become `wrong_options`."""
+    if isinstance(options, kind):
+        return {option.name: getattr(options, option.name) for option in fields(kind)}
+    given = options.__name__ if isinstance(options, type) else type(options).__name__
+    return {"wrong_options": f"options must be a {kind.__name__}, as in options={kind.__name__}(...), not {given}"}
+
+
+@dataclass(frozen=True)
+class CallArguments(CallOptions):
+    """The options of a call with the arguments that say how it treats parameters and groups."""
+
+    collect: Collect = "wrapper"
+    strict: bool = True
+    param_groups: ParamGroups = "saved"
+    wrong_options: str = field(default="", metadata=MAY_DIFFER)
+
+    @classmethod
+    def of(cls, options: CallOptions, **arguments: Any) -> CallArguments:
+        """The arguments of a call that was given these options."""
+        return cls(**fields_of(CallOptions, options), **arguments)
+
+    def validate(self) -> None:
+        if self.wrong_options:
+            raise StateError(self.wrong_options)
+        super().validate()
+        check_one_of("collect", self.collect, ("wrapper", "all"))
+        check_one_of("param_groups", self.param_groups, ("saved", "live"))
+
+
+@dataclass(frozen=True)
+class GatherArguments(Arguments):
+    """The arguments of gather and iterate."""
+
+    call: CallArguments
     recipient_rank: int | None = 0
     key_by: KeyBy = "id"
 
@@ -213,107 +351,12 @@ class GatherOptions(Arguments):
 
 
 @dataclass(frozen=True)
-class ScatterOptions(Arguments):
-    """The options of scatter."""
+class ScatterArguments(Arguments):
+    """The arguments of scatter."""
 
-    call: Options
+    call: CallArguments
     source_rank: int = 0
 
     def validate(self) -> None:
         super().validate()
         check_rank("source_rank", self.source_rank)
-
-
-@dataclass(frozen=True)
-class SaveOptions(Arguments):
-    """The options of save."""
-
-    call: Options
-    step: int | None = None
-    extra: Any = field(default=None, metadata=MAY_DIFFER)
-    per_rank_extra: Any = field(default=None, metadata=compared_as(lambda value: value is not None))
-    overwrite: bool = False
-    strategy: Strategy = "auto"
-    max_file_size: int = 4_000_000_000
-    checksums: bool = True
-    durable: bool = True
-    allow_pickle: bool = False
-    progress: bool | None = field(default=None, metadata=MAY_DIFFER)
-    storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
-    format: object = field(default="safetensors", metadata=compared_as(text_of_format))
-    weights: WhichWeights = "all"
-    rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
-    weights_dtype: torch.dtype | None = None
-
-    def validate(self) -> None:
-        super().validate()
-        check_which_weights(self.weights)
-        check_rename(self.rename)
-        check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
-        check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
-        check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
-        if self.step is not None:
-            check_at_least("step", self.step, 0, error=CheckpointError)
-            if self.step >= _MOST_STEPS:
-                raise CheckpointError(f"step must be at most {_MOST_STEPS - 1}, not {self.step}")
-
-
-@dataclass(frozen=True)
-class LoadOptions(Arguments):
-    """The options of load."""
-
-    call: Options
-    keep: Sequence[str] = field(default=(), metadata=compared_as(sorted))
-    verify: bool = True
-    check: Check | None = None
-    allow_pickle: bool = False
-    progress: bool | None = field(default=None, metadata=MAY_DIFFER)
-    cast: bool = False
-    rename: Rename | None = field(default=None, metadata=MAY_DIFFER)
-    local_cache: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
-    storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
-    weights: WhichWeights = "all"
-
-    def validate(self) -> None:
-        super().validate()
-        check_which_weights(self.weights)
-        check_one_of("check", self.check, (None, "bitwise"), CheckpointError)
-        names = self.keep if isinstance(self.keep, (list, tuple, set, frozenset)) else [None]
-        if not all(isinstance(name, str) for name in names):
-            raise StateError(f"keep must be a list of names of hyperparameters, as in keep=['lr'], not {self.keep!r}")
-        check_rename(self.rename)
-
-
-@dataclass(frozen=True)
-class ConvertOptions(Arguments):
-    """The options of convert."""
-
-    call: Options
-    format: object = field(default="safetensors", metadata=compared_as(text_of_format))
-    memory: int = CONVERT_NBYTES
-    names: Sequence[str] | None = None
-    overwrite: bool = False
-    durable: bool = True
-    max_file_size: int = 4_000_000_000
-    allow_pickle: bool = False
-    progress: bool | None = field(default=None, metadata=MAY_DIFFER)
-    storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
-
-    def validate(self) -> None:
-        super().validate()
-        check_at_least("memory", self.memory, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
-        check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
-        names = self.names if isinstance(self.names, (list, tuple, NoneType)) else [None]
-        if not all(isinstance(name, str) for name in names or ()):
-            raise StateError(f"names must be a list of FQNs in the order of the optimizer's ids, not {self.names!r}")
-
-
-@dataclass(frozen=True)
-class ResumeOptions(LoadOptions):
-    """The options of resume."""
-
-    on_damage: OnDamage = "error"
-
-    def validate(self) -> None:
-        super().validate()
-        check_one_of("on_damage", self.on_damage, ("error", "previous"), CheckpointError)

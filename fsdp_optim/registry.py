@@ -94,6 +94,7 @@ class Kind:
             self._added.reset(token)
 
 
+CONVERT_ARGUMENTS = "fsdp_optim.offline.arguments:ConvertArguments"
 CONVERT = "fsdp_optim.offline.convert:convert"
 VERIFY = "fsdp_optim.offline.verifying:verify"
 INSPECT = "fsdp_optim.offline.inspecting:inspect"

@@ -51,13 +51,15 @@ speed:
 state:
 storage:
 wire:
+arguments: errors
 elements: errors
 layout: errors
-options: errors
 registry: errors
+results: errors
 storage.base: errors
 transport.job: errors machine
 buckets.objects: errors storage.base
+options: arguments errors
 plan: errors layout
 storage.posix: errors machine storage.base
 buckets.fsspec: buckets.objects errors storage.base
@@ -69,7 +71,7 @@ transport: errors layout memory options plan transport.job wire
 formats.base: dtensors elements errors layout memory storage.base
 move: errors layout memory plan transport
 view: dtensors errors layout memory
-adapters: dtensors elements errors layout memory options registry view
+adapters: arguments dtensors elements errors layout memory options registry view
 foreign: errors formats.base storage.base
 formats.own: errors formats.base memory registry storage.base
 state.values: dtensors elements errors layout memory view
@@ -79,39 +81,39 @@ foreign.dcp: elements errors foreign foreign.archive formats.base layout memory 
 state.live: errors layout memory options plan state.dicts state.values view
 foreign.hugging_face: errors foreign foreign.dcp formats.base formats.own storage.base
 state.merged: errors layout memory options state.dicts state.live state.values view
-foreign.torch: errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory options
-    registry storage.base
-verbs: adapters dtensors elements errors layout memory move options speed state.dicts state.live state.merged
-    state.values transport view
-checkpoint.common: adapters elements errors formats.base formats.own layout memory move options plan registry
-    speed state.dicts state.live state.merged state.values storage.base storage.posix transport transport.job
-    verbs view
+foreign.torch: arguments errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory
+    options registry storage.base
+verbs: adapters arguments dtensors elements errors layout memory move options results speed state.dicts
+    state.live state.merged state.values transport view
+checkpoint.common: adapters arguments elements errors formats.base formats.own layout memory move options plan
+    registry results speed state.dicts state.live state.merged state.values storage.base storage.posix transport
+    transport.job verbs view
 foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
-foreign.per_rank: errors foreign foreign.archive foreign.torch formats.base layout memory options storage.base
-checkpoint.catalog: checkpoint.common errors formats.base options registry storage.base storage.posix
-checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan speed
+foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
+checkpoint.catalog: arguments checkpoint.common errors formats.base registry results storage.base storage.posix
+checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan results speed
     state.dicts state.live state.merged state.values storage.base transport verbs view
 plugins: adapters buckets.objects foreign.dcp foreign.per_rank foreign.torch formats.base formats.own layout
     memory registry storage.base storage.posix view
-checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options
+checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
-    move options plan speed state.live storage.base transport verbs
-checkpoint.run: checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors formats.base memory
-    options registry storage.posix transport verbs
+    move options plan results speed state.live storage.base transport verbs
+checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
+    formats.base memory options registry results storage.posix transport verbs
 checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save errors formats.base formats.own
-    memory options state.live storage.base storage.posix transport
-offline: adapters checkpoint.common checkpoint.load checkpoint.save errors foreign.archive foreign.torch
-    formats.base formats.own layout memory move options registry state.dicts state.live state.values
-    storage.base storage.posix transport
+    memory options results state.live storage.base storage.posix transport
+offline: adapters arguments checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
+    foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
+    state.values storage.base storage.posix transport
 api: checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save formats.base
-    memory options registry state.dicts state.live storage.posix verbs
-cli: api errors plugins registry
-fairscale: api errors options state.dicts state.live
+    memory options registry results state.dicts state.live storage.posix verbs
+(top): api errors
+cli: api errors options plugins registry
+fairscale: api errors memory options state.dicts state.live verbs
 integrations: api checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    checkpoint.trainers errors formats.own memory options registry state.live storage.base storage.posix
+    checkpoint.trainers errors formats.own memory options registry results state.live storage.base storage.posix
 testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
-(top): api errors fairscale
 __main__: cli
 """
 
@@ -457,7 +459,7 @@ class TestImport(unittest.TestCase):
             self.assertIsNotNone(getattr(plugins, name))
 
     def test_asking_for_the_drop_in_loads_fairscale(self) -> None:
-        loaded = loaded_by(f"from {PACKAGE} import FullyShardedDataParallel")
+        loaded = loaded_by(f"from {PACKAGE}.fairscale import FullyShardedDataParallel")
         assert "fairscale" in loaded
         assert not [name for name in loaded if name.startswith("torch.distributed.fsdp.fully_sharded")]
 

@@ -15,7 +15,7 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
 PLUG_INS = tuple(
     f"fsdp_optim.integrations.{name}" for name in ("accelerate", "lightning", "peft", "torchtitan", "verl")
 )
-DOCUMENTED = ("fsdp_optim", "fsdp_optim.testing", *PLUG_INS)
+DOCUMENTED = ("fsdp_optim", "fsdp_optim.testing", "fsdp_optim.fairscale", *PLUG_INS)
 """The modules whose `__all__` is the public interface."""
 CALLED_BY_TRAINERS = {
     "fsdp_optim.integrations.accelerate.FsdpOptimTrainerMixin",
@@ -68,7 +68,8 @@ def of_class(name: str, cls: griffe.Class) -> list[str]:
         beside = {
             field for field, member in cls.members.items() if member.is_attribute and member.docstring is not None
         }
-        wanted = [parameter.name for parameter in init.parameters if parameter.name not in beside]
+        inherited = {field for base in cls.mro() for field, member in base.members.items() if member.is_attribute}
+        wanted = [one.name for one in init.parameters if one.name not in beside | (inherited - set(cls.members))]
         found += undescribed(name, cls.docstring, wanted)
     for method, member in cls.members.items():
         if method.startswith("_") or member.is_alias:

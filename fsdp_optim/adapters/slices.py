@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.arguments import is_integer
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Block, Box, Boxes, Placement, Shape, Whole
-from fsdp_optim.options import is_integer
 from fsdp_optim.view import Handle
 
 _DECLARED = "_fsdp_optim_slices"

@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
-from fsdp_optim.api.folders import checkpoints, latest, resume, wait
+from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
 from fsdp_optim.api.offline import convert, inspect, verify
 from fsdp_optim.api.optim_dicts import (
-    for_fairscale,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
     get_shard_without_optimizer,
     iter_full_optim_state,
     load_optim_state_dict,
     rekey_optim_state_dict,
+    reshard_optim_state_dict,
     scatter_full_optim_state_dict,
     transfer_optim_state,
 )
 from fsdp_optim.api.save_load import async_save, load, save
 from fsdp_optim.api.slices import declare_slice
-from fsdp_optim.checkpoint.common.offline_results import GroupInfo, Inspected, TensorInfo, Verified
 from fsdp_optim.checkpoint.common.pending import SaveHandle
-from fsdp_optim.checkpoint.common.results import CheckpointInfo, LoadSummary, Saved
+from fsdp_optim.checkpoint.common.run_state import per_rank
 from fsdp_optim.checkpoint.common.single_rank_warning import launched_ranks
-from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
-from fsdp_optim.verbs.load_state import Incompatible
+from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
+from fsdp_optim.results import (
+    CheckpointInfo,
+    CheckpointSummary,
+    GroupInfo,
+    Incompatible,
+    LoadResult,
+    SaveResult,
+    TensorInfo,
+    VerifyResult,
+)
 
 __all__ = [
+    "CallOptions",
     "CheckpointInfo",
     "CheckpointManager",
+    "CheckpointSummary",
+    "ConvertOptions",
     "GroupInfo",
     "Incompatible",
-    "Inspected",
-    "LoadSummary",
-    "Restored",
+    "LoadOptions",
+    "LoadResult",
+    "ManagerOptions",
     "SaveHandle",
-    "Saved",
+    "SaveOptions",
+    "SaveResult",
     "TensorInfo",
-    "Verified",
+    "VerifyResult",
     "async_save",
     "checkpoints",
     "convert",
     "declare_slice",
-    "for_fairscale",
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
@@ -53,12 +64,14 @@ __all__ = [
     "launched_ranks",
     "load",
     "load_optim_state_dict",
+    "per_rank",
     "rekey_optim_state_dict",
+    "reshard_optim_state_dict",
     "resume",
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
     "transfer_optim_state",
     "verify",
-    "wait",
+    "wait_for_saves",
 ]

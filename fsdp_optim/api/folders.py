@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from fsdp_optim.checkpoint.catalog import listing, roots
 from fsdp_optim.checkpoint.catalog import newest as catalog
+from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
-from fsdp_optim.checkpoint.common.results import CheckpointInfo
 from fsdp_optim.checkpoint.common.stores import shelf_at
-from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.checkpoint.run import resuming
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
-    BUCKET_NBYTES,
-    Check,
-    GroupsFrom,
+    LoadOptions,
     Model,
-    NameOf,
     OnDamage,
-    Options,
-    Rename,
-    ResumeOptions,
     WhichWeights,
 )
 from fsdp_optim.registry import scheme_of
+from fsdp_optim.results import CheckpointInfo, LoadResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
 from fsdp_optim.verbs.load_state import LoadableOptimizer
+
+_LOAD = LoadOptions()
 
 
 @ordinary_tensors()
@@ -42,24 +35,12 @@ def resume(
     model: Model,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
     *,
+    state: Mapping[str, Any] | None = None,
     on_damage: OnDamage = "error",
-    weights: WhichWeights = "all",
     strict: bool = True,
-    groups: GroupsFrom = "saved",
-    keep: Sequence[str] = (),
-    cast: bool = False,
-    rename: Rename | None = None,
-    verify: bool = True,
-    check: Check | None = None,
-    allow_pickle: bool = False,
-    progress: bool | None = None,
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    bucket_nbytes: int = BUCKET_NBYTES,
-    local_cache: str | os.PathLike[str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Restored | None:
+    weights: WhichWeights = "all",
+    options: LoadOptions = _LOAD,
+) -> LoadResult | None:
     """Load the newest checkpoint in a folder of checkpoints, or under a URL. Called by all ranks of the model.
 
     The lowest rank lists the folder, so all ranks load the same checkpoint. The order is that of `checkpoints`.
@@ -69,8 +50,7 @@ def resume(
         on_damage: the reaction to a newest checkpoint that is damaged, or cannot be read now or by this user. "error": raise a
             CheckpointError that names this checkpoint and the one before. "previous": log a warning, and load the newest
             checkpoint that can be loaded.
-        model, optim, weights, strict, groups, keep, cast, rename, verify, check, allow_pickle, progress, name_of, process_group,
-            timeout, bucket_nbytes, local_cache, storage_options: as for `load`.
+        model, optim, state, strict, weights, options: as for `load`.
 
     Returns:
         As `load`; None where the folder is empty, or missing in a folder that is there: the training begins anew, which one line
@@ -79,30 +59,9 @@ def resume(
     Raises (the same on all ranks): as `load`; and CheckpointError where the path is itself a checkpoint, where even its parent
         folder is missing, and where all checkpoints in it are those of other programs.
     """
-    call = Options(
-        name_of=name_of,
-        process_group=process_group,
-        timeout=timeout,
-        strict=strict,
-        bucket_nbytes=bucket_nbytes,
-        groups=groups,
-    )
     with checkpoint_errors(root):
-        options = ResumeOptions(
-            call,
-            keep=keep,
-            verify=verify,
-            check=check,
-            allow_pickle=allow_pickle,
-            progress=progress,
-            cast=cast,
-            rename=rename,
-            weights=weights,
-            local_cache=local_cache,
-            storage_options=storage_options,
-            on_damage=on_damage,
-        )
-        return resuming.resume(root, model, optim, options)
+        arguments = ResumeArguments.of(options, state, strict=strict, weights=weights, on_damage=on_damage)
+        return resuming.resume(root, model, optim, arguments)
 
 
 def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Path | str | None:
@@ -156,7 +115,7 @@ def checkpoints(
         return found
 
 
-def wait(timeout: float | None = None) -> None:
+def wait_for_saves(timeout: float | None = None) -> None:
     """Wait for the save or upload of this process that is in the background, if there is one. No communication.
 
     Args:
@@ -164,6 +123,6 @@ def wait(timeout: float | None = None) -> None:
 
     Raises:
         CheckpointError: the save failed, and its error was not raised before.
-        RankTimeoutError: the save did not end in time; it goes on.
+        RankTimeoutError: the save did not end in time; it continues.
     """
     pending.wait(timeout)

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from fsdp_optim.checkpoint import model_dict
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import (
-    BUCKET_NBYTES,
-    GatherOptions,
-    LoadOptions,
-    Model,
-    NameOf,
-    OnReplicaMismatch,
-    Options,
-    Rename,
-)
-from fsdp_optim.verbs.load_state import Incompatible
+from fsdp_optim.options import CallArguments, CallOptions, GatherArguments, Model, Rename, fields_of
+from fsdp_optim.results import Incompatible
+
+_CALL = CallOptions()
 
 
 @ordinary_tensors()
@@ -28,11 +19,7 @@ def gather_full_model_state_dict(
     model: Model,
     recipient_rank: int | None = 0,
     *,
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    bucket_nbytes: int = BUCKET_NBYTES,
-    on_replica_mismatch: OnReplicaMismatch = "error",
+    options: CallOptions = _CALL,
 ) -> dict[str, Any] | None:
     """The weights and buffers of the whole model, as the `state_dict()` of the unwrapped model. Called by all ranks of the model.
 
@@ -40,8 +27,7 @@ def gather_full_model_state_dict(
     `bucket_nbytes`, on other ranks `bucket_nbytes`.
 
     Args:
-        model, recipient_rank, name_of, process_group, timeout, bucket_nbytes, on_replica_mismatch: as for
-            `gather_full_optim_state_dict`.
+        model, recipient_rank, options: as for `gather_full_optim_state_dict`.
 
     Returns:
         On recipients a dict of CPU tensors by FQN, in their original shapes and dtypes; on other ranks None. Tied weights are
@@ -50,14 +36,7 @@ def gather_full_model_state_dict(
 
     Raises (the same on all ranks): WrapperError, StateError, RankError and RankTimeoutError, as `gather_full_optim_state_dict`.
     """
-    options = Options(
-        name_of=name_of,
-        process_group=process_group,
-        timeout=timeout,
-        bucket_nbytes=bucket_nbytes,
-        on_replica_mismatch=on_replica_mismatch,
-    )
-    return model_dict.gather_model(model, GatherOptions(options, recipient_rank, "name"))
+    return model_dict.gather_model(model, GatherArguments(CallArguments.of(options), recipient_rank, "name"))
 
 
 @ordinary_tensors()
@@ -69,10 +48,7 @@ def scatter_full_model_state_dict(
     strict: bool = True,
     cast: bool = False,
     rename: Rename | None = None,
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    bucket_nbytes: int = BUCKET_NBYTES,
+    options: CallOptions = _CALL,
 ) -> Incompatible:
     """Load a full model dict of global rank `source_rank` into the model of all ranks; other ranks may give None.
 
@@ -83,23 +59,18 @@ def scatter_full_model_state_dict(
         model: the root of the model, in any wrapper or none, or a list of the pipeline stages that this rank has.
         full: the `state_dict()` of an unwrapped model, or the result of `gather_full_model_state_dict`: whole tensors on any
             device. It is not changed.
-        strict, cast, rename: as for `load`.
+        strict: as for `load`.
+        cast, rename: as in `LoadOptions`.
         source_rank: the global rank that has `full`.
-        name_of, process_group, timeout, bucket_nbytes: as for `gather_full_optim_state_dict`.
+        options: a `CallOptions`.
 
     Returns:
-        The differences that `strict=False` has passed over: `missing` and `unexpected`.
+        The differences that `strict=False` has passed over: `missing_keys` and `unexpected_keys`.
 
     Raises (the same on all ranks, before anything is changed):
         StateError: names, shapes, dtypes or two tensors of one tied parameter differ, and the message lists the differences; or
             `full` has no whole tensors.
         WrapperError, RankError, RankTimeoutError: as `gather_full_optim_state_dict`.
     """
-    call = Options(
-        name_of=name_of,
-        process_group=process_group,
-        timeout=timeout,
-        strict=strict,
-        bucket_nbytes=bucket_nbytes,
-    )
-    return model_dict.scatter_model(model, full, source_rank, LoadOptions(call, cast=cast, rename=rename))
+    arguments = LoadArguments(**fields_of(CallOptions, options), strict=strict, cast=cast, rename=rename)
+    return model_dict.scatter_model(model, full, source_rank, arguments)

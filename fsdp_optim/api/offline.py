@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
-from fsdp_optim.checkpoint.common.offline_results import Inspected, Verified
-from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, Model, Options
-from fsdp_optim.registry import CONVERT, INSPECT, VERIFY, named
+from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, Model
+from fsdp_optim.registry import CONVERT, CONVERT_ARGUMENTS, INSPECT, VERIFY, named
+from fsdp_optim.results import CheckpointSummary, SaveResult, VerifyResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
+
+_CONVERT = ConvertOptions()
 
 
 @ordinary_tensors()
@@ -24,18 +22,10 @@ def convert(
     dst: str | os.PathLike[str],
     *,
     format: str | Format = "safetensors",
-    memory: int = CONVERT_NBYTES,
-    names: Sequence[str] | None = None,
     model: Model | None = None,
     overwrite: bool = False,
-    durable: bool = True,
-    max_file_size: int = 4_000_000_000,
-    allow_pickle: bool = False,
-    progress: bool | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Saved:
+    options: ConvertOptions = _CONVERT,
+) -> SaveResult:
     """Write a checkpoint again in another format or in other files, bit for bit, without ranks and in bounded memory.
 
     Reads every format that `load` reads. Works without a process group; where torch.distributed is initialized, all ranks of the
@@ -55,49 +45,36 @@ def convert(
             options. `FairscaleShards(world_size=8, units=..., flatten_parameters=...)`: a file for each rank, as fairseq and
             metaseq write it, for fairscale's own `load_local_state_dict` and the rank's optimizer. Or the name of a format that
             an installed package adds.
-        memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint
-            (names, shapes) comes on top, and for each thread one tensor of those that torch files have compressed, or not in
-            row-major order.
-        names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
-        model: in the place of `names`: a model whose parameters have this order; it may be on the meta device. For several param
-            groups, each in this order, the shapes of the state must leave one way to share the parameters out.
-        overwrite, durable, max_file_size: as for `save`.
-        allow_pickle: read and write values that need pickle, which can run any code of the author of `src`.
-        progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
-        process_group, timeout: as for `gather_full_optim_state_dict`: other ranks than those of the default group.
-        storage_options: as for `save`, for both places that are URLs.
+        model: in the place of `param_names` of the options: a model whose parameters have this order; it may be on the meta
+            device. For several param groups, each in this order, the shapes of the state must leave one way to share the
+            parameters out.
+        overwrite: as for `save`.
+        options: a `ConvertOptions`, as in `options=ConvertOptions(durable=False)`.
 
     Returns:
-        A `Saved`; `nbytes_written` are the bytes that this process wrote.
+        A `SaveResult`; `nbytes_written` are the bytes that this process wrote.
 
     Raises (the same on all ranks):
         CheckpointError: the source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.
-        StateError: the source has ids without names, and neither `names` nor `model` is given; or the ranks differ.
+        StateError: the source has ids without names, and neither `param_names` nor `model` is given; or the ranks differ.
     """
     with checkpoint_errors(dst):
-        options = ConvertOptions(
-            Options(process_group=process_group, timeout=timeout),
+        arguments = named(CONVERT_ARGUMENTS).of(
+            options,
             format=format,
-            memory=memory,
-            names=names,
             overwrite=overwrite,
-            durable=durable,
-            max_file_size=max_file_size,
-            allow_pickle=allow_pickle,
-            progress=progress,
-            storage_options=storage_options,
         )
-        saved: Saved = named(CONVERT)(src, dst, options, model)
+        saved: SaveResult = named(CONVERT)(src, dst, arguments, model)
         return saved
 
 
 def verify(
     path: str | os.PathLike[str],
     *,
-    memory: int = CONVERT_NBYTES,
+    bucket_nbytes: int = CONVERT_NBYTES,
     progress: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> Verified:
+) -> VerifyResult:
     """Read every byte of a checkpoint of any format that `load` reads, without a model, on all cores. No communication.
 
     Data with checksums are compared with these checksums: every byte of this library's own checkpoints, unless they were saved
@@ -107,22 +84,24 @@ def verify(
 
     Args:
         path: as for `save`.
-        memory: as for `convert`.
+        bucket_nbytes: the most bytes of elements that the process holds at a time, at least 16 MiB.
         progress: show a bar. None: for long calls, a bar on a terminal, and lines in the log elsewhere.
         storage_options: as for `save`.
 
     Returns:
-        A `Verified`: the numbers of tensors and bytes that were read, and whether the checkpoint `has_checksums`.
+        A `VerifyResult`: the numbers of tensors and bytes that were read, and whether the checkpoint `has_checksums`.
 
     Raises:
         CheckpointError: the checkpoint is damaged. The message names all places with damage, the first twenty if there are more.
     """
     with checkpoint_errors(path):
-        verified: Verified = named(VERIFY)(path, memory=memory, progress=progress, storage_options=storage_options)
+        verified: VerifyResult = named(VERIFY)(
+            path, bucket_nbytes=bucket_nbytes, progress=progress, storage_options=storage_options
+        )
         return verified
 
 
-def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspected:
+def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> CheckpointSummary:
     """Describe a checkpoint of any format that `load` reads: tensors by name, with dtypes, shapes and bytes, and the optimizer.
 
     Reads no elements. No communication.
@@ -138,5 +117,5 @@ def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] 
         CheckpointError: the checkpoint is incomplete, damaged or unknown.
     """
     with checkpoint_errors(path):
-        inspected: Inspected = named(INSPECT)(path, storage_options)
+        inspected: CheckpointSummary = named(INSPECT)(path, storage_options)
         return inspected

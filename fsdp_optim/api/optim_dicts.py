@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, overload
 
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import (
-    BUCKET_NBYTES,
-    Collect,
-    GatherOptions,
-    GroupsFrom,
-    KeyBy,
-    Model,
-    NameOf,
-    OnReplicaMismatch,
-    Options,
-    ScatterOptions,
-)
+from fsdp_optim.options import CallArguments, CallOptions, GatherArguments, KeyBy, Model, ParamGroups, ScatterArguments
+from fsdp_optim.results import Incompatible
 from fsdp_optim.state.dicts.full import FullDict
 from fsdp_optim.state.live.local import OptimizerLike, Optimizers
 from fsdp_optim.state.live.local_dict import Shard
 from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
 from fsdp_optim.verbs import load_state as loading
-from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
+from fsdp_optim.verbs.load_state import LoadableOptimizer
+
+_CALL = CallOptions()
 
 
 @ordinary_tensors()
@@ -37,12 +27,7 @@ def gather_full_optim_state_dict(
     recipient_rank: int | None = 0,
     key_by: KeyBy = "id",
     *,
-    collect: Collect = "wrapper",
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    bucket_nbytes: int = BUCKET_NBYTES,
-    on_replica_mismatch: OnReplicaMismatch = "error",
+    options: CallOptions = _CALL,
 ) -> FullDict | None:
     """The full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
 
@@ -60,17 +45,7 @@ def gather_full_optim_state_dict(
         key_by: "id" counts parameters as the optimizer does: group after group, and inside a group in the optimizer's own order,
             with the originals of a flat parameter in its place. A group in the order of the wrapped model's parameters() is
             counted in the order of the unwrapped model's parameters(). "name" uses clean FQNs, in the same order.
-        collect: "wrapper" treats units with fairscale's `no_broadcast_optim_state` as fairscale does: the dict has the
-            recipient's own state of these units, and `uncollected_local_ids` lists them. "all" gathers these units too.
-        name_of: a function `(fqn, rank) -> name`, for models in which ranks call different parameters by the same name (the own
-            expert of every rank is `experts.0`). The function gives each parameter its own name; `rank` is the lowest global
-            rank that holds the parameter.
-        process_group: the ranks that make this call, if the model does not show them (None: all ranks of its wrappers).
-        timeout: seconds to wait for a missing rank, or a timedelta (None: 600 seconds).
-        bucket_nbytes: the memory for elements that move between ranks, in bytes: at least 4096.
-        on_replica_mismatch: the reaction to different state on ranks that hold the same part of a parameter, such as norms next
-            to tensor parallel layers, which no wrapper keeps equal: "error", or "lowest_rank", which uses the state of the
-            lowest rank and logs a warning.
+        options: a `CallOptions`, as in `options=CallOptions(timeout=60)`.
 
     Returns:
         On recipients the full dict, on other ranks None. Its tensors are on the CPU, each with its own storage, in the shape of
@@ -89,15 +64,8 @@ def gather_full_optim_state_dict(
             recipient shares it (pipeline stages without a wrapper), and `process_group` is not given.
         RankTimeoutError: a rank, which the message names, did not come in time.
     """
-    options = Options(
-        collect,
-        name_of,
-        process_group,
-        timeout,
-        bucket_nbytes=bucket_nbytes,
-        on_replica_mismatch=on_replica_mismatch,
-    )
-    return gather.gather(model, optim, GatherOptions(options, recipient_rank, key_by))
+    call = CallArguments.of(options)
+    return gather.gather(model, optim, GatherArguments(call, recipient_rank, key_by))
 
 
 def iter_full_optim_state(
@@ -105,12 +73,7 @@ def iter_full_optim_state(
     optim: Optimizers,
     recipient_rank: int | None = 0,
     *,
-    collect: Collect = "wrapper",
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    bucket_nbytes: int = BUCKET_NBYTES,
-    on_replica_mismatch: OnReplicaMismatch = "error",
+    options: CallOptions = _CALL,
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """As `gather_full_optim_state_dict`, but one parameter at a time, so that no rank ever holds the whole state.
 
@@ -121,18 +84,10 @@ def iter_full_optim_state(
     parameter), and as much again while the elements move.
 
     Args:
-        model, optim, recipient_rank, collect, name_of, process_group, timeout, bucket_nbytes, on_replica_mismatch: as for
-            `gather_full_optim_state_dict`.
+        model, optim, recipient_rank, options: as for `gather_full_optim_state_dict`.
     """
-    options = Options(
-        collect,
-        name_of,
-        process_group,
-        timeout,
-        bucket_nbytes=bucket_nbytes,
-        on_replica_mismatch=on_replica_mismatch,
-    )
-    return iterate.iterate(model, optim, GatherOptions(options, recipient_rank, "name"))
+    call = CallArguments.of(options)
+    return iterate.iterate(model, optim, GatherArguments(call, recipient_rank, "name"))
 
 
 @overload
@@ -142,10 +97,8 @@ def get_shard_from_optim_state_dict(
     full: Mapping[str, Any],
     *,
     strict: bool = True,
-    groups: GroupsFrom = "saved",
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
+    param_groups: ParamGroups = "saved",
+    options: CallOptions = _CALL,
 ) -> Shard: ...
 
 
@@ -156,10 +109,8 @@ def get_shard_from_optim_state_dict(
     full: Mapping[str, Any],
     *,
     strict: bool = True,
-    groups: GroupsFrom = "saved",
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
+    param_groups: ParamGroups = "saved",
+    options: CallOptions = _CALL,
 ) -> list[Shard]: ...
 
 
@@ -170,46 +121,93 @@ def get_shard_from_optim_state_dict(
     full: Mapping[str, Any],
     *,
     strict: bool = True,
-    groups: GroupsFrom = "saved",
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
+    param_groups: ParamGroups = "saved",
+    options: CallOptions = _CALL,
 ) -> Shard | list[Shard]:
-    """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`.
-
-    Without communication, except for a sharded dict and for pipeline stages.
+    """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
 
     Args:
-        model, optim: as for `gather_full_optim_state_dict`, at any world size.
+        model, optim: as for `gather_full_optim_state_dict`, at any world size, but no list of pipeline stages.
         full: the full dict, needed on this rank. It stays unchanged and shares no memory with the result. Accepted are the
             result of `gather_full_optim_state_dict`, by id or by name; a full dict of fairscale or torch; and the state_dict()
             of a plain optimizer on the unwrapped model.
         strict: True: refuse parameters that only one side has, and state of another optimizer class. False: use the parameters,
             hyperparameters and state values that both sides have; the result lists the rest.
-        groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": the groups and
+        param_groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": the groups and
             hyperparameters of the optimizer stay, and the state of every parameter is found by name.
-        name_of: the function that was given to `gather_full_optim_state_dict`.
-        process_group, timeout: as for `gather_full_optim_state_dict`; only for a sharded dict (DTensor, ShardedTensor), of
-            which every rank has its part, and for a list of pipeline stages. For such a dict or model, and for no other, all
-            ranks must make the call; elements of a sharded dict move between them.
+        options: a `CallOptions`, of which `name_of` counts: the function that was given to `gather_full_optim_state_dict`.
 
     Returns:
         The optimizer's own dict: local ids, the saved hyperparameters, and state tensors in the local shapes, on the devices of
-        the parameters, in the saved dtypes. With several optimizers, a list of dicts. If `strict=False` has left out anything,
+        the parameters, in the saved dtypes. For a list of optimizers, a list of dicts. If `strict=False` has left out anything,
         the entry "incompatible" lists it; `load_optim_state_dict` removes and returns that entry.
 
     Raises:
         StateError: the dict does not belong to this model and optimizer. The message names the parameter and both numbers, or the
-            two optimizer classes and the names that only one of them has. Nothing was changed.
+            two optimizer classes and the names that only one of them has. Or the dict is sharded, or the model is a list of
+            pipeline stages: `reshard_optim_state_dict` takes these. Nothing was changed.
     """
-    options = Options(name_of=name_of, process_group=process_group, timeout=timeout, strict=strict, groups=groups)
-    return shard.shard(model, optim, full, options)
+    arguments = CallArguments.of(options, strict=strict, param_groups=param_groups)
+    return shard.shard(model, optim, full, arguments)
+
+
+@overload
+def reshard_optim_state_dict(
+    model: Model,
+    optim: OptimizerLike,
+    sharded: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    param_groups: ParamGroups = "saved",
+    options: CallOptions = _CALL,
+) -> Shard: ...
+
+
+@overload
+def reshard_optim_state_dict(
+    model: Model,
+    optim: Sequence[OptimizerLike],
+    sharded: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    param_groups: ParamGroups = "saved",
+    options: CallOptions = _CALL,
+) -> list[Shard]: ...
 
 
 @ordinary_tensors()
-def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None) -> Shard:
+def reshard_optim_state_dict(
+    model: Model,
+    optim: Optimizers,
+    sharded: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    param_groups: ParamGroups = "saved",
+    options: CallOptions = _CALL,
+) -> Shard | list[Shard]:
+    """As `get_shard_from_optim_state_dict`, for what needs the other ranks. Called by all ranks of the model.
+
+    Args:
+        model, optim: as for `gather_full_optim_state_dict`, also a list of the pipeline stages that this rank has.
+        sharded: a dict whose values are spread over ranks (DTensor, ShardedTensor), as torch's sharded state dicts have them:
+            every rank gives its part, at the same or another world size of the values' mesh, and elements move between ranks.
+            Or a full dict, which every rank has: for pipeline stages, which only together can tell whether it fits.
+        strict, param_groups: as for `get_shard_from_optim_state_dict`.
+        options: a `CallOptions`.
+
+    Returns:
+        As `get_shard_from_optim_state_dict`.
+
+    Raises (the same on all ranks): as `get_shard_from_optim_state_dict` and `gather_full_optim_state_dict`.
+    """
+    arguments = CallArguments.of(options, strict=strict, param_groups=param_groups)
+    return shard.reshard(model, optim, sharded, arguments)
+
+
+@ordinary_tensors()
+def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], options: CallOptions = _CALL) -> Shard:
     """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; the drop-in method without `optim`."""
-    own = shard.shard(model, None, full, Options(name_of=name_of))
+    own = shard.shard(model, None, full, CallArguments.of(options))
     return own if isinstance(own, dict) else own[0]
 
 
@@ -221,33 +219,23 @@ def scatter_full_optim_state_dict(
     source_rank: int = 0,
     *,
     strict: bool = True,
-    groups: GroupsFrom = "saved",
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    bucket_nbytes: int = BUCKET_NBYTES,
+    param_groups: ParamGroups = "saved",
+    options: CallOptions = _CALL,
 ) -> Shard | list[Shard]:
     """As `get_shard_from_optim_state_dict`, but only global rank `source_rank` needs `full`; other ranks may give None.
 
     Called by all ranks of the model. Memory beyond the result: `bucket_nbytes`, in bytes.
 
     Args:
-        model, optim, strict, groups, name_of: as for `get_shard_from_optim_state_dict`.
+        model, optim, strict, param_groups: as for `reshard_optim_state_dict`.
         full: the full dict, on rank `source_rank`; other ranks may give None.
         source_rank: the global rank that has `full`.
-        process_group, timeout, bucket_nbytes: as for `gather_full_optim_state_dict`.
+        options: a `CallOptions`.
 
     Raises (the same on all ranks): as `get_shard_from_optim_state_dict` and `gather_full_optim_state_dict`.
     """
-    options = Options(
-        name_of=name_of,
-        process_group=process_group,
-        timeout=timeout,
-        strict=strict,
-        bucket_nbytes=bucket_nbytes,
-        groups=groups,
-    )
-    return scatter.scatter(model, optim, full, ScatterOptions(options, source_rank))
+    call = CallArguments.of(options, strict=strict, param_groups=param_groups)
+    return scatter.scatter(model, optim, full, ScatterArguments(call, source_rank))
 
 
 @ordinary_tensors()
@@ -255,7 +243,7 @@ def load_optim_state_dict(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     shard: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
-    keep: Sequence[str] = (),
+    keep_hyperparameters: Sequence[str] = (),
 ) -> Incompatible:
     """As `optim.load_state_dict(shard)`, but every value keeps its saved dtype. No communication.
 
@@ -265,16 +253,17 @@ def load_optim_state_dict(
 
     Args:
         optim, shard: an optimizer and the result of `get_shard_from_optim_state_dict` for it, or a list of each.
-        keep: the hyperparameters whose current values stay, such as `keep=("lr",)`.
+        keep_hyperparameters: the hyperparameters whose current values stay, such as `("lr",)`.
 
     Returns:
-        The differences that `strict=False` has passed over, all empty without any: `missing` and `unexpected` (FQNs of
-        parameters), `unmatched_hyperparameters` and `unmatched_values` (names that only one of two optimizer classes has).
+        The differences that `strict=False` has passed over, all empty without any: `missing_keys` and `unexpected_keys`
+        (FQNs of parameters), `unmatched_hyperparameters` and `unmatched_values` (names that only one of two optimizer classes
+        has).
 
     Raises:
         StateError: the shard is a full dict, or does not fit this optimizer. Nothing was changed.
     """
-    return loading.load_shard(optim, shard, keep)
+    return loading.load_shard(optim, shard, keep_hyperparameters)
 
 
 @ordinary_tensors()
@@ -285,12 +274,8 @@ def transfer_optim_state(
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     *,
     strict: bool = True,
-    groups: GroupsFrom = "saved",
-    name_of: NameOf | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    timeout: float | timedelta | None = None,
-    bucket_nbytes: int = BUCKET_NBYTES,
-    on_replica_mismatch: OnReplicaMismatch = "error",
+    param_groups: ParamGroups = "saved",
+    options: CallOptions = _CALL,
 ) -> Incompatible:
     """Load the state of one live optimizer into another in the same job, whatever wraps their models.
 
@@ -300,24 +285,16 @@ def transfer_optim_state(
     Args:
         src_model, src_optim: the model and the optimizer with the state, as for `gather_full_optim_state_dict`.
         dst_model, dst_optim: the model and the optimizer that get the state.
-        strict, groups, name_of: as for `get_shard_from_optim_state_dict`.
-        process_group, timeout, bucket_nbytes, on_replica_mismatch: as for `gather_full_optim_state_dict`.
+        strict, param_groups: as for `get_shard_from_optim_state_dict`.
+        options: a `CallOptions`.
 
     Returns:
         As `load_optim_state_dict`.
 
     Raises (the same on all ranks): as `gather_full_optim_state_dict` and `scatter_full_optim_state_dict`.
     """
-    options = Options(
-        name_of=name_of,
-        process_group=process_group,
-        timeout=timeout,
-        strict=strict,
-        bucket_nbytes=bucket_nbytes,
-        groups=groups,
-        on_replica_mismatch=on_replica_mismatch,
-    )
-    return transfer.transfer(src_model, src_optim, dst_model, dst_optim, options)
+    arguments = CallArguments.of(options, strict=strict, param_groups=param_groups)
+    return transfer.transfer(src_model, src_optim, dst_model, dst_optim, arguments)
 
 
 @ordinary_tensors()
@@ -339,16 +316,3 @@ def rekey_optim_state_dict(
             their order.
     """
     return rekey.rekey(full, model, key_by, optim)
-
-
-@ordinary_tensors()
-def for_fairscale(full: Mapping[str, Any]) -> FullDict:
-    """A gathered dict (by id) in the form that fairscale's own `get_shard_from_optim_state_dict` reads.
-
-    The conversion is explicit, because fairscale needs `step` and other 0-dim tensors in a form that torch.optim does not
-    read. The result shares its tensors with `full`, which neither this function nor fairscale's reader changes.
-
-    Args:
-        full: the result of `gather_full_optim_state_dict` with `key_by="id"`.
-    """
-    return rekey.for_fairscale(full)

@@ -11,6 +11,7 @@ import torch
 
 from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint.common import module_values
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, checked_weights_of
 from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.checkpoint.load.installing import install_all
@@ -26,18 +27,18 @@ from fsdp_optim.formats.base.protocols import (
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move
-from fsdp_optim.options import GatherOptions, LoadOptions, Model, WhichWeights
+from fsdp_optim.options import GatherArguments, Model, WhichWeights
+from fsdp_optim.results import Incompatible
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import agree_on_state, collective_call
 from fsdp_optim.verbs.gather import Gathering, move_state
-from fsdp_optim.verbs.load_state import Incompatible
 from fsdp_optim.verbs.replicas import compare_shards
 
 
-def gather_model(model: Model, options: GatherOptions, which: WhichWeights = "all") -> dict[str, Any] | None:
+def gather_model(model: Model, options: GatherArguments, which: WhichWeights = "all") -> dict[str, Any] | None:
     """The full model dict, or the part of it that `which` names, on recipients; None elsewhere."""
     with collective_call("gather_full_model_state_dict", [model], options, options.call) as ((reader,), group):
         recipient = options.recipient_rank
@@ -72,7 +73,9 @@ def gather_model(model: Model, options: GatherOptions, which: WhichWeights = "al
         return full | {fqn: value for fqn, (_, value) in values.items()}
 
 
-def scatter_model(model: Model, full: Mapping[str, Any] | None, source_rank: int, options: LoadOptions) -> Incompatible:
+def scatter_model(
+    model: Model, full: Mapping[str, Any] | None, source_rank: int, options: LoadArguments
+) -> Incompatible:
     """Load a full model dict that only one rank has into the model of all ranks."""
     with collective_call("scatter_full_model_state_dict", [model], options, options.call, all_of_plain=True) as (
         (reader,),

@@ -17,6 +17,7 @@ from fsdp_optim import api
 from fsdp_optim.cli.tree import shown
 from fsdp_optim.cli.units import counted, size_of, sized
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
+from fsdp_optim.options import ConvertOptions
 from fsdp_optim.plugins import FairscaleShards, Format, TorchFiles, Writer
 from fsdp_optim.registry import format_names
 
@@ -71,14 +72,16 @@ def _convert(options: argparse.Namespace, rank: int) -> None:
         options.src,
         options.dst,
         format=format,
-        memory=options.memory,
-        names=names,
         overwrite=options.overwrite,
-        durable=not options.not_durable,
-        max_file_size=options.max_file_size,
-        allow_pickle=options.allow_pickle,
-        progress=False if options.quiet else None,
-        storage_options=_storage_options(options),
+        options=ConvertOptions(
+            bucket_nbytes=options.memory,
+            param_names=names,
+            durable=not options.not_durable,
+            max_file_size=options.max_file_size,
+            allow_pickle=options.allow_pickle,
+            progress=False if options.quiet else None,
+            storage_options=_storage_options(options),
+        ),
     )
     if rank == 0:
         seconds = max(time.monotonic() - begin, 1e-9)
@@ -91,7 +94,7 @@ def _convert(options: argparse.Namespace, rank: int) -> None:
 def _verify(options: argparse.Namespace, rank: int) -> None:
     done = api.verify(
         options.path,
-        memory=options.memory,
+        bucket_nbytes=options.memory,
         progress=False if options.quiet else None,
         storage_options=_storage_options(options),
     )

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from fsdp_optim.api import Inspected, TensorInfo
+from fsdp_optim.api import CheckpointSummary, TensorInfo
 from fsdp_optim.cli.units import counted, sized
 from fsdp_optim.errors import shortened
 
@@ -20,7 +20,7 @@ _MOST_RANGES = 4  # of numbers in one entry
 _WIDTH = 100  # of the text of one value
 
 
-def shown(inspected: Inspected, *, folds: bool) -> Iterator[str]:
+def shown(inspected: CheckpointSummary, *, folds: bool) -> Iterator[str]:
     """The lines about a checkpoint. `folds`: equal layers are one entry, and the state is summed up."""
     yield inspected.path
     yield from _aligned("", [[f"{name}:", text] for name, text in _facts(inspected)])
@@ -36,7 +36,7 @@ def shown(inspected: Inspected, *, folds: bool) -> Iterator[str]:
     yield from _optimizer(inspected, folds=folds)
 
 
-def _facts(inspected: Inspected) -> Iterator[tuple[str, str]]:
+def _facts(inspected: CheckpointSummary) -> Iterator[tuple[str, str]]:
     yield "format", inspected.format
     yield from inspected.about.items()
     if inspected.world_size:
@@ -44,10 +44,10 @@ def _facts(inspected: Inspected) -> Iterator[tuple[str, str]]:
     if inspected.step is not None:
         yield "step", str(inspected.step)
     ranks = sum(name.startswith("rank-") for name in inspected.extras)
-    words = {"common": "of the trainer (extra)", "model": "of modules"}
+    words = {"common": "of the trainer", "model": "of modules"}
     extras = [words.get(name, name) for name in inspected.extras if not name.startswith("rank-")]
     if ranks:
-        extras.append(f"of {counted(ranks, 'rank')} (per_rank_extra)")
+        extras.append(f"of {counted(ranks, 'rank')}")
     if extras:
         yield "other values", ", ".join(extras)
     yield "bytes", sized(inspected.nbytes)
@@ -149,7 +149,7 @@ def _label(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------- the optimizer
 
 
-def _optimizer(inspected: Inspected, *, folds: bool) -> Iterator[str]:
+def _optimizer(inspected: CheckpointSummary, *, folds: bool) -> Iterator[str]:
     tensors = [v for values in inspected.state.values() for v in values.values() if not isinstance(v, str)]
     name = ", ".join(dict.fromkeys(inspected.optimizer_class))
     num, num_with = sum(len(group.params) for group in inspected.groups), len(inspected.state)
@@ -180,14 +180,14 @@ def _patterns(names: Sequence[str]) -> list[str]:
     return [its[0] if len(its) == 1 else pattern for pattern, its in by_pattern.items()]
 
 
-def _listed_state(inspected: Inspected) -> Iterator[list[str]]:
+def _listed_state(inspected: CheckpointSummary) -> Iterator[list[str]]:
     for key, values in inspected.state.items():
         for name, value in values.items():
             columns = [_text_of(value)] if isinstance(value, str) else _columns(value)
             yield [f"{key}: {name}", *columns]
 
 
-def _summed(inspected: Inspected) -> Iterator[list[str]]:
+def _summed(inspected: CheckpointSummary) -> Iterator[list[str]]:
     """One row for each name of a value, its dtype, and whether it has the shape of its parameter."""
     found: Counter[tuple[str, str, str]] = Counter()
     nbytes: Counter[tuple[str, str, str]] = Counter()

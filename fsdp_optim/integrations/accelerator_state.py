@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_optim.api import wait
+from fsdp_optim.api import wait_for_saves
 from fsdp_optim.checkpoint.trainers.folder import (
     FolderSave,
     Settings,
@@ -94,7 +94,7 @@ def _is_read_here(accelerator: Any, path: str, settings: Settings) -> bool:
 def end_training(original: Callable[..., Any], accelerator: Any, settings: Settings) -> Any:
     """Wait for the save in the background before Accelerate ends the process group, and raise the error of the save."""
     try:
-        wait(None)
+        wait_for_saves(None)
     finally:
         original()
 

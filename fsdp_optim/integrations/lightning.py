@@ -10,27 +10,29 @@ Each class takes the arguments of Lightning's own class of the same name.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import get_rank, group
 
 import fsdp_optim
+from fsdp_optim.checkpoint.common.random_states import random_states, set_random_states
+from fsdp_optim.checkpoint.common.run_state import per_rank
 from fsdp_optim.checkpoint.common.stores import is_url, store_at
-from fsdp_optim.checkpoint.run.trainer_state import RANDOM, RANK, LoadedState, TrainerState, set_random_states
+from fsdp_optim.checkpoint.load.saved_state import key_of
 from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StateError
 from fsdp_optim.integrations.needed import refusal
+from fsdp_optim.options import LoadOptions, SaveOptions, WhichWeights
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from fsdp_optim.checkpoint.load.restored import Restored
+    from fsdp_optim.results import LoadResult
 
 __all__ = ["Checkpoints", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"]
 
@@ -47,11 +49,12 @@ try:
 except ImportError as error:
     raise refusal("lightning", TESTED, f"a name ({error})") from error
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-_OF_LIGHTNING = ("path", "model", "optim", "step", "extra", "overwrite", "process_group", "strict")
-_NOT_HERE = (*_OF_LIGHTNING, "per_rank_extra", "format")
+_SAVE, _LOAD = SaveOptions(), LoadOptions()
 _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
-_RANDOM_ONLY, _MID_EPOCH = TrainerState({}, {}, rng=True), "mid_epoch"
+_OF_RANK, _RANDOM, _MID_EPOCH = "of_this_rank", "random", "mid_epoch"
+"""The name of what each rank has for itself among the values of a checkpoint, and its keys."""
+
+OptionsT = TypeVar("OptionsT", SaveOptions, LoadOptions)
 
 log = logging.getLogger("fsdp_optim")
 
@@ -68,8 +71,9 @@ class Checkpoints:
         args, kwargs: those of Lightning's own strategy.
         async_save: write in the background while the training goes on. The next save and the end of the training wait for it, and
             raise its error on all ranks.
-        save_options: further arguments of `fsdp_optim.save`, such as `{"max_file_size": 10**9}`.
-        load_options: further arguments of `fsdp_optim.load`, such as `{"cast": True}`.
+        weights: the weights that are saved and loaded, as for `fsdp_optim.save` and `load`.
+        save_options: a `fsdp_optim.SaveOptions`, such as `SaveOptions(max_file_size=10**9)`. The ranks are the strategy's.
+        load_options: a `fsdp_optim.LoadOptions`, such as `LoadOptions(cast=True)`. The ranks are the strategy's.
     """
 
     _OVERRIDDEN = (
@@ -90,14 +94,16 @@ class Checkpoints:
         self,
         *args: Any,
         async_save: bool = True,
-        save_options: Mapping[str, Any] = _NOTHING,
-        load_options: Mapping[str, Any] = _NOTHING,
+        weights: WhichWeights = "all",
+        save_options: SaveOptions = _SAVE,
+        load_options: LoadOptions = _LOAD,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._saves_in_background = async_save
-        self._save_options = _checked("save_options", save_options, fsdp_optim.save)
-        self._load_options = _checked("load_options", load_options, fsdp_optim.load)
+        self._weights: WhichWeights = weights
+        self._save_options = _checked("save_options", save_options, SaveOptions)
+        self._load_options = _checked("load_options", load_options, LoadOptions)
         self._handle: fsdp_optim.SaveHandle | None = None
         self._replaced: dict[
             str, None
@@ -152,21 +158,21 @@ class Checkpoints:
                 f"{path}: on_save_checkpoint has put weights into checkpoint['{_STATE}'], which is empty because this strategy "
                 "saves the live model: choose the weights by another way, such as a convert of the finished checkpoint"
             )
-        options = dict(self._save_options)
+        options = replace(self._save_options, process_group=group.WORLD)
         if storage_options is not None:
-            options["storage_options"] = storage_options
+            options = replace(options, storage_options=storage_options)
+        own = {_OF_RANK: per_rank(self._of_this_rank())} if optimizers is not None else {}
         self._replaced.pop(path, None)
         by_lowest("put a file aside", Settings(), lambda: _put_file_aside(path))
         handle = fsdp_optim.async_save(
             path,
             self._model_here,
             _one_or_list(optimizers) if optimizers is not None else None,
+            state={**extra, **own},
             step=extra.get("global_step"),
-            extra=extra,
-            per_rank_extra=self._of_this_rank() if optimizers is not None else None,
             overwrite=True,
-            process_group=group.WORLD,
-            **options,
+            weights=self._weights,
+            options=options,
         )
         self._handle = handle
         if not self._saves_in_background or Path(path).name.startswith("hpc_ckpt_"):  # after these the job is requeued
@@ -175,7 +181,7 @@ class Checkpoints:
     def _of_this_rank(self) -> dict[str, Any]:
         """The random states, and whether an epoch is under way, so that its loader's iterator has made its draws."""
         epoch = self.lightning_module.trainer.fit_loop.epoch_loop
-        return {**_RANDOM_ONLY.per_rank_extra(get_rank()), _MID_EPOCH: not epoch.batch_progress.is_last_batch}
+        return {_RANDOM: random_states(), _MID_EPOCH: not epoch.batch_progress.is_last_batch}
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, once the save that is under way is complete: until then it may be the only one."""
@@ -231,7 +237,7 @@ class Checkpoints:
     def _remove_replaced(self) -> None:
         replaced, self._replaced = self._replaced, {}
         for path in replaced if self.is_global_zero else ():
-            _remove(path, self._save_options.get("storage_options"))
+            _remove(path, self._save_options.storage_options)
 
     # ------------------------------------------------------------------------------------------- loading
 
@@ -242,34 +248,40 @@ class Checkpoints:
         """
         path = self.broadcast(str(checkpoint_path))
         self._settle()
-        options = dict(self._load_options)
+        options = replace(self._load_options, process_group=group.WORLD)
         if weights_only is False:
-            options["allow_pickle"] = True
+            options = replace(options, allow_pickle=True)
         module = self.lightning_module
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
-        restored = fsdp_optim.load(
+        result = fsdp_optim.load(
             path,
             self._model_here,
             _one_or_list(self.optimizers) if is_fitting and self.optimizers else None,
             strict=module.strict_loading,
-            process_group=group.WORLD,
-            **options,
+            weights=self._weights,
+            options=options,
         )
-        restored.setdefault("pytorch-lightning_version", version_here)  # which a checkpoint of another program lacks
+        checkpoint = result.state
+        checkpoint.setdefault("pytorch-lightning_version", version_here)  # which a checkpoint of another program lacks
         if is_fitting:
-            self._restore_random(restored, path)
-        return restored
+            self._restore_random(result, path)
+        return checkpoint
 
-    def _restore_random(self, restored: Restored, path: str) -> None:
+    def _restore_random(self, result: LoadResult, path: str) -> None:
         """Set the random states of this rank: now, and once more where the new iterator of the loader is one too many."""
-        mine = restored.per_rank if isinstance(restored.per_rank, dict) else {}
-        if RANDOM not in mine:
-            if self.is_global_zero:
-                log.warning("%s has no random states, so they stay as they are: Lightning itself saves none", path)
-            return
-        LoadedState(_RANDOM_ONLY, get_rank(), strict=True).install_random(restored)
-        if mine.get(RANK) == get_rank() and mine.get(_MID_EPOCH):
-            self._random = mine[RANDOM]
+        # Older versions of this plug-in have saved the two under names of their own.
+        own = result.state.get(_OF_RANK, result.state if _MID_EPOCH in result.state else {})
+        if _RANDOM in own:
+            set_random_states(own[_RANDOM])
+            if own.get(_MID_EPOCH):
+                self._random = own[_RANDOM]
+        elif {key_of(_OF_RANK), key_of(_MID_EPOCH)} & set(result.missing_keys):
+            log.warning(
+                "rank %d had no random states at the save, so it keeps its own: seed it as a rank that is new",
+                get_rank(),
+            )
+        elif self.is_global_zero:
+            log.warning("%s has no random states, so they stay as they are: Lightning itself saves none", path)
 
     @property
     def _model_here(self) -> nn.Module:
@@ -290,13 +302,14 @@ class DDPStrategy(Checkpoints, _DDPStrategy):
     """Lightning's strategy for DistributedDataParallel, with checkpoints of this library. Arguments: `Checkpoints`."""
 
 
-def _checked(name: str, options: Mapping[str, Any], call: Any) -> dict[str, Any]:
-    """The arguments that are handed on to a call of this library. Raises StateError for others."""
-    known = [one for one in inspect.signature(call).parameters if one not in _NOT_HERE]
-    unknown = [one for one in options if one not in known]
-    if unknown:
-        raise StateError(f"{name} has {', '.join(map(repr, unknown))}, which are not among {', '.join(known)}")
-    return dict(options)
+def _checked(name: str, options: Any, kind: type[OptionsT]) -> OptionsT:
+    """The options of a call of this library. Raises StateError for a wrong one."""
+    if not isinstance(options, kind):
+        raise StateError(f"{name} must be a {kind.__name__}, not a {type(options).__name__}")
+    if options.process_group is not None:
+        raise StateError(f"{name} has process_group=, which is the strategy's own")
+    options.validate()
+    return options
 
 
 def _one_or_list(optimizers: list[Optimizer]) -> Any:

@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_optim import api
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
-from fsdp_optim.checkpoint.common.results import Saved
-from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.checkpoint.trainers.foreign_names import async_save_as, clean_name, module_inside, save_as
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.own.format import OwnFormat
 from fsdp_optim.integrations.needed import refusal
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import Options, SaveOptions
+from fsdp_optim.options import LoadOptions, OnDamage, SaveOptions, WhichWeights
+from fsdp_optim.results import LoadResult, SaveResult
 from fsdp_optim.state.live.local import Optimizers
 
 __all__ = ["async_save", "load", "resume", "save"]
@@ -42,8 +42,10 @@ try:
 except ImportError as error:
     raise refusal("peft", TESTED, f"a name ({error})") from error
 
-_NOT_HERE = frozenset({"weights", "rename", "format", "max_file_size"})
+_NOT_HERE = frozenset({"rename", "max_file_size"})
 """Options of save that PEFT's files leave no choice about."""
+
+_SAVE, _LOAD = SaveOptions(), LoadOptions()
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model"
 _ONE_FILE = 1 << 62  # bytes: PEFT reads one file of weights
@@ -57,8 +59,11 @@ def save(
     *,
     adapter: str = "default",
     base: bool = False,
-    **options: Any,
-) -> Saved:
+    state: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+    options: SaveOptions = _SAVE,
+) -> SaveResult:
     """Save an adapter and its optimizer in a folder that `PeftModel.from_pretrained(base_model, path)` opens.
 
     Called by all ranks of the model. Only trained parameters are written: the adapter's, and those of the base that require
@@ -70,13 +75,15 @@ def save(
         optim: as for `fsdp_optim.save`; None: without an optimizer.
         adapter: the name of the adapter in the model. The files do not have it, as PEFT's do not.
         base: write the weights of the base too, into the same file. `from_pretrained` then loads these into its base model.
-        options: those of `fsdp_optim.save`, but for weights, rename, format and max_file_size, which PEFT's files set.
+        state, step, overwrite: as for `fsdp_optim.save`.
+        options: a `SaveOptions` without `rename` and `max_file_size`, which PEFT's files set.
 
     Raises (the same on all ranks, beside the errors of `fsdp_optim.save`):
         WrapperError: the model is not a PeftModel, or its wrapper hides the names of its parameters.
         StateError: the model has no such adapter, or the adapter is frozen, or has values that PEFT makes at the save.
     """
-    return save_as(path, model, optim, *_job_of(model, adapter, base, options))
+    arguments = _Given(state, step, overwrite)
+    return save_as(path, model, optim, *_job_of(model, adapter, base, arguments, options))
 
 
 @ordinary_tensors()
@@ -87,18 +94,21 @@ def async_save(
     *,
     adapter: str = "default",
     base: bool = False,
-    **options: Any,
+    state: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+    options: SaveOptions = _SAVE,
 ) -> SaveHandle:
     """As `save`, but returns when the state is copied to host memory, as `fsdp_optim.async_save` does.
 
     Args:
-        path, model, optim, adapter, base: as for `save`.
-        options: those of `fsdp_optim.async_save`, but for weights, rename, format and max_file_size, which PEFT's files set.
+        path, model, optim, adapter, base, state, step, overwrite, options: as for `save`.
 
     Returns:
         A handle, whose `wait()` ends when the folder is complete, and raises the error of the save.
     """
-    return async_save_as(path, model, optim, *_job_of(model, adapter, base, options))
+    arguments = _Given(state, step, overwrite)
+    return async_save_as(path, model, optim, *_job_of(model, adapter, base, arguments, options))
 
 
 def load(
@@ -108,8 +118,10 @@ def load(
     *,
     adapter: str = "default",
     base: bool = False,
-    **options: Any,
-) -> Restored:
+    state: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    options: LoadOptions = _LOAD,
+) -> LoadResult:
     """Load an adapter and its optimizer from such a folder, at any world size. Called by all ranks of the model.
 
     Args:
@@ -117,7 +129,8 @@ def load(
         model, optim: as for `save`.
         adapter: the name of the adapter in this model; it may have had another name at the save.
         base: load the weights of the base too, from a folder of `save(..., base=True)`. False: the base stays as it is.
-        options: those of `fsdp_optim.load`, but for weights and rename.
+        state, strict: as for `fsdp_optim.load`.
+        options: a `LoadOptions` without `rename`.
 
     Returns:
         As `fsdp_optim.load`.
@@ -125,7 +138,8 @@ def load(
     Raises (the same on all ranks, before anything is changed):
         FsdpOptimError: the errors of `fsdp_optim.load`, and of the model as `save` has them.
     """
-    return api.load(path, model, optim, **_load_options(model, adapter, base, options))
+    weights, options = _load_options(model, adapter, base, options)
+    return api.load(path, model, optim, state=state, strict=strict, weights=weights, options=options)
 
 
 def resume(
@@ -135,26 +149,37 @@ def resume(
     *,
     adapter: str = "default",
     base: bool = False,
-    **options: Any,
-) -> Restored | None:
+    state: Mapping[str, Any] | None = None,
+    on_damage: OnDamage = "error",
+    strict: bool = True,
+    options: LoadOptions = _LOAD,
+) -> LoadResult | None:
     """Load the newest of such folders in a folder, as `fsdp_optim.resume` does; None where there is none.
 
     Args:
         root: the folder in which `save` has written its folders.
-        model, optim, adapter, base: as for `load`.
-        options: those of `fsdp_optim.resume`, but for weights and rename.
+        model, optim, adapter, base, state, strict, options: as for `load`.
+        on_damage: as for `fsdp_optim.resume`.
     """
-    return api.resume(root, model, optim, **_load_options(model, adapter, base, options))
+    weights, options = _load_options(model, adapter, base, options)
+    return api.resume(
+        root, model, optim, state=state, on_damage=on_damage, strict=strict, weights=weights, options=options
+    )
 
 
-def _load_options(model: nn.Module, adapter: str, base: bool, options: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse(options, {"weights", "rename"})
+def _load_options(model: nn.Module, adapter: str, base: bool, options: LoadOptions) -> tuple[WhichWeights, LoadOptions]:
+    _refuse(options, {"rename"})
     names = AdapterNames.of(model, adapter)
-    return {**options, "weights": "all" if base else "trainable", "rename": names.fqn_of}
+    return "all" if base else "trainable", replace(options, rename=names.fqn_of)
 
 
-def _refuse(options: Mapping[str, Any], given_here: frozenset[str] | set[str]) -> None:
-    wrong = sorted(given_here & options.keys())
+def _refuse(options: SaveOptions | LoadOptions, set_here: Set[str]) -> None:
+    """Raise TypeError for options that are given and that PEFT's files leave no choice about."""
+    wrong = [
+        option.name
+        for option in fields(options)
+        if option.name in set_here and getattr(options, option.name) != option.default
+    ]
     if wrong:
         raise TypeError(f"{wrong[0]}= cannot be chosen here: PEFT's files set it")
 
@@ -216,22 +241,32 @@ class AdapterNames:
         return lambda key: fqns.get(key, key)
 
 
-def _job_of(model: nn.Module, adapter: str, base: bool, options: Mapping[str, Any]) -> tuple[SaveOptions, OwnFormat]:
-    """The options of one save, and the files that PEFT expects."""
+@dataclass(frozen=True)
+class _Given:
+    """The arguments of one save that are handed on."""
+
+    state: Mapping[str, Any] | None
+    step: int | None
+    overwrite: bool
+
+
+def _job_of(
+    model: nn.Module, adapter: str, base: bool, given: _Given, options: SaveOptions
+) -> tuple[SaveArguments, OwnFormat]:
+    """The arguments of one save, and the files that PEFT expects."""
     _refuse(options, _NOT_HERE)
     names = AdapterNames.of(model, adapter)
     if not base:
         names.check_trains(model, adapter)
     config = ((_CONFIG, _config_of(_peft_model(model, adapter), adapter)),)
-    of_call = {field.name for field in fields(Options)} - {"collect", "strict", "groups"}
-    asked = SaveOptions(
-        Options(**{name: value for name, value in options.items() if name in of_call}),
-        **{name: value for name, value in options.items() if name not in of_call},
+    arguments = SaveArguments.of(
+        replace(options, rename=names.key_of, max_file_size=_ONE_FILE),
+        given.state,
+        step=given.step,
+        overwrite=given.overwrite,
         weights="all" if base else "trainable",
-        rename=names.key_of,
-        max_file_size=_ONE_FILE,
     )
-    return asked, OwnFormat(_WEIGHTS, config)
+    return arguments, OwnFormat(_WEIGHTS, config)
 
 
 def _peft_model(model: nn.Module, adapter: str | None = None) -> Any:

@@ -16,7 +16,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,11 +24,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim import api
+from fsdp_optim.checkpoint.common.run_state import per_rank
 from fsdp_optim.checkpoint.common.stores import shelf_at
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, StateError, shortened
 from fsdp_optim.integrations.needed import needed
+from fsdp_optim.options import LoadOptions, ManagerOptions, SaveOptions
 from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.posix.trainer_files import copy_beside, make_folder
 
@@ -145,17 +147,22 @@ class FsdpOptimCheckpointManager(_Base):
         kept = {
             key: _TitanSave(one) if key in config.exclude_from_loading else one for key, one in self._objects.items()
         }
+        self._call = LoadOptions(process_group=self._group)
+        self._saving = SaveOptions(
+            process_group=self._group, durable=config.durable, on_replica_mismatch=config.on_replica_mismatch
+        )
         self._manager = CheckpointManager(
             self.folder,
             self._model,
             self._optimizers,
-            state={key: one for key, one in kept.items() if key not in _PER_RANK},
-            per_rank_state={key: one for key, one in kept.items() if key in _PER_RANK},
+            state={key: per_rank(value) if key in _PER_RANK else value for key, value in kept.items()},
             keep_last=config.keep_latest_k or None,
-            signals=(),
-            durable=config.durable,
-            process_group=self._group,
-            on_replica_mismatch=config.on_replica_mismatch,
+            options=ManagerOptions(
+                process_group=self._group,
+                durable=config.durable,
+                on_replica_mismatch=config.on_replica_mismatch,
+                signals=(),
+            ),
         )
 
     # ------------------------------------------------------------------------------------------ save
@@ -203,15 +210,12 @@ class FsdpOptimCheckpointManager(_Base):
             directory.remove(complete[: -self._config.keep_latest_k], f"keep_latest_k={self._config.keep_latest_k}")
 
     def _save_tensors(self, place: str, step: int, tensors: Mapping[str, Any]) -> None:
-        config = self._config
         api.save(
             place,
             module_of(tensors),
             step=step,
             overwrite=True,  # of the same step, which a run that went back reaches again
-            durable=config.durable,
-            process_group=self._group,
-            on_replica_mismatch=config.on_replica_mismatch,
+            options=self._saving,
         )
 
     def _wait_for_saving(self) -> None:
@@ -269,7 +273,7 @@ class FsdpOptimCheckpointManager(_Base):
         own = {name for part in self._weights.model for name, _ in part.named_parameters()}
         saved = set(by_lowest("names of weights", _CALLS, lambda: sorted(api.inspect(place).model)))
         if set(tensors) >= own or saved >= own:
-            api.load(place, self._model, cast=True, process_group=self._group)
+            api.load(place, self._model, options=replace(self._call, cast=True))
             return
         self._load_tensors(place, tensors)
         self._weights.load_state_dict(tensors)
@@ -281,18 +285,14 @@ class FsdpOptimCheckpointManager(_Base):
 
     def _load_tensors(self, place: str, tensors: Mapping[str, Any]) -> None:
         """Load into these tensors. Other tensors of the checkpoint are passed over."""
-        missing = api.load(place, module_of(tensors), strict=False, cast=True, process_group=self._group).missing
+        options = replace(self._call, cast=True)
+        missing = api.load(place, module_of(tensors), strict=False, options=options).missing_keys
         if missing:
             raise CheckpointError(f"{place}: does not have {shortened(missing)}, which the model needs")
 
     def _load_everything(self, place: str) -> None:
         """Load a checkpoint of this manager, or of torchtitan's own, to go on from it in a new folder."""
-        restored = api.load(place, self._model, self._optimizers, process_group=self._group)
-        if "state" in restored:
-            own = restored.per_rank if isinstance(restored.per_rank, dict) else {}
-            values: Mapping[str, Any] = {**restored["state"], **own.get("state", {})}
-        else:
-            values = restored
+        values = api.load(place, self._model, self._optimizers, options=self._call).state
         for key, one in self._objects.items():
             if key in self._config.exclude_from_loading:
                 continue

@@ -30,7 +30,7 @@ from fsdp_optim.checkpoint.trainers.folder import (
 from fsdp_optim.checkpoint.trainers.signs import put_up_sign
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.integrations.patches import status_in
-from fsdp_optim.options import GatherOptions, Rename, WhichWeights
+from fsdp_optim.options import GatherArguments, Rename, WhichWeights
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.filled import folders_by_number, remove_files, remove_folders
 from fsdp_optim.storage.posix.small_files import has_file
@@ -184,7 +184,7 @@ def _save_beside_weights(trainer: Any, folder: str, settings: Settings) -> None:
 
 def _gathered(trainer: Any, settings: Settings) -> dict[str, Any]:
     """The weights, or the adapters alone, on rank 0; nothing on other ranks."""
-    options = GatherOptions(settings.call(), 0, "name")
+    options = GatherArguments(settings.call(), 0, "name")
     return gather_model(model_of(trainer), options, _which_weights(trainer)) or {}
 
 

@@ -21,17 +21,18 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_optim import api
+from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
+from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.common.seen_by_all import waited_for
+from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.run.saving_objects import with_objects
-from fsdp_optim.checkpoint.run.trainer_state import LoadedState, TrainerState
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.integrations.needed import needed
-from fsdp_optim.options import LoadOptions, Options, SaveOptions, WhichWeights
+from fsdp_optim.options import WhichWeights
 from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.base import VISIBLE_WITHIN
 from fsdp_optim.storage.posix.beacon import refresh, sees
@@ -97,14 +98,12 @@ class FsdpOptimCheckpointManager(_Own):
             return
         self.wait()
         self.previous_global_step = global_step
-        options = SaveOptions(
-            Options(),
+        options = SaveArguments(
+            state=self._objects() if self.should_save_extra else RunState(),
             step=global_step,
             weights=self._weights_to_save(),
             overwrite=True,  # of the same step, which a run that went back reaches again
         )
-        if self.should_save_extra:
-            options = with_objects(self.model, options, self._objects())
         optim = self.optimizer if self.should_save_optimizer else None
         places = [f"{path}/{_FOLDER}" for path in (local_path, hdfs_path) if path]
         if not self._writes_in_background(local_path):
@@ -126,7 +125,7 @@ class FsdpOptimCheckpointManager(_Own):
         finisher, self._finisher = self._finisher, None
         if finisher is not None:
             finisher.join()
-        api.wait()
+        api.wait_for_saves()
 
     def _weights_to_save(self) -> WhichWeights:
         if not (self.should_save_model or self.should_save_hf_model):
@@ -181,8 +180,8 @@ class FsdpOptimCheckpointManager(_Own):
         """The model without FSDP1's wrapper."""
         return self.model.module if _FOUND["fsdp_version"](self.model) == 1 else self.model
 
-    def _objects(self) -> TrainerState:
-        return TrainerState({"lr_scheduler": self.lr_scheduler} if self.lr_scheduler is not None else {}, {}, rng=True)
+    def _objects(self) -> RunState:
+        return RunState({"lr_scheduler": self.lr_scheduler} if self.lr_scheduler is not None else {}, rng=True)
 
     # ------------------------------------------------------------------------------------------ load
 
@@ -207,13 +206,11 @@ class FsdpOptimCheckpointManager(_Own):
             if hasattr(self._unwrapped, "peft_config"):
                 weights = by_lowest("the weights", Settings(), lambda: _weights_in(place))
         optim = self.optimizer if self.should_load_optimizer else None
-        objects = LoadedState(self._objects(), self.rank, strict=False) if self.should_load_extra else None
+        objects = LoadedObjects(self._objects(), self.rank, strict=False) if self.should_load_extra else None
         model = self.model if weights != "none" or optim is not None else None
-        restored = restore(place, model, optim, LoadOptions(Options(), weights=weights), objects=objects)
+        restore(place, model, optim, LoadArguments(weights=weights), objects=objects)
         if objects is not None:
-            if model is None:
-                objects.install(restored)
-            objects.install_random(restored)
+            objects.install_random()
 
 
 def _is_verls_own(path: str) -> bool:

@@ -14,11 +14,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File, planned_files
 from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.progress import Progress
-from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
 from fsdp_optim.checkpoint.common.single_rank_warning import warn_if_alone
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at, store_of_leader
@@ -39,12 +39,14 @@ from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.protocols import Format, Half, Reader, Writer, WrittenFormat
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.memory import Budget
+from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.offline.convert_file import named, place_of
 from fsdp_optim.offline.copy_ranges import CopyRange, plan_units
 from fsdp_optim.offline.source_contents import SourceContents, SourceNaming, describe_source
 from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
-from fsdp_optim.options import ConvertOptions, Model, Options, SaveOptions
+from fsdp_optim.options import CallArguments, Model
 from fsdp_optim.registry import scheme_of
+from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.base import (
     Staging,
     Store,
@@ -61,12 +63,12 @@ log = logging.getLogger("fsdp_optim")
 def convert(
     source: Place,
     target: Place,
-    options: ConvertOptions,
+    options: ConvertArguments,
     model: Model | None = None,
     *,
     source_format: Format | None = None,
     target_format: Format | None = None,
-) -> Saved:
+) -> SaveResult:
     """Verify a checkpoint and write it again. Called by all ranks of the process group.
 
     `source_format` None: the format is recognised. `target_format` None: the format that the options name.
@@ -77,7 +79,7 @@ def convert(
         format = format_of_option(target_format if target_format is not None else options.format)
         its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
         with closing(open_on_all(group, its, "", verify=True, format=source_format)) as checkpoint:
-            naming, writer = SourceNaming(options.names, model), format.writer()
+            naming, writer = SourceNaming(options.param_names, model), format.writer()
             transcript = describe_source(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
             work = _Work.of(group, checkpoint, transcript, writer, format, options)
             if not all_equal(group, "read", work.compared.encode()):
@@ -93,7 +95,7 @@ def convert(
             return named(group, saved, durable=options.durable)
 
 
-def _callers(options: Options) -> RankGroup:
+def _callers(options: CallArguments) -> RankGroup:
     """The ranks that make the call: those of the process group, or all ranks of the job."""
     world, group = world_here(), options.process_group
     ranks = world.ranks_of(group) if group is not None else range(world.size)
@@ -127,7 +129,7 @@ class _Work:
     transcript: SourceContents
     writer: Writer
     format: WrittenFormat
-    options: ConvertOptions
+    options: ConvertArguments
     files: tuple[File, ...]
 
     @classmethod
@@ -138,7 +140,7 @@ class _Work:
         transcript: SourceContents,
         writer: Writer,
         format: WrittenFormat,
-        options: ConvertOptions,
+        options: ConvertArguments,
     ) -> _Work:
         shared, most = transcript.prepared.shared, options.max_file_size
         halves: dict[Half, Sequence[SavedValue]] = {}
@@ -166,13 +168,13 @@ class _Work:
 
     @property
     def budget(self) -> Budget:
-        return Budget(self.options.memory, "the elements of a checkpoint that a process converts")
+        return Budget(self.options.bucket_nbytes, "the elements of a checkpoint that a process converts")
 
     @property
     def unit_nbytes(self) -> int:
         return unit_nbytes_in(self.budget)
 
-    def run(self, target: Place) -> Saved:
+    def run(self, target: Place) -> SaveResult:
         """Write the new files and commit them."""
         begun = self._begin(target)
         job = self._job(begun)
@@ -257,8 +259,9 @@ class _Work:
         for file in self.files if begun.strategy not in (IN_PLACE, IN_PARTS) else ():
             owner = owners[file.name] = min(loads, key=lambda rank: (loads[rank], rank))
             loads[owner] += file.plan.nbytes
-        as_save = SaveOptions(
-            options.call,
+        as_save = SaveArguments(
+            process_group=options.process_group,
+            timeout=options.timeout,
             step=self.checkpoint.index.facts.step,
             max_file_size=options.max_file_size,
             overwrite=options.overwrite,

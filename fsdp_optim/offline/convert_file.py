@@ -6,21 +6,21 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.foreign.torch.folder import ONE
 from fsdp_optim.foreign.torch.reader import SUFFIXES
 from fsdp_optim.foreign.torch.writer import TorchFiles
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.options import ConvertOptions
+from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.registry import scheme_of
+from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.posix.one_file import file_of, folder_for, is_folder, take_place
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 
 
-def place_of(target: Place, format: Format, options: ConvertOptions) -> tuple[Place, ConvertOptions]:
+def place_of(target: Place, format: Format, options: ConvertArguments) -> tuple[Place, ConvertArguments]:
     """The place of the new files, and the options there, on the leader: for a file, those of the folder in which it is made.
 
     A path is one of a file if it ends like one, and is no folder already. Buckets have folders only.
@@ -34,7 +34,7 @@ def place_of(target: Place, format: Format, options: ConvertOptions) -> tuple[Pl
     return folder, replace(options, overwrite=True)  # what a killed call has left there goes
 
 
-def named(group: RankGroup, saved: Saved, *, durable: bool) -> Saved:
+def named(group: RankGroup, saved: SaveResult, *, durable: bool) -> SaveResult:
     """The result with the file in its place, if the folder that was written is one of a file. Called by all ranks."""
     file = file_of(saved.path) if isinstance(saved.path, Path) else None
     if file is None or not isinstance(saved.path, Path):

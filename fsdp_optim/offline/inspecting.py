@@ -10,21 +10,21 @@ import torch
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
-from fsdp_optim.checkpoint.common.offline_results import GroupInfo, Inspected, TensorInfo
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
 from fsdp_optim.memory import dtype_name
+from fsdp_optim.results import CheckpointSummary, GroupInfo, TensorInfo
 
 
-def inspect(place: Place, storage_options: StorageOptions = None) -> Inspected:
+def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointSummary:
     """Read the content of a checkpoint. No communication."""
     with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
         index = checkpoint.index
         state, groups, classes = _optimizer(index)
-        return Inspected(
+        return CheckpointSummary(
             path=index.where,
             format=index.facts.format_name,
             about=index.facts.about,

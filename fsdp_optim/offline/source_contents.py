@@ -213,20 +213,21 @@ def _names(
     nums = num_listed(groups)
     if order is None:
         raise StateError(
-            f"{where}: the optimizer has {counted_noun(sum(nums), 'parameter')} by ids without names: give names=[...], their "
-            "FQNs in the order of the ids, or model=, a model with these parameters (it may be on the meta device)"
+            f"{where}: the optimizer has {counted_noun(sum(nums), 'parameter')} by ids without names: give "
+            "param_names=[...], their FQNs in the order of the ids, or model=, a model with these parameters (it may be on the "
+            "meta device)"
         )
     if len(order) != sum(nums):
         given = "names" if naming.names is not None else "the model"
         raise StateError(
-            f"{where}: the optimizer has {counted_noun(sum(nums), 'parameter')}, and {given} has {len(order)}: give names= with "
-            "one FQN for each id"
+            f"{where}: the optimizer has {counted_noun(sum(nums), 'parameter')}, and {given} has {len(order)}: give "
+            "param_names= with one FQN for each id"
         )
     units = tuple(order) if naming.names is not None or view is None else view.unit_order
     if units is None and len(set(full.get("param_id_map", {}).values())) > 1:
         raise StateError(
             f"{where}: the optimizer's dict is fairscale's own, whose ids count the parameters by FSDP unit, and the model has "
-            "no such units: give names=[...], the FQNs in the order of the ids, or the model wrapped as it was"
+            "no such units: give param_names=[...], the FQNs in the order of the ids, or the model wrapped as it was"
         )
     if naming.names is None and len(nums) > 1:
         shapes = {fqn: one.shape for fqn, one in weights.items()}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
+from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.contents import RECORDS, SavedValue, planned
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
-from fsdp_optim.checkpoint.common.offline_results import Verified
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
@@ -19,7 +19,8 @@ from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.copy_ranges import plan_units
 from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
-from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES, check_at_least
+from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
+from fsdp_optim.results import VerifyResult
 from fsdp_optim.storage.base import StoreWriter
 
 _NUM_THREADS = 4  # that compare torch's checksums; each checksum is of a complete tensor
@@ -29,14 +30,14 @@ _MOST_NAMED = 20  # damaged places in an error
 def verify(
     place: Place,
     *,
-    memory: int = CONVERT_NBYTES,
+    bucket_nbytes: int = CONVERT_NBYTES,
     progress: bool | None = None,
     storage_options: StorageOptions = None,
-) -> Verified:
+) -> VerifyResult:
     """Read everything. Raises CheckpointError that names all places with damage."""
-    check_at_least("memory", memory, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
+    check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
     with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
-        budget = Budget(memory, "the elements of a checkpoint that a process verifies")
+        budget = Budget(bucket_nbytes, "the elements of a checkpoint that a process verifies")
         unit_nbytes = unit_nbytes_in(budget)
         files, stored = _files(checkpoint)
         nbytes, problems = sum(file.plan.nbytes for file in files), list[str]()
@@ -62,7 +63,7 @@ def verify(
             checkpoint.check_unchanged()
             _raise(checkpoint, problems)
             shown.done()
-        return Verified(
+        return VerifyResult(
             checkpoint.index.where,
             checkpoint.index.facts.format_name,
             len(stored),

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.arguments import Arguments
 from fsdp_optim.elements import check_no_fake_mode
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
-from fsdp_optim.options import Arguments, Model, OnReplicaMismatch, Options
+from fsdp_optim.options import CallArguments, Model, OnReplicaMismatch
 from fsdp_optim.speed import speed_of
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.dicts.order import Counted, OrderedParam, count
@@ -101,7 +102,9 @@ def _on_mesh(places: Mapping[str, Placement]) -> frozenset[str]:
     return frozenset(fqn for fqn, place in places.items() if isinstance(place, OnMesh))
 
 
-def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
+def read_local(
+    reader: ModelReader, optim: Optimizers, options: CallArguments, ranks: tuple[int, ...] | None = None
+) -> Local:
     """Read the model and the optimizer on this rank. No communication."""
     check_optimizers(optim)
     view = reader.read(ranks, options.name_of, optim)
@@ -155,7 +158,7 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
 
 @contextmanager
 def collective_call(
-    call: str, models: Sequence[Model], asked: Arguments, options: Options, *, all_of_plain: bool = False
+    call: str, models: Sequence[Model], asked: Arguments, options: CallArguments, *, all_of_plain: bool = False
 ) -> Iterator[tuple[list[ModelReader], RankGroup]]:
     """A public call about some models. Yields readers of the models, and the ranks that make the call.
 
@@ -173,7 +176,7 @@ def collective_call(
 
 
 def _read_callers(
-    call: str, models: Sequence[Model], options: Options, *, all_of_plain: bool
+    call: str, models: Sequence[Model], options: CallArguments, *, all_of_plain: bool
 ) -> tuple[list[ModelReader], RankGroup]:
     world = world_here()
     try:
@@ -201,7 +204,7 @@ def _read_callers(
         raise
 
 
-def _group(world: World, options: Options, call: str, ranks: Sequence[int]) -> RankGroup:
+def _group(world: World, options: CallArguments, call: str, ranks: Sequence[int]) -> RankGroup:
     return world.group(call, ranks, options.process_group, options.seconds, options.bucket_nbytes)
 
 

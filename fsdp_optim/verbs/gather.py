@@ -12,7 +12,7 @@ from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Placement, Ranks
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import StateValue, move
-from fsdp_optim.options import GatherOptions, Model
+from fsdp_optim.options import GatherArguments, Model
 from fsdp_optim.state.dicts.full import FullDict
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.merged.gathered import assemble
@@ -45,7 +45,7 @@ class Gathering:
         return tuple(rank for rank in self.recipients if not param.variants or rank in placement.ranks)
 
 
-def begin(reader: ModelReader, group: RankGroup, optim: Optimizers, options: GatherOptions) -> Gathering:
+def begin(reader: ModelReader, group: RankGroup, optim: Optimizers, options: GatherArguments) -> Gathering:
     """Agree with the other ranks on the values to gather."""
     recipient_rank = options.recipient_rank
     alone = not reader.is_wrapped and len(group.ranks) == 1
@@ -86,7 +86,7 @@ def _check_ids(global_state: GlobalState, recipients: Sequence[int]) -> None:
             raise StateError(f"{reason}, and ids would name other parameters' state: give key_by='name'")
 
 
-def gather(model: Model, optim: Optimizers, options: GatherOptions) -> FullDict | None:
+def gather(model: Model, optim: Optimizers, options: GatherArguments) -> FullDict | None:
     """The full dict on recipients, None elsewhere."""
     begun = time.monotonic()
     with collective_call("gather_full_optim_state_dict", [model], options, options.call) as ((reader,), group):

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.memory import dtype_named, in_batches, ordinary_tensors, tensors_in
-from fsdp_optim.options import GatherOptions, Model
+from fsdp_optim.options import GatherArguments, Model
 from fsdp_optim.state.live.local import LocalParam, Optimizers
 from fsdp_optim.state.merged.gathered import values_of
 from fsdp_optim.state.merged.global_state import GlobalState, Param
@@ -26,7 +26,7 @@ from fsdp_optim.verbs.gather import Gathering, begin, move_state
 FullParam = tuple[str, dict[str, Any] | None]
 
 
-def iterate(model: Model, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
+def iterate(model: Model, optim: Optimizers, options: GatherArguments) -> Iterator[FullParam]:
     """Yield (FQN, state) for one parameter after the other: the state on recipients, None elsewhere."""
     if world_here().size == 1:
         options.validate()  # raised at once, because no other rank must raise the error too
@@ -44,7 +44,7 @@ def _each_ordinary(items: Generator[FullParam, None, None]) -> Iterator[FullPara
             yield item
 
 
-def _iterate(model: Model, optim: Optimizers, options: GatherOptions) -> Generator[FullParam, None, None]:
+def _iterate(model: Model, optim: Optimizers, options: GatherArguments) -> Generator[FullParam, None, None]:
     with collective_call("iter_full_optim_state", [model], options, options.call) as ((reader,), group):
         gathering = begin(reader, group, optim, options)
         unchanged = _Unchanged(gathering.local)

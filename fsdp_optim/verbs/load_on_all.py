@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdp_optim.results import Incompatible
 from fsdp_optim.state.live.local_dict import Shard
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.load_state import Before, Incompatible, LoadableOptimizer, load_shard
+from fsdp_optim.verbs.load_state import Before, LoadableOptimizer, load_shard
 
 
 def load_on_all(

@@ -100,8 +100,8 @@ def warn_of_uncollected(local: Local, uncollected: frozenset[str]) -> None:
         named = [fqn for fqn in param.named.fqns if fqn in uncollected]
         if named and len(param.handle.originals[0].placement.ranks) < len(local.view.ranks):
             log.warning(
-                "rank %d: %s was saved with no_broadcast_optim_state, so its state is that of the rank that saved it; gather "
-                "with collect='all' (and name_of=) to keep every rank's own",
+                "rank %d: %s was saved with no_broadcast_optim_state, so its state is that of the rank that saved it; gather by "
+                "fsdp_optim.fairscale.gather_full_optim_state_dict with collect='all' (and name_of=) to keep every rank's own",
                 local.view.rank,
                 named[0],
             )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from fsdp_optim.arguments import check_names
 from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
 from fsdp_optim.memory import map_container, tensors_in
+from fsdp_optim.results import Incompatible
 from fsdp_optim.state.dicts.full import RESERVED_KEYS
 from fsdp_optim.state.live.class_fit import lacking_values
 from fsdp_optim.state.live.local import OptimizerLike
@@ -29,22 +31,6 @@ class LoadableOptimizer(OptimizerLike, Protocol):
     """An optimizer with `load_state_dict()`."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
-class Incompatible(NamedTuple):
-    """The differences that `strict=False` has passed over.
-
-    Attributes:
-        missing: FQNs that the full dict does not have, and that keep their live state.
-        unexpected: FQNs that the optimizer does not have, and that were not loaded.
-        unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has. The saved
-            ones were left out, the live ones stay.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    unmatched_hyperparameters: tuple[str, ...] = ()
-    unmatched_values: tuple[str, ...] = ()
 
 
 class Before:
@@ -119,8 +105,7 @@ def load_shard(
     for listed in shard if isinstance(shard, (list, tuple)) else [shard]:
         check_shard(listed)
         check_elements("the shard", listed)
-    if isinstance(keep, str):
-        raise StateError(f"keep must be a list of names of hyperparameters, as in keep=['lr'], not {keep!r}")
+    check_names("keep_hyperparameters", keep, "keep_hyperparameters=['lr']")
     optims: list[LoadableOptimizer] = list(optim) if isinstance(optim, (list, tuple)) else [optim]  # type: ignore[list-item]
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
     if len(optims) != len(shards):
@@ -244,7 +229,7 @@ def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[
         unknown = [key for key in keep if key not in live]
         if unknown:
             raise StateError(
-                f"keep={unknown[0]!r}: the optimizer's groups have no such hyperparameter, but {sorted(live)}"
+                f"keep_hyperparameters={unknown[0]!r}: the optimizer's groups have no such hyperparameter, but {sorted(live)}"
             )
         groups.append({**saved, **{key: live[key] for key in keep}})
     return groups

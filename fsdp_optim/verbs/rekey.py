@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.arguments import check_one_of
 from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
-from fsdp_optim.options import KeyBy, Model, check_one_of
+from fsdp_optim.options import KeyBy, Model
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullDict, FullState, kinds_of, records_kinds, write
 from fsdp_optim.state.dicts.names import Names

@@ -15,7 +15,7 @@ from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Slabs, detached_copy
 from fsdp_optim.move import End, StateValue, move
-from fsdp_optim.options import Model, Options, ScatterOptions
+from fsdp_optim.options import CallArguments, Model, ScatterArguments
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.fit_check import Fit
@@ -50,7 +50,7 @@ def scatter(
     model: Model,
     optim: Optimizers,
     full: Mapping[str, Any] | None,
-    options: ScatterOptions,
+    options: ScatterArguments,
 ) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank, from a full dict that only `source_rank` has."""
     source_rank = options.source_rank
@@ -117,7 +117,7 @@ def _send_contents(
     global_state: GlobalState,
     full: Mapping[str, Any] | None,
     source_rank: int,
-    options: Options,
+    options: CallArguments,
 ) -> tuple[FullState | None, FullContents]:
     """Check the full dict on the source rank against the model of all ranks, and send its contents to all ranks."""
     state, content = None, b""
@@ -125,7 +125,7 @@ def _send_contents(
         live = local.live_optimizer(global_state)
         state = given_dict(full, live.names)
         _check_whole(state, local.order, source_rank)
-        state, fit = live.fit(state, strict=options.strict, groups=options.groups)
+        state, fit = live.fit(state, strict=options.strict, groups=options.param_groups)
         found = _contents(state, summarize(state, live.shapes), fit)
         try:
             content = pickle.dumps(found)
@@ -186,7 +186,7 @@ def _check_whole(state: FullState, order: Sequence[str], source_rank: int) -> No
             if is_sharded_value(value):
                 raise StateError(
                     f"{fqn}: {name} is a {type(value).__name__}, of which rank {source_rank} has only its own part: give "
-                    "every rank its part of this sharded dict, by get_shard_from_optim_state_dict on all of them"
+                    "every rank its part of this sharded dict, by reshard_optim_state_dict on all of them"
                 )
 
 

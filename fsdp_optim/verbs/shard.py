@@ -1,4 +1,4 @@
-"""Shard: cuts this rank's part out of a full dict. No communication, unless the ranks have different pipeline stages."""
+"""Shard: cuts this rank's part out of a full dict, without communication. Reshard: the same where other ranks are needed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.elements import check_no_fake_mode
-from fsdp_optim.errors import StateError, WrapperError, counted_noun
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import StateValue, move
-from fsdp_optim.options import Model, Options
+from fsdp_optim.options import CallArguments, Model
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.expected import expected_optimizer
@@ -31,16 +31,15 @@ from fsdp_optim.verbs.sharded_dict import is_sharded, redistribute
 from fsdp_optim.view import ModelView, check_materialized
 
 
-def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
+def shard(
+    model: Model, optim: Optimizers | None, full: Mapping[str, Any], options: CallArguments
+) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank; without `optim`, that of an optimizer built from the model's parameters()."""
     check_no_fake_mode()
-    if isinstance(model, (list, tuple)) and not (optim is not None and is_sharded(full)):
-        return _shard_of_stages(model, optim, full, options)
     check_model(model)
     if optim is not None:
         check_optimizers(optim)
-    if optim is not None and is_sharded(full):
-        return redistribute(model, optim, full, options)
+    _check_needs_no_rank(model, full)
     begun = time.monotonic()
     options.validate()
     if optim is None:
@@ -52,7 +51,7 @@ def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], optio
     if options.strict and optim is not None:
         _check_shared_out(local, state)
     others = _of_other_ranks(local.view, state, options)
-    state, fit = local.live_optimizer().fit(state, strict=options.strict, groups=options.groups, others=others)
+    state, fit = local.live_optimizer().fit(state, strict=options.strict, groups=options.param_groups, others=others)
     warn_of_uncollected(local, state.uncollected)
     load_plan = plan_load(local, summarize(state, shapes), fit, lambda fqn, name: state.state[fqn][name])
     rank = local.view.rank
@@ -73,22 +72,35 @@ def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], optio
     return load_plan.dict_of(target.flats, state.groups, state.other_keys)
 
 
-def _shard_of_stages(
-    stages: Model, optim: Optimizers | None, full: Mapping[str, Any], options: Options
+def _check_needs_no_rank(model: Model, full: Mapping[str, Any]) -> None:
+    """Refuse a dict or a model that needs the other ranks. Raises StateError that names the call for it."""
+    why = ""
+    if isinstance(model, (list, tuple)):
+        why = "model is a list of pipeline stages, and only all ranks together can tell whether a full dict fits them"
+    elif is_sharded(full):
+        why = "this dict is sharded: its values are spread over ranks (DTensor, ShardedTensor)"
+    if why:
+        raise StateError(
+            f"{why}: call reshard_optim_state_dict(model, optim, sharded) on all ranks; get_shard_from_optim_state_dict "
+            "calls no other rank"
+        )
+
+
+def reshard(model: Model, optim: Optimizers, sharded: Mapping[str, Any], options: CallArguments) -> Shard | list[Shard]:
+    """The optimizer's own dict for this rank. Called by all ranks, each with its part of a dict, or with the same full dict."""
+    if is_sharded(sharded):
+        return redistribute(model, optim, sharded, options)
+    return _cut_on_all(model, optim, sharded, options)
+
+
+def _cut_on_all(
+    model: Model, optim: Optimizers, full: Mapping[str, Any], options: CallArguments
 ) -> Shard | list[Shard]:
-    """The same for pipeline stages. Called by all ranks, because only together they can check that the full dict fits."""
-    with collective_call("get_shard_from_optim_state_dict", [stages], options, options) as ((reader,), group):
-
-        def read() -> Local:
-            if optim is None:
-                raise WrapperError(
-                    "model is a list of pipeline stages, whose optimizers differ between ranks: give optim= too"
-                )
-            return read_local(reader, optim, options, group.ranks)
-
+    """The same from a full dict that every rank has. Only together, ranks with pipeline stages can check that it fits."""
+    with collective_call("reshard_optim_state_dict", [model], options, options) as ((reader,), group):
         local, global_state = agree_on_state(
             group,
-            read,
+            lambda: read_local(reader, optim, options, group.ranks),
             options,
             "of a full dict",
             with_state=False,
@@ -96,7 +108,7 @@ def _shard_of_stages(
         live, failure = local.live_optimizer(global_state), Failure()
         with failure:
             state = given_dict(full, live.names)
-            state, fit = live.fit(state, strict=options.strict, groups=options.groups)
+            state, fit = live.fit(state, strict=options.strict, groups=options.param_groups)
             summaries = summarize(state, live.shapes)
             opaque = {(fqn, name): state.state[fqn][name] for fqn, s in summaries.items() for name, _ in s.opaque}
             contents = FullContents(summaries, state.groups, state.other_keys, opaque, fit, state.uncollected)
@@ -128,7 +140,7 @@ def _check_shared_out(local: Local, full: FullState) -> None:
         )
 
 
-def _without_optimizer(model: Model, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
+def _without_optimizer(model: Model, full: Mapping[str, Any], options: CallArguments) -> tuple[Local, FullState]:
     view = ModelReader(model, world_here().rank).read(name_of=options.name_of)
     check_materialized(view.handles, view.rank)
     state = given_dict(full, names_of_model(full, view))
@@ -137,7 +149,7 @@ def _without_optimizer(model: Model, full: Mapping[str, Any], options: Options) 
     return Local(view, expected_optimizer(view, state, others=bool(others))), state
 
 
-def _of_other_ranks(view: ModelView, full: FullState, options: Options) -> frozenset[str]:
+def _of_other_ranks(view: ModelView, full: FullState, options: CallArguments) -> frozenset[str]:
     """The parameters of the full state that this rank's model lacks, if they may belong to other ranks; else none.
 
     With `name_of`, they may, because that argument exists for such models. They also may if ranks give their experts different

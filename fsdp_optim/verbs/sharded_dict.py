@@ -15,7 +15,7 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named, flatten, is_plain
 from fsdp_optim.move import StateValue, move
-from fsdp_optim.options import Model, Options
+from fsdp_optim.options import CallArguments, Model
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.local import Optimizers
@@ -47,9 +47,11 @@ def is_sharded(full: Any) -> bool:
     return isinstance(full, Mapping) and any_sharded(full.get("state", full))
 
 
-def redistribute(model: Model, optim: Optimizers, sharded: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
+def redistribute(
+    model: Model, optim: Optimizers, sharded: Mapping[str, Any], options: CallArguments
+) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank. Called by all ranks, each with its part of the same state."""
-    with collective_call("get_shard_from_optim_state_dict", [model], options, options) as ((reader,), group):
+    with collective_call("reshard_optim_state_dict", [model], options, options) as ((reader,), group):
         local, global_state = agree_on_state(
             group, lambda: read_local(reader, optim, options), options, "of a sharded dict", with_state=False
         )
@@ -61,7 +63,7 @@ def redistribute(model: Model, optim: Optimizers, sharded: Mapping[str, Any], op
             state={fqn: {name: _stand_in(part) for name, part in values.items()} for fqn, values in state.items()},
             groups=tuple((hyper, fqns) for (hyper, _), fqns in zip(mine.groups, members, strict=True)),
         )
-        described, fit = live.fit(described, strict=options.strict, groups=options.groups)
+        described, fit = live.fit(described, strict=options.strict, groups=options.param_groups)
         summaries = summarize(described, live.shapes)
         source = DictEnd(lambda value: _placement_of(state, value), lambda fqn, name: here[fqn, name])
         opaque = _opaque_values(group, state, summaries, source)

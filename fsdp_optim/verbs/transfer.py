@@ -9,7 +9,8 @@ from typing import Any
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import OnMesh, Placement, cut_of
-from fsdp_optim.options import Model, Options
+from fsdp_optim.options import CallArguments, Model
+from fsdp_optim.results import Incompatible
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.fit_check import LIVE_GROUPS, Fit
 from fsdp_optim.state.live.local import Optimizers
@@ -24,7 +25,7 @@ from fsdp_optim.verbs.call import Local, agree_on_state, collective_call, read_l
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_unsharded
 from fsdp_optim.verbs.load_on_all import load_on_all
-from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
+from fsdp_optim.verbs.load_state import LoadableOptimizer
 from fsdp_optim.verbs.replicas import compare_unsharded
 from fsdp_optim.verbs.scatter import FullContents, deliver
 from fsdp_optim.verbs.synchronize import synchronize
@@ -35,7 +36,7 @@ def transfer(
     src_optim: Optimizers,
     dst_model: Model,
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
-    options: Options,
+    options: CallArguments,
 ) -> Incompatible:
     """Load the state of one live optimizer into another, whatever wraps their models."""
     with collective_call("transfer_optim_state", [src_model, dst_model], options, options) as ((src, dst), group):
@@ -48,7 +49,7 @@ def _transfer(
     dst: ModelReader,
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     group: RankGroup,
-    options: Options,
+    options: CallArguments,
 ) -> Incompatible:
     everything = replace(options, collect="all")
     synchronize(group, src_optim)
@@ -68,10 +69,10 @@ def _transfer(
         "to",
         with_state=False,
     )
-    regroup = bool(dst_local.optim.optimizers) or options.groups == "live"
+    regroup = bool(dst_local.optim.optimizers) or options.param_groups == "live"
     _check_same(global_state, dst_picture, strict=options.strict, regroup=regroup)
     live = replace(dst_local.live_optimizer(dst_picture), with_state=frozenset())
-    full, fit = live.fit(_described(local, global_state), strict=options.strict, groups=options.groups)
+    full, fit = live.fit(_described(local, global_state), strict=options.strict, groups=options.param_groups)
     source = LiveEnd(local, _places(global_state))
     contents = _contents(group, local, _following_params(global_state, dst_picture), dst_picture, full, fit)
     shard = deliver(group, dst_local, dst_picture, contents, source)

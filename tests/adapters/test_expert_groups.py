@@ -32,6 +32,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+import fsdp_optim.fairscale
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 
@@ -42,13 +43,21 @@ def gather_all_experts(no_broadcast: bool) -> None:
     model, optim, _ = with_experts(distribution[dist.get_rank()], no_broadcast=no_broadcast)
     name_of = name_of_experts(distribution)
     for recipient in (0, 1, 2, None):
-        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, collect="all", name_of=name_of)
+        full = fsdp_optim.fairscale.gather_full_optim_state_dict(
+            model, optim, recipient, collect="all", options=fsdp_optim.CallOptions(name_of=name_of)
+        )
         check_gathered(full, recipient, plain, plain_optim)
         if full is not None and full["uncollected_local_ids"]:
             raise AssertionError(f"all are collected, but listed as uncollected: {full['uncollected_local_ids']}")
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", collect="all", name_of=name_of)
+    full = fsdp_optim.fairscale.gather_full_optim_state_dict(
+        model, optim, None, "name", collect="all", options=fsdp_optim.CallOptions(name_of=name_of)
+    )
     check_same("state by name", full["state"], state_by_name(plain, plain_optim), in_order=False)
-    listed = dict(fsdp_optim.iter_full_optim_state(model, optim, None, collect="all", name_of=name_of))
+    listed = dict(
+        fsdp_optim.fairscale.iter_full_optim_state(
+            model, optim, None, collect="all", options=fsdp_optim.CallOptions(name_of=name_of)
+        )
+    )
     check_same("iterated", listed, state_by_name(plain, plain_optim), in_order=False)
 
 
@@ -58,7 +67,9 @@ def gather_experts_from_anywhere(distribution: Distribution) -> None:
     plain, plain_optim = plain_experts(3)
     model, optim, _ = with_experts(distribution[dist.get_rank()])
     name_of = name_of_experts(distribution)
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, collect="all", name_of=name_of)
+    full = fsdp_optim.fairscale.gather_full_optim_state_dict(
+        model, optim, None, collect="all", options=fsdp_optim.CallOptions(name_of=name_of)
+    )
     check_same("state by name", by_name(full), state_by_name(plain, plain_optim), in_order=False)
     check_gathered(full, None, plain, plain_optim)
 
@@ -74,17 +85,23 @@ def resume_experts(distribution: Distribution, verb: str) -> None:
     model, optim, sharded = with_experts(distribution[rank], steps=0)
     name_of = name_of_experts(distribution)
     if verb == "shard":
-        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, name_of=name_of)
+        shard = fsdp_optim.get_shard_from_optim_state_dict(
+            model, optim, full, options=fsdp_optim.CallOptions(name_of=name_of)
+        )
     elif verb == "by name":
         named = {**full, "state": state_by_name(plain, plain_optim)}
         named["param_groups"] = [{**full["param_groups"][0], "params": names_in(plain)}]
-        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, named, name_of=name_of)
+        shard = fsdp_optim.get_shard_from_optim_state_dict(
+            model, optim, named, options=fsdp_optim.CallOptions(name_of=name_of)
+        )
     elif verb == "method":
         shard = model.get_shard_from_optim_state_dict(full, optim, name_of=name_of)
     else:
         source = len(distribution) - 1
         mine = full if rank == source else None
-        shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source, name_of=name_of)
+        shard = fsdp_optim.scatter_full_optim_state_dict(
+            model, optim, mine, source, options=fsdp_optim.CallOptions(name_of=name_of)
+        )
     check_same(f"{verb} on rank {rank}", shard, trained, in_order=False)
     fsdp_optim.load_optim_state_dict(optim, shard)
     sharded.step(optim, [STEPS])
@@ -96,12 +113,17 @@ def same_experts_gathered_and_given_back() -> None:
     rank = dist.get_rank()
     saved, loaded = [[0], [1], [2]], [[2], [0], [1]]
     model, optim, _ = with_experts(saved[rank])
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, collect="all", name_of=name_of_experts(saved))
+    full = fsdp_optim.fairscale.gather_full_optim_state_dict(
+        model, optim, None, collect="all", options=fsdp_optim.CallOptions(name_of=name_of_experts(saved))
+    )
     wanted = frozen_copy(with_experts(loaded[rank])[1])
     model, optim, _ = with_experts(loaded[rank], steps=0)
     name_of = name_of_experts(loaded)
     check_same(
-        "shard", fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, name_of=name_of), wanted, in_order=False
+        "shard",
+        fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, options=fsdp_optim.CallOptions(name_of=name_of)),
+        wanted,
+        in_order=False,
     )
 
 
@@ -185,7 +207,7 @@ def gather_colliding() -> list[tuple[str, str, float]]:
             model = sharded.wrap(net)
             optim = adam(model.parameters())
             sharded.step(optim, range(STEPS))
-            call = lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, collect=collect)  # noqa: B023, E731
+            call = lambda: fsdp_optim.fairscale.gather_full_optim_state_dict(model, optim, collect=collect)  # noqa: B023, E731
             errors.append(error_of(call))
     return errors
 
@@ -198,7 +220,9 @@ def gather_keyed_by_rank(key_of_rank: Sequence[int]) -> None:
     for no_broadcast in (True, False):
         key = key_of_rank[rank]
         model, optim, _ = with_experts([key], no_broadcast=no_broadcast, keys=[key])
-        full = fsdp_optim.gather_full_optim_state_dict(model, optim, collect="all" if no_broadcast else "wrapper")
+        full = fsdp_optim.fairscale.gather_full_optim_state_dict(
+            model, optim, collect="all" if no_broadcast else "wrapper"
+        )
         if full is not None:
             check_same("state by name", by_name(full), state_by_name(plain, plain_optim), in_order=False)
         check_gathered(full, 0, plain, plain_optim)

@@ -21,7 +21,8 @@ from kit.wraps import WORLD_SIZES
 from parameterized import parameterized
 from torch import nn
 
-from fsdp_optim import FullyShardedDataParallel, StateError
+from fsdp_optim import StateError
+from fsdp_optim.fairscale import FullyShardedDataParallel
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 EVERY_LAYER = units("0", "2", "4", "")

@@ -22,7 +22,7 @@ from parameterized import parameterized
 from torch import Tensor
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel
+from fsdp_optim.fairscale import FullyShardedDataParallel
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 AWKWARD = ("one unit", "first", "deep", "deep, both", "tiny", "odd, unflattened", "scalars", "siblings")
@@ -212,9 +212,15 @@ def gather_between_steps_of(setup: Setup) -> str:
 def with_small_buckets(setup: Setup, bucket_nbytes: int) -> str:
     with fairscale_on_cpu():
         wrapped, plain = Wrapped(setup, STEPS), Plain(setup, STEPS)
-        full = fsdp_optim.gather_full_optim_state_dict(wrapped.model, wrapped.optim, None, bucket_nbytes=bucket_nbytes)
+        full = fsdp_optim.gather_full_optim_state_dict(
+            wrapped.model, wrapped.optim, None, options=fsdp_optim.CallOptions(bucket_nbytes=bucket_nbytes)
+        )
         shard = fsdp_optim.scatter_full_optim_state_dict(
-            wrapped.model, wrapped.optim, full if wrapped.rank == 1 else None, 1, bucket_nbytes=bucket_nbytes
+            wrapped.model,
+            wrapped.optim,
+            full if wrapped.rank == 1 else None,
+            1,
+            options=fsdp_optim.CallOptions(bucket_nbytes=bucket_nbytes),
         )
         try:
             check_full(full, wrapped, plain)

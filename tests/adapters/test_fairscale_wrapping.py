@@ -22,7 +22,7 @@ from kit.wrapping import by_name
 from parameterized import parameterized
 from torch import Tensor, nn
 
-from fsdp_optim import FullyShardedDataParallel
+from fsdp_optim.fairscale import FullyShardedDataParallel
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 BY_US = {name: Setup(model, wrapping) for name, (model, wrapping) in WRAPPINGS.items()}

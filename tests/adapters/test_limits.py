@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.compare import Differs, check_same, error_text
+from kit.options import as_options
 from kit.trained import Trained
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -34,9 +35,13 @@ def all_stages() -> tuple[str, str]:
         param.grad = torch.full_like(param, rank + 1.0)
     optim.step()
     group = {"process_group": dist.group.WORLD}
-    full = fsdp_optim.gather_full_optim_state_dict(stage, optim, None, key_by="name", **group)
+    full = fsdp_optim.gather_full_optim_state_dict(
+        stage, optim, None, key_by="name", **as_options(fsdp_optim.CallOptions, **group)
+    )
     told = error_text(lambda: fsdp_optim.get_shard_from_optim_state_dict(stage, optim, full))
-    shard: Any = fsdp_optim.scatter_full_optim_state_dict(stage, optim, full if rank == 0 else None, **group)
+    shard: Any = fsdp_optim.scatter_full_optim_state_dict(
+        stage, optim, full if rank == 0 else None, **as_options(fsdp_optim.CallOptions, **group)
+    )
     check_same("scattered", shard["state"], optim.state_dict()["state"])
     return told
 

@@ -98,8 +98,8 @@ def save_to(path: Path) -> None:
 def load_from(path: Path) -> None:
     with use_adapters([MixedAdapter()]):
         target = trained(1)
-        restored = load(path, target, check="bitwise")
-        check_same("nothing is missing", [*restored.missing, *restored.unexpected], [])
+        restored = load(path, target, compare=True)
+        check_same("nothing is missing", [*restored.missing_keys, *restored.unexpected_keys], [])
         check_full("loaded", target.gather(None), wanted(oracle(STEPS)))
         check_weights(target, oracle(STEPS))
         target.step(range(STEPS, STEPS + 2))

@@ -14,6 +14,7 @@ from kit.cases import expand
 from kit.compare import check_refused, check_same, error_text
 from kit.local_parts import like
 from kit.optimizers import OfModel, adam
+from kit.options import as_options
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import check_full, cpu
 from kit.wraps import WRAPPERS
@@ -103,7 +104,10 @@ def _ids_both_ways(what: str, wrapper: str, make: Callable[[Any], Any]) -> None:
     check_same(f"{what}, names in groups", [n for g in named["param_groups"] for n in g["params"]], listed)
     check_same(f"{what}, state by name", list(named["state"]), listed)
     found = fsdp_optim.iter_full_optim_state(
-        trained.model, trained.optim, None, process_group=trained.process_group, bucket_nbytes=64
+        trained.model,
+        trained.optim,
+        None,
+        options=fsdp_optim.CallOptions(process_group=trained.process_group, bucket_nbytes=64),
     )
     check_same(f"{what}, iterated", [name for name, _ in found], listed)
 
@@ -253,9 +257,17 @@ def pipeline(kind: str) -> list[tuple[str, str]]:
     whole = {"process_group": dist.group.WORLD}
     model, optim = stage_of_this_rank(kind, STEPS)
     oracle = Oracle(model=Stages)
-    errors = [error_text(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, 0, **whole))]
+    errors = [
+        error_text(
+            lambda: fsdp_optim.gather_full_optim_state_dict(
+                model, optim, 0, **as_options(fsdp_optim.CallOptions, **whole)
+            )
+        )
+    ]
     for recipient in (0, 1, 2, None):
-        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, "name", **whole)
+        full = fsdp_optim.gather_full_optim_state_dict(
+            model, optim, recipient, "name", **as_options(fsdp_optim.CallOptions, **whole)
+        )
         if recipient in (dist.get_rank(), None):
             check_same(f"{kind} to {recipient}", _by_key(full["state"]), _by_key(oracle.by_name()))
     target, target_optim = stage_of_this_rank(kind, 0)
@@ -263,7 +275,9 @@ def pipeline(kind: str) -> list[tuple[str, str]]:
     scatter = fsdp_optim.scatter_full_optim_state_dict
     errors.append(error_text(lambda: scatter(target, target_optim, bare, 1, **whole)))
     fsdp_optim.load_optim_state_dict(target_optim, scatter(target, target_optim, full, 1, **whole))
-    again = fsdp_optim.gather_full_optim_state_dict(target, target_optim, None, "name", **whole)
+    again = fsdp_optim.gather_full_optim_state_dict(
+        target, target_optim, None, "name", **as_options(fsdp_optim.CallOptions, **whole)
+    )
     check_same(f"{kind}, scattered and gathered again", again, full)
     errors.append(error_text(lambda: fsdp_optim.rekey_optim_state_dict(full, oracle.model, "id")))
     rekeyed = fsdp_optim.rekey_optim_state_dict(full, oracle.model, "id", optim=oracle.optim)
@@ -338,9 +352,16 @@ def named_optimizers(wrapper: str, folder: str) -> tuple[str, str]:
         fsdp_optim.load_optim_state_dict(target.optim, target.shard(full))
         check_same(f"{what}, loaded", target.gather(None, "name")["state"], full["state"])
     path, group = f"{folder}/{wrapper}", trained.process_group
-    fsdp_optim.save(path, trained.model, trained.optim, process_group=group, progress=False, durable=False)
+    fsdp_optim.save(
+        path,
+        trained.model,
+        trained.optim,
+        options=fsdp_optim.SaveOptions(process_group=group, progress=False, durable=False),
+    )
     target = Trained(wrapper, OfModel(make), 1, Parts)
-    fsdp_optim.load(path, target.model, target.optim, process_group=group, progress=False)
+    fsdp_optim.load(
+        path, target.model, target.optim, options=fsdp_optim.LoadOptions(process_group=group, progress=False)
+    )
     check_same(f"{what}, from a checkpoint", target.gather(None, "name")["state"], full["state"])
     bad = Trained(wrapper, Misnamed)
     return error_text(lambda: bad.gather(None))

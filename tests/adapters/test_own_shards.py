@@ -43,7 +43,7 @@ def load_from(path: Path) -> None:
     for saved in SHARDS:
         for wrap in (SHARDS[saved], "FSDP2"):
             target = Trained(wrap, steps=1)
-            load(path / saved, target, check="bitwise")
+            load(path / saved, target, compare=True)
             alike = Trained(wrap)
             check_same("loaded", snapshot(target)["values"], snapshot(alike)["values"])
             check_full("loaded", target.gather(None), Oracle().full())

@@ -23,6 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fsdp_optim
+import fsdp_optim.fairscale
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 
@@ -97,7 +98,9 @@ def verbs_on(part: nn.Module, optim: Any, wrapped: nn.Module, folder: str) -> di
     return {
         "gather": refusal(lambda: fsdp_optim.gather_full_optim_state_dict(part, optim)),
         "gather, group": refusal(
-            lambda: fsdp_optim.gather_full_optim_state_dict(part, optim, process_group=everywhere)
+            lambda: fsdp_optim.gather_full_optim_state_dict(
+                part, optim, options=fsdp_optim.CallOptions(process_group=everywhere)
+            )
         ),
         "iterate": refusal(lambda: list(fsdp_optim.iter_full_optim_state(part, optim))),
         "shard": refusal(lambda: fsdp_optim.get_shard_from_optim_state_dict(part, optim, plain)),
@@ -147,7 +150,7 @@ def refuse_empty(folder: str) -> dict[str, tuple[str, str]]:
     with fairscale_on_cpu():
         nets = {name: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5)) for name in ("fairscale", "FSDP1")}
         kept_alive = [
-            fsdp_optim.FullyShardedDataParallel(nets["fairscale"]),
+            fsdp_optim.fairscale.FullyShardedDataParallel(nets["fairscale"]),
             TorchFSDP(nets["FSDP1"], use_orig_params=False, device_id=torch.device("cpu")),
         ]
         for name, net in nets.items():
@@ -288,7 +291,7 @@ def refuse_partial_dict() -> tuple[str, str]:
     values = dict(optim.state[model.weight])
     values["exp_avg"] = DTensor.from_local(torch.ones(2, 4), mesh, [Partial()], run_check=False)
     sharded = {"state": {"weight": values}, "param_groups": [{"lr": 0.1, "params": ["weight"]}]}
-    return refusal(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, sharded))
+    return refusal(lambda: fsdp_optim.reshard_optim_state_dict(model, optim, sharded))
 
 
 def test_a_partial_value_in_a_sharded_dict_is_refused() -> None:
@@ -321,9 +324,11 @@ def refuse_meta(folder: str) -> dict[str, tuple[str, str]]:
             fully_shard_on(model)
         group = dist.group.WORLD if name == "plain" else None
         optim = adam(model.parameters())
-        found[f"{name}: load"] = refusal(lambda: fsdp_optim.load(saved.path, model, process_group=group))  # noqa: B023
+        found[f"{name}: load"] = refusal(
+            lambda: fsdp_optim.load(saved.path, model, options=fsdp_optim.LoadOptions(process_group=group))  # noqa: B023
+        )
         found[f"{name}: save"] = refusal(
-            lambda: fsdp_optim.save(where / f"{name}", model, process_group=group)  # noqa: B023
+            lambda: fsdp_optim.save(where / f"{name}", model, options=fsdp_optim.SaveOptions(process_group=group))  # noqa: B023
         )
         if name != "buffer":
             found[f"{name}: gather"] = refusal(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))  # noqa: B023
@@ -387,7 +392,9 @@ def hybrid_on_groups(rows: list[list[int]], columns: list[list[int]]) -> dict[st
     )
     optim = stepped(model.parameters())
     return {
-        "gather": refusal(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, timeout=20)),
+        "gather": refusal(
+            lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, options=fsdp_optim.CallOptions(timeout=20))
+        ),
         "shard": refusal(
             lambda: fsdp_optim.get_shard_from_optim_state_dict(
                 model, optim, adam(nn.Linear(4, 3).parameters()).state_dict()

@@ -98,7 +98,9 @@ def gather_batch_norm() -> tuple[str, str, float]:
 
     model, optim = with_batch_norm(drifted=True)
     error = error_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", name_of=bn_alone)
+    full = fsdp_optim.gather_full_optim_state_dict(
+        model, optim, None, "name", options=fsdp_optim.CallOptions(name_of=bn_alone)
+    )
     check_same("drifted apart", full["state"], {**train_normed(0), **train_normed(1)}, in_order=False)
     return error
 
@@ -260,8 +262,14 @@ def two_models_at_once(rounds: int) -> None:
     model, optim, first, plain = (a, a_optim, 0, plain_net()) if rank < 2 else (b, b_optim, 2, plain_net(model=Net(6)))
     for index in range(rounds if rank < 2 else 2 * rounds + 1):
         recipient = first + index % 2
-        check_gathered(fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, timeout=20), recipient, *plain)
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, timeout=20)
+        check_gathered(
+            fsdp_optim.gather_full_optim_state_dict(
+                model, optim, recipient, options=fsdp_optim.CallOptions(timeout=20)
+            ),
+            recipient,
+            *plain,
+        )
+    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, options=fsdp_optim.CallOptions(timeout=20))
     check_gathered(full, None, *plain)
     shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, full if rank == first + 1 else None, first + 1)
     check_same(f"scattered to rank {rank}", shard, frozen_copy(optim), in_order=False)
@@ -284,7 +292,9 @@ def two_models_of_the_same_ranks() -> None:
     """A generator and a discriminator: one call after the other, each with its own optimizer."""
     models = [on_group([0, 1]), on_group([0, 1], width=6)]
     for (model, optim, _), width in zip(models, (7, 6), strict=True):
-        found = dict(fsdp_optim.iter_full_optim_state(model, optim, None, bucket_nbytes=64))
+        found = dict(
+            fsdp_optim.iter_full_optim_state(model, optim, None, options=fsdp_optim.CallOptions(bucket_nbytes=64))
+        )
         check_same(f"width {width}", found, state_by_name(*plain_net(model=Net(width))), in_order=False)
     for model, optim, _ in models:
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, None)

@@ -188,7 +188,7 @@ def loaded(folder: str, dp: int, tp: int) -> None:
     target = Trained(partial(in_tp, dp, tp), steps=0, model=Fused)
     numbers = [local_of(param).detach().clone() for param in target.params]
     trained_here = Trained(partial(in_tp, dp, tp), model=Fused)
-    fsdp_optim.load(folder, target.model, target.optim, check="bitwise")
+    fsdp_optim.load(folder, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True))
     check_same("weights", [local_of(p) for p in target.params], [local_of(p) for p in trained_here.params])
     same = [torch.equal(a, local_of(b)) for a, b in zip(numbers, target.params, strict=True) if a.numel()]
     check_same("they were others before", any(same), False)
@@ -213,7 +213,7 @@ class TripTest(InFolder):
         run_on_ranks(saved, source[0] * source[1], folder, *source)
         whole = Oracle(model=Fused)
         plain = Oracle(model=Fused, steps=0)
-        fsdp_optim.load(folder, plain.model, plain.optim, check="bitwise")
+        fsdp_optim.load(folder, plain.model, plain.optim, options=fsdp_optim.LoadOptions(compare=True))
         check_same("unsharded", plain.model.state_dict(), whole.model.state_dict())
         check_same("its state", plain.by_name(), whole.by_name())
         for dp, tp in targets:

@@ -280,7 +280,9 @@ def late_rank() -> tuple[str, str, float]:
     if dist.get_rank() == 1:
         time.sleep(3.0)
         return "", "", 0.0
-    error = error_text(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, timeout=1.0))
+    error = error_text(
+        lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, options=fsdp_optim.CallOptions(timeout=1.0))
+    )
     return (*error, time.monotonic() - start)
 
 

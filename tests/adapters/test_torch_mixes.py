@@ -28,6 +28,7 @@ from torch.distributed.tensor import Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_optim
+import fsdp_optim.fairscale
 from fsdp_optim.testing import run_on_ranks
 
 # ------------------------------------------------------------------------------------------- mixes
@@ -73,7 +74,7 @@ def mix(kind: str) -> None:
 
 def fsdp1_over_fairscale(model: Any) -> Any:
     """Wrappers of three kinds beside each other, and ordinary parameters."""
-    model.stem = fsdp_optim.FullyShardedDataParallel(model.stem)
+    model.stem = fsdp_optim.fairscale.FullyShardedDataParallel(model.stem)
     model.block = fsdp1_unit(model.block)
     model.head = fsdp2_unit(model.head)
     return model

@@ -325,7 +325,9 @@ def several(wrapper: str) -> None:
         trained, target = (Trained(wrapper, OfModel(in_two_halves), steps) for steps in (STEPS, 0))
         full, named = trained.gather(None), trained.gather(None, "name")
         listed = dict(
-            fsdp_optim.iter_full_optim_state(trained.model, trained.optim, None, process_group=trained.process_group)
+            fsdp_optim.iter_full_optim_state(
+                trained.model, trained.optim, None, options=fsdp_optim.CallOptions(process_group=trained.process_group)
+            )
         )
         shard, scattered = target.shard(full), target.scatter(full)
         if not isinstance(shard, (list, tuple)) or len(shard) != 2:

@@ -126,10 +126,7 @@ from fsdp_optim.testing import fairscale_on_cpu
 
 
 def by_import():
-    from fsdp_optim import FullyShardedDataParallel
-
-def by_attribute():
-    fsdp_optim.FullyShardedDataParallel
+    from fsdp_optim.fairscale import FullyShardedDataParallel
 
 def by_module():
     import fsdp_optim.fairscale
@@ -138,7 +135,7 @@ def on_cpu():
     with fairscale_on_cpu():
         pass
 
-for entry in (by_import, by_attribute, by_module, on_cpu):
+for entry in (by_import, by_module, on_cpu):
     try:
         entry()
     except ModuleNotFoundError as error:
@@ -172,8 +169,8 @@ class WithoutFairscaleTest(InFolder):
         done = run(ENTRIES)
         self.assertEqual(done.returncode, 0, done.stderr)
         way_out = "needs fairscale, which is not installed: pip install 'fsdp-optim[fairscale]'"
-        drop_in = f"fsdp_optim.FullyShardedDataParallel {way_out}"
-        self.assertEqual(done.stdout.splitlines(), [drop_in] * 3 + [f"fairscale_on_cpu() {way_out}"])
+        drop_in = f"fsdp_optim.fairscale {way_out}"
+        self.assertEqual(done.stdout.splitlines(), [drop_in] * 2 + [f"fairscale_on_cpu() {way_out}"])
 
 
 if __name__ == "__main__":

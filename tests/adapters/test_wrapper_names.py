@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from kit.compare import Differs, check_same, refused, refused_on_ranks
+from kit.options import as_options
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
 from parameterized import parameterized
@@ -86,12 +87,12 @@ def kept_in(kind: str, root: Path) -> None:
         one, optim = trained(kind)
         optim.load_state_dict(fsdp_optim.scatter_full_optim_state_dict(one, optim, full))
         world = {"process_group": torch.distributed.group.WORLD, "durable": False}
-        fsdp_optim.save(root / "it", one, optim, **world)  # type: ignore[arg-type]
+        fsdp_optim.save(root / "it", one, optim, **as_options(fsdp_optim.SaveOptions, **world))  # type: ignore[arg-type]
         check_same("saved", dict(sorted(load_file(root / "it" / "model.safetensors").items())), wanted)
         gathered = fsdp_optim.gather_full_optim_state_dict(one, optim, None, key_by="name")
         check_same("state", dict(sorted(gathered["state"].items())), dict(sorted(state.items())))
         other, its = trained(kind, seed=1)
-        fsdp_optim.load(root / "it", other, its, check="bitwise")
+        fsdp_optim.load(root / "it", other, its, options=fsdp_optim.LoadOptions(compare=True))
         alone, of_alone = trained("none", seed=2)
         fsdp_optim.load(root / "it", alone, of_alone)
         check_same("in a plain model", dict(sorted(alone.state_dict().items())), wanted)
@@ -125,11 +126,16 @@ def merging(root: Path, *, equal: bool) -> None:
     before = {name: value.clone() for name, value in here.state_dict().items()}
     stored = {**before, "a._orig_mod.weight": before["a.weight"] * (1 if equal else 2)}
     save_file(stored, root / "two.safetensors")
-    load = partial(fsdp_optim.load, root / "two.safetensors", here, process_group=torch.distributed.group.WORLD)
+    load = partial(
+        fsdp_optim.load,
+        root / "two.safetensors",
+        here,
+        options=fsdp_optim.LoadOptions(process_group=torch.distributed.group.WORLD),
+    )
     refused_on_ranks("two names", load, "StateError", "a._orig_mod.weight", "the checkpoint has it, the model does not")
     check_same("kept", dict(here.state_dict()), before)
     restored = load(strict=False)
-    check_same("unexpected", restored.unexpected, ("a._orig_mod.weight",))
+    check_same("unexpected", restored.unexpected_keys, ("a._orig_mod.weight",))
     if not torch.equal(here.a.weight, before["a.weight"]):
         raise Differs("the other tensor was loaded")
 

@@ -86,7 +86,9 @@ def saved(folder: str, make: Any, prepare: Callable[[nn.Module], None]) -> Oracl
 
 def weights(target: Trained, folder: Path) -> dict[str, torch.Tensor]:
     """The whole values of the target, read from a checkpoint of its own."""
-    fsdp_optim.save(folder, target.model, process_group=target.process_group, overwrite=True)
+    fsdp_optim.save(
+        folder, target.model, options=fsdp_optim.SaveOptions(process_group=target.process_group), overwrite=True
+    )
     return dict(sorted(safetensors.torch.load_file(folder / "model.safetensors").items()))
 
 
@@ -101,10 +103,17 @@ def loaded(wrapper: str, folder: str, now: str) -> list[tuple[str, str]]:
             for steps in (0, 1):
                 target = Trained(wrapper, make, steps, Small, prepare)
                 before = snapshot(target)
-                load = partial(fsdp_optim.load, path, target.model, target.optim, process_group=target.process_group)
+                load = partial(
+                    fsdp_optim.load,
+                    path,
+                    target.model,
+                    target.optim,
+                    options=fsdp_optim.LoadOptions(process_group=target.process_group),
+                )
                 errors.append(error_text(load))
                 check_same("nothing is changed", snapshot(target), before)
-                load(cast=True, check="bitwise")
+                group = target.process_group
+                load(options=fsdp_optim.LoadOptions(process_group=group, cast=True, compare=True))
                 check_same("dtypes", {local_of(param).dtype for param in target.params}, {dtype})
                 got = weights(target, Path(folder, "again"))
                 check_same("weights", got, {name: w.to(dtype) for name, w in sorted(plain["model"].items())})
@@ -129,10 +138,13 @@ def mixed(wrapper: str, folder: str) -> None:
             target = Trained(wrapper, MasterAdam, 1, model)
             before = weights(target, Path(folder, "again"))
             restored = fsdp_optim.load(
-                f"{folder}/mixed", target.model, cast=True, strict=model is Small, process_group=target.process_group
+                f"{folder}/mixed",
+                target.model,
+                options=fsdp_optim.LoadOptions(cast=True, process_group=target.process_group),
+                strict=model is Small,
             )
             got = weights(target, Path(folder, "again"))
-            check_same("missing", restored.missing, () if model is Small else ("added",))
+            check_same("missing", restored.missing_keys, () if model is Small else ("added",))
             kept = {} if model is Small else {"added": before["added"]}
             wanted = {**{name: w.float() for name, w in plain.items()}, **kept}
             check_same("weights", got, dict(sorted(wanted.items())))
@@ -171,7 +183,7 @@ class CastTest(unittest.TestCase):
         path = f"{self.folder.name}/ints"
         fsdp_optim.save(path, model)
         for cast in (False, True):
-            kind, text = error_text(lambda: fsdp_optim.load(path, other, cast=cast))  # noqa: B023
+            kind, text = error_text(lambda: fsdp_optim.load(path, other, options=fsdp_optim.LoadOptions(cast=cast)))  # noqa: B023
             self.assertEqual(kind, "StateError", text)
             self.assertIn("1 difference:\ncount: int64 in the checkpoint, int32 in the model", text)
             self.assertNotIn("cast=True", text)

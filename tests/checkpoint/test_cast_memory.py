@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import case_name
 from kit.compare import Differs
+from kit.options import as_options
 from kit.peaks import MIB, Peak
 from kit.wrapping import cpu
 from kit.wraps import in_ddp, in_fsdp2
@@ -60,7 +61,8 @@ def measured(root: Path, wrapper: str, size: str) -> dict[str, tuple[float, floa
                 options = {"overwrite": True, "durable": False, "progress": False, "weights_dtype": dtypes[1]}
                 dist.barrier()
                 with Peak() as peak:
-                    done = getattr(fsdp_optim, verb)(root / "now", model, bucket_nbytes=int(BUCKET * MIB), **options)
+                    given = as_options(fsdp_optim.SaveOptions, bucket_nbytes=int(BUCKET * MIB), **options)
+                    done = getattr(fsdp_optim, verb)(root / "now", model, **given)
                     saved = done.wait() if verb == "async_save" else done
                 return peak.mib, saved.nbytes_written / MIB
 

@@ -68,11 +68,11 @@ def load_and_lose(path: Path, wrapper: str) -> dict[str, list[tuple[str, str]]]:
     with cpu():
         for name in LOST:
             target = Trained(wrapper, Blockwise, steps=0)
-            found[name] = [error_text(lambda: load(path, target, check="bitwise"))]  # noqa: B023
+            found[name] = [error_text(lambda: load(path, target, compare=True))]  # noqa: B023
             with lossy(name):
                 found[name] += [
                     error_text(lambda: load(path, target, **options))  # noqa: B023
-                    for options in ({}, {"check": "bitwise"}, {"check": "bitwise", "keep": ("lr",)})
+                    for options in ({}, {"compare": True}, {"compare": True, "keep_hyperparameters": ("lr",)})
                 ]
     return found
 
@@ -80,10 +80,10 @@ def load_and_lose(path: Path, wrapper: str) -> dict[str, list[tuple[str, str]]]:
 LOST = ("absmax", "codes", "table", "lr", "step", "moment")
 
 
-def load_forgetful(path: Path, wrapper: str, kind: type[Forgetful], check: str | None) -> tuple[str, str]:
+def load_forgetful(path: Path, wrapper: str, kind: type[Forgetful], check: bool) -> tuple[str, str]:
     with cpu():
         target = Trained(wrapper, kind, steps=0)
-        return error_text(lambda: load(path, target, check=check))
+        return error_text(lambda: load(path, target, compare=check))
 
 
 def load_damaged(path: Path, wrapper: str) -> dict[str, tuple[str, str]]:
@@ -93,7 +93,7 @@ def load_damaged(path: Path, wrapper: str) -> dict[str, tuple[str, str]]:
         found["verified"] = error_text(lambda: load(path, target))
         check_same("after the refusal", everything(target), before)
         found["not verified"] = error_text(lambda: load(path, target, verify=False))
-        found["checked"] = error_text(lambda: load(path, target, verify=False, check="bitwise"))
+        found["checked"] = error_text(lambda: load(path, target, verify=False, compare=True))
         return found
 
 
@@ -111,9 +111,11 @@ def load_untied(path: Path, wrapper: str) -> None:
     with cpu():
         target = Trained(wrapper, model=Untied, steps=0)
         restored = fsdp_optim.load(
-            path, target.model, process_group=target.process_group, progress=False, check="bitwise"
+            path,
+            target.model,
+            options=fsdp_optim.LoadOptions(process_group=target.process_group, progress=False, compare=True),
         )
-        check_same("missing", restored.missing, ())
+        check_same("missing", restored.missing_keys, ())
 
 
 class CheckTest(InFolder):
@@ -126,8 +128,8 @@ class CheckTest(InFolder):
     )
     def test_state_that_the_optimizer_lost_is_found(self, wrapper: str, kind: type[Forgetful]) -> None:
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {})
-        self.assertEqual(run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, None), [("", "")] * 3)
-        errors = run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, "bitwise")
+        self.assertEqual(run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, False), [("", "")] * 3)
+        errors = run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, True)
         check_refused("zeros", errors, "CheckpointError", kind.forgets)
 
     @expand(soon=["FSDP2"], later=["fairscale flat", "plain"])

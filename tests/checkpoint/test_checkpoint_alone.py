@@ -12,6 +12,7 @@ import torch.distributed as dist
 from kit.checkpoints import InFolder
 from kit.compare import Differs, check_same, error_text
 from kit.groups import Meeting
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 from kit.wraps import in_fsdp2
@@ -62,9 +63,11 @@ def save_in_parts(root: Path, parts: list[list[int]], kind: str) -> dict[str, An
 
             def call() -> None:
                 if kind == "async_save":
-                    fsdp_optim.async_save(path, one.model, one.optim, **options).wait(60)
+                    fsdp_optim.async_save(
+                        path, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options)
+                    ).wait(60)
                 else:
-                    fsdp_optim.save(path, one.model, one.optim, **options)
+                    fsdp_optim.save(path, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
             return error_text(call)
 
@@ -119,7 +122,7 @@ class JobTest(InFolder):
             text = errors[1 - winner][1]
             for word in (str(self.root / place), "process_group=", *(str(ranks) for ranks in parts)):
                 self.assertIn(word, text)
-            check_same("there", fsdp_optim.load(self.root / place)["extra"], winner)
+            check_same("there", fsdp_optim.load(self.root / place).state["extra"], winner)
         for rank, one in enumerate(found):
             check_same("paths of their own", one["paths of their own"], ["", "", "", "", ""])
             check_same("paths that are claimed", one["claims"], [False] * 5 + [True])  # so that no keys add up
@@ -134,8 +137,10 @@ class JobTest(InFolder):
 class NotInitializedTest(InFolder):
     def save(self, **environment: str) -> list[str]:
         with mock.patch.dict(os.environ, environment), Lines() as lines:
-            fsdp_optim.save(self.path, nn.Linear(3, 2), durable=False, overwrite=True)
-            fsdp_optim.async_save(self.path, nn.Linear(3, 2), durable=False, overwrite=True).wait(60)
+            fsdp_optim.save(self.path, nn.Linear(3, 2), options=fsdp_optim.SaveOptions(durable=False), overwrite=True)
+            fsdp_optim.async_save(
+                self.path, nn.Linear(3, 2), options=fsdp_optim.SaveOptions(durable=False), overwrite=True
+            ).wait(60)
         return lines.found
 
     def test_one_of_several_processes(self) -> None:
@@ -157,7 +162,7 @@ def one_by_one(path: Path) -> list[str]:
     """All ranks of the job: nobody is alone, and nothing is claimed."""
     with cpu(), Lines() as lines:
         one = Trained("FSDP2", steps=1)
-        fsdp_optim.save(path, one.model, one.optim, durable=False)
+        fsdp_optim.save(path, one.model, one.optim, options=fsdp_optim.SaveOptions(durable=False))
     store = dist.distributed_c10d._get_default_store()
     if store.check(["fsdp_optim/claims/by/0, 1"]):
         raise Differs("a save of all ranks needs no claim")

@@ -31,6 +31,7 @@ from kit.checkpoints import (
 )
 from kit.compare import Differs, check_refused, check_same, error_text
 from kit.optimizers import OfModel, two_groups
+from kit.options import as_options, state_for
 from kit.trained import STEPS, Trained
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -111,7 +112,12 @@ def train_on(root: Path, wrapper: str, **options: Any) -> None:
         extra: Any = {"table": torch.arange(5), "list": [1, (2,)]}
         per_rank: Any = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
         before = everything(trained)
-        handle = async_save(root / wrapper, trained, extra=extra, per_rank_extra=per_rank, **options)
+        handle = async_save(
+            root / wrapper,
+            trained,
+            state=state_for(extra, per_rank),
+            **as_options(fsdp_optim.SaveOptions, **options),
+        )
         check_same("after async_save", everything(trained), before)
         trained.step(range(STEPS, STEPS + 2))
         scramble(trained)
@@ -140,12 +146,13 @@ def train_on_in_all(root: Path) -> None:
 def check_extra(path: Path, size: int) -> None:
     """Raise unless the trainer's state is that of the moment of the call."""
     restored = fsdp_optim.load(path)
-    check_same("extra", dict(restored), {"table": torch.arange(5), "list": [1, (2,)]})
+    own = {"rank": 0, "rng": torch.arange(3)}
+    check_same("values", restored.state, {"table": torch.arange(5), "list": [1, (2,)], **own})
     check_same("per rank", run_on_ranks(per_rank_of, size, path), [(r, torch.arange(3) + r) for r in range(size)])
 
 
 def per_rank_of(path: Path) -> tuple[int, torch.Tensor]:
-    per_rank = fsdp_optim.load(path, process_group=dist.group.WORLD).per_rank
+    per_rank = fsdp_optim.load(path, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD)).state
     return per_rank["rank"], per_rank["rng"]
 
 
@@ -156,7 +163,7 @@ class TrainingGoesOnTest(InFolder):
             check_files(self.root / wrapper, oracle_after(STEPS))
         self.check_only(*WRAPPERS)
         check_extra(self.root / "FSDP2", 3)
-        run_on_ranks(load_trained, 2, self.root / "FSDP1 flat", "FSDP2", KWARGS, check="bitwise")
+        run_on_ranks(load_trained, 2, self.root / "FSDP1 flat", "FSDP2", KWARGS, compare=True)
 
     @parameterized.expand((({"strategy": "per_rank_files"},), ({"max_file_size": 400},), ({"durable": True},)))
     def test_with_option(self, options: dict[str, Any]) -> None:
@@ -186,7 +193,7 @@ class TrainingGoesOnTest(InFolder):
     def test_what_is_refused_is_refused_by_the_call(self) -> None:
         model = nn.Linear(2, 2)
         for extra in ({"outer": [{"inner name": print}]}, {"inner name": object()}):
-            kind, text = error_text(lambda extra=extra: fsdp_optim.async_save(self.path, model, extra=extra))
+            kind, text = error_text(lambda extra=extra: fsdp_optim.async_save(self.path, model, state=state_for(extra)))
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("inner name", text)
         fsdp_optim.async_save(self.path, model).wait()  # and it is not raised again

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from kit.compare import Differs, check_same, error_text
 from kit.local_parts import local_of
 from kit.opaque import Wide, eight_bits
+from kit.options import as_options
 from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
@@ -61,7 +62,7 @@ def eight_bits_come_back(folder: str) -> None:
     trained, target = of_eight_bits(2), of_eight_bits(0)
     path = Path(folder, "a")
     fsdp_optim.save(path, trained.model, trained.optim)
-    fsdp_optim.load(path, target.model, target.optim, check="bitwise")
+    fsdp_optim.load(path, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True))
     for mine, theirs in zip(trained.params, target.params, strict=True):
         for name, value in trained.optim.state[mine].items():
             check_same(name, same(target.optim.state[theirs][name], value), True)
@@ -105,9 +106,11 @@ class BlocksTest(unittest.TestCase):
             if pickled:
                 kind, text = error_text(partial(fsdp_optim.save, path, model, optim))
                 check_same("named", (kind, "blocks" in text, "allow_pickle" in text), ("CheckpointError", True, True))
-            fsdp_optim.save(path, model, optim, extra={"value": value}, **options)
-            restored = fsdp_optim.load(path, model, fresh, check="bitwise", **options)
-            for got in (fresh.state[model.weight]["blocks"], restored["value"]):
+            fsdp_optim.save(path, model, optim, state={"value": value}, **as_options(fsdp_optim.SaveOptions, **options))
+            restored = fsdp_optim.load(
+                path, model, fresh, **as_options(fsdp_optim.LoadOptions, **options, compare=True)
+            )
+            for got in (fresh.state[model.weight]["blocks"], restored.state["value"]):
                 self.assertEqual((type(got), got), (type(value), value))
             manifest = (path / "fsdp_optim.json").read_bytes()
             self.assertLess(len(manifest), _MOST)

@@ -16,6 +16,7 @@ from kit.checkpoint_format import MANIFEST, all_bytes, read_safetensors
 from kit.compare import check_refused, check_same, error_text
 from kit.local_parts import local_of
 from kit.optimizers import adam
+from kit.options import as_options, state_for
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -91,7 +92,7 @@ def load_mutated(folder: Path) -> list[tuple[tuple[str, str], str]]:
     """The errors of all ranks, where one byte of a shard is neither 0 nor 1; and the tensor that it is in."""
     with cpu():
         one, told = masked("FSDP2"), []
-        fsdp_optim.save(folder, one.model, one.optim, **QUIET)
+        fsdp_optim.save(folder, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         for name, key, at in list(places(folder)):
             dist.barrier()
             good = all_bytes(folder)
@@ -117,7 +118,13 @@ class BoolsTest(unittest.TestCase):
 
     def test_other_bytes_are_damage(self) -> None:
         one = masked()
-        fsdp_optim.save(self.folder, one.model, one.optim, extra=extras(), per_rank_extra=extras(), **QUIET)
+        fsdp_optim.save(
+            self.folder,
+            one.model,
+            one.optim,
+            state=state_for(extras(), {f"own {name}": value for name, value in extras().items()}),
+            **as_options(fsdp_optim.SaveOptions, **QUIET),
+        )
         good, found = all_bytes(self.folder), list(places(self.folder))
         check_same(
             "files",
@@ -130,7 +137,9 @@ class BoolsTest(unittest.TestCase):
             mutate(self.folder, name, at, ODD[number % len(ODD)])
             for options in ({}, {"verify": False}):
                 kind, text = error_text(
-                    lambda options=options: fsdp_optim.load(self.folder, one.model, one.optim, **options)
+                    lambda options=options: fsdp_optim.load(
+                        self.folder, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **options)
+                    )
                 )
                 self.assertEqual(kind, "CheckpointError", (name, key, text))
                 for word in (str(self.folder / name), f" {key} ", str(ODD[number % len(ODD)])):
@@ -138,10 +147,10 @@ class BoolsTest(unittest.TestCase):
             check_same("nothing is changed", values_of(one), had)
             for file, data in good.items():
                 (self.folder / file).write_bytes(data)
-        fsdp_optim.load(self.folder, one.model, one.optim, check="bitwise")
+        fsdp_optim.load(self.folder, one.model, one.optim, options=fsdp_optim.LoadOptions(compare=True))
         for name, _, at in found[:4]:  # another number of the two is no damage
             mutate(self.folder, name, at, 1 - good[name][at])
-            fsdp_optim.load(self.folder, one.model, one.optim, check="bitwise")
+            fsdp_optim.load(self.folder, one.model, one.optim, options=fsdp_optim.LoadOptions(compare=True))
             (self.folder / name).write_bytes(good[name])
             (self.folder / MANIFEST).write_bytes(good[MANIFEST])
 
@@ -154,7 +163,7 @@ class BoolsTest(unittest.TestCase):
     @parameterized.expand([(2,), ("true",), (None,), (1,)])
     def test_has_state(self, value: Any) -> None:
         one = masked()
-        fsdp_optim.save(self.folder, one.model, one.optim, **QUIET)
+        fsdp_optim.save(self.folder, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         files: dict[str, Any] = all_bytes(self.folder)
         text = files[MANIFEST].decode()
         shown = {2: "2", "true": '"true"', None: "null", 1: "1"}[value]
@@ -165,10 +174,10 @@ class BoolsTest(unittest.TestCase):
         self.assertEqual(kind, "CheckpointError", text)
         self.assertIn("has_state", text)
 
-    @parameterized.expand(["mask", "first.weight: 'seen'", "first.weight: 'done'", "extra['a'][0]"])
+    @parameterized.expand(["mask", "first.weight: 'seen'", "first.weight: 'done'", "state['a'][0]"])
     def test_what_would_not_be_loaded_is_not_saved(self, where: str) -> None:
         one, more = masked(), {}
-        fsdp_optim.save(self.folder, one.model, one.optim, **QUIET)
+        fsdp_optim.save(self.folder, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         odd = torch.tensor([1, 0, 2], dtype=torch.uint8).view(torch.bool)
         state = one.optim.state[one.params[0]]
         if where == "mask":
@@ -181,7 +190,13 @@ class BoolsTest(unittest.TestCase):
             more = {"extra": {"a": [odd]}}
         before = all_bytes(self.folder)
         kind, text = error_text(
-            lambda: fsdp_optim.save(self.folder, one.model, one.optim, overwrite=True, **QUIET, **more)
+            lambda: fsdp_optim.save(
+                self.folder,
+                one.model,
+                one.optim,
+                overwrite=True,
+                **as_options(fsdp_optim.SaveOptions, **QUIET, **more),
+            )
         )
         self.assertEqual(kind, "CheckpointError", text)
         self.assertIn(where, text)

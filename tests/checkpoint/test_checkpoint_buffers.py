@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import unittest
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,16 +79,23 @@ def differ(folder: str, rank_that_differs: int) -> dict[str, list[tuple[str, str
                     tensor.view(-1)[-1] += 1
             had = tensor.clone()
             path = Path(folder, name.replace(" ", "-"))
+            plain = fsdp_optim.SaveOptions(process_group=target.process_group)
+            lowest = replace(plain, on_replica_mismatch="lowest_rank")
             ways = [
-                partial(way, path, target.model, target.optim, process_group=target.process_group)
+                partial(way, path, target.model, target.optim, options=plain)
                 for way in (fsdp_optim.save, fsdp_optim.async_save)
             ]
             told[name] = [error_text(way) for way in ways]
             check_same("nothing is written", [*Path(folder).glob("*.s*"), path.exists()], [False])
-            ways[0](on_replica_mismatch="lowest_rank")
-            ways[1](on_replica_mismatch="lowest_rank", overwrite=True).wait()
+            ways[0](options=lowest)
+            ways[1](options=lowest, overwrite=True).wait()
             check_same("nothing is changed", tensor, had)
-            fsdp_optim.load(path, target.model, target.optim, process_group=target.process_group, check="bitwise")
+            fsdp_optim.load(
+                path,
+                target.model,
+                target.optim,
+                options=fsdp_optim.LoadOptions(process_group=target.process_group, compare=True),
+            )
             of_lowest: list[Any] = [had]
             dist.broadcast_object_list(of_lowest, 0)
             check_same(f"{name}: the lowest rank's", changed(target), of_lowest[0])
@@ -155,14 +163,17 @@ def cast_by_wrappers(folder: str) -> dict[str, tuple[str, str]]:
             after = Trained(wrap, adam, 1, Rotary)
             buffer = next(value for _, value in after.model.named_buffers())
             buffer.data = torch.zeros(5, dtype=torch.bfloat16)  # as the first forward pass leaves it
-            fsdp_optim.load(path, after.model, after.optim, check="bitwise")
+            fsdp_optim.load(path, after.model, after.optim, options=fsdp_optim.LoadOptions(compare=True))
             check_same(name, buffer, (torch.arange(1, 6) / 3).to(torch.bfloat16))
             # what the check finds where a cast buffer is something else
-            load, reader = partial(fsdp_optim.load, path, after.model, after.optim, check="bitwise"), after.model
+            load, reader = (
+                partial(fsdp_optim.load, path, after.model, after.optim, options=fsdp_optim.LoadOptions(compare=True)),
+                after.model,
+            )
             told[name] = error_text(lambda load=load, reader=reader: altered_after_install(load, reader))
             fsdp_optim.load(path, after.model, after.optim)
             fsdp_optim.save(path, after.model, after.optim, overwrite=True)
-            fsdp_optim.load(path, before.model, before.optim, check="bitwise")
+            fsdp_optim.load(path, before.model, before.optim, options=fsdp_optim.LoadOptions(compare=True))
             check_same(
                 f"{name}, back",
                 next(value for _, value in before.model.named_buffers()),
@@ -202,10 +213,12 @@ def stages(folder: str) -> None:
             self.add_module(f"stage{rank}", numbered(nn.BatchNorm1d(2), 3 * rank))
 
     model = Stage()
-    fsdp_optim.save(f"{folder}/stages", model, process_group=dist.group.WORLD)
+    fsdp_optim.save(f"{folder}/stages", model, options=fsdp_optim.SaveOptions(process_group=dist.group.WORLD))
     wanted = buffers_of(model)
     numbered(model, 50)
-    fsdp_optim.load(f"{folder}/stages", model, process_group=dist.group.WORLD, check="bitwise")
+    fsdp_optim.load(
+        f"{folder}/stages", model, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD, compare=True)
+    )
     check_same("its own", buffers_of(model), wanted)
 
 
@@ -236,7 +249,7 @@ class BuffersTest(unittest.TestCase):
             check_same("once", {"first.table", "norm.running_mean"} <= set(stored), True)
             check_same("not twice", {"second.mirror", "other.running_mean"} & set(stored), set())
         if saved_tied or not loaded_tied:
-            fsdp_optim.load(self.folder, target, check="bitwise")
+            fsdp_optim.load(self.folder, target, options=fsdp_optim.LoadOptions(compare=True))
             check_same("all names", buffers_of(target), buffers_of(saved))
         else:  # as for tied parameters: the first name counts, and what has no place is named
             kind, text = error_text(partial(fsdp_optim.load, self.folder, target))
@@ -264,7 +277,7 @@ class BuffersTest(unittest.TestCase):
             kind, text = error_text(partial(fsdp_optim.load, self.folder, target))
             check_same("refused", (kind, "angles" in text, "cast=True" in text), ("StateError", True, True))
             check_same("as it was", target.angles, torch.zeros(5, dtype=live))
-        fsdp_optim.load(self.folder, target, cast=not is_exact, check="bitwise")
+        fsdp_optim.load(self.folder, target, options=fsdp_optim.LoadOptions(cast=not is_exact, compare=True))
         check_same("the same numbers", target.angles, model.angles.to(live))
 
     def test_what_wrappers_cast(self) -> None:

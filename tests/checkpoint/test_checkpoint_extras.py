@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from kit.compare import check_same, error_text
 from kit.optimizers import adam
+from kit.options import as_options, state_for
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -46,32 +47,36 @@ class InFolder(unittest.TestCase):
         self.path = Path(folder.name) / "step"
 
     def save(self, **kwargs: Any) -> None:
-        fsdp_optim.save(self.path, nn.Linear(3, 2), allow_pickle=True, **QUIET, **kwargs)
+        fsdp_optim.save(
+            self.path,
+            nn.Linear(3, 2),
+            **as_options(fsdp_optim.SaveOptions, **QUIET, allow_pickle=True, **kwargs),
+        )
 
 
 class PickledTest(InFolder):
     @parameterized.expand([("a dict", {"good": 1, "own": Own()}), ("in order", OrderedDict(good=1, own=[Own()]))])
     def test_only_the_pickled_value_needs_trust(self, _: str, extra: Any) -> None:
-        self.save(extra=extra, per_rank_extra=extra)
+        own = {f"own {name}": value for name, value in extra.items()}
+        self.save(extra=extra, per_rank_extra=own)
         model = nn.Linear(3, 2)
         for restored in (fsdp_optim.load(self.path, model), fsdp_optim.load(self.path)):
-            for one in (restored, restored.per_rank):
-                self.assertEqual((one["good"], one.get("good"), "own" in one, len(one)), (1, 1, True, 2))
-                self.assertEqual(list(one), ["good", "own"])
-                asks: list[Callable[[], Any]] = [lambda: one["own"], lambda: one.get("own"), lambda: dict(one)]  # noqa: B023
-                asks += [lambda: {**one}, lambda: list(one.values()), lambda: list(one.items()), one.copy]  # noqa: B023
-                asks += [lambda: one.pop("own"), lambda: one.setdefault("own", 1), lambda: json.dumps(one)]  # noqa: B023
-                for ask in asks:
-                    kind, text = error_text(ask)
-                    self.assertEqual(kind, "CheckpointError", text)
-                    self.assertIn("allow_pickle", text)
-                    self.assertIn("'own'", text)
-                one["own"] = 3  # his own value in its place
-                self.assertEqual(dict(one), {"good": 1, "own": 3})
+            one = restored.state
+            self.assertEqual((one["good"], one.get("good"), "own" in one, len(one)), (1, 1, True, 4))
+            self.assertEqual(list(one), ["good", "own", "own good", "own own"])
+            asks: list[Callable[[], Any]] = [lambda: one["own"], lambda: one.get("own"), lambda: dict(one)]  # noqa: B023
+            asks += [lambda: {**one}, lambda: list(one.values()), lambda: list(one.items()), one.copy]  # noqa: B023
+            asks += [lambda: one.pop("own"), lambda: one.setdefault("own", 1), lambda: json.dumps(one)]  # noqa: B023
+            for ask in asks:
+                kind, text = error_text(ask)
+                self.assertEqual(kind, "CheckpointError", text)
+                self.assertIn("allow_pickle", text)
+                self.assertIn("'own'", text)
+            one["own"] = one["own own"] = 3  # his own values in their places
+            self.assertEqual(dict(one), {"good": 1, "own": 3, "own good": 1, "own own": 3})
             self.assertEqual(error_text(lambda: restored.all_ranks)[0], "CheckpointError")  # noqa: B023
-        trusted = fsdp_optim.load(self.path, model, allow_pickle=True)
-        check_same("trusted", [dict(trusted), trusted.all_ranks], [dict(extra), (trusted.per_rank,)])
-        check_same("per rank", trusted.per_rank, extra)
+        trusted = fsdp_optim.load(self.path, model, options=fsdp_optim.LoadOptions(allow_pickle=True))
+        check_same("trusted", [trusted.state, trusted.all_ranks], [{**extra, **own}, (own,)])
 
     @parameterized.expand(
         [("alone", Own()), ("in a list", [1, Own()]), ("as a key", {Own(): 1}), ("in a set", {Own()})]
@@ -79,22 +84,21 @@ class PickledTest(InFolder):
     def test_where_it_is_all_there_is(self, _: str, extra: Any) -> None:
         self.save(extra=extra, per_rank_extra=extra)
         restored = fsdp_optim.load(self.path, nn.Linear(3, 2))
-        for ask in (lambda: restored["extra"], lambda: restored.per_rank):
+        for ask in (lambda: restored.state["extra"], lambda: restored.state["per_rank_extra"]):
             kind, text = error_text(ask)
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("allow_pickle", text)
-        trusted = fsdp_optim.load(self.path, allow_pickle=True)
-        self.assertEqual(
-            (trusted["extra"] if type(extra) is not dict else dict(trusted), trusted.per_rank), (extra, extra)
-        )
+        trusted = fsdp_optim.load(self.path, options=fsdp_optim.LoadOptions(allow_pickle=True))
+        self.assertEqual(trusted.state, {"extra": extra, "per_rank_extra": extra})
 
     def test_what_needs_no_trust_is_an_ordinary_dict(self) -> None:
         self.save(extra={"a": 1, "b": (1, 2)}, per_rank_extra={"rng": torch.arange(3)})
-        restored = fsdp_optim.load(self.path)
-        self.assertEqual((restored, type(restored.per_rank)), ({"a": 1, "b": (1, 2)}, dict))
-        self.assertEqual(json.dumps({"a": restored["a"]}), '{"a": 1}')
-        again = pickle.loads(pickle.dumps(restored))
-        check_same("pickled", [dict(again), again.per_rank], [dict(restored), restored.per_rank])
+        result = fsdp_optim.load(self.path)
+        self.assertIs(type(result.state), dict)
+        check_same("values", result.state, {"a": 1, "b": (1, 2), "rng": torch.arange(3)})
+        self.assertEqual(json.dumps({"a": result.state["a"]}), '{"a": 1}')
+        again = pickle.loads(pickle.dumps(result))
+        check_same("pickled", [again.state, again.all_ranks], [result.state, ({"rng": torch.arange(3)},)])
 
 
 # ------------------------------------------------------------------------------------------ of all ranks
@@ -104,7 +108,13 @@ def save_of(path: Path) -> None:
     with cpu():
         one = Trained("FSDP2", adam, steps=1)
         mine = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
-        fsdp_optim.save(path, one.model, one.optim, per_rank_extra=mine, **QUIET)
+        fsdp_optim.save(
+            path,
+            one.model,
+            one.optim,
+            state=state_for(None, mine),
+            **as_options(fsdp_optim.SaveOptions, **QUIET),
+        )
 
 
 def load_of(path: Path) -> tuple[Any, Any, list[tuple[int, str]]]:
@@ -116,10 +126,10 @@ def load_of(path: Path) -> tuple[Any, Any, list[tuple[int, str]]]:
     try:
         with cpu():
             one = Trained("FSDP2", adam, steps=1)
-            restored = fsdp_optim.load(path, one.model, one.optim, progress=False)
+            restored = fsdp_optim.load(path, one.model, one.optim, options=fsdp_optim.LoadOptions(progress=False))
     finally:
         logger.removeHandler(handler)
-    return restored.per_rank, restored.all_ranks, records
+    return (restored.state, restored.missing_keys), restored.all_ranks, records
 
 
 class AllRanksTest(InFolder):
@@ -128,9 +138,10 @@ class AllRanksTest(InFolder):
         saved = [{"rank": rank, "rng": torch.arange(3) + rank} for rank in range(2)]
         found = run_on_ranks(load_of, 3, self.path)
         for rank, (mine, everybody, records) in enumerate(found):
-            check_same(f"rank {rank}", mine, saved[rank if rank < 2 else 0])
+            missing = () if rank < 2 else ("state['rank']", "state['rng']")
+            check_same(f"rank {rank}", mine, (saved[rank] if rank < 2 else {}, missing))
             check_same("of all", everybody, tuple(saved))
-            told = [text for level, text in records if level == logging.WARNING and "per_rank_extra" in text]
+            told = [text for level, text in records if level == logging.WARNING and "values of its own" in text]
             self.assertEqual(len(told), int(rank == 2), records)
             self.assertTrue(all("rank 2" in text and "all_ranks" in text and "2 ranks" in text for text in told), told)
 
@@ -139,16 +150,19 @@ class AllRanksTest(InFolder):
         self.assertEqual(fsdp_optim.load(self.path).all_ranks, ())
         self.save(per_rank_extra=7, overwrite=True)
         first, second = fsdp_optim.load(self.path), fsdp_optim.load(self.path)
-        self.assertEqual((first.all_ranks, first.per_rank), ((7,), 7))
+        self.assertEqual((first.all_ranks, first.state), (({"per_rank_extra": 7},), {"per_rank_extra": 7}))
         self.save(per_rank_extra=8, overwrite=True)
-        self.assertEqual(first.all_ranks, (7,))
+        self.assertEqual(first.all_ranks, ({"per_rank_extra": 7},))
         kind, text = error_text(lambda: second.all_ranks)
         self.assertEqual(kind, "CheckpointError")
         self.assertIn("replaced", text)
 
     def test_damage_after_the_load(self) -> None:
         self.save(per_rank_extra={"rng": torch.arange(100)})
-        restored, unverified = fsdp_optim.load(self.path), fsdp_optim.load(self.path, verify=False)
+        restored, unverified = (
+            fsdp_optim.load(self.path),
+            fsdp_optim.load(self.path, options=fsdp_optim.LoadOptions(verify=False)),
+        )
         (file,) = (self.path / "extra").iterdir()
         data = bytearray(file.read_bytes())
         data[-9] ^= 1

@@ -49,17 +49,27 @@ def failed_in_the_background(root: str, first: int) -> dict[str, list[tuple[str,
         path, said = Path(root, name), ("", "")
         if dist.get_rank() == first:
             with mock.patch.object(owner, attribute, failing):
-                said = error_text(lambda path=path: fsdp_optim.async_save(path, model, process_group=mine).wait())
+                said = error_text(
+                    lambda path=path: fsdp_optim.async_save(
+                        path, model, options=fsdp_optim.SaveOptions(process_group=mine)
+                    ).wait()
+                )
         dist.barrier()
         again = ("", "")
         if dist.get_rank() != first:
-            again = error_text(partial(fsdp_optim.save, path, model, process_group=mine))
+            again = error_text(
+                partial(fsdp_optim.save, path, model, options=fsdp_optim.SaveOptions(process_group=mine))
+            )
         dist.barrier()
         third = Path(root, f"{name}, alone")
         if dist.get_rank() == first:
             with mock.patch.object(owner, attribute, failing):
-                error_text(lambda third=third: fsdp_optim.async_save(third, model, process_group=mine).wait())
-            fsdp_optim.async_save(third, model, process_group=mine).wait()
+                error_text(
+                    lambda third=third: fsdp_optim.async_save(
+                        third, model, options=fsdp_optim.SaveOptions(process_group=mine)
+                    ).wait()
+                )
+            fsdp_optim.async_save(third, model, options=fsdp_optim.SaveOptions(process_group=mine)).wait()
         told[name] = [said, again]
         dist.barrier()
     return told

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from kit.cases import case_name
 from kit.compare import Differs
 from kit.local_parts import local_of
+from kit.options import as_options
 from kit.peaks import MIB, Peak
 from kit.wrapping import cpu
 from kit.wraps import in_ddp, in_fairscale, in_fsdp2, in_fsdp2_over_tp
@@ -131,7 +132,7 @@ def measured(case: Case, root: Path) -> dict[str, Found]:
     with cpu():
         save(fsdp_optim.save, *built(case, small=True))
         save(fsdp_optim.async_save, *built(case, small=True))
-        _loaded(case, root, *built(case, small=True), check="bitwise")
+        _loaded(case, root, *built(case, small=True), compare=True)
 
         bucket = case.bucket_mib + SLACK
         model, optim = built(case)
@@ -147,11 +148,11 @@ def measured(case: Case, root: Path) -> dict[str, Found]:
         found["async_save"] = Found(both.mib, written + bucket, 0.9 * written)
         del model, optim
 
-        for verb, check in (("load", None), ("load, checked", "bitwise")):
+        for verb, check in (("load", False), ("load, checked", True)):
             model, optim = built(case, step=False)
             dist.barrier()
             with Peak() as peak:
-                _loaded(case, root, model, optim, check=check)
+                _loaded(case, root, model, optim, compare=check)
             found[verb] = Found(peak.mib, shard + bucket, 0.9 * shard)
     return found
 
@@ -159,11 +160,17 @@ def measured(case: Case, root: Path) -> dict[str, Found]:
 def _saved(case: Case, root: Path, verb: Callable[..., Any], model: Any, optim: torch.optim.Optimizer) -> Any:
     dist.barrier()
     options = {"overwrite": True, "durable": False, "progress": False, **case.options}
-    return verb(root / "now", model, optim, bucket_nbytes=_bucket(case), **options)
+    given = as_options(fsdp_optim.SaveOptions, bucket_nbytes=_bucket(case), **options)
+    return verb(root / "now", model, optim, **given)
 
 
 def _loaded(case: Case, root: Path, model: Any, optim: torch.optim.Optimizer, **options: Any) -> None:
-    fsdp_optim.load(root / "now", model, optim, bucket_nbytes=_bucket(case), progress=False, **options)
+    fsdp_optim.load(
+        root / "now",
+        model,
+        optim,
+        **as_options(fsdp_optim.LoadOptions, **options, bucket_nbytes=_bucket(case), progress=False),
+    )
 
 
 def _bucket(case: Case) -> int:

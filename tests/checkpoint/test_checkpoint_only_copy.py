@@ -45,7 +45,7 @@ class AsideTest(CatalogTest):
             save(self.root / "step-2")
             self.assertIn(self.aside.name, error_text(lambda: load(self.path))[1])
         self.check_only("step-2", self.aside.name)
-        check_same("step-1", load(self.path)["number"], 1)
+        check_same("step-1", load(self.path).state["number"], 1)
 
     @parameterized.expand((("open",), ("preadv",)))
     def test_what_fails_in_a_later_call_stays(self, name: str) -> None:
@@ -109,7 +109,7 @@ class AsideTest(CatalogTest):
                 self.assertIn(word, text)
             self.check_only(self.aside.name)
             save(self.path, overwrite=True, extra={"number": 2})
-        check_same("step-1", load(self.path)["number"], 2)
+        check_same("step-1", load(self.path).state["number"], 2)
         save(self.root / "step-2")
         self.check_only("step-1", "step-2")
 
@@ -124,7 +124,7 @@ class AsideTest(CatalogTest):
             with clock(-float(number)):
                 save(self.root / "step-9", extra={"number": number})
             (self.root / "step-9").rename(self.root / f"step-1.old-{token}")
-        check_same("step-1", load(self.path)["number"], 4)
+        check_same("step-1", load(self.path).state["number"], 4)
         save(self.path, overwrite=True)
         self.check_only("step-1")
 
@@ -137,7 +137,7 @@ class AsideTest(CatalogTest):
         """Where one entry of a folder cannot be looked at, the others still can."""
         (self.root / "a").mkdir()
         with unreadable("a", number=errno.ESTALE):
-            check_same("step-1", load(self.path)["number"], 1)
+            check_same("step-1", load(self.path).state["number"], 1)
 
 
 class LockTest(CatalogTest):
@@ -241,8 +241,8 @@ class FlushTest(CatalogTest):
         [aside] = [path for path in self.root.iterdir() if path != self.path]
         for word in (str(self.path), os.strerror(errno.EIO), str(aside)):
             self.assertIn(word, text)
-        check_same("aside", load(aside)["number"], 1)
-        check_same("in place", load(self.path)["number"], 2)
+        check_same("aside", load(aside).state["number"], 1)
+        check_same("in place", load(self.path).state["number"], 2)
         save(self.root / "step-2", durable=True)
         self.check_only("step-1", "step-2")
 
@@ -319,7 +319,7 @@ class OvertakenTest(CatalogTest):
         one.abandon()
         check_same("kind", kind, "CheckpointError")
         self.assertIn(str(self.path), text)
-        check_same("there", load(self.path)["number"], 2)
+        check_same("there", load(self.path).state["number"], 2)
         self.check_only("step-1")
 
     def test_what_is_moved_away_is_not_missed(self) -> None:
@@ -327,7 +327,7 @@ class OvertakenTest(CatalogTest):
         one = self.staged(1, True)
         self.path.rename(self.root / "elsewhere")
         one.take_place(durable=True)
-        check_same("there", load(self.path)["number"], 1)
+        check_same("there", load(self.path).state["number"], 1)
 
     def test_one_after_the_other(self) -> None:
         for number in (1, 2, 3):

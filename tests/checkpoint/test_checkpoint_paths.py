@@ -14,6 +14,7 @@ import torch.distributed as dist
 from kit.compare import check_same, error_text
 from kit.groups import Meeting
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -36,12 +37,20 @@ def in_own_folders(root: Path) -> dict[str, Any]:
     try:
         with cpu():
             one = Trained("FSDP2", adam, steps=1)
-            found["saved"] = str(fsdp_optim.save("run/now", one.model, one.optim, **QUIET).path)
-            handle = fsdp_optim.async_save("run/later", one.model, one.optim, **QUIET)
+            found["saved"] = str(
+                fsdp_optim.save("run/now", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)).path
+            )
+            handle = fsdp_optim.async_save(
+                "run/later", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
+            )
             found["saved later"] = str(handle.wait(timeout=60).path)
             for name in ("now", "later"):
-                fsdp_optim.load(f"run/{name}", one.model, one.optim, progress=False, timeout=30.0)
-            found["other"] = error_text(lambda: fsdp_optim.load("run/never", one.model, timeout=30.0))
+                fsdp_optim.load(
+                    f"run/{name}", one.model, one.optim, options=fsdp_optim.LoadOptions(progress=False, timeout=30.0)
+                )
+            found["other"] = error_text(
+                lambda: fsdp_optim.load("run/never", one.model, options=fsdp_optim.LoadOptions(timeout=30.0))
+            )
     finally:
         os.chdir(was)
     meeting.tell(0)
@@ -53,17 +62,20 @@ def extras_of_group(path: Path) -> list[Any]:
     """The extras that a rank gets without a model: by its place in the group, or in the job."""
     last = dist.new_group([1, 2])
     position = dist.get_rank() - 1
-    own: Any = error_text(lambda: fsdp_optim.load(path, process_group=last))
+    own: Any = error_text(lambda: fsdp_optim.load(path, options=fsdp_optim.LoadOptions(process_group=last)))
     if position >= 0:
-        own = fsdp_optim.load(path, process_group=last).per_rank
-    return [own, fsdp_optim.load(path).per_rank]
+        own = fsdp_optim.load(path, options=fsdp_optim.LoadOptions(process_group=last)).state.get("position")
+    return [own, fsdp_optim.load(path).state.get("position")]
 
 
 def save_on_last(path: Path) -> None:
     group = dist.new_group([1, 2])
     if dist.get_rank() > 0:
         fsdp_optim.save(
-            path, nn.Linear(2, 2), per_rank_extra={"position": dist.get_rank() - 1}, process_group=group, **QUIET
+            path,
+            nn.Linear(2, 2),
+            state={"position": fsdp_optim.per_rank(dist.get_rank() - 1)},
+            **as_options(fsdp_optim.SaveOptions, **QUIET, process_group=group),
         )
 
 
@@ -89,8 +101,8 @@ class PathTest(unittest.TestCase):
         (kind, text), of_the_job = found[0]
         self.assertEqual(kind, "WrapperError")
         self.assertIn("process_group", text)
-        check_same("of the job", of_the_job, {"position": 0})
-        check_same("rank 1", found[1], [{"position": 0}, {"position": 1}])
+        check_same("of the job", of_the_job, 0)
+        check_same("rank 1", found[1], [0, 1])
         check_same("rank 2", found[2], [{"position": 1}, {"position": 0}])  # no third rank saved
 
     @parameterized.expand((("nul", "a\0b"), ("surrogate", "a\ud800b"), ("bytes", b"a"), ("number", 7), ("none", None)))

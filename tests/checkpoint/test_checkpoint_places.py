@@ -34,6 +34,7 @@ from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
 from parameterized import parameterized
 
+from fsdp_optim import SaveOptions
 from fsdp_optim.checkpoint.common import local_extents
 from fsdp_optim.storage.posix import filesystem, folder, store
 from fsdp_optim.testing import run_on_ranks
@@ -246,7 +247,7 @@ def save_and_fail(root: Path, wrapper: str, name: str, rank: int, in_background:
 
         def call() -> None:
             if in_background:
-                async_save(root / "step-1", trained, durable=False).wait(30.0)
+                async_save(root / "step-1", trained, options=SaveOptions(durable=False)).wait(30.0)
             else:
                 save(root / "step-1", trained, durable=False)
 

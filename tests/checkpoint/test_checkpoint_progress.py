@@ -31,6 +31,7 @@ import torch.distributed as dist
 from kit.cases import case_name
 from kit.checkpoints import before_writes
 from kit.compare import Differs, check_same, error_text
+from kit.options import as_options
 from kit.wraps import in_fsdp2
 from parameterized import parameterized
 from torch import nn
@@ -188,7 +189,8 @@ def show(call: Call, path: Path, model: nn.Module, optim: torch.optim.Optimizer 
     if call.verb != "load":
         options |= {"overwrite": True, "durable": False}
     with as_if_long(call.is_long), logged() as messages, Screen(call.is_terminal) as screen:
-        result: Any = getattr(fsdp_optim, call.verb)(path, model, optim, **options)
+        kind = fsdp_optim.LoadOptions if call.verb == "load" else fsdp_optim.SaveOptions
+        result: Any = getattr(fsdp_optim, call.verb)(path, model, optim, **as_options(kind, **options))
         if call.verb == "async_save":
             result.wait()
     found = [LINE.search(message) for message in messages]
@@ -198,7 +200,7 @@ def show(call: Call, path: Path, model: nn.Module, optim: torch.optim.Optimizer 
 def show_all(root: Path) -> dict[Call, Shown]:
     """On one rank."""
     model, optim = subject()
-    fsdp_optim.save(root / "now", model, optim, progress=False)
+    fsdp_optim.save(root / "now", model, optim, options=fsdp_optim.SaveOptions(progress=False))
     found = {}
     for call in ALL:
         dist.barrier()
@@ -232,7 +234,7 @@ def show_on_some(root: Path) -> Shown | None:
 def show_failure(root: Path, verb: str) -> tuple[str, Shown]:
     """The class of the error, and what is shown of a save to a disk that is full soon, or of a load of a damaged file."""
     model, optim = subject()
-    fsdp_optim.save(root / "now", model, optim, progress=False)
+    fsdp_optim.save(root / "now", model, optim, options=fsdp_optim.SaveOptions(progress=False))
     damaged = root / "now" / "optim.safetensors"
     if dist.get_rank() == 0:
         content = bytearray(damaged.read_bytes())
@@ -252,7 +254,10 @@ def show_failure(root: Path, verb: str) -> tuple[str, Shown]:
         before_writes(fail) if verb == "save" else contextlib.nullcontext(),
     ):
         options = {"bucket_nbytes": BUCKET, **({"overwrite": True} if verb == "save" else {})}
-        kind, _ = error_text(lambda: getattr(fsdp_optim, verb)(root / "now", model, optim, **options))
+        of_verb = fsdp_optim.LoadOptions if verb == "load" else fsdp_optim.SaveOptions
+        kind, _ = error_text(
+            lambda: getattr(fsdp_optim, verb)(root / "now", model, optim, **as_options(of_verb, **options))
+        )
     return kind, Shown(screen.text, ())
 
 
@@ -301,8 +306,16 @@ class SpeedTest(unittest.TestCase):
         model = nn.Linear(3, 2)
         with tempfile.TemporaryDirectory() as folder:
             for what, call in (
-                ("saved", lambda: fsdp_optim.save(Path(folder, "a"), model, durable=False)),
-                ("saved", lambda: fsdp_optim.async_save(Path(folder, "b"), model, durable=False).wait()),
+                (
+                    "saved",
+                    lambda: fsdp_optim.save(Path(folder, "a"), model, options=fsdp_optim.SaveOptions(durable=False)),
+                ),
+                (
+                    "saved",
+                    lambda: fsdp_optim.async_save(
+                        Path(folder, "b"), model, options=fsdp_optim.SaveOptions(durable=False)
+                    ).wait(),
+                ),
                 ("loaded", lambda: fsdp_optim.load(Path(folder, "a"), model)),
             ):
                 with self.assertLogs("fsdp_optim", logging.INFO) as logged:

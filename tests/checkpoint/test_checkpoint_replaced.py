@@ -25,6 +25,7 @@ from kit.cases import expand
 from kit.compare import Differs, check_same, error_text
 from kit.groups import Meeting
 from kit.local_parts import local_of
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -50,7 +51,7 @@ def values(one: Trained, restored: Any) -> list[float]:
     """All the different numbers that a load gave."""
     tensors = [tensor for param in one.params for tensor in (param, *one.optim.state[param].values())]
     found = {float(v) for tensor in tensors for v in local_of(tensor).detach().flatten()}
-    return sorted(found | {float(restored["number"]), float(restored.per_rank["number"])})
+    return sorted(found | {float(restored.state["number"]), float(restored.state["own"])})
 
 
 def save_two(root: Path, options: dict[str, Any]) -> None:
@@ -59,8 +60,10 @@ def save_two(root: Path, options: dict[str, Any]) -> None:
         for number in (1, 2):
             fill(one, number)
             extra = {"number": number}
-            given = {"extra": extra, "per_rank_extra": extra, "durable": False, "progress": False, **options}
-            fsdp_optim.save(root / f"save-{number}", one.model, one.optim, **given)
+            given = {"extra": extra, "per_rank_extra": {"own": number}, "durable": False, "progress": False, **options}
+            fsdp_optim.save(
+                root / f"save-{number}", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given)
+            )
 
 
 class Place:
@@ -150,7 +153,7 @@ def load_while_replaced(
 
 def load(path: Path, target: Trained, options: dict[str, Any]) -> Any:
     given = {"progress": False, "timeout": 20.0, "process_group": target.process_group, **options}
-    return fsdp_optim.load(path, target.model, target.optim, **given)
+    return fsdp_optim.load(path, target.model, target.optim, **as_options(fsdp_optim.LoadOptions, **given))
 
 
 # (name, options of save, options of load, files that are kept open, n: every n-th call)
@@ -158,7 +161,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int, int]] = [
     ("verified", {}, {}, 64, 1),
     ("not verified", {}, {"verify": False}, 64, 2),
     ("without checksums", {"checksums": False}, {}, 64, 2),
-    ("compared", {}, {"check": "bitwise", "verify": False}, 64, 4),
+    ("compared", {}, {"compare": True, "verify": False}, 64, 4),
     ("few files open", {"max_file_size": 400}, {}, 2, 7),
     ("few files open, not verified", {"max_file_size": 400}, {"verify": False}, 1, 7),
 ]
@@ -182,13 +185,13 @@ def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str
     """
     alone, looks, got = not dist.is_initialized(), [0], list[Any]()
     me, meeting = (0, None) if alone else (dist.get_rank(), Meeting())
-    place, real = Place(root), restore.read_extras
+    place, real = Place(root), restore.read_state
 
     def together() -> None:
         if meeting is not None:
             meeting.tell(0)
 
-    def read_extras(checkpoint: Any, *args: Any) -> Any:
+    def read_state(checkpoint: Any, *args: Any) -> Any:
         looks[0] += 1
         found = real(checkpoint, *args) if me != breaks else None
         together()
@@ -197,7 +200,7 @@ def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str
         together()
         return real(checkpoint, *args) if me == breaks else found
 
-    with cpu(), mock.patch.object(restore, "read_extras", read_extras):
+    with cpu(), mock.patch.object(restore, "read_state", read_state):
         target = Trained("plain" if alone else "FSDP2", steps=1)
         fill(target, 9)
         if me == 0:
@@ -349,7 +352,7 @@ class ReplacedTest(unittest.TestCase):
         source, target, before = self.root / "save-1", self.root / "converted", manifests[0].read_bytes()
         calls: list[Callable[[], Any]] = [
             lambda: fsdp_optim.verify(source),
-            lambda: fsdp_optim.convert(source, target, durable=False),
+            lambda: fsdp_optim.convert(source, target, options=fsdp_optim.ConvertOptions(durable=False)),
         ]
         for call in calls:
             manifests[0].write_bytes(before)
@@ -399,7 +402,7 @@ class ReplacedTest(unittest.TestCase):
         save_two(self.root, {"max_file_size": 100})
         target = Trained("plain", steps=1)
         before = sorted(os.listdir("/proc/self/fd"))
-        load(self.root / "save-1", target, {"check": "bitwise"})
+        load(self.root / "save-1", target, {"compare": True})
         fsdp_optim.load(self.root / "save-1")
         (self.root / "save-2" / "extra" / "common.safetensors").unlink()
         self.assertEqual(error_text(lambda: load(self.root / "save-2", target, {}))[0], "CheckpointError")

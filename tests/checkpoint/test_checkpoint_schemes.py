@@ -18,8 +18,10 @@ import fsdp_optim
 from fsdp_optim.testing import run_on_threads
 
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "save": lambda path: fsdp_optim.save(path, nn.Linear(3, 2), durable=False),
-    "async_save": lambda path: fsdp_optim.async_save(path, nn.Linear(3, 2), durable=False).wait(60),
+    "save": lambda path: fsdp_optim.save(path, nn.Linear(3, 2), options=fsdp_optim.SaveOptions(durable=False)),
+    "async_save": lambda path: fsdp_optim.async_save(
+        path, nn.Linear(3, 2), options=fsdp_optim.SaveOptions(durable=False)
+    ).wait(60),
     "load": lambda path: fsdp_optim.load(path, nn.Linear(3, 2)),
     "load without a model": fsdp_optim.load,
     "latest": fsdp_optim.latest,
@@ -36,15 +38,21 @@ URLS = {  # and the words of the error
 
 def refused_on_ranks(path: str) -> tuple[str, str]:
     with training_here() as one:
-        return error_text(lambda: fsdp_optim.save(path, one.model, one.optim, durable=False, timeout=30.0))
+        return error_text(
+            lambda: fsdp_optim.save(
+                path, one.model, one.optim, options=fsdp_optim.SaveOptions(durable=False, timeout=30.0)
+            )
+        )
 
 
 def no_optimizers(root: Path) -> list[tuple[str, str]]:
     with training_here() as one:
-        fsdp_optim.save(root / "good", one.model, one.optim, durable=False)
+        fsdp_optim.save(root / "good", one.model, one.optim, options=fsdp_optim.SaveOptions(durable=False))
         calls: list[Callable[[], Any]] = [
-            lambda: fsdp_optim.save(root / "step-1", one.model, [], durable=False),
-            lambda: fsdp_optim.async_save(root / "step-1", one.model, (), durable=False),
+            lambda: fsdp_optim.save(root / "step-1", one.model, [], options=fsdp_optim.SaveOptions(durable=False)),
+            lambda: fsdp_optim.async_save(
+                root / "step-1", one.model, (), options=fsdp_optim.SaveOptions(durable=False)
+            ),
             lambda: fsdp_optim.load(root / "good", one.model, []),
             lambda: fsdp_optim.gather_full_optim_state_dict(one.model, []),
         ]
@@ -67,7 +75,9 @@ class SchemeTest(InFolder):
         self.check_only()
 
     def test_options_of_a_path(self) -> None:
-        kind, text = error_text(lambda: fsdp_optim.load("run/step-1", storage_options={"region_name": "x"}))
+        kind, text = error_text(
+            lambda: fsdp_optim.load("run/step-1", options=fsdp_optim.LoadOptions(storage_options={"region_name": "x"}))
+        )
         check_same("kind", kind, "CheckpointError")
         self.assertIn("storage_options", text)
 

@@ -14,6 +14,7 @@ from kit.catalogs import LOG, CatalogTest, load, save
 from kit.checkpoint_format import MANIFEST, all_bytes, check_folder
 from kit.compare import check_same, error_text
 from kit.described import training_here
+from kit.options import as_options
 from kit.retention import path_of_step
 from parameterized import parameterized
 from torch import nn
@@ -43,9 +44,15 @@ def save_on_ranks(path: Path, number: int, in_background: bool) -> None:
     with training_here() as one:
         options: dict[str, Any] = {"extra": {"number": number}, "overwrite": True, "durable": False}
         if in_background:
-            fsdp_optim.async_save(path, one.model, one.optim, **options).wait(60)
+            fsdp_optim.async_save(path, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options)).wait(60)
         else:
-            fsdp_optim.save(path, one.model, one.optim, per_rank_extra={"rank": 1}, **options)
+            fsdp_optim.save(
+                path,
+                one.model,
+                one.optim,
+                state={"rank": fsdp_optim.per_rank(1)},
+                **as_options(fsdp_optim.SaveOptions, **options),
+            )
 
 
 class CarriedOverTest(CatalogTest):
@@ -65,7 +72,7 @@ class CarriedOverTest(CatalogTest):
         for number in (1, 2):
             run_on_threads(save_on_ranks, 2, self.path, number, in_background)
             self.check_all_there(files)
-            check_same("number", fsdp_optim.load(self.path)["number"], number)
+            check_same("number", fsdp_optim.load(self.path).state["number"], number)
         new = set(all_bytes(self.path)) - set(files) - {"link"}
         lacking = {"extra/rank-00000.safetensors", "extra/rank-00001.safetensors"} if in_background else set()
         check_same("own files", sorted(new), sorted(own - lacking))
@@ -96,7 +103,7 @@ class CarriedOverTest(CatalogTest):
         save(self.path, overwrite=True)
         self.check_all_there(files)
         check_same("extra", (self.path / "extra" / "common.safetensors").exists(), False)
-        check_same("loaded", load(self.path), {})
+        check_same("loaded", load(self.path).state, {})
 
     def test_a_name_that_the_new_one_needs(self) -> None:
         """It is refused before any damage."""
@@ -105,7 +112,7 @@ class CarriedOverTest(CatalogTest):
         kind, text = error_text(lambda: save(self.path, overwrite=True))
         check_same("kind", kind, "CheckpointError")
         self.assertIn(str(self.path / "optim.safetensors"), text)
-        check_same("number", fsdp_optim.load(self.path)["number"], 1)
+        check_same("number", fsdp_optim.load(self.path).state["number"], 1)
         check_same("mine", (self.path / "optim.safetensors").read_bytes(), b"mine")
         self.check_only("step-1")
 
@@ -130,7 +137,7 @@ class CarriedOverTest(CatalogTest):
         check_same("kind", kind, "CheckpointError")
         self.assertIn(os.strerror(errno.ENOSPC), text)
         self.check_all_there(files)
-        check_same("number", fsdp_optim.load(self.path)["number"], 1)
+        check_same("number", fsdp_optim.load(self.path).state["number"], 1)
         self.check_only("step-1")
 
     def test_what_a_manager_removes_is_named(self) -> None:

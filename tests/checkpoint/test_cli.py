@@ -16,6 +16,7 @@ import torch
 from kit.conversions import check_converted, save_some
 from kit.folders import SharedFolder
 from kit.forked import run, start
+from kit.options import as_options
 from parameterized import parameterized
 from safetensors.torch import save_file
 from torch import nn
@@ -50,7 +51,7 @@ def save(path: Path, model: nn.Module, **options: Any) -> Any:
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optim.step()
-    return fsdp_optim.save(path, model, optim, durable=False, **options)
+    return fsdp_optim.save(path, model, optim, **as_options(fsdp_optim.SaveOptions, **options, durable=False))
 
 
 def called(*arguments: object) -> tuple[int, str, str]:
@@ -92,7 +93,9 @@ class CommandLineTest(SharedFolder):
         self.assertEqual(code, 0)
         self.assertRegex(out, r"^\S+/to: 32 tensors, 12\.6 MB in \d+\.\d s \(\S+ \wB/s\)\n$")
         wanted = self.folder / "wanted"
-        fsdp_optim.convert(self.root / "source", wanted, max_file_size=2 << 20, durable=False)
+        fsdp_optim.convert(
+            self.root / "source", wanted, options=fsdp_optim.ConvertOptions(max_file_size=2 << 20, durable=False)
+        )
         check_converted(self.folder / "to", wanted)
 
     def test_its_options_are_those_of_the_function(self) -> None:
@@ -119,14 +122,14 @@ class CommandLineTest(SharedFolder):
             "s3://from",
             "s3://to",
             format=FairscaleShards(4, {"": ["a.weight", "b.weight"]}, flatten_parameters=False),
-            memory=1 << 30,
-            names=["a.weight", "b.weight"],
             overwrite=True,
-            durable=True,
-            max_file_size=4_000_000_000,
-            allow_pickle=True,
-            progress=False,
-            storage_options={"endpoint_url": "http://x", "part_nbytes": 5},
+            options=fsdp_optim.ConvertOptions(
+                bucket_nbytes=1 << 30,
+                param_names=["a.weight", "b.weight"],
+                allow_pickle=True,
+                progress=False,
+                storage_options={"endpoint_url": "http://x", "part_nbytes": 5},
+            ),
         )
 
     def test_the_options_of_a_format(self) -> None:
@@ -173,7 +176,9 @@ class CommandLineTest(SharedFolder):
         self.assertEqual((first.returncode, second.returncode), (0, 0), first.stderr + second.stderr)
         self.assertRegex(first.stdout, "32 tensors")
         self.assertEqual((second.stdout, second.stderr), ("", ""))
-        fsdp_optim.convert(self.root / "source", self.folder / "wanted", durable=False)
+        fsdp_optim.convert(
+            self.root / "source", self.folder / "wanted", options=fsdp_optim.ConvertOptions(durable=False)
+        )
         check_converted(target, self.folder / "wanted")
 
     # --------------------------------------------------------------------------------------- errors
@@ -188,7 +193,10 @@ class CommandLineTest(SharedFolder):
             (["convert", self.folder / "nothing", self.folder / "to"], "no such folder"),
             (["convert", self.root / "source", self.root / "layers"], "exists already"),
             (["convert", self.root / "source", self.folder / "to", "--format", "zip"], "format must be one of"),
-            (["convert", self.root / "source", self.folder / "to", "--memory", "1MB"], "memory must be at least"),
+            (
+                ["convert", self.root / "source", self.folder / "to", "--memory", "1MB"],
+                "bucket_nbytes must be at least",
+            ),
             (["convert", self.root / "source", self.folder / "to", "--names", self.folder / "none"], "file of names"),
             (["convert", self.root / "source", self.folder / "to", "--units", self.folder / "text"], "file of units"),
             (["verify", "nobody://knows/this"], "nobody"),
@@ -290,7 +298,7 @@ class CommandLineTest(SharedFolder):
         self.assertEqual(facts["format"].strip(), "fsdp_optim")
         self.assertRegex(facts["saved at"], r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC")
         self.assertEqual([facts[name].strip() for name in ("ranks", "step")], ["1", "7"])
-        self.assertEqual(facts["other values"].strip(), "of the trainer (extra), of 1 rank (per_rank_extra)")
+        self.assertEqual(facts["other values"].strip(), "of the trainer, of 1 rank")
         text = "\n".join(lines)
         self.assertIn("model: 1,201 tensors, 9,640 elements, 38.6 kB", text)
         self.assertRegex(text, r"embed\.weight +\[10, 4\] +float32 +160 B")
@@ -322,9 +330,14 @@ class CommandLineTest(SharedFolder):
 
     def test_without_state_and_without_an_optimizer(self) -> None:
         model = nn.Linear(3, 2)
-        fsdp_optim.save(self.folder / "new", model, torch.optim.SGD(model.parameters(), lr=1.0), durable=False)
+        fsdp_optim.save(
+            self.folder / "new",
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            options=fsdp_optim.SaveOptions(durable=False),
+        )
         self.assertIn("optimizer SGD: no state yet", self.inspected(self.folder / "new"))
-        fsdp_optim.save(self.folder / "weights", model, durable=False)
+        fsdp_optim.save(self.folder / "weights", model, options=fsdp_optim.SaveOptions(durable=False))
         self.assertIn("no optimizer", self.inspected(self.folder / "weights"))
         lines = self.inspected(self.root / "plain.safetensors")
         self.assertIn("no optimizer", lines)

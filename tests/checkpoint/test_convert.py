@@ -11,6 +11,7 @@ from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read
 from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 
@@ -28,8 +29,18 @@ def saved(root: Path, *, with_optim: bool = True) -> None:
         with cpu():
             one = Trained(wrapper, adam, model=Buffered)
             optim = one.optim if with_optim else None
-            options: dict[str, Any] = {"per_rank_extra": ["of a rank"], "process_group": one.process_group}
-            fsdp_optim.save(root / wrapper, one.model, optim, extra=extra(), step=7, durable=False, **options)
+            options: dict[str, Any] = {
+                "extra": extra(),
+                "per_rank_extra": ["of a rank"],
+                "process_group": one.process_group,
+            }
+            fsdp_optim.save(
+                root / wrapper,
+                one.model,
+                optim,
+                step=7,
+                **as_options(fsdp_optim.SaveOptions, **options, durable=False),
+            )
 
 
 def loaded(root: Path) -> None:
@@ -37,10 +48,12 @@ def loaded(root: Path) -> None:
     for wrapper in WRAPPERS:
         with cpu():
             one, wanted = Trained("FSDP2", adam, 0, Buffered), Trained("FSDP2", adam, model=Buffered)
-            restored = fsdp_optim.load(root / wrapper, one.model, one.optim, check="bitwise")
+            restored = fsdp_optim.load(
+                root / wrapper, one.model, one.optim, options=fsdp_optim.LoadOptions(compare=True)
+            )
             check_same(wrapper, one.gather(None), wanted.gather(None))
-            check_same("step", restored.summary.step, 7)
-            check_same("extra", dict(restored), extra())
+            check_same("step", restored.step, 7)
+            check_same("extra", dict(restored.state), extra())
 
 
 class ConvertTest(SharedFolder):
@@ -57,7 +70,9 @@ class ConvertTest(SharedFolder):
         target.parent.mkdir(exist_ok=True)
         before = all_bytes(source)
         with mock.patch.object(collective.dist, "batch_isend_irecv", side_effect=AssertionError("a message was sent")):
-            done = fsdp_optim.convert(source, target, max_file_size=size, durable=False)
+            done = fsdp_optim.convert(
+                source, target, options=fsdp_optim.ConvertOptions(max_file_size=size, durable=False)
+            )
         self.assertEqual(done.path, target)
         check_same("the source", all_bytes(source), before)
         check_folder(target)
@@ -106,7 +121,7 @@ class ConvertTest(SharedFolder):
         file.write_bytes(content)
         target = self.root / "from damaged"
         with self.assertRaisesRegex(CheckpointError, "optim.safetensors.*not those that were saved"):
-            fsdp_optim.convert(source, target, max_file_size=100, durable=False)
+            fsdp_optim.convert(source, target, options=fsdp_optim.ConvertOptions(max_file_size=100, durable=False))
         self.assertEqual([path.name for path in self.root.iterdir() if "from damaged" in path.name], [])
 
     def test_what_is_there_stays(self) -> None:
@@ -114,6 +129,6 @@ class ConvertTest(SharedFolder):
         target.mkdir()
         (target / "note").write_text("mine")
         with self.assertRaises(CheckpointError):
-            fsdp_optim.convert(source, target, max_file_size=100)
+            fsdp_optim.convert(source, target, options=fsdp_optim.ConvertOptions(max_file_size=100))
         self.assertEqual((target / "note").read_text(), "mine")
         self.assertTrue(torch.is_tensor(tensors_of(source, "model")["scale"]))

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries are converted into ours: by name, or by ids that names= or model= name."""
+"""Checkpoints of other libraries are converted into ours: by name, or by ids that param_names= or model= name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from kit.checkpoint_format import check_folder, tensors_of
 from kit.compare import check_same
+from kit.options import as_options
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -76,14 +77,16 @@ class ConvertForeignTest(unittest.TestCase):
         check_folder(self.target)
         check_same("weights", tensors_of(self.target, "model"), dict(sorted(self.model.state_dict().items())))
         model, optim = build(stepped=False)
-        restored = fsdp_optim.load(self.target, model, optim if has_optim else None, check="bitwise")
+        restored = fsdp_optim.load(
+            self.target, model, optim if has_optim else None, options=fsdp_optim.LoadOptions(compare=True)
+        )
         check_same("model", model.state_dict(), self.model.state_dict())
-        check_same("extra", dict(restored), extra or {})
+        check_same("extra", dict(restored.state), extra or {})
         if has_optim:
             check_same("optimizer", optim.state_dict(), self.optim.state_dict())
 
     def convert(self, source: Path, **options: Any) -> None:
-        fsdp_optim.convert(source, self.target, durable=False, **options)
+        fsdp_optim.convert(source, self.target, **as_options(fsdp_optim.ConvertOptions, **options, durable=False))
 
     def test_weights_of_safetensors(self) -> None:
         save_file(self.model.state_dict(), self.root / "model.safetensors")
@@ -101,7 +104,7 @@ class ConvertForeignTest(unittest.TestCase):
 
     def test_ids_that_names_tell(self) -> None:
         torch.save({"model": self.model.state_dict(), "optimizer": self.optim.state_dict()}, self.root / "full.pt")
-        self.convert(self.root / "full.pt", names=IDS)
+        self.convert(self.root / "full.pt", param_names=IDS)
         self.check()
 
     def test_ids_that_a_model_tells(self) -> None:
@@ -119,10 +122,12 @@ class ConvertForeignTest(unittest.TestCase):
 
     def test_ids_without_names_are_asked_for(self) -> None:
         torch.save({"model": self.model.state_dict(), "optimizer": self.optim.state_dict()}, self.root / "full.pt")
-        with self.assertRaisesRegex(StateError, r"6 parameters by ids without names: give names=\[\.\.\.\].*or model="):
+        with self.assertRaisesRegex(
+            StateError, r"6 parameters by ids without names: give param_names=\[\.\.\.\].*or model="
+        ):
             self.convert(self.root / "full.pt")
         with self.assertRaisesRegex(StateError, "has 6 parameters, and names has 2"):
-            self.convert(self.root / "full.pt", names=IDS[:2])
+            self.convert(self.root / "full.pt", param_names=IDS[:2])
         with self.assertRaisesRegex(StateError, "has 6 parameters, and the model has 2"):
             self.convert(self.root / "full.pt", model=nn.Linear(2, 2))
         self.assertFalse(self.target.exists())
@@ -130,7 +135,7 @@ class ConvertForeignTest(unittest.TestCase):
     def test_ids_by_unit_of_fairscale_are_not_taken_for_others(self) -> None:
         full = {**self.optim.state_dict(), "param_id_map": {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}}
         torch.save({"model": self.model.state_dict(), "optimizer": full}, self.root / "full.pt")
-        with self.assertRaisesRegex(StateError, "count the parameters by FSDP unit.*give names="):
+        with self.assertRaisesRegex(StateError, "count the parameters by FSDP unit.*give param_names="):
             self.convert(self.root / "full.pt", model=self.model)
 
     @parameterized.expand([("params", {"params": 3}), ("names", {"params": [0], "param_names": 3})])
@@ -157,9 +162,16 @@ class ConvertForeignTest(unittest.TestCase):
         save_file({"a": torch.ones(3)}, self.root / "model.safetensors")
         for name in format_names():
             format = FairscaleShards(2, {"": ["a"]}) if name == "fairscale_shards" else name
-            fsdp_optim.convert(self.root / "model.safetensors", self.target / name, format=format, durable=False)
-        fsdp_optim.save(self.target / "saved", self.model, durable=False)
-        fsdp_optim.save(self.target / "with extra", self.model, extra={"epoch": 3}, durable=False)
+            fsdp_optim.convert(
+                self.root / "model.safetensors",
+                self.target / name,
+                format=format,
+                options=fsdp_optim.ConvertOptions(durable=False),
+            )
+        fsdp_optim.save(self.target / "saved", self.model, options=fsdp_optim.SaveOptions(durable=False))
+        fsdp_optim.save(
+            self.target / "with extra", self.model, state={"epoch": 3}, options=fsdp_optim.SaveOptions(durable=False)
+        )
         folders = [path for path in self.target.rglob("*") if path.is_dir()]
         self.assertEqual([str(path) for path in folders if not any(path.iterdir())], [])
         self.assertTrue((self.target / "with extra" / "extra" / "common.safetensors").is_file())
@@ -171,7 +183,7 @@ class ConvertForeignTest(unittest.TestCase):
         dtypes = [getattr(torch, word) for word in words if hasattr(torch, word)]
         tensors = {str(d): torch.randint(0, 2, (3, 5 * d.itemsize), dtype=torch.uint8).view(d) for d in dtypes}
         save_file(tensors, self.root / "all.safetensors")
-        fsdp_optim.convert(self.root / "all.safetensors", self.target, durable=False)
+        fsdp_optim.convert(self.root / "all.safetensors", self.target, options=fsdp_optim.ConvertOptions(durable=False))
         found = load_file(self.target / "model.safetensors")
         for name, value in tensors.items():
             check_same(name, found[name].view(torch.uint8), value.view(torch.uint8))

@@ -11,6 +11,7 @@ from kit.checkpoint_format import all_bytes, tensors_of
 from kit.compare import check_same
 from kit.conversions import MEMORY, save_some
 from kit.folders import SharedFolder
+from kit.options import as_options
 from parameterized import parameterized
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -26,7 +27,9 @@ def data_of(path: Path) -> dict[str, bytes]:
 
 
 def convert_on_ranks(source: Path, target: Path, format: str) -> int:
-    return fsdp_optim.convert(source, target, format=format, memory=MEMORY, durable=False).nbytes_written
+    return fsdp_optim.convert(
+        source, target, format=format, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+    ).nbytes_written
 
 
 class ConvertFormatsTest(SharedFolder):
@@ -35,13 +38,20 @@ class ConvertFormatsTest(SharedFolder):
         cls.source = cls.root / "source"
         save_some(cls.source)
         for (format,) in FORMATS:
-            fsdp_optim.convert(cls.source, cls.root / format, format=format, memory=MEMORY, durable=False)
+            fsdp_optim.convert(
+                cls.source,
+                cls.root / format,
+                format=format,
+                options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False),
+            )
 
     def setUp(self) -> None:
         self.target = self.own_folder() / "to"
 
     def convert(self, source: Path, **options: Any) -> int:
-        return fsdp_optim.convert(source, self.target, memory=MEMORY, durable=False, **options).nbytes_written
+        return fsdp_optim.convert(
+            source, self.target, **as_options(fsdp_optim.ConvertOptions, **options, bucket_nbytes=MEMORY, durable=False)
+        ).nbytes_written
 
     def test_dcp_is_read_by_torchs_own_calls(self) -> None:
         dcp_to_torch_save(self.root / "dcp", self.target)
@@ -69,6 +79,6 @@ class ConvertFormatsTest(SharedFolder):
     def test_dcp_keeps_the_values_of_the_trainer(self) -> None:
         self.convert(self.root / "dcp")
         restored = fsdp_optim.load(self.target)
-        check_same("extra", dict(sorted(restored.items())), {"history": torch.arange(3), "seed": 0})
+        check_same("extra", dict(sorted(restored.state.items())), {"history": torch.arange(3), "seed": 0})
         metadata = dcp.FileSystemReader(self.root / "dcp").read_metadata()
         self.assertTrue(metadata.state_dict_metadata)

@@ -11,6 +11,7 @@ from kit.compare import check_same
 from kit.conversions import MEMORY, check_converted, data_of, save_some
 from kit.folders import SharedFolder
 from kit.forked import run
+from kit.options import as_options
 from parameterized import parameterized
 
 import fsdp_optim
@@ -55,7 +56,9 @@ def leftovers(target: Path) -> list[Path]:
 
 
 def converted_by_ranks(source: Path, target: Path) -> int:
-    return fsdp_optim.convert(source, target, memory=MEMORY, durable=False).nbytes_written
+    return fsdp_optim.convert(
+        source, target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+    ).nbytes_written
 
 
 class ConvertKilledTest(SharedFolder):
@@ -63,14 +66,20 @@ class ConvertKilledTest(SharedFolder):
     def fill(cls) -> None:
         cls.source, cls.wanted = cls.root / "source", cls.root / "wanted"
         save_some(cls.source)
-        cls.nbytes = fsdp_optim.convert(cls.source, cls.wanted, memory=MEMORY, durable=False).nbytes
+        cls.nbytes = fsdp_optim.convert(
+            cls.source, cls.wanted, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+        ).nbytes
 
     def setUp(self) -> None:
         self.target = self.own_folder() / "to"
 
     def convert(self, **options: Any) -> None:
         """Convert all, and leave nothing beside the checkpoint."""
-        done = fsdp_optim.convert(self.source, self.target, **{"memory": MEMORY, "durable": False, **options})
+        done = fsdp_optim.convert(
+            self.source,
+            self.target,
+            **as_options(fsdp_optim.ConvertOptions, **{"memory": MEMORY, "durable": False, **options}),
+        )
         check_same("written", (done.nbytes, done.nbytes_written), (self.nbytes, self.nbytes))
         check_same("left", leftovers(self.target), [])
         check_converted(self.target, self.wanted)
@@ -142,7 +151,9 @@ class ConvertKilledTest(SharedFolder):
         def seal(staging: FolderStaging, *args: Any, **options: Any) -> None:
             if not begun:
                 begun.append(0)
-                done = fsdp_optim.convert(self.source, self.target, memory=MEMORY, durable=False)
+                done = fsdp_optim.convert(
+                    self.source, self.target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+                )
                 begun.append(done.nbytes_written)
             real(staging, *args, **options)
 

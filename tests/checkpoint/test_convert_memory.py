@@ -1,4 +1,4 @@
-"""`memory=` bounds what a conversion takes, from every kind of checkpoint and into every format, however large it is."""
+"""`bucket_nbytes` bounds what a conversion takes, from every kind of checkpoint and into every format, however large it is."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ SLACK = 8  # MiB: the interpreter's, and those of threads
 
 SCRIPT = """
 from kit.peaks import Peak
+from kit.options import as_options
 import torch, fsdp_optim
 from fsdp_optim.plugins import FairscaleShards
 root, options = {root!r}, {options!r}
-fsdp_optim.convert(root + "/small", root + "/small-to", durable=False, **options)
+fsdp_optim.convert(root + "/small", root + "/small-to", **as_options(fsdp_optim.ConvertOptions, durable=False, **options))
 torch.set_num_threads(4)
 with Peak() as peak:
-    done = fsdp_optim.convert(root + "/big", root + "/to", memory={memory}, durable=False, progress=False, **options)
+    quiet = as_options(fsdp_optim.ConvertOptions, bucket_nbytes={memory}, durable=False, progress=False, **options)
+    done = fsdp_optim.convert(root + "/big", root + "/to", **quiet)
 print(done.nbytes, peak.mib)
 """
 

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from kit.compare import check_same
 from kit.folders import SharedFolder, at
+from kit.options import as_options
 from parameterized import parameterized
 from torch import nn
 
@@ -21,7 +22,11 @@ from fsdp_optim.testing import run_on_threads
 
 
 def converted_by_all(source: str, target: str) -> str:
-    return str(fsdp_optim.convert(source, target, format="torch_file", durable=False, progress=False).path)
+    return str(
+        fsdp_optim.convert(
+            source, target, format="torch_file", options=fsdp_optim.ConvertOptions(durable=False, progress=False)
+        ).path
+    )
 
 
 class OneFileTest(SharedFolder):
@@ -31,7 +36,9 @@ class OneFileTest(SharedFolder):
         cls.optim = torch.optim.AdamW(cls.model.parameters())
         cls.model(torch.ones(1, 3)).sum().backward()
         cls.optim.step()
-        fsdp_optim.save(cls.root / "source", cls.model, cls.optim, extra={"epoch": 3}, durable=False)
+        fsdp_optim.save(
+            cls.root / "source", cls.model, cls.optim, state={"epoch": 3}, options=fsdp_optim.SaveOptions(durable=False)
+        )
 
     def setUp(self) -> None:
         self.folder = self.own_folder()
@@ -45,8 +52,8 @@ class OneFileTest(SharedFolder):
         self.assertEqual(len(found["optimizer"]["state"]), 2)
         self.assertEqual(sorted(os.listdir(path.parent)), sorted([path.name, *others]))
         back = path.parent / "back"
-        fsdp_optim.convert(path, back, durable=False)
-        check_same("back", dict(fsdp_optim.load(back)), {"epoch": 3})
+        fsdp_optim.convert(path, back, options=fsdp_optim.ConvertOptions(durable=False))
+        check_same("back", dict(fsdp_optim.load(back).state), {"epoch": 3})
 
     @parameterized.expand([(end,) for end in (".pt", ".pth", ".bin", ".ckpt")])
     def test_the_command_line(self, end: str) -> None:
@@ -73,12 +80,26 @@ class OneFileTest(SharedFolder):
         target = self.folder / "out.pt"
         target.write_bytes(b"theirs")
         with self.assertRaisesRegex(CheckpointError, r"out\.pt: exists already: .*overwrite=True"):
-            fsdp_optim.convert(self.root / "source", target, format="torch_file", durable=False)
+            fsdp_optim.convert(
+                self.root / "source", target, format="torch_file", options=fsdp_optim.ConvertOptions(durable=False)
+            )
         with self.assertRaisesRegex(CheckpointError, "nowhere"):
-            fsdp_optim.convert(self.root / "nowhere", target, format="torch_file", durable=False, overwrite=True)
+            fsdp_optim.convert(
+                self.root / "nowhere",
+                target,
+                format="torch_file",
+                options=fsdp_optim.ConvertOptions(durable=False),
+                overwrite=True,
+            )
         self.assertEqual(target.read_bytes(), b"theirs")
         self.assertEqual(os.listdir(self.folder), ["out.pt"])
-        fsdp_optim.convert(self.root / "source", target, format="torch_file", durable=False, overwrite=True)
+        fsdp_optim.convert(
+            self.root / "source",
+            target,
+            format="torch_file",
+            options=fsdp_optim.ConvertOptions(durable=False),
+            overwrite=True,
+        )
         self.check(target)
 
     @parameterized.expand(["replace", "rmtree"])
@@ -89,15 +110,27 @@ class OneFileTest(SharedFolder):
             one_file.os if step == "replace" else one_file.shutil, step, side_effect=KeyboardInterrupt
         )
         with where, contextlib.suppress(KeyboardInterrupt):
-            fsdp_optim.convert(self.root / "source", target, format="torch_file", durable=False)
+            fsdp_optim.convert(
+                self.root / "source", target, format="torch_file", options=fsdp_optim.ConvertOptions(durable=False)
+            )
         self.assertEqual(target.exists(), step == "rmtree")
         overwrite = {"overwrite": True} if step == "rmtree" else {}
-        fsdp_optim.convert(self.root / "source", target, format="torch_file", durable=False, **overwrite)
+        fsdp_optim.convert(
+            self.root / "source",
+            target,
+            format="torch_file",
+            **as_options(fsdp_optim.ConvertOptions, **overwrite, durable=False),
+        )
         self.check(target)
 
     def test_what_stays_a_folder(self) -> None:
         """A path that does not end like a file, a folder that is there, and formats of several files."""
         (self.folder / "there.pt").mkdir()
         for name, format in (("out", "torch_file"), ("there.pt", "torch_file"), ("out.pt", "torch")):
-            fsdp_optim.convert(self.root / "source", self.folder / name, format=format, durable=False)
+            fsdp_optim.convert(
+                self.root / "source",
+                self.folder / name,
+                format=format,
+                options=fsdp_optim.ConvertOptions(durable=False),
+            )
             self.assertTrue((self.folder / name / "torch_files.json").is_file())

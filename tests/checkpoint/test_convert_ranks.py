@@ -17,6 +17,7 @@ from kit.compare import check_same, error_text
 from kit.conversions import MEMORY, check_converted, save_some
 from kit.folders import SharedFolder
 from kit.forked import run
+from kit.options import as_options
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
@@ -37,7 +38,9 @@ def no_shared_files() -> Iterator[None]:
 
 def convert_to(target: Path, source: Path, size: int) -> int:
     """On each rank."""
-    return fsdp_optim.convert(source, target, memory=MEMORY, durable=False, max_file_size=size).nbytes_written
+    return fsdp_optim.convert(
+        source, target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False, max_file_size=size)
+    ).nbytes_written
 
 
 def convert_alone(source: Path, target: Path) -> int | None:
@@ -45,7 +48,9 @@ def convert_alone(source: Path, target: Path) -> int | None:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     if dist.get_rank() != 1:
         return None
-    return fsdp_optim.convert(source, target, process_group=groups[1], durable=False).nbytes_written
+    return fsdp_optim.convert(
+        source, target, options=fsdp_optim.ConvertOptions(process_group=groups[1], durable=False)
+    ).nbytes_written
 
 
 def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
@@ -53,11 +58,19 @@ def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
     mine = root / f"source-{thread_rank()}"
     memory = MEMORY * (1 + thread_rank())
     return {
-        "another source": error_text(lambda: fsdp_optim.convert(mine, root / "to", durable=False)),
-        "other options": error_text(
-            lambda: fsdp_optim.convert(root / "source-0", root / "to", memory=memory, durable=False)
+        "another source": error_text(
+            lambda: fsdp_optim.convert(mine, root / "to", options=fsdp_optim.ConvertOptions(durable=False))
         ),
-        "damage": error_text(lambda: fsdp_optim.convert(root / "damaged", root / "to", durable=False, memory=MEMORY)),
+        "other options": error_text(
+            lambda: fsdp_optim.convert(
+                root / "source-0", root / "to", options=fsdp_optim.ConvertOptions(bucket_nbytes=memory, durable=False)
+            )
+        ),
+        "damage": error_text(
+            lambda: fsdp_optim.convert(
+                root / "damaged", root / "to", options=fsdp_optim.ConvertOptions(durable=False, bucket_nbytes=MEMORY)
+            )
+        ),
         "no source": error_text(lambda: fsdp_optim.convert(root / "nothing", root / "to")),
     }
 
@@ -65,10 +78,11 @@ def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
 IN_LITTLE_MEMORY = """
 from kit.peaks import Peak
 import torch, fsdp_optim
-fsdp_optim.convert({small!r}, {small!r} + "-to", durable=False)
+fsdp_optim.convert({small!r}, {small!r} + "-to", options=fsdp_optim.ConvertOptions(durable=False))
 torch.set_num_threads(4)
 with Peak() as peak:
-    done = fsdp_optim.convert({source!r}, {target!r}, memory={memory}, durable=False, max_file_size={size})
+    options = fsdp_optim.ConvertOptions(bucket_nbytes={memory}, durable=False, max_file_size={size})
+    done = fsdp_optim.convert({source!r}, {target!r}, options=options)
 print(done.nbytes, peak.mib)
 """
 
@@ -87,14 +101,20 @@ class ConvertRanksTest(SharedFolder):
             with no_shared_files() if name == "own" else contextlib.nullcontext():
                 first, second = run_on_threads(convert_to, 2, self.folder / name, self.source, size)
             wanted = self.folder / f"wanted-{name}"
-            done = fsdp_optim.convert(self.source, wanted, memory=MEMORY, durable=False, max_file_size=size)
+            done = fsdp_optim.convert(
+                self.source,
+                wanted,
+                options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False, max_file_size=size),
+            )
             check_converted(self.folder / name, wanted)
             self.assertEqual(first + second, done.nbytes)
             self.assertLess(abs(first - second), done.nbytes / 2)
 
     def test_one_rank_of_a_job_by_itself(self) -> None:
         found = run_on_ranks(convert_alone, 2, self.source, self.folder / "to")
-        wanted = fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
+        wanted = fsdp_optim.convert(
+            self.source, self.folder / "wanted", options=fsdp_optim.ConvertOptions(durable=False)
+        )
         self.assertEqual(found, [None, wanted.nbytes])
         check_converted(self.folder / "to", self.folder / "wanted")
 
@@ -119,10 +139,12 @@ class ConvertRanksTest(SharedFolder):
     def test_threads_and_memory_do_not_show_in_the_files(self) -> None:
         before = torch.get_num_threads()
         self.addCleanup(torch.set_num_threads, before)
-        fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
+        fsdp_optim.convert(self.source, self.folder / "wanted", options=fsdp_optim.ConvertOptions(durable=False))
         for threads, memory in ((1, 16 << 20), (2, 32 << 20), (7, 512 << 20)):
             torch.set_num_threads(threads)
-            fsdp_optim.convert(self.source, self.folder / "to", memory=memory, durable=False)
+            fsdp_optim.convert(
+                self.source, self.folder / "to", options=fsdp_optim.ConvertOptions(bucket_nbytes=memory, durable=False)
+            )
             check_converted(self.folder / "to", self.folder / "wanted")
             shutil.rmtree(self.folder / "to")
 
@@ -131,7 +153,7 @@ class ConvertRanksTest(SharedFolder):
         big, small = self.folder / "big", self.folder / "small"
         save_some(big, num_layers=3, width=2048)
         save_some(small, num_layers=1, width=8)
-        place = {"source": str(big), "target": str(self.folder / "to"), "small": str(small), "memory": MEMORY}
+        place = {"source": str(big), "target": str(self.folder / "to"), "small": str(small), "bucket_nbytes": MEMORY}
         done = run(IN_LITTLE_MEMORY.format(**place, size=10**9), preload=("torch", "fsdp_optim"))
         self.assertEqual(done.returncode, 0, done.stderr)
         nbytes, mib = map(float, done.stdout.split())
@@ -141,10 +163,10 @@ class ConvertRanksTest(SharedFolder):
     def test_to_a_bucket_and_back(self) -> None:
         bucket = MemoryBucket()
         there = ObjectStore(bucket, "run/step", OURS.probe)
-        fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
+        fsdp_optim.convert(self.source, self.folder / "wanted", options=fsdp_optim.ConvertOptions(durable=False))
         done = fsdp_optim.convert(self.source, there)  # type: ignore[arg-type]
         self.assertEqual(done.nbytes_written, done.nbytes)
-        fsdp_optim.convert(there, self.folder / "back", durable=False)  # type: ignore[arg-type]
+        fsdp_optim.convert(there, self.folder / "back", options=fsdp_optim.ConvertOptions(durable=False))  # type: ignore[arg-type]
         found, wanted = (all_bytes(self.folder / name) for name in ("back", "wanted"))
         for name in wanted:
             if name.endswith(".safetensors"):
@@ -155,28 +177,32 @@ class ConvertRanksTest(SharedFolder):
             mock.patch.multiple(progress, _BAR_FROM=0, _LINE_EVERY=-1.0),
             self.assertLogs("fsdp_optim", logging.INFO) as logs,
         ):
-            fsdp_optim.convert(self.source, self.folder / "to", memory=MEMORY, durable=False)
+            fsdp_optim.convert(
+                self.source, self.folder / "to", options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+            )
         lines = [line for line in logs.output if "converting" in line]
         self.assertGreater(len(lines), 4)
         for line in lines:
             self.assertRegex(line, r"converting: \d+ of \d+ bytes, \d+\.\d\d s, \d+ MB/s$")
         with self.assertNoLogs("fsdp_optim", logging.INFO):
-            fsdp_optim.convert(self.source, self.folder / "again", progress=False, durable=False)
+            fsdp_optim.convert(
+                self.source, self.folder / "again", options=fsdp_optim.ConvertOptions(progress=False, durable=False)
+            )
 
     def test_wrong_arguments(self) -> None:
         to = self.folder / "to"
         cases: dict[str, dict[str, Any]] = {
-            "memory must be at least 16777216 bytes": {"memory": 1 << 20},
+            "bucket_nbytes must be at least 16777216 bytes": {"bucket_nbytes": 1 << 20},
             "max_file_size must be at least 1 byte": {"max_file_size": 0},
             "format must be one of 'safetensors'": {"format": "zip"},
             "world_size must be at least 1": {"world_size": 0},
             "world_size is for formats with a part for each rank": {"world_size": 2},
             "key_by must be": {"key_by": "number"},
             "leave key_by out": {"key_by": "id"},
-            "names must be a list": {"names": "weight"},
+            "param_names must be a list": {"param_names": "weight"},
             "timeout must be": {"timeout": -1},
         }
         for message, options in cases.items():
             with self.assertRaisesRegex((CheckpointError, StateError), message):
-                fsdp_optim.convert(self.source, to, **options)
+                fsdp_optim.convert(self.source, to, **as_options(fsdp_optim.ConvertOptions, **options))
         self.assertFalse(to.exists())

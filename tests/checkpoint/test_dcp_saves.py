@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.compare import check_same, error_text
 from kit.optimizers import adam
+from kit.options import as_options, state_for
 from kit.servers import new_bucket, shared
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu
@@ -51,17 +52,26 @@ def save_to_bucket(root: str, storage: Options) -> None:
     with cpu():
         asked: Options = {**QUICK, "storage_options": storage, "format": "dcp", "max_file_size": 900}
         first, second = (Trained("fairscale flat", adam, steps) for steps in (1, STEPS))
-        fsdp_optim.save(f"{root}/step-1", first.model, first.optim, **asked)
-        handle = fsdp_optim.async_save(f"{root}/step-1", second.model, second.optim, overwrite=True, **asked)
+        fsdp_optim.save(f"{root}/step-1", first.model, first.optim, **as_options(fsdp_optim.SaveOptions, **asked))
+        handle = fsdp_optim.async_save(
+            f"{root}/step-1", second.model, second.optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **asked)
+        )
         handle.wait()
-        fsdp_optim.save(f"{root}/step-2", first.model, first.optim, step=2, extra={"a": torch.ones(3)}, **asked)
+        fsdp_optim.save(
+            f"{root}/step-2",
+            first.model,
+            first.optim,
+            step=2,
+            state={"a": torch.ones(3)},
+            **as_options(fsdp_optim.SaveOptions, **asked),
+        )
         check_same("latest", fsdp_optim.latest(root, storage_options=storage), f"{root}/step-2")
 
 
 def fail_in_turn(folder: Path) -> None:
     """A save over another one, in which each rank in turn cannot write, or cannot commit."""
     one = Trained("FSDP2", adam)
-    fsdp_optim.save(folder / "a", one.model, one.optim, format="dcp", **QUICK)
+    fsdp_optim.save(folder / "a", one.model, one.optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUICK))
     before = all_bytes(folder / "a") if dist.get_rank() == 0 else {}
     one.step(range(STEPS, STEPS + 1))
     for victim in range(dist.get_world_size()):
@@ -69,7 +79,14 @@ def fail_in_turn(folder: Path) -> None:
             broken = mock.patch.object(RankWriter, name, side_effect=OSError(28, "No space left on device"))
             with broken if dist.get_rank() == victim else nullcontext():
                 kind, text = error_text(
-                    lambda: fsdp_optim.save(folder / "a", one.model, one.optim, format="dcp", overwrite=True, **QUICK)
+                    lambda: fsdp_optim.save(
+                        folder / "a",
+                        one.model,
+                        one.optim,
+                        format="dcp",
+                        overwrite=True,
+                        **as_options(fsdp_optim.SaveOptions, **QUICK),
+                    )
                 )
             check_same("the rank is named", (f"rank {victim}" in text, kind != ""), (True, True))
             dist.barrier()
@@ -77,7 +94,9 @@ def fail_in_turn(folder: Path) -> None:
                 check_same("the earlier one is whole", all_bytes(folder / "a"), before)
                 check_same("nothing is left", [path.name for path in folder.iterdir()], ["a"])
             dist.barrier()
-    fsdp_optim.save(folder / "a", one.model, one.optim, format="dcp", overwrite=True, **QUICK)
+    fsdp_optim.save(
+        folder / "a", one.model, one.optim, format="dcp", overwrite=True, **as_options(fsdp_optim.SaveOptions, **QUICK)
+    )
 
 
 def all_bytes(folder: Path) -> dict[str, bytes]:
@@ -128,7 +147,11 @@ class FolderTest(unittest.TestCase):
         self.root = Path(folder.name)
 
     def save(self, name: str, seed: int = 0, **options: Any) -> Path:
-        fsdp_optim.save(self.root / name, *model_of(seed), **{"format": "dcp", **QUICK, **options})
+        fsdp_optim.save(
+            self.root / name,
+            *model_of(seed),
+            **as_options(fsdp_optim.SaveOptions, **{"format": "dcp", **QUICK, **options}),
+        )
         return self.root / name
 
     def test_a_save_that_fails_leaves_the_earlier_one(self) -> None:
@@ -190,11 +213,11 @@ class FolderTest(unittest.TestCase):
             ({"optimizer": {}}, "optimizer"),
             ({"per_rank_extra": 1}, "per_rank"),
         ):
-            with self.assertRaisesRegex(CheckpointError, f"extra.*{name}.*give the value another key"):
+            with self.assertRaisesRegex(CheckpointError, f"state.*{name}.*give the value another key"):
                 self.save("a", extra=extra)
-        with self.assertRaisesRegex(CheckpointError, r"extra\['0.weight'\]"):
+        with self.assertRaisesRegex(CheckpointError, r"state\['0.weight'\]"):
             self.save("a", extra={"0.weight": 1}, format="torchtitan")
-        with self.assertRaisesRegex(CheckpointError, r"extra\['x'\]\['y'\].*allow_pickle=True"):
+        with self.assertRaisesRegex(CheckpointError, r"state\['x'\]\['y'\].*allow_pickle=True"):
             self.save("a", extra={"x": {"y": io.StringIO}})
         with self.assertRaisesRegex(
             CheckpointError, "format must be 'safetensors', 'dcp' or 'torchtitan', not 'pickle'"
@@ -217,25 +240,34 @@ class FolderTest(unittest.TestCase):
         }
         rank_extra = {3: {0.5: 1}}
         path = self.root / "keys"
-        fsdp_optim.save(path, model, optim, extra=extra, per_rank_extra=rank_extra, format="dcp", **QUICK)
-        restored = fsdp_optim.load(path, *model_of(1), progress=False)
-        check_same("extra", dict(restored), {**extra, "scheduler": {**sched.state_dict(), "milestones": {2: 1, 4: 1}}})
-        check_same("per rank", restored.per_rank, rank_extra)
+        fsdp_optim.save(
+            path,
+            model,
+            optim,
+            state=state_for(extra, rank_extra),
+            format="dcp",
+            **as_options(fsdp_optim.SaveOptions, **QUICK),
+        )
+        restored = fsdp_optim.load(path, *model_of(1), options=fsdp_optim.LoadOptions(progress=False))
+        check_same(
+            "extra", restored.state["extra"], {**extra, "scheduler": {**sched.state_dict(), "milestones": {2: 1, 4: 1}}}
+        )
+        check_same("per rank", restored.state["per_rank_extra"], rank_extra)
         _, other = model_of()
         resumed = torch.optim.lr_scheduler.MultiStepLR(other, [2, 4])
-        resumed.load_state_dict(restored["scheduler"])
+        resumed.load_state_dict(restored.state["extra"]["scheduler"])
         for _ in range(4):
             sched.step()
             resumed.step()
         self.assertEqual(other.param_groups[0]["lr"], optim.param_groups[0]["lr"])
-        stock = {"scheduler": {"milestones": {2: 0, 4: 0}}}
+        stock = {"extra": {"scheduler": {"milestones": {2: 0, 4: 0}}}}
         dcp.load(stock, checkpoint_id=path, no_dist=True)
-        self.assertEqual(stock["scheduler"]["milestones"]["2"], 1)
+        self.assertEqual(stock["extra"]["scheduler"]["milestones"]["2"], 1)
 
     def test_keys_that_become_one(self) -> None:
-        with self.assertRaisesRegex(CheckpointError, r"extra\['a'\]: two keys become '1' in a DCP checkpoint"):
+        with self.assertRaisesRegex(CheckpointError, r"state\['a'\]: two keys become '1' in a DCP checkpoint"):
             self.save("a", extra={"a": {1: 2, "1": 3}})
-        with self.assertRaisesRegex(CheckpointError, r"per_rank_extra: two keys become 'None'"):
+        with self.assertRaisesRegex(CheckpointError, r"state\['per_rank_extra'\].*: two keys become 'None'"):
             self.save("a", per_rank_extra={None: 2, "None": 3})
         self.assertEqual(list(self.root.iterdir()), [])
 
@@ -251,7 +283,7 @@ class FolderTest(unittest.TestCase):
 
         model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
         model[1].weight = model[0].weight
-        fsdp_optim.save(self.root / "a", model, format="dcp", **QUICK)
+        fsdp_optim.save(self.root / "a", model, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUICK))
         found: dict[str, Any] = {name: torch.zeros(3, 3) for name in ("0.weight", "1.weight")}
         found["0._extra_state"] = {"count": 0}
         dcp.load({"model": found}, checkpoint_id=self.root / "a", no_dist=True)
@@ -261,7 +293,7 @@ class FolderTest(unittest.TestCase):
     def test_large_tensors_are_cut_into_rows(self) -> None:
         """A reader that needs some rows does not read all of a large tensor."""
         model = nn.Linear(1024, 40_000, bias=False)
-        fsdp_optim.save(self.root / "a", model, format="dcp", **QUICK)
+        fsdp_optim.save(self.root / "a", model, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUICK))
         found = dcp.FileSystemReader(self.root / "a").read_metadata()
         nbytes = [place.length for place in found.storage_data.values()]
         self.assertGreater(len(nbytes), 2)

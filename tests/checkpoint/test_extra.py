@@ -21,6 +21,7 @@ from kit.checkpoints import (
     save,
 )
 from kit.compare import check_refused, check_same, error_text
+from kit.options import as_options, state_for
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -131,46 +132,58 @@ class ExtraTest(InFolder):
     def test_comes_back_as_it_was(self) -> None:
         extra = trainer_state()
         given = copy.deepcopy(extra)
-        fsdp_optim.save(self.path, self.plain(), extra=extra)
+        fsdp_optim.save(self.path, self.plain(), state=state_for(extra))
         check_same("what was given", extra, given)
         restored = fsdp_optim.load(self.path, self.plain())
-        check_same("extra", dict(restored), given)
-        self.assertEqual(str(restored["negative zero"]), "-0.0")
-        for tensor in restored["tensors"][:-1]:
+        check_same("extra", dict(restored.state), given)
+        self.assertEqual(str(restored.state["negative zero"]), "-0.0")
+        for tensor in restored.state["tensors"][:-1]:
             tensor.zero_()  # each in memory of its own, that can be written to
-        check_same("read again", dict(fsdp_optim.load(self.path)), given)
+        check_same("read again", dict(fsdp_optim.load(self.path).state), given)
 
     def test_none_and_nothing(self) -> None:
         for number, extra in enumerate((None, {})):
             path = self.root / f"step-{number}"
-            fsdp_optim.save(path, self.plain(), extra=extra)
+            fsdp_optim.save(path, self.plain(), state=state_for(extra))
             restored = fsdp_optim.load(path)
-            self.assertEqual((dict(restored), bool(restored.per_rank)), ({}, False))
-            self.assertEqual((tuple(restored.missing), tuple(restored.unexpected)), ((), ()))
+            self.assertEqual(dict(restored.state), {})
+            self.assertEqual((tuple(restored.missing_keys), tuple(restored.unexpected_keys)), ((), ()))
 
     @parameterized.expand(ChangedOrRefused.values)
     def test_never_changed_in_silence(self, case: str) -> None:
         """Given back as it was, or refused by name; with allow_pickle=True always given back."""
         value = ChangedOrRefused.values[case]
         extra = {"good": 1, "outer": [{"inner name": value}]}
-        kind, text = error_text(lambda: fsdp_optim.save(self.path, self.plain(), extra=extra))
+        kind, text = error_text(lambda: fsdp_optim.save(self.path, self.plain(), state=state_for(extra)))
         if kind:
             self.assertIn("inner name", text)
             self.assertIn("allow_pickle", text)
             self.assertEqual(kind, "CheckpointError")
             self.check_only()
         else:
-            back = fsdp_optim.load(self.path)["outer"][0]["inner name"]
+            back = fsdp_optim.load(self.path).state["outer"][0]["inner name"]
             self.assertTrue(alike(back, value), f"{value!r} ({type(value)}) came back as {back!r} ({type(back)})")
-        fsdp_optim.save(self.path, self.plain(), extra=extra, allow_pickle=True, overwrite=True)
-        back = fsdp_optim.load(self.path, allow_pickle=True)["outer"][0]["inner name"]
+        fsdp_optim.save(
+            self.path,
+            self.plain(),
+            state=state_for(extra),
+            options=fsdp_optim.SaveOptions(allow_pickle=True),
+            overwrite=True,
+        )
+        back = fsdp_optim.load(self.path, options=fsdp_optim.LoadOptions(allow_pickle=True)).state["outer"][0][
+            "inner name"
+        ]
         self.assertTrue(alike(back, value), f"{value!r} came back from the pickle as {back!r} ({type(back)})")
 
     @parameterized.expand((("of an own class", Own(0.5, [1])), ("nothing but an object", object()), ("code", print)))
     def test_a_value_that_is_neither_json_nor_a_tensor(self, _: str, value: Any) -> None:
         extra = {"outer": [{"inner name": value}]}
         for arguments in ({"extra": extra}, {"per_rank_extra": extra}):
-            kind, text = error_text(lambda arguments=arguments: fsdp_optim.save(self.path, self.plain(), **arguments))
+            kind, text = error_text(
+                lambda arguments=arguments: fsdp_optim.save(
+                    self.path, self.plain(), **as_options(fsdp_optim.SaveOptions, **arguments)
+                )
+            )
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("inner name", text)
             self.check_only()
@@ -179,16 +192,21 @@ class ExtraTest(InFolder):
         mark = self.root / "mark"
         extra = {"bomb": Tripwire(mark)}
         source, model = self.plain(), self.plain()
-        fsdp_optim.save(self.path, source, extra=extra, per_rank_extra=extra, allow_pickle=True)
+        fsdp_optim.save(
+            self.path,
+            source,
+            state=state_for(extra, extra),
+            options=fsdp_optim.SaveOptions(allow_pickle=True),
+        )
         self.check_only("step-1")
         restored = fsdp_optim.load(self.path, model)  # the weights need no trust
         check_same("the model", dict(model.state_dict()), dict(source.state_dict()))
-        for ask in (lambda: restored["bomb"], lambda: restored.per_rank["bomb"], lambda: dict(restored)):
+        for ask in (lambda: restored.state["bomb"], lambda: dict(restored.state)):
             kind, text = error_text(ask)
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("allow_pickle", text)
         self.check_only("step-1")
-        fsdp_optim.load(self.path, model, allow_pickle=True)
+        fsdp_optim.load(self.path, model, options=fsdp_optim.LoadOptions(allow_pickle=True))
         self.check_only("step-1", "mark")
 
     @expand(
@@ -197,11 +215,12 @@ class ExtraTest(InFolder):
     def test_of_each_rank(self, source: str, size: int, target: str, target_size: int) -> None:
         run_on_ranks(save_per_rank, size, self.path, source)
         found = run_on_ranks(load_per_rank, target_size, self.path, target)
-        wanted = [of_rank(rank if rank < size else 0) for rank in range(target_size)]
-        check_same("per rank", [per_rank for per_rank, _, _ in found], wanted)
-        for rank, (_, common, records) in enumerate(found):
-            check_same("extra", common, {"step": 7, "pair": (1, 2)})
-            told = [text for text in records if "per_rank_extra" in text]
+        for rank, (missing, state, records) in enumerate(found):
+            wanted = of_rank(rank) if rank < size else {}
+            check_same("values", state, {"step": 7, "pair": (1, 2), **wanted})
+            absent = () if rank < size else tuple(f"state[{name!r}]" for name in of_rank(0))
+            check_same("missing", missing, absent)
+            told = [text for text in records if "had no values of its own" in text]
             self.assertEqual(bool(told), rank >= size, (rank, records))
 
     def test_one_rank_has_a_value_that_is_refused(self) -> None:
@@ -220,7 +239,7 @@ def save_per_rank(path: Path, wrapper: str) -> None:
         save(path, Trained(wrapper), extra={"step": 7, "pair": (1, 2)}, per_rank_extra=of_rank(dist.get_rank()))
 
 
-def load_per_rank(path: Path, wrapper: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def load_per_rank(path: Path, wrapper: str) -> tuple[tuple[str, ...], dict[str, Any], list[str]]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -234,7 +253,7 @@ def load_per_rank(path: Path, wrapper: str) -> tuple[dict[str, Any], dict[str, A
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return restored.per_rank, dict(restored), records
+    return restored.missing_keys, dict(restored.state), records
 
 
 def save_bad_extra(path: Path, bad: int) -> tuple[str, str]:

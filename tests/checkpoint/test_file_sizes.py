@@ -12,6 +12,7 @@ import torch
 from kit.checkpoints import load, save
 from kit.compare import check_same
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 from parameterized import parameterized
 from safetensors import safe_open
@@ -71,7 +72,9 @@ class FileSizesTest(unittest.TestCase):
         model, target = Named(NAMES[names]), Named(NAMES[names])
         for most in (1, 200, 700, 1000, 2040, 4096, 5001, 20_000, 1 << 20):
             path = self.root / str(most)
-            fsdp_optim.save(path, model, max_file_size=most, format=format, **QUIET)
+            fsdp_optim.save(
+                path, model, format=format, **as_options(fsdp_optim.SaveOptions, **QUIET, max_file_size=most)
+            )
             with self.subTest(most=most):
                 self.check_sizes(path, most)
             with torch.no_grad():
@@ -79,7 +82,12 @@ class FileSizesTest(unittest.TestCase):
                     param.fill_(-1)
             fsdp_optim.load(path, target)
             check_same("weights", dict(target.named_parameters()), dict(model.named_parameters()))
-            fsdp_optim.convert(path, f"{path}-again", max_file_size=2 * most, format=format, **QUIET)
+            fsdp_optim.convert(
+                path,
+                f"{path}-again",
+                format=format,
+                **as_options(fsdp_optim.ConvertOptions, **QUIET, max_file_size=2 * most),
+            )
             self.check_sizes(Path(f"{path}-again"), 2 * most)
 
     def check_sizes(self, folder: Path, most: int) -> None:

@@ -57,7 +57,9 @@ def made(*, filled: bool) -> tuple[Frozen, Momentum]:
 
 def save(path: Path) -> None:
     model, optim = made(filled=True)
-    fsdp_optim.save(path, model, optim, weights="trainable", weights_dtype=torch.bfloat16, step=7)
+    fsdp_optim.save(
+        path, model, optim, weights="trainable", options=fsdp_optim.SaveOptions(weights_dtype=torch.bfloat16), step=7
+    )
 
 
 class GoldenTest(unittest.TestCase):
@@ -67,7 +69,9 @@ class GoldenTest(unittest.TestCase):
     def test_it_is_loaded(self) -> None:
         wanted, wanted_optim = made(filled=True)
         model, optim = made(filled=False)
-        fsdp_optim.load(GOLDEN, model, optim, weights="trainable", cast=True, check="bitwise")
+        fsdp_optim.load(
+            GOLDEN, model, optim, weights="trainable", options=fsdp_optim.LoadOptions(cast=True, compare=True)
+        )
         base = torch.zeros_like(wanted.base.weight)
         right = {**wanted.state_dict(), "base.weight": base, "same.weight": base}  # quarters, which bf16 has
         check_same("weights", dict(model.state_dict()), right)

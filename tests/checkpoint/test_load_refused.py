@@ -25,6 +25,7 @@ from kit.checkpoints import (
 from kit.compare import check_refused, check_same, error_text
 from kit.models import freeze_stem
 from kit.optimizers import OfModel, two_groups, two_optimizers
+from kit.options import as_options
 from kit.trained import STEPS, Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -221,9 +222,13 @@ def load_differently(path: Path, case: str) -> tuple[str, str]:
     before = everything(target)
     options: dict[str, Any] = {"strict": is_first} if case == "strict" else {}
     if case == "check":
-        options["check"] = "bitwise" if is_first else None
+        options["compare"] = is_first
     optim = target.optim if case != "optim" or is_first else None
-    error = error_text(lambda: fsdp_optim.load(path, target.model, optim, progress=False, timeout=8.0, **options))
+    error = error_text(
+        lambda: fsdp_optim.load(
+            path, target.model, optim, **as_options(fsdp_optim.LoadOptions, **options, progress=False, timeout=8.0)
+        )
+    )
     check_same("after the refusal", everything(target), before)
     return error
 
@@ -231,7 +236,7 @@ def load_differently(path: Path, case: str) -> tuple[str, str]:
 def load_keeping_betas(path: Path) -> tuple[str, str]:
     target = Trained("FSDP2", OfModel(two_optimizers), steps=1)
     before = everything(target)
-    error = error_text(lambda: load(path, target, keep=("betas",)))
+    error = error_text(lambda: load(path, target, keep_hyperparameters=("betas",)))
     check_same("after the refusal", everything(target), before)
     return error
 
@@ -270,13 +275,13 @@ def load_keeping(path: Path, wrapper: str) -> tuple[str, str]:
             target = Trained(wrapper, OfModel(two_groups), steps=0)
             for group, lr in zip(target.optim.param_groups, (7.0, 8.0), strict=True):
                 group.update(lr=lr, weight_decay=lr, betas=(0.0, 0.25))
-            load(path, target, keep=keep)
+            load(path, target, keep_hyperparameters=keep)
             got = target.optim.param_groups
             check_same(f"keep={keep}, lr", [group["lr"] for group in got], lrs)
             check_same(f"keep={keep}, betas", [group["betas"] for group in got], [betas, betas])
             check_same(f"keep={keep}, weight_decay", [group["weight_decay"] for group in got], [0.25, 0.01])
             check_same(f"keep={keep}, state", mine(target)["state"], mine(alike)["state"])
         before = everything(target)
-        error = error_text(lambda: load(path, target, keep=("lrr",)))
+        error = error_text(lambda: load(path, target, keep_hyperparameters=("lrr",)))
         check_same("after the refusal", everything(target), before)
         return error

@@ -82,6 +82,13 @@ def fail(root: Path, bad: int) -> None:
     refused(lambda: run.manager.step(11), StateError, "CheckpointManager.step was called after close()")
 
 
+class HalfStateful:
+    """Has a state that nobody could load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 def wrong_arguments(root: Path, bad: int) -> None:
     """One rank gives a wrong argument, or another one than the others."""
     rank, faulty = dist.get_rank(), Faulty()
@@ -92,9 +99,9 @@ def wrong_arguments(root: Path, bad: int) -> None:
         {"best": "most"},
         {"signals": ["TERM"]},
         {"signals": 15},
-        {"state": {"scheduler": 3}},
+        {"state": {"scheduler": HalfStateful()}},
         {"state": [1]},
-        {"per_rank_state": {"faulty": faulty}, "state": {"faulty": faulty}},
+        {"state": {"fsdp_optim.rng": faulty}},
         {"durable": 1 > 2, "strategy": "fast"},
     ):
         given: dict[str, Any] = options if rank == bad else {}
@@ -162,7 +169,7 @@ class FailureTest(CatalogTest):
             run.manager.wait()
             with full_disk():
                 run.steps(range(3, 5))
-                refused(fsdp_optim.wait, CheckpointError, "step-00000004", "No space left on device")
+                refused(fsdp_optim.wait_for_saves, CheckpointError, "step-00000004", "No space left on device")
             run.steps(range(5, 7))
         self.assertEqual((steps_in(self.root), record_of(self.root, 6)["after"]), ([6, 2], 2))
 

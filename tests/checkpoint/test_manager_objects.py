@@ -28,9 +28,9 @@ class ObjectsTest(CatalogTest):
     def test_load_reads_it_too(self) -> None:
         run = self.saved()
         extra = fsdp_optim.load(self.root / "step-00000002")
-        check_same("scheduler", extra["state"]["scheduler"], run.scheduler.state_dict())
-        check_same("scaler", extra["state"]["scaler"], run.scaler.state_dict())
-        self.assertEqual(extra.per_rank["state"]["loader"]["num_drawn"], 2)
+        check_same("scheduler", extra.state["scheduler"], run.scheduler.state_dict())
+        check_same("scaler", extra.state["scaler"], run.scaler.state_dict())
+        self.assertEqual(extra.state["loader"]["num_drawn"], 2)
 
     def test_schedulers_of_torch(self) -> None:
         """Their states are plain values: no pickle is needed."""
@@ -66,15 +66,19 @@ class ObjectsTest(CatalogTest):
             before = run.everything()["params"]
             words = (
                 "state['average']: only the checkpoint has it",
-                "['average', 'scaler', 'scheduler']",
+                "['average', 'loader', 'scaler', 'scheduler']",
                 "strict=False",
             )
             refused(run.manager.resume, StateError, *words)
             check_same("unchanged", run.everything()["params"], before)
             with self.assertLogs(LOG, "WARNING") as logs:
                 self.assertEqual(run.manager.resume(strict=False), 2)
-            self.assertIn("state: average, loader, new, scaler, scheduler is not loaded", "\n".join(logs.output))
-            self.assertEqual(loader.num_drawn, 0)
+            self.assertIn("state: average, new, scaler, scheduler is not loaded", "\n".join(logs.output))
+            self.assertEqual(loader.num_drawn, 2)
+            wanted = {f"state[{name!r}]" for name in ("average", "scaler", "scheduler")}
+            assert run.manager.restored is not None
+            self.assertEqual(run.manager.restored.missing_keys, ("state['new']",))
+            self.assertEqual(set(run.manager.restored.unexpected_keys), wanted)
 
     def test_a_value_that_cannot_be_saved(self) -> None:
         class Odd(Loader):
@@ -83,7 +87,7 @@ class ObjectsTest(CatalogTest):
 
         run = Run(self.root, "plain", state={"odd": Odd(1)})
         with closing_all(run):
-            words = ("extra['state']['odd']['lock']", "allow_pickle=True")
+            words = ("state['odd']['lock']", "allow_pickle=True")
             refused(lambda: run.manager.save(1), CheckpointError, *words)
 
     def test_without_random_states(self) -> None:
@@ -104,7 +108,9 @@ def sharded_objects(root: Path) -> None:
         words = ("state['average']['0.weight']: is a DTensor", "nn.ModuleDict({'model': model, 'ema': ema})")
         refused(lambda: run.manager.save(1), StateError, *words)
     both = nn.ModuleDict({"model": run.model, "ema": sharded.model})
-    with fsdp_optim.CheckpointManager(root / "both", both, run.optim, process_group=dist.group.WORLD) as manager:
+    with fsdp_optim.CheckpointManager(
+        root / "both", both, run.optim, options=fsdp_optim.ManagerOptions(process_group=dist.group.WORLD)
+    ) as manager:
         run.train(1)
         manager.save(1)
     check_same("there", steps_in(root / "both"), [1])

@@ -119,7 +119,7 @@ def save_in_all(folder: str) -> None:
             give(target.model, number)
             path, group = Path(folder, wrapper), target.process_group
             with mock.patch.object(nn.Module, "state_dict", untouched):
-                fsdp_optim.save(path, target.model, process_group=group)
+                fsdp_optim.save(path, target.model, options=fsdp_optim.SaveOptions(process_group=group))
             if dist.get_rank() == 0:
                 check_same(wrapper, sorted(stored_in(path)), NAMES)
     check_same("no warning because of hooks of wrappers", told, [])
@@ -132,7 +132,11 @@ def load_in_all(folder: str) -> None:
         for number, wrapper in enumerate(WRAPPERS):
             alike, target = Deep(), Trained(names[number - 1], adam, 0, Deep)
             give(alike, number)
-            fsdp_optim.load(Path(folder, wrapper), target.model, process_group=target.process_group, check="bitwise")
+            fsdp_optim.load(
+                Path(folder, wrapper),
+                target.model,
+                options=fsdp_optim.LoadOptions(process_group=target.process_group, compare=True),
+            )
             check_same(f"{wrapper} to {names[number - 1]}", values_of(target.model), values_of(alike))
 
 
@@ -145,8 +149,8 @@ def between_ranks(folder: str) -> dict[str, tuple[str, str]]:
         target.model.outer.told["scale"][0] += rank // 2
         save = partial(fsdp_optim.save, f"{folder}/a", target.model, target.optim)
         told["differ"] = error_text(save)
-        save(on_replica_mismatch="lowest_rank")
-        load(check="bitwise")
+        save(options=fsdp_optim.SaveOptions(on_replica_mismatch="lowest_rank"))
+        load(options=fsdp_optim.LoadOptions(compare=True))
         alike = Deep()
         give(alike, 3)
         check_same("the lowest rank's", values_of(target.model), values_of(alike))
@@ -167,7 +171,7 @@ def between_ranks(folder: str) -> dict[str, tuple[str, str]]:
         check_same("and the optimizer", list(target.optim.state_dict()["state"]), list(weight["state"]))
         # a value that is altered between the load and its check
         with mock.patch.object(Scaled, "get_extra_state", altered_on(1)):
-            told["check"] = error_text(partial(load, check="bitwise"))
+            told["check"] = error_text(partial(load, options=fsdp_optim.LoadOptions(compare=True)))
     return told
 
 
@@ -203,19 +207,23 @@ def stages(folder: str) -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
     model = Stage(rank)
     give(model, rank)
-    fsdp_optim.async_save(f"{folder}/stages", model, process_group=group).wait()
+    fsdp_optim.async_save(f"{folder}/stages", model, options=fsdp_optim.SaveOptions(process_group=group)).wait()
     wanted = values_of(model)
     give(model, 9)
-    restored = fsdp_optim.load(f"{folder}/stages", model, process_group=group, check="bitwise")
+    restored = fsdp_optim.load(
+        f"{folder}/stages", model, options=fsdp_optim.LoadOptions(process_group=group, compare=True)
+    )
     check_same("each its own", values_of(model), wanted)
-    check_same("nothing missing", (restored.missing, restored.unexpected), ((), ()))
+    check_same("nothing missing", (restored.missing_keys, restored.unexpected_keys), ((), ()))
     # A module that all of them have, with values of its own on each, is no replica.
     alike = nn.Sequential(Scaled(2, 2))
     with torch.no_grad():
         for param in alike.parameters():
             param.zero_()
     give(alike, rank)
-    kind, text = error_text(partial(fsdp_optim.save, f"{folder}/alike", alike, process_group=group))
+    kind, text = error_text(
+        partial(fsdp_optim.save, f"{folder}/alike", alike, options=fsdp_optim.SaveOptions(process_group=group))
+    )
     check_same("not told apart", (kind, "0._extra_state" in text, "name_of" in text), ("StateError", True, True))
 
 
@@ -281,16 +289,18 @@ class ModuleValuesTest(unittest.TestCase):
             "refused", (kind, "outer._extra_state" in text, "allow_pickle" in text), ("CheckpointError", True, True)
         )
         self.assertFalse(self.path.exists())
-        fsdp_optim.save(self.path, model, allow_pickle=True)
+        fsdp_optim.save(self.path, model, options=fsdp_optim.SaveOptions(allow_pickle=True))
         kind, text = error_text(partial(fsdp_optim.load, self.path, target))
         words = ("outer._extra_state" in text, "allow_pickle" in text, "strict=False" in text)
         check_same("not read", (kind, *words), ("CheckpointError", True, True, True))
         restored = fsdp_optim.load(self.path, target, strict=False)
         check_same(
-            "left as it is", (restored.missing, values_of(target)[2]), (("outer._extra_state",), values_of(Deep())[2])
+            "left as it is",
+            (restored.missing_keys, values_of(target)[2]),
+            (("outer._extra_state",), values_of(Deep())[2]),
         )
         check_same("the others", values_of(target)[:2], values_of(model)[:2])
-        fsdp_optim.load(self.path, target, allow_pickle=True, check="bitwise")
+        fsdp_optim.load(self.path, target, options=fsdp_optim.LoadOptions(allow_pickle=True, compare=True))
         self.assertEqual(target.outer.told, Object(3))
         plain = nn.ModuleDict({"inner": nn.Sequential(nn.Linear(5, 3))})
         fsdp_optim.load(self.path, plain, strict=False)  # who does not have the module needs no trust
@@ -304,13 +314,15 @@ class ModuleValuesTest(unittest.TestCase):
         self.assertIn("b._extra_state: the model has it, the checkpoint does not", text)
         self.assertIn("a._extra_state: the checkpoint has it, the model does not", text)
         restored = fsdp_optim.load(self.path, target, strict=False)
-        check_same("listed", (restored.missing, restored.unexpected), (("b._extra_state",), ("a._extra_state",)))
+        check_same(
+            "listed", (restored.missing_keys, restored.unexpected_keys), (("b._extra_state",), ("a._extra_state",))
+        )
 
     def test_values_that_a_module_has_at_times(self) -> None:
         model, target = Deep(), Deep()
         model.inner[1].seen = [0.5, 1.5]
         fsdp_optim.save(self.path, model)
-        fsdp_optim.load(self.path, target, check="bitwise")
+        fsdp_optim.load(self.path, target, options=fsdp_optim.LoadOptions(compare=True))
         check_same("given", target.inner[1].seen, [0.5, 1.5])
 
     def test_a_module_in_two_places(self) -> None:
@@ -344,7 +356,9 @@ class ModuleValuesTest(unittest.TestCase):
         self.assertEqual(len(told), 2, told)
         self.assertIn("0._extra_state", told[0])
         self.assertRegex(told[1], r"hooks are not run.*1 \(Linear: rename_keys\), 2 \(Linear: .*<lambda>\)")
-        fsdp_optim.load(self.path, model, check="bitwise")  # under the names of modules and attributes
+        fsdp_optim.load(
+            self.path, model, options=fsdp_optim.LoadOptions(compare=True)
+        )  # under the names of modules and attributes
 
     def test_a_module_that_fails(self) -> None:
         model = Deep()

@@ -36,17 +36,28 @@ def on_ranks(folder: str) -> None:
     root = Path(folder) / BAD
     group = dist.group.WORLD
     for step, name in ((1, "step-1"), (2, f"step-{BAD}-2")):
-        fsdp_optim.save(root / name, filled(step), step=step, process_group=group, durable=False)
-    fsdp_optim.async_save(root / f"{BAD}-3", filled(3), step=3, process_group=group, durable=False).wait(60)
+        fsdp_optim.save(
+            root / name, filled(step), step=step, options=fsdp_optim.SaveOptions(process_group=group, durable=False)
+        )
+    fsdp_optim.async_save(
+        root / f"{BAD}-3", filled(3), step=3, options=fsdp_optim.SaveOptions(process_group=group, durable=False)
+    ).wait(60)
     model = filled(0)
-    restored = fsdp_optim.resume(root, model, process_group=group)
-    check_same("resumed", (restored.summary.step if restored is not None else None, value_of(model)), (3, 3.0))
-    fsdp_optim.load(root / f"step-{BAD}-2", model, process_group=group)
+    restored = fsdp_optim.resume(root, model, options=fsdp_optim.LoadOptions(process_group=group))
+    check_same("resumed", (restored.step if restored is not None else None, value_of(model)), (3, 3.0))
+    fsdp_optim.load(root / f"step-{BAD}-2", model, options=fsdp_optim.LoadOptions(process_group=group))
     check_same("loaded", value_of(model), 2.0)
     text = f"{root / 'none'}: there is no such folder"
-    refused(lambda: fsdp_optim.load(root / "none", model, process_group=group), CheckpointError, text)
+    refused(
+        lambda: fsdp_optim.load(root / "none", model, options=fsdp_optim.LoadOptions(process_group=group)),
+        CheckpointError,
+        text,
+    )
     manager = fsdp_optim.CheckpointManager(
-        root / "managed", model, torch.optim.SGD(model.parameters()), process_group=group, signals=()
+        root / "managed",
+        model,
+        torch.optim.SGD(model.parameters()),
+        options=fsdp_optim.ManagerOptions(process_group=group, signals=()),
     )
     with manager:
         manager.resume()

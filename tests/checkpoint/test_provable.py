@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.options import as_options
 from parameterized import parameterized
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -57,8 +58,8 @@ class Folder(unittest.TestCase):
         self.path = Path(folder.name) / "step"
 
     def check_comes_back(self, model: nn.Module, optim: Any, fresh: Any, **kwargs: Any) -> None:
-        fsdp_optim.save(self.path, model, optim, durable=False)
-        fsdp_optim.load(self.path, model, fresh, check="bitwise", **kwargs)
+        fsdp_optim.save(self.path, model, optim, options=fsdp_optim.SaveOptions(durable=False))
+        fsdp_optim.load(self.path, model, fresh, **as_options(fsdp_optim.LoadOptions, **kwargs, compare=True))
         wanted, got = optim.state_dict()["state"], fresh.state_dict()["state"]
         self.assertTrue(same(wanted, got), f"{got}, not {wanted}")
 
@@ -93,7 +94,7 @@ class TestLoadable(Folder):
             optim.state[param] = {"momentum_buffer": torch.tensor(2.0), "norm": torch.tensor(7.25)}
         self.check_comes_back(model, optim, sgd(model.parameters()), strict=False)
         only = sgd([model.a])
-        fsdp_optim.save(self.path, model, only, durable=False, overwrite=True)
+        fsdp_optim.save(self.path, model, only, options=fsdp_optim.SaveOptions(durable=False), overwrite=True)
         both = sgd(model.parameters())
         both.state[model.b] = {"norm": torch.tensor(7.25)}
         fsdp_optim.load(self.path, model, both, strict=False)
@@ -122,18 +123,20 @@ class TestRefused(Folder):
     def check_refused(
         self, words: str, model: nn.Module, optim: Any, kind: type[Exception] = CheckpointError, **kwargs: Any
     ) -> None:
-        fsdp_optim.save(self.path, model, sgd(model.parameters()), durable=False)
+        fsdp_optim.save(self.path, model, sgd(model.parameters()), options=fsdp_optim.SaveOptions(durable=False))
         before = {path.name: path.read_bytes() for path in self.path.rglob("*") if path.is_file()}
         with self.assertRaisesRegex(kind, words):
-            fsdp_optim.save(self.path, model, optim, durable=False, overwrite=True, **kwargs)
+            fsdp_optim.save(
+                self.path, model, optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **kwargs, durable=False)
+            )
         self.assertEqual([path.name for path in self.path.parent.iterdir()], ["step"])
         self.assertEqual({path.name: path.read_bytes() for path in self.path.rglob("*") if path.is_file()}, before)
 
     @parameterized.expand(
         [
             ("nested", nested(200), "100 levels deep"),
-            ("long", 10**5000, r"extra.*too long"),
-            ("surrogate", {"name": "\udc80"}, r"extra\['name'\]"),
+            ("long", 10**5000, r"state.*too long"),
+            ("surrogate", {"name": "\udc80"}, r"state\['name'\]"),
         ]
     )
     def test_extras(self, _: str, extra: Any, words: str) -> None:
@@ -156,8 +159,10 @@ class TestRefused(Folder):
     def test_what_is_as_deep_as_can_be_comes_back(self) -> None:
         model = nn.Linear(2, 2)
         optim = sgd(model.parameters())
-        fsdp_optim.save(self.path, model, optim, extra={"deep": nested(98)}, durable=False)
-        self.assertEqual(fsdp_optim.load(self.path, model, optim)["deep"], nested(98))
+        fsdp_optim.save(
+            self.path, model, optim, state={"deep": nested(98)}, options=fsdp_optim.SaveOptions(durable=False)
+        )
+        self.assertEqual(fsdp_optim.load(self.path, model, optim).state["deep"], nested(98))
 
     def test_what_no_reader_would_take_is_found_by_reading_it(self) -> None:
         """A value whose recorded kind is wrong is refused by the save, not by the load, whatever made it so."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kit.checkpoint_format import in_order
 from kit.compare import check_same, error_text
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Oracle, Trained
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -47,7 +48,10 @@ def save_all(folder: str) -> None:
             ):
                 call: Callable[..., Any] = save
                 done = call(
-                    f"{folder}/{wrapper} {at}", one.model, one.optim, rename=rename, process_group=one.process_group
+                    f"{folder}/{wrapper} {at}",
+                    one.model,
+                    one.optim,
+                    options=fsdp_optim.SaveOptions(rename=rename, process_group=one.process_group),
                 )
                 if at == "function":
                     done.wait()
@@ -60,8 +64,18 @@ def load_all(folder: str) -> None:
             target = Trained(loader, adam, 0)
             group = target.process_group
             path = f"{folder}/{saver} dict"
-            fsdp_optim.load(path, target.model, target.optim, rename=BACK, check="bitwise", process_group=group)
-            full = fsdp_optim.gather_full_model_state_dict(target.model, None, process_group=group) or {}
+            fsdp_optim.load(
+                path,
+                target.model,
+                target.optim,
+                options=fsdp_optim.LoadOptions(rename=BACK, compare=True, process_group=group),
+            )
+            full = (
+                fsdp_optim.gather_full_model_state_dict(
+                    target.model, None, options=fsdp_optim.CallOptions(process_group=group)
+                )
+                or {}
+            )
             check_same(f"{saver} into {loader}", in_order(full), in_order(oracle.model.state_dict()))
             check_same(f"{saver} into {loader}: state", target.gather(None, "name")["state"], oracle.by_name())
 
@@ -123,13 +137,13 @@ class OneProcessTest(unittest.TestCase):
 
     def check_back(self, path: Path, model: Tied, **options: Any) -> None:
         target, optim = stepped(1, 0)
-        fsdp_optim.load(path, target, optim, check="bitwise", **options)
+        fsdp_optim.load(path, target, optim, **as_options(fsdp_optim.LoadOptions, **options, compare=True))
         check_same("weights", dict(target.state_dict()), dict(model.state_dict()))
 
     def test_tied_weights_buffers_and_values_of_modules(self) -> None:
         model, optim = stepped()
         model.counter = 5
-        fsdp_optim.save(self.folder / "a", model, optim, rename={"": "model."})
+        fsdp_optim.save(self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(rename={"": "model."}))
         self.assertEqual(
             set(load_file(self.folder / "a" / "model.safetensors")),
             {f"model.{name}" for name in model.state_dict()} - {"model.head.weight", "model._extra_state"},
@@ -143,14 +157,16 @@ class OneProcessTest(unittest.TestCase):
     def test_names_of_one_tied_weight_may_fall_together(self) -> None:
         model, optim = stepped()
         rename = {"head.": "embed."}
-        fsdp_optim.save(self.folder / "a", model, optim, rename=rename)
+        fsdp_optim.save(self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(rename=rename))
         self.assertEqual(fsdp_optim.inspect(self.folder / "a").aliases, {})
         self.check_back(self.folder / "a", model)
 
     @parameterized.expand([("dcp", "model."), ("torchtitan", "")])
     def test_folders_of_torch(self, format: str, prefix: str) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.folder / "a", model, optim, rename={"embed.": "tok."}, format=format)
+        fsdp_optim.save(
+            self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(rename={"embed.": "tok."}), format=format
+        )
         keys = set(FileSystemReader(self.folder / "a").read_metadata().state_dict_metadata)
         self.assertTrue({f"{prefix}tok.weight", "optimizer.state.tok.weight.exp_avg"} <= keys, keys)
         self.assertFalse([key for key in keys if "embed" in key])
@@ -161,11 +177,24 @@ class OneProcessTest(unittest.TestCase):
         """The optimizer has parameters whose weights, and so whose names, the files of the weights do not have."""
         model, optim = stepped()
         model.norm.requires_grad_(False)
-        fsdp_optim.save(self.folder / "a", model, optim, rename={"": "model."}, weights=which, format=format)
+        fsdp_optim.save(
+            self.folder / "a",
+            model,
+            optim,
+            options=fsdp_optim.SaveOptions(rename={"": "model."}),
+            weights=which,
+            format=format,
+        )
         target, target_optim = stepped(1)
         target.norm.requires_grad_(False)
         embed = target.embed.weight.detach().clone()
-        fsdp_optim.load(self.folder / "a", target, target_optim, rename={"model.": ""}, weights=which)
+        fsdp_optim.load(
+            self.folder / "a",
+            target,
+            target_optim,
+            options=fsdp_optim.LoadOptions(rename={"model.": ""}),
+            weights=which,
+        )
         check_same(
             "embed", target.embed.weight.detach(), model.embed.weight.detach() if which == "trainable" else embed
         )
@@ -185,14 +214,16 @@ class OneProcessTest(unittest.TestCase):
             ({"norm.bias": 3}, "rename must map beginnings of names to others"),
             ("model.", "rename must be a function or None, not 'model.'"),
         ):
-            save = partial(fsdp_optim.save, self.folder / "a", model, optim, rename=rename)
+            save = partial(
+                fsdp_optim.save, self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(rename=rename)
+            )
             self.assertIn(said, error_text(save)[1])
             self.assertFalse((self.folder / "a").exists())
         check_same("nothing is changed", (model.state_dict(), optim.state_dict()), before)
 
     def test_a_load_without_the_way_back_is_refused(self) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.folder / "a", model, optim, rename={"": "model."})
+        fsdp_optim.save(self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(rename={"": "model."}))
         text = error_text(partial(fsdp_optim.load, self.folder / "a", *stepped(1)))[1]
         self.assertIn("embed.weight: the model has it, the checkpoint does not", text)
         self.assertIn("model.embed.weight: the checkpoint has it, the model does not", text)
@@ -207,7 +238,11 @@ def disagree(folder: str) -> list[tuple[str, str]]:
         is_odd = dist.get_rank() == odd
         for mine in ({"": "other."}, None, lambda name: 1 / 0):
             rename: Any = mine if is_odd else {"": "model."}
-            heard.append(error_text(partial(fsdp_optim.save, folder, model, optim, rename=rename)))
+            heard.append(
+                error_text(
+                    partial(fsdp_optim.save, folder, model, optim, options=fsdp_optim.SaveOptions(rename=rename))
+                )
+            )
     return heard
 
 

@@ -14,6 +14,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from kit.compare import Differs, check_same, error_text
+from kit.options import as_options
 from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
@@ -70,7 +71,7 @@ def plain(value: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def gather(model: nn.Module, optim: Any, **more: Any) -> dict[str, Any] | None:
     return fsdp_optim.gather_full_optim_state_dict(
-        model, optim, 0, key_by="name", process_group=dist.group.WORLD, **more
+        model, optim, 0, key_by="name", **as_options(fsdp_optim.CallOptions, **more, process_group=dist.group.WORLD)
     )
 
 
@@ -149,15 +150,25 @@ def norm_beside_tensor_parallel() -> None:
     check_told(error_text(lambda: gather(model, optim)), "norm.weight", "on_replica_mismatch='lowest_rank'")
     taken = {"on_replica_mismatch": "lowest_rank"}
     found: list[Any] = [gather(model, optim, **taken)]
-    for full in (fsdp_optim.gather_full_optim_state_dict(model, optim, None, key_by="name", **taken),):
+    for full in (
+        fsdp_optim.gather_full_optim_state_dict(
+            model, optim, None, key_by="name", **as_options(fsdp_optim.CallOptions, **taken)
+        ),
+    ):
         found.append(full)
-    found.append({"state": dict(fsdp_optim.iter_full_optim_state(model, optim, None, **taken))})
+    found.append(
+        {
+            "state": dict(
+                fsdp_optim.iter_full_optim_state(model, optim, None, **as_options(fsdp_optim.CallOptions, **taken))
+            )
+        }
+    )
     for full in found:
         if full is not None:
             check_same("the lowest rank's", full["state"]["norm.weight"]["exp_avg"], lowest[1])
             check_same("the one that is cut", full["state"]["cut.weight"]["exp_avg"].shape, torch.Size([4, 4]))
     other = torch.optim.Adam(model.parameters())
-    fsdp_optim.transfer_optim_state(model, optim, model, other, **taken)
+    fsdp_optim.transfer_optim_state(model, optim, model, other, **as_options(fsdp_optim.CallOptions, **taken))
     check_same("transferred", other.state[norm]["exp_avg"], lowest[1])
     # the scalar of a replica
     optim.state[norm]["step"] += rank
@@ -173,11 +184,18 @@ def save_replicas(folder: str) -> None:
     model, optim = plain(torch.full((2, 7), 1.0 + rank))
     optim.state[model.bias]["momentum_buffer"] += rank
     more = {"process_group": dist.group.WORLD}
-    check_told(error_text(lambda: fsdp_optim.save(f"{folder}/no", model, optim, **more)), "lowest_rank")
-    fsdp_optim.save(f"{folder}/a", model, optim, on_replica_mismatch="lowest_rank", **more)
-    fsdp_optim.async_save(f"{folder}/b", model, optim, on_replica_mismatch="lowest_rank", **more).wait()
+    check_told(
+        error_text(lambda: fsdp_optim.save(f"{folder}/no", model, optim, **as_options(fsdp_optim.SaveOptions, **more))),
+        "lowest_rank",
+    )
+    fsdp_optim.save(
+        f"{folder}/a", model, optim, **as_options(fsdp_optim.SaveOptions, **more, on_replica_mismatch="lowest_rank")
+    )
+    fsdp_optim.async_save(
+        f"{folder}/b", model, optim, **as_options(fsdp_optim.SaveOptions, **more, on_replica_mismatch="lowest_rank")
+    ).wait()
     for name in ("a", "b"):
-        fsdp_optim.load(f"{folder}/{name}", model, optim, **more)
+        fsdp_optim.load(f"{folder}/{name}", model, optim, **as_options(fsdp_optim.LoadOptions, **more))
         check_same(name, optim.state[model.bias]["momentum_buffer"], torch.ones(2))
         check_same(name, optim.state[model.weight]["blocks"], torch.full((2, 7), 1.0))
     wrong = error_text(lambda: gather(model, optim, on_replica_mismatch="first"))

@@ -102,11 +102,11 @@ def differ(folder: str, wrapper: str, what: str, rank: int) -> list[tuple[str, s
         told = [error_text(way) for way in ways(path, target)]
         check_same("nothing is written", [*Path(folder).iterdir()], [])
         for way, more in zip(ways(path, target), ({}, {"overwrite": True}), strict=True):
-            done = way(on_replica_mismatch="lowest_rank", **more)
+            done = way(options=fsdp_optim.SaveOptions(on_replica_mismatch="lowest_rank"), **more)
             if hasattr(done, "wait"):
                 done.wait()
             check_same("nothing is changed", tensor, had)
-        fsdp_optim.load(path, target.model, target.optim, check="bitwise")
+        fsdp_optim.load(path, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True))
         step = RANKS - 1 - partner  # between two that hold the same
         holders = tuple(one for one in (dist.get_rank(), dist.get_rank() ^ step))
         check_same("the lowest rank's", CHANGED[what][0](target), of_lowest(had, holders))
@@ -132,12 +132,16 @@ def large(folder: str) -> None:
     for kind in ("save", "async_save"):
         path = Path(folder, kind)
         check_told(error_text(lambda path=path: fsdp_optim.save(path, model, optim)), "weight", "rank 0 and rank 2")
-        done = getattr(fsdp_optim, kind)(path, model, optim, on_replica_mismatch="lowest_rank")
+        done = getattr(fsdp_optim, kind)(
+            path, model, optim, options=fsdp_optim.SaveOptions(on_replica_mismatch="lowest_rank")
+        )
         if kind == "async_save":
             done.wait()
         plain = nn.Linear(SIDE, SIDE, bias=False)
         other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-        fsdp_optim.load(path, plain, other, process_group=dist.group.WORLD, check="bitwise")
+        fsdp_optim.load(
+            path, plain, other, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD, compare=True)
+        )
         wanted = torch.cat([torch.zeros(SIDE // 2, SIDE), torch.ones(SIDE // 2, SIDE)])
         check_same("the lowest ranks'", plain.weight.detach(), wanted)
         check_same("their moments", other.state[plain.weight]["momentum_buffer"], wanted)
@@ -195,10 +199,10 @@ def values_of_all_kinds(folder: str) -> None:
         check_same(f"{what}: refused, {told[1]}", bool(told[0]), differs)
         if differs:
             check_told(told, "StateError", "weight", "its", "rank 0", "lowest_rank")
-            fsdp_optim.save(path, model, optim, on_replica_mismatch="lowest_rank")
+            fsdp_optim.save(path, model, optim, options=fsdp_optim.SaveOptions(on_replica_mismatch="lowest_rank"))
         had = local_of(optim.state[model.weight]["its"]).clone()
         optim.state[model.weight]["its"] = value(99, model.weight.device_mesh)
-        fsdp_optim.load(path, model, optim, check="bitwise")
+        fsdp_optim.load(path, model, optim, options=fsdp_optim.LoadOptions(compare=True))
         got = optim.state[model.weight]["its"]
         numbers = {float(one) for one in local_of(got).flatten()}
         mine = value(dist.get_rank(), model.weight.device_mesh)
@@ -238,7 +242,7 @@ def save_with_padding(folder: str) -> None:
 def watch(folder: str) -> dict[str, Any]:
     """The digests of shards that this rank sends, those that it reads, and how often all reports travel."""
     found: dict[str, Any] = {"told": [], "read": [], "exchanged": 0}
-    real_tell, real_exchange = replicas.tell, replicas.exchange_reports
+    real_tell, real_exchange = replicas.all_gather_bytes, replicas.exchange_reports
 
     def tell(group: Any, step: str, content: bytes, **more: Any) -> Any:
         found["told"].append(len(content))

@@ -17,6 +17,7 @@ from kit.checkpoint_damage import flip_a_weight, garble, shorten
 from kit.checkpoints import before_writes
 from kit.compare import check_same, refused
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
@@ -45,12 +46,12 @@ class ResumeTest(CatalogTest):
 
     def resumed(self, **options: Any) -> tuple[Any, float]:
         model = filled(-1)
-        restored = fsdp_optim.resume(self.root, model, **options)
+        restored = fsdp_optim.resume(self.root, model, **as_options(fsdp_optim.LoadOptions, **options))
         return restored, float(model.weight.detach()[0, 0])
 
     def test_the_newest_is_loaded(self) -> None:
         restored, value = self.resumed()
-        self.assertEqual((restored.summary.step, value), (10, 10.0))
+        self.assertEqual((restored.step, value), (10, 10.0))
 
     def test_nothing_there_is_none(self) -> None:
         shutil.rmtree(self.root)
@@ -74,7 +75,7 @@ class ResumeTest(CatalogTest):
         self.assertEqual(float(model.weight.detach()[0, 0]), -1.0)
         with self.assertLogs(LOG, "WARNING") as logs:
             restored, value = self.resumed(on_damage="previous")
-        self.assertEqual((restored.summary.step, value), (5, 5.0))
+        self.assertEqual((restored.step, value), (5, 5.0))
         self.assertIn("step-10 cannot be loaded, and the one before it is taken", "\n".join(logs.output))
 
     @parameterized.expand(DAMAGES)
@@ -158,12 +159,12 @@ class CheckpointsTest(CatalogTest):
         model = nn.Linear(3, 2)
         refused(lambda: fsdp_optim.resume(root, model), CheckpointError, "step-10", "step-5")
         restored = fsdp_optim.resume(root, model, on_damage="previous")
-        self.assertEqual(restored.summary.step if restored is not None else None, 5)
+        self.assertEqual(restored.step if restored is not None else None, 5)
 
 
 class WaitTest(CatalogTest):
     def test_it_waits_and_raises_once(self) -> None:
-        fsdp_optim.wait()
+        fsdp_optim.wait_for_saves()
         gate = threading.Event()
 
         def hold(file: Any) -> None:
@@ -173,10 +174,10 @@ class WaitTest(CatalogTest):
         model = nn.Linear(3, 2)
         with before_writes(hold):
             fsdp_optim.async_save(self.root / "one", model)
-            refused(lambda: fsdp_optim.wait(0.05), RankTimeoutError, "one", "did not end within 0.05 s")
+            refused(lambda: fsdp_optim.wait_for_saves(0.05), RankTimeoutError, "one", "did not end within 0.05 s")
             self.assertIsNone(fsdp_optim.latest(self.root))
             gate.set()
-            fsdp_optim.wait()
+            fsdp_optim.wait_for_saves()
         self.assertIsNotNone(fsdp_optim.latest(self.root))
 
     def test_a_failure(self) -> None:
@@ -186,8 +187,8 @@ class WaitTest(CatalogTest):
 
         with before_writes(fail):
             fsdp_optim.async_save(self.root / "one", nn.Linear(3, 2))
-            refused(fsdp_optim.wait, CheckpointError, "No space left on device")
-        fsdp_optim.wait()
+            refused(fsdp_optim.wait_for_saves, CheckpointError, "No space left on device")
+        fsdp_optim.wait_for_saves()
 
 
 # ------------------------------------------------------------------------------------------ ranks
@@ -198,7 +199,13 @@ def resume_on_ranks(root: Path) -> None:
     rank = dist.get_rank()
     for step in (5, 10):
         trained = Trained("FSDP2", adam, step // 5)
-        fsdp_optim.save(root / f"step-{step}", trained.model, trained.optim, step=step, durable=False)
+        fsdp_optim.save(
+            root / f"step-{step}",
+            trained.model,
+            trained.optim,
+            step=step,
+            options=fsdp_optim.SaveOptions(durable=False),
+        )
     wanted = trained.gather(None)
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +215,7 @@ def resume_on_ranks(root: Path) -> None:
             restored = fsdp_optim.resume(root.name, target.model, target.optim)
         finally:
             os.chdir(before)
-    check_same("step", restored.summary.step if restored is not None else None, 10)
+    check_same("step", restored.step if restored is not None else None, 10)
     check_same("state", target.gather(None)["state"], wanted["state"])
     dist.barrier()
     if rank == 1:
@@ -218,7 +225,7 @@ def resume_on_ranks(root: Path) -> None:
         lambda: fsdp_optim.resume(root, target.model, target.optim), CheckpointError, "step-10, the newest checkpoint"
     )
     restored = fsdp_optim.resume(root, target.model, target.optim, on_damage="previous")
-    check_same("step", restored.summary.step if restored is not None else None, 5)
+    check_same("step", restored.step if restored is not None else None, 5)
     on_damage: Any = "error" if rank else "previous"
     refused(
         lambda: fsdp_optim.resume(root, target.model, target.optim, on_damage=on_damage), fsdp_optim.RankError, "resume"

@@ -58,7 +58,7 @@ class ResumeTest(CatalogTest):
             self.assertEqual(float(model.weight.detach()[0, 0]), -1.0)
             with self.assertLogs(LOG, "WARNING"):
                 restored = fsdp_optim.resume(self.root, model, on_damage="previous")
-            self.assertEqual(restored.summary.step if restored is not None else None, 5)
+            self.assertEqual(restored.step if restored is not None else None, 5)
             found = [(Path(one.path).name, one.complete) for one in fsdp_optim.checkpoints(self.root)]
             self.assertEqual(found, [("step-10", False), ("step-5", True)])
             with self.assertLogs(LOG, "WARNING") as logs:
@@ -82,14 +82,14 @@ class ResumeTest(CatalogTest):
     def test_an_older_one_is_nobodys_business(self, _: str, trouble: Any, __: str) -> None:
         with trouble(self.root / "step-5"):
             restored = fsdp_optim.resume(self.root, filled(0))
-        self.assertEqual(restored.summary.step if restored is not None else None, 10)
+        self.assertEqual(restored.step if restored is not None else None, 10)
 
     def test_a_folder_of_another_name_is_no_checkpoint(self) -> None:
         for name in ("lost+found", "private", ".cache"):
             (self.root / name).mkdir()
         with unreadable("lost+found", "private", ".cache"):
             restored = fsdp_optim.resume(self.root, filled(0))
-            self.assertEqual(restored.summary.step if restored is not None else None, 10)
+            self.assertEqual(restored.step if restored is not None else None, 10)
             self.assertEqual(len(fsdp_optim.checkpoints(self.root)), 2)
 
     def test_one_whose_name_is_like_the_others(self) -> None:
@@ -104,7 +104,7 @@ class ResumeTest(CatalogTest):
         (self.root / "step-30").mkdir()
         (self.root / "step-30" / "notes.txt").write_text("mine")
         restored = fsdp_optim.resume(self.root, filled(0))
-        self.assertEqual(restored.summary.step if restored is not None else None, 10)
+        self.assertEqual(restored.step if restored is not None else None, 10)
 
     def test_a_save_replaces_what_has_lost_its_manifest(self) -> None:
         (self.root / "step-10" / MANIFEST).unlink()
@@ -254,7 +254,7 @@ class BucketTest(CatalogTest):
             "step-5",
         )
         restored = fsdp_optim.resume(self.url, filled(0), on_damage="previous")
-        self.assertEqual(restored.summary.step if restored is not None else None, 5)
+        self.assertEqual(restored.step if restored is not None else None, 5)
         save(f"{self.url}/step-10", filled(11), weights_only=True, step=10)  # type: ignore[arg-type]
         model = filled(0)
         fsdp_optim.resume(self.url, model)
@@ -272,7 +272,7 @@ def resume_on_ranks(root: Path) -> None:
     words = ("step-10, the newest checkpoint, cannot be loaded", "is missing")
     refused(lambda: fsdp_optim.resume(root, model), CheckpointError, *words)
     restored = fsdp_optim.resume(root, model, on_damage="previous")
-    check_same("step", restored.summary.step if restored is not None else None, 5)
+    check_same("step", restored.step if restored is not None else None, 5)
     check_same("value", float(model.weight.detach()[0, 0]), 5.0)
     logging.getLogger(LOG).info("resumed")
 

@@ -47,6 +47,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_optim
+import fsdp_optim.fairscale
 from fsdp_optim.storage.posix import writer
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
@@ -179,7 +180,7 @@ class StatesTest(InFolder):
         run_on_ranks(save_trained, size, self.path, "FSDP1 flat", kwargs, strategy=strategy, durable=True)
         check_files(self.path, oracle_after(STEPS))
         check_groups(self.path, oracle_after(STEPS))
-        run_on_ranks(load_trained, 2, self.path, "FSDP2", kwargs, check="bitwise")
+        run_on_ranks(load_trained, 2, self.path, "FSDP2", kwargs, compare=True)
 
     @parameterized.expand((("small buckets", {"bucket_nbytes": 4096}), ("no checksums", {"checksums": False})))
     def test_option(self, _: str, options: dict[str, Any]) -> None:
@@ -196,7 +197,7 @@ class StatesTest(InFolder):
             run_on_ranks(save_with_few_open, 2, self.path, kwargs, durable)
             check_files(self.path, oracle_after(STEPS))
             self.assertGreater(len(list(self.path.glob("*.safetensors"))), 8)
-        run_on_ranks(load_trained, 3, self.path, "FSDP2", kwargs, check="bitwise")
+        run_on_ranks(load_trained, 3, self.path, "FSDP2", kwargs, compare=True)
 
     def test_several_files(self) -> None:
         kwargs = {"model": Whole, "make": OfModel(two_groups)}
@@ -241,7 +242,9 @@ def load_blockwise(path: Path, wrapper: str) -> tuple[str, str]:
 @fairscale_on_cpu()
 def save_experts(path: Path, distribution: Distribution) -> None:
     model, optim, _ = with_experts(distribution[dist.get_rank()])
-    fsdp_optim.save(path, model, optim, name_of=name_of_experts(distribution), progress=False)
+    fsdp_optim.save(
+        path, model, optim, options=fsdp_optim.SaveOptions(name_of=name_of_experts(distribution), progress=False)
+    )
 
 
 @fairscale_on_cpu()
@@ -251,10 +254,14 @@ def load_experts(path: Path, distribution: Distribution) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(-3)
-    fsdp_optim.load(path, model, optim, name_of=name_of, progress=False, check="bitwise")
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", collect="all", name_of=name_of)
+    fsdp_optim.load(path, model, optim, options=fsdp_optim.LoadOptions(name_of=name_of, progress=False, compare=True))
+    full = fsdp_optim.fairscale.gather_full_optim_state_dict(
+        model, optim, None, "name", collect="all", options=fsdp_optim.CallOptions(name_of=name_of)
+    )
     check_same("state", in_order(full["state"]), in_order(state_by_name(*plain_experts(3))))
-    fsdp_optim.save(path.parent / "again", model, optim, name_of=name_of, progress=False)
+    fsdp_optim.save(
+        path.parent / "again", model, optim, options=fsdp_optim.SaveOptions(name_of=name_of, progress=False)
+    )
 
 
 class WithOffset(Net):
@@ -285,13 +292,15 @@ def trip_on_last_two(path: Path) -> None:
         scramble(target)
         restored = load(path, target)
         check_same("restored", mine(target), mine(trained))
-        check_same("of this rank", dict(restored.per_rank), {"rank": dist.get_rank()})
+        check_same("of this rank", restored.state["rank"], dist.get_rank())
 
 
 def save_weights(path: Path, wrapper: str) -> None:
     with cpu():
         trained = Trained(wrapper, model=Whole)
-        fsdp_optim.save(path, trained.model, process_group=trained.process_group, progress=False)
+        fsdp_optim.save(
+            path, trained.model, options=fsdp_optim.SaveOptions(process_group=trained.process_group, progress=False)
+        )
 
 
 def load_weights(path: Path, wrapper: str) -> tuple[str, str]:
@@ -304,7 +313,9 @@ def load_weights(path: Path, wrapper: str) -> tuple[str, str]:
             error = error_text(lambda: load(path, target))
             check_same("after the refusal", everything(target), before)
         state = mine(target)["state"]
-        fsdp_optim.load(path, target.model, process_group=target.process_group, progress=False)
+        fsdp_optim.load(
+            path, target.model, options=fsdp_optim.LoadOptions(process_group=target.process_group, progress=False)
+        )
         got, wanted = mine(target), mine(alike)
         check_same("parameters", got["values"], wanted["values"])
         check_same("buffers", got["buffers"], wanted["buffers"])

@@ -13,6 +13,7 @@ from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.installed import installed as installed_format
 from kit.installed import nothing_asked_for
+from kit.options import as_options, state_for
 from kit.raw_format import INDEX, RAW, encoded_index, index_in
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -21,11 +22,13 @@ from xxhash import xxh3_64_intdigest
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
+from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
+from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.offline.convert import convert
-from fsdp_optim.options import ConvertOptions, LoadOptions, Options, SaveOptions
 from fsdp_optim.registry import FORMATS
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import run_on_ranks
@@ -43,11 +46,13 @@ def save_all(root: Path) -> None:
         with cpu():
             one = Trained(wrapper, adam)
             rank = torch.distributed.get_rank()
-            options = SaveOptions(Options(), extra=extra(), per_rank_extra=rank, step=7, durable=False)
+            options = SaveArguments(state=RunState(state_for(extra(), rank)), step=7, durable=False)
             save.save(root / f"raw-{wrapper}", one.model, one.optim, options, RAW)
             background.async_save(root / f"async-{wrapper}", one.model, one.optim, options, RAW).wait()
             mine: dict[str, Any] = {"extra": extra(), "per_rank_extra": rank, "step": 7, "durable": False}
-            fsdp_optim.save(root / f"ours-{wrapper}", one.model, one.optim, **mine)
+            fsdp_optim.save(
+                root / f"ours-{wrapper}", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **mine)
+            )
 
 
 def load_all(root: Path, names: tuple[str, ...], installed: bool) -> None:
@@ -55,13 +60,13 @@ def load_all(root: Path, names: tuple[str, ...], installed: bool) -> None:
     for wrapper, name in zip(reversed(WRAPPERS), names, strict=True):
         with cpu(), installed_format(FORMATS, raw="kit.raw_format:RAW"):
             one, wanted = Trained(wrapper, adam, 0), Trained(wrapper, adam)
-            options = LoadOptions(Options(), check="bitwise")
+            options = LoadArguments(compare=True)
             format = None if installed else RAW
             restored = restore.restore(root / name, one.model, one.optim, options, format)
             check_same(name, one.gather(None), wanted.gather(None))
-            check_same("extra", dict(restored), extra())
-            check_same("the rest", (restored.summary.step, restored.summary.world_size), (7, 2))
-            check_same("of all ranks", restored.all_ranks, (0, 1))
+            check_same("extra", {name: restored.state[name] for name in extra()}, extra())
+            check_same("the rest", (restored.step, restored.world_size), (7, 2))
+            check_same("of all ranks", restored.all_ranks, ({"per_rank_extra": 0}, {"per_rank_extra": 1}))
 
 
 class SecondFormatTest(SharedFolder):
@@ -78,7 +83,7 @@ class SecondFormatTest(SharedFolder):
         """From ours to the second one and back: the same tensors, extras and description, and it is loaded."""
         for wrapper in WRAPPERS:
             ours, there, back = (self.root / f"{name}-{wrapper}" for name in ("ours", "there", "back"))
-            options = ConvertOptions(Options(), durable=False)
+            options = ConvertArguments(durable=False)
             convert(ours, there, options, target_format=RAW)
             convert(there, back, options, source_format=RAW)
             check_folder(back)
@@ -99,7 +104,7 @@ class SecondFormatTest(SharedFolder):
         run_on_ranks(load_all, 2, self.root, ("chunks-FSDP2", "chunks-FSDP1 flat"), False)
         with cpu():
             target = self.root / "from chunks"
-            options = ConvertOptions(Options(), durable=False)
+            options = ConvertArguments(durable=False)
             convert(self.root / "chunks-FSDP2", target, options, source_format=RAW)
             check_same("state", tensors_of(target, "optim"), tensors_of(self.root / "ours-FSDP2", "optim"))
 
@@ -121,8 +126,8 @@ class SecondFormatTest(SharedFolder):
         """Formats do not know stores: in memory, in parts, it is written and read alike."""
         store = ObjectStore(MemoryBucket(), "run/step-1", RAW.probe, part_nbytes=100)
         one, other = Trained("plain", adam), Trained("plain", adam, 0)
-        save.save(store, one.model, one.optim, SaveOptions(Options(), durable=False), RAW)
-        restore.restore(store, other.model, other.optim, LoadOptions(Options()), RAW)
+        save.save(store, one.model, one.optim, SaveArguments(durable=False), RAW)
+        restore.restore(store, other.model, other.optim, LoadArguments(), RAW)
         check_same("loaded", other.gather(None), one.gather(None))
 
     def test_damage_is_refused_by_load(self) -> None:
@@ -134,7 +139,7 @@ class SecondFormatTest(SharedFolder):
         file.write_bytes(file.read_bytes()[:-1] + b"\xff")
         one = Trained("plain", adam, 0)
         with self.assertRaisesRegex(CheckpointError, "model-00000.raw"):
-            restore.restore(target, one.model, one.optim, LoadOptions(Options()), RAW)
+            restore.restore(target, one.model, one.optim, LoadArguments(), RAW)
 
 
 def cut_in_three(source: Path, target: Path) -> None:

@@ -22,6 +22,7 @@ from kit.checkpoints import InFolder, Whole, check_files, load, mine, oracle_aft
 from kit.compare import check_refused, check_same, error_text
 from kit.managed import Run, closing_all, steps_in
 from kit.optimizers import OfModel, two_groups
+from kit.options import as_options
 from kit.trained import STEPS, Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -86,7 +87,9 @@ def save_here(path: Path, in_background: bool, trained: Trained | None = None, *
     trained = trained or Trained("FSDP2", **KWARGS)
     if in_background:
         options = {"durable": False, "progress": False, **options}
-        return fsdp_optim.async_save(path, trained.model, trained.optim, **options).wait(60)
+        return fsdp_optim.async_save(
+            path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options)
+        ).wait(60)
     return save(path, trained, **options)
 
 

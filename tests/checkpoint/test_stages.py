@@ -127,7 +127,7 @@ def loaded(kind: str, folder: str) -> None:
     for stage in target.model:
         for buffer in stage.buffers():
             buffer.zero_()
-    fsdp_optim.load(f"{folder}/step", target.model, target.optim, check="bitwise")
+    fsdp_optim.load(f"{folder}/step", target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True))
     check_same("weights", weights_here(target), weights_here(wanted))
     buffers = [[*stage.buffers()] for stage in target.model]
     check_same("buffers", buffers, [[*stage.buffers()] for stage in wanted.model])
@@ -179,7 +179,9 @@ def by_schedule(folder: str, virtual: int, last: int) -> int:
         schedule = ScheduleInterleaved1F1B(parts, MICROBATCHES, loss_fn=loss_of)
     else:
         schedule = Schedule1F1B(parts[0], MICROBATCHES, loss_fn=loss_of)
-    with fsdp_optim.CheckpointManager(folder, stages, optims, every=2, signals=()) as manager:
+    with fsdp_optim.CheckpointManager(
+        folder, stages, optims, every=2, options=fsdp_optim.ManagerOptions(signals=())
+    ) as manager:
         first = manager.resume()
         for step in range(first, last):
             tokens, target = batch_of(step)
@@ -216,9 +218,19 @@ def tied(folder: str) -> None:
     if rank == 1:
         with torch.no_grad():
             trained.model[0].head.weight.copy_(shared)
-    errors = [error_text(partial(fsdp_optim.save, f"{folder}/differ", trained.model, trained.optim, name_of=name_of))]
-    fsdp_optim.save(f"{folder}/step", trained.model, name_of=name_of)
-    fsdp_optim.load(f"{folder}/step", target.model, name_of=name_of)
+    errors = [
+        error_text(
+            partial(
+                fsdp_optim.save,
+                f"{folder}/differ",
+                trained.model,
+                trained.optim,
+                options=fsdp_optim.SaveOptions(name_of=name_of),
+            )
+        )
+    ]
+    fsdp_optim.save(f"{folder}/step", trained.model, options=fsdp_optim.SaveOptions(name_of=name_of))
+    fsdp_optim.load(f"{folder}/step", target.model, options=fsdp_optim.LoadOptions(name_of=name_of))
     check_same("loaded into both", weights_here(target), weights_here(trained))
     check_refused("their state", errors, "StateError", "embed.weight", "rank 0", "rank 1")
 
@@ -243,7 +255,7 @@ def mistakes() -> dict[str, tuple[str, str]]:
     full = gather(stages, optim, None, "name")
     del full["state"]["layers.0.up.weight"]
     full["param_groups"][0]["params"].remove("layers.0.up.weight")
-    shard = fsdp_optim.get_shard_from_optim_state_dict
+    shard = fsdp_optim.reshard_optim_state_dict
     found["a parameter less"] = error_text(partial(shard, stages, optim, full if rank else {}))
     found["a parameter less on all"] = error_text(partial(shard, stages, optim, full))
     if rank == 0:
@@ -306,7 +318,7 @@ class StagesTest(InFolder):
         plain = whole_oracle(0)
         with torch.no_grad():
             plain.model.angles.zero_()
-        fsdp_optim.load(self.root / kind, plain.model, plain.optim, check="bitwise")
+        fsdp_optim.load(self.root / kind, plain.model, plain.optim, options=fsdp_optim.LoadOptions(compare=True))
         check_same("unpipelined", plain.model.state_dict(), further.model.state_dict())
         check_same("its state", plain.by_name(), further.by_name())
 

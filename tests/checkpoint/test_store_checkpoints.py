@@ -19,6 +19,7 @@ from kit.cases import expand
 from kit.checkpoint_format import MANIFEST
 from kit.checkpoints import everything, mine, scramble
 from kit.compare import Differs, check_same, error_text
+from kit.options import state_for
 from kit.retention import save_managed
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -27,12 +28,13 @@ from parameterized import parameterized
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
+from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import run_on_ranks
 
@@ -41,22 +43,29 @@ PART_NBYTES = 1000
 WRAPS = ("fairscale flat", "FSDP1 orig", "FSDP2", "DDP")
 
 
-def call_of(trained: Trained) -> Options:
-    return Options(process_group=trained.process_group)
+def arguments_of(trained: Trained, **options: Any) -> SaveArguments:
+    """The arguments of a save. `extra`, `per_rank_extra`: values of all ranks, and of each."""
+    state = RunState(state_for(options.pop("extra", None), options.pop("per_rank_extra", None)) or None)
+    return SaveArguments(
+        **{"process_group": trained.process_group, "durable": False, "progress": False, "state": state, **options}
+    )
 
 
 def save_to(store: Store, trained: Trained, **options: Any) -> Any:
-    given = SaveOptions(call_of(trained), durable=False, progress=False)
-    return save(store, trained.model, trained.optim, SaveOptions(**{**vars(given), **options}))
+    return save(store, trained.model, trained.optim, arguments_of(trained, **options))
 
 
 def save_in_background(store: Store, trained: Trained, **options: Any) -> Any:
-    given = SaveOptions(call_of(trained), durable=False, progress=False)
-    return async_save(store, trained.model, trained.optim, SaveOptions(**{**vars(given), **options}))
+    return async_save(store, trained.model, trained.optim, arguments_of(trained, **options))
 
 
 def load_from(store: Store, trained: Trained, **options: Any) -> Any:
-    return restore(store, trained.model, trained.optim, LoadOptions(call_of(trained), progress=False, **options))
+    return restore(
+        store,
+        trained.model,
+        trained.optim,
+        LoadArguments(process_group=trained.process_group, progress=False, **options),
+    )
 
 
 def store_in(memory: Any, prefix: str, by_many: bool = True) -> ObjectStore:
@@ -80,7 +89,7 @@ class InOneProcessTest(unittest.TestCase):
     def check_loads(self, store: Store, **options: Any) -> Any:
         other = Trained("plain", steps=0)
         scramble(other)
-        restored = load_from(store, other, check="bitwise", **options)
+        restored = load_from(store, other, compare=True, **options)
         check_same("loaded", mine(other), mine(self.trained))
         return restored
 
@@ -90,9 +99,11 @@ class InOneProcessTest(unittest.TestCase):
         extra = {"step": 7, "tensor": torch.arange(3)}
         save_to(store, self.trained, max_file_size=max_file_size, extra=extra, per_rank_extra=[1.5], step=3)
         restored = self.check_loads(self.store())
-        check_same("extra", dict(restored), extra)
-        check_same("per rank", (restored.per_rank, restored.all_ranks), ([1.5], ([1.5],)))
-        check_same("step", restored.summary.step, 3)
+        check_same("extra", dict(restored.state), extra)
+        check_same(
+            "per rank", (restored.state["per_rank_extra"], restored.all_ranks), ([1.5], ({"per_rank_extra": [1.5]},))
+        )
+        check_same("step", restored.step, 3)
         files = [name for name in self.files(store) if name.startswith("model")]
         self.assertEqual(len(files) > 3, max_file_size < 1000, files)
 
@@ -112,9 +123,8 @@ class InOneProcessTest(unittest.TestCase):
                 Path(folder, "step-1"),
                 self.trained.model,
                 self.trained.optim,
-                max_file_size=max_file_size,
-                extra={"a": 1},
-                durable=False,
+                options=fsdp_optim.SaveOptions(max_file_size=max_file_size, durable=False),
+                state={"a": 1},
             )
             path = Path(folder, "step-1")
             expected = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
@@ -309,9 +319,10 @@ def load_on_ranks(address: Any, key: bytes) -> None:
         for source, wrap in zip(WRAPS, (*WRAPS[1:], WRAPS[0]), strict=True):
             expected, other = Trained(wrap), Trained(wrap, steps=0)
             scramble(other)
-            restored = load_from(store_in(bucket, f"run/{source}"), other, check="bitwise")
+            restored = load_from(store_in(bucket, f"run/{source}"), other, compare=True)
             check_same(f"{source} into {wrap}", mine(other), mine(expected))
-            check_same("per rank", restored.per_rank, min(dist.get_rank(), 2))
+            is_new = dist.get_rank() > 2
+            check_same("per rank", restored.state.get("per_rank_extra"), None if is_new else dist.get_rank())
 
 
 def one_rank_fails(address: Any, key: bytes, victim: int) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from kit.compare import check_same
 from kit.models import Net
+from kit.options import as_options
 from kit.torch_limits import NO_FORWARD
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -68,9 +69,9 @@ def stop_and_resume(folder: Path, kind: str) -> dict[str, Any]:
         model, optim = made(kind, 0)
         train(model, optim, 0, 3)
         saved = state_of(model, optim)
-        fsdp_optim.save(folder, model, optim, step=3, **options)
+        fsdp_optim.save(folder, model, optim, step=3, **as_options(fsdp_optim.SaveOptions, **options))
         model, optim = made(kind, 1)
-        fsdp_optim.load(folder, model, optim, progress=False)
+        fsdp_optim.load(folder, model, optim, options=fsdp_optim.LoadOptions(progress=False))
         check_same("loaded", state_of(model, optim), saved)
         check_same("losses", train(model, optim, 3, 5), losses[3:])
         check_same("trained on", state_of(model, optim), whole)
@@ -80,7 +81,7 @@ def stop_and_resume(folder: Path, kind: str) -> dict[str, Any]:
 def loaded(folder: Path, kind: str) -> dict[str, Any]:
     with cpu():
         model, optim = made(kind, 2)
-        fsdp_optim.load(folder, model, optim, progress=False)
+        fsdp_optim.load(folder, model, optim, options=fsdp_optim.LoadOptions(progress=False))
         return state_of(model, optim)
 
 

@@ -13,7 +13,7 @@ from kit.managed import Run, steps_in
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.pending import Pending, SaveHandle
-from fsdp_optim.checkpoint.common.results import Saved
+from fsdp_optim.results import SaveResult
 
 
 def failing_in(root: Path) -> mock._patch[object]:
@@ -22,7 +22,7 @@ def failing_in(root: Path) -> mock._patch[object]:
 
     write = background._write
 
-    def broken(job: object, *args: object) -> Saved:
+    def broken(job: object, *args: object) -> SaveResult:
         if str(job.path).startswith(str(root)):  # type: ignore[attr-defined]
             args[-1].failed("no space left")  # type: ignore[attr-defined]
             background._clean_up(job)  # type: ignore[arg-type]
@@ -95,20 +95,20 @@ class TwoManagersTest(unittest.TestCase):
             first.steps([1])
             second.steps([1])
             second.manager.wait()
-            refused(fsdp_optim.wait, CheckpointError, f"{self.a}", "no space left")
+            refused(fsdp_optim.wait_for_saves, CheckpointError, f"{self.a}", "no space left")
             first.manager.close()
 
 
 def test_an_error_without_a_call_of_its_owner_is_raised_at_the_exit() -> None:
     slot, owner = Pending(), object()
 
-    def fails() -> Saved:
+    def fails() -> SaveResult:
         raise CheckpointError("no space left")
 
     with mock.patch("atexit.register") as registered:
         slot.begin(SaveHandle("first", fails, owner=owner))
     slot.settle()
-    slot.begin(SaveHandle("second", lambda: Saved(Path("second"), 0, 0, 0, ())))
+    slot.begin(SaveHandle("second", lambda: SaveResult(Path("second"), 0, 0, 0, ())))
     slot.settle(object())
     refused(registered.call_args.args[0], CheckpointError, "no space left")
     slot.raise_all()

@@ -18,6 +18,7 @@ from kit.cases import expand
 from kit.checkpoint_format import in_order
 from kit.compare import check_same, error_text
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Oracle, Trained
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -28,11 +29,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.common.casting import cast_part
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.testing import run_on_ranks
 
 LOADERS = dict(zip(WRAPPERS, [*list(WRAPPERS)[1:], next(iter(WRAPPERS))], strict=True))
@@ -55,10 +56,19 @@ def save_all(folder: str, wrappers: Sequence[str]) -> None:
                 ("by rank", {"strategy": "per_rank_files"}),
                 ("by rank in windows", {"strategy": "per_rank_files", "bucket_nbytes": 64}),
             ):
-                fsdp_optim.save(f"{folder}/{wrapper} {at}", one.model, one.optim, **given, **options)
-            fsdp_optim.async_save(f"{folder}/{wrapper} async", one.model, one.optim, **given).wait()
+                fsdp_optim.save(
+                    f"{folder}/{wrapper} {at}",
+                    one.model,
+                    one.optim,
+                    **as_options(fsdp_optim.SaveOptions, **given, **options),
+                )
+            fsdp_optim.async_save(
+                f"{folder}/{wrapper} async", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given)
+            ).wait()
             check_same("the live optimizer", one.gather(None, "name"), before)
-            weights = fsdp_optim.gather_full_model_state_dict(one.model, None, process_group=one.process_group)
+            weights = fsdp_optim.gather_full_model_state_dict(
+                one.model, None, options=fsdp_optim.CallOptions(process_group=one.process_group)
+            )
             check_same("the live model", in_order(weights or {}), in_order(Oracle(adam).model.state_dict()))
 
 
@@ -69,8 +79,18 @@ def load_all(folder: str, wrappers: Sequence[str]) -> None:
         for saver, loader in [(saver, LOADERS[saver]) for saver in wrappers]:
             target = Trained(loader, adam, 0)
             group, path = target.process_group, f"{folder}/{saver} async"
-            fsdp_optim.load(path, target.model, target.optim, cast=True, check="bitwise", process_group=group)
-            full = fsdp_optim.gather_full_model_state_dict(target.model, None, process_group=group) or {}
+            fsdp_optim.load(
+                path,
+                target.model,
+                target.optim,
+                options=fsdp_optim.LoadOptions(cast=True, compare=True, process_group=group),
+            )
+            full = (
+                fsdp_optim.gather_full_model_state_dict(
+                    target.model, None, options=fsdp_optim.CallOptions(process_group=group)
+                )
+                or {}
+            )
             check_same(f"{saver} into {loader}", in_order(full), in_order(wanted))
             check_same(f"{saver} into {loader}: state", target.gather(None, "name")["state"], oracle.by_name())
 
@@ -121,7 +141,7 @@ class OneProcessTest(unittest.TestCase):
     @parameterized.expand([(torch.float16,), (BF16,), (torch.float32,), (torch.float64,)])
     def test_floating_weights_are_cast_as_the_model_would_be(self, dtype: torch.dtype) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.folder / "a", model, optim, weights_dtype=dtype)
+        fsdp_optim.save(self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=dtype))
         wanted = copy.deepcopy(model).to(dtype).state_dict() | {"eighth": model.eighth.detach()}
         check_same("weights", in_order(load_file(self.folder / "a" / "model.safetensors")), in_order(wanted))
         state = load_file(self.folder / "a" / "optim.safetensors")
@@ -131,7 +151,7 @@ class OneProcessTest(unittest.TestCase):
 
     def test_a_load_names_the_way_out(self) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.folder / "a", model, optim, weights_dtype=BF16)
+        fsdp_optim.save(self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=BF16))
         text = error_text(partial(fsdp_optim.load, self.folder / "a", *stepped()))[1]
         self.assertIn("layer.weight: bfloat16 in the checkpoint, float32 in the model", text)
         self.assertIn("it was saved with weights_dtype=torch.bfloat16: cast=True converts floating dtypes", text)
@@ -142,20 +162,28 @@ class OneProcessTest(unittest.TestCase):
             model.layer.weight[0, :2] = 70000.0
             model.layer.bias[0] = float("inf")  # as it was
         for call in (fsdp_optim.save, fsdp_optim.async_save):
-            text = error_text(partial(call, self.folder / "a", model, optim, weights_dtype=torch.float16))[1]
+            text = error_text(
+                partial(
+                    call, self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=torch.float16)
+                )
+            )[1]
             self.assertIn("layer.weight: 2 elements of its float32 elements would become infinite in float16", text)
             self.assertEqual(list(self.folder.iterdir()), [])
-        fsdp_optim.save(self.folder / "a", model, optim, weights_dtype=BF16)
+        fsdp_optim.save(self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=BF16))
 
     @parameterized.expand([(torch.int8,), (torch.float8_e4m3fn,), ("bfloat16",)])
     def test_other_dtypes_are_refused(self, dtype: Any) -> None:
         model, optim = stepped()
-        text = error_text(partial(fsdp_optim.save, self.folder / "a", model, optim, weights_dtype=dtype))[1]
+        text = error_text(
+            partial(
+                fsdp_optim.save, self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=dtype)
+            )
+        )[1]
         self.assertIn("weights_dtype must be torch.float16, torch.bfloat16, torch.float32, torch.float64 or None", text)
 
     def test_it_is_recorded_and_kept_by_a_conversion(self) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.folder / "a", model, optim, weights_dtype=BF16)
+        fsdp_optim.save(self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=BF16))
         self.assertEqual(json.loads((self.folder / "a/fsdp_optim.json").read_text())["checkpoint"]["version"], 3)
         fsdp_optim.convert(self.folder / "a", self.folder / "dcp", format="dcp")
         fsdp_optim.convert(self.folder / "dcp", self.folder / "back")
@@ -166,12 +194,16 @@ class OneProcessTest(unittest.TestCase):
 
     def test_a_folder_of_torch(self) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.folder / "a", model, optim, weights_dtype=BF16, format="dcp")
+        fsdp_optim.save(
+            self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=BF16), format="dcp"
+        )
         found = FileSystemReader(self.folder / "a").read_metadata().state_dict_metadata
         self.assertEqual(found["model.layer.weight"].properties.dtype, BF16)
         self.assertEqual(found["optimizer.state.layer.weight.exp_avg"].properties.dtype, torch.float32)
         target, target_optim = stepped()
-        fsdp_optim.load(self.folder / "a", target, target_optim, cast=True, check="bitwise")
+        fsdp_optim.load(
+            self.folder / "a", target, target_optim, options=fsdp_optim.LoadOptions(cast=True, compare=True)
+        )
         check_same("weights", target.layer.weight, model.layer.weight.to(BF16).to(torch.float32))
 
     @parameterized.expand([(True,), (False,)])
@@ -186,7 +218,9 @@ class OneProcessTest(unittest.TestCase):
             return cast_part(value, part)
 
         with mock.patch("fsdp_optim.checkpoint.save.file_plan.cast_part", watched):
-            fsdp_optim.save(self.folder / "a", model, weights_dtype=BF16, bucket_nbytes=64 << 10)
+            fsdp_optim.save(
+                self.folder / "a", model, options=fsdp_optim.SaveOptions(weights_dtype=BF16, bucket_nbytes=64 << 10)
+            )
         self.assertEqual(sum(nbytes), model.weight.nbytes)
         self.assertLessEqual(max(nbytes), 16 << 10)
         found = load_file(self.folder / "a" / "model.safetensors")
@@ -199,9 +233,9 @@ class PartsTest(unittest.TestCase):
         """Parts that begin in the middle of an element."""
         store = ObjectStore(MemoryBucket(Memory()), "run/step-1", OURS.probe, part_nbytes=part_nbytes)
         model, optim = stepped()
-        save(store, model, optim, SaveOptions(Options(), weights_dtype=BF16, durable=False))
+        save(store, model, optim, SaveArguments(weights_dtype=BF16, durable=False))
         target, target_optim = stepped()
-        restore(store, target, target_optim, LoadOptions(Options(), cast=True, check="bitwise"))
+        restore(store, target, target_optim, LoadArguments(cast=True, compare=True))
         check_same("weights", target.layer.weight, model.layer.weight.to(BF16).to(torch.float32))
 
 
@@ -213,7 +247,17 @@ def overflow(folder: str) -> list[tuple[str, str]]:
         with torch.no_grad():
             if dist.get_rank() == odd:
                 one.params[-1].to_local().view(-1)[:1] = 1e6
-        heard.append(error_text(partial(fsdp_optim.save, folder, one.model, one.optim, weights_dtype=torch.float16)))
+        heard.append(
+            error_text(
+                partial(
+                    fsdp_optim.save,
+                    folder,
+                    one.model,
+                    one.optim,
+                    options=fsdp_optim.SaveOptions(weights_dtype=torch.float16),
+                )
+            )
+        )
     return heard
 
 

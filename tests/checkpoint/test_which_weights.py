@@ -19,6 +19,7 @@ from kit.compare import error_text as error_of
 from kit.local_parts import local_of
 from kit.models import Net
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Oracle, Trained
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -65,9 +66,19 @@ def save_all(folder: str, wrappers: Sequence[str]) -> None:
                 next(buffer for name, buffer in one.model.named_buffers() if name.endswith("count")).mul_(3)
             for which in ("trainable", "none"):
                 at = f"{folder}/{wrapper} {which}"
-                fsdp_optim.save(at, one.model, one.optim, weights=which, process_group=one.process_group)
+                fsdp_optim.save(
+                    at,
+                    one.model,
+                    one.optim,
+                    weights=which,
+                    options=fsdp_optim.SaveOptions(process_group=one.process_group),
+                )
             handle = fsdp_optim.async_save(
-                f"{folder}/{wrapper} async", one.model, one.optim, weights="trainable", process_group=one.process_group
+                f"{folder}/{wrapper} async",
+                one.model,
+                one.optim,
+                weights="trainable",
+                options=fsdp_optim.SaveOptions(process_group=one.process_group),
             )
             handle.wait()
 
@@ -85,8 +96,16 @@ def load_all(folder: str, wrappers: Sequence[str]) -> None:
                         local_of(param).fill_(7.0)
                 group = target.process_group
                 path = f"{folder}/{saver} {at}"
-                fsdp_optim.load(path, target.model, target.optim, weights=which, check="bitwise", process_group=group)
-                full = fsdp_optim.gather_full_model_state_dict(target.model, None, process_group=group)
+                fsdp_optim.load(
+                    path,
+                    target.model,
+                    target.optim,
+                    weights=which,
+                    options=fsdp_optim.LoadOptions(compare=True, process_group=group),
+                )
+                full = fsdp_optim.gather_full_model_state_dict(
+                    target.model, None, options=fsdp_optim.CallOptions(process_group=group)
+                )
                 if full is None:
                     raise AssertionError("every rank is a recipient")
                 wanted = {
@@ -172,14 +191,14 @@ class OneProcessTest(unittest.TestCase):
     def saved(self, weights: Any, *frozen: str, **options: Any) -> tuple[str, Valued]:
         model, optim = stepped(*frozen)
         path = str(self.folder / f"{weights}-{options.get('format', 'ours')}")
-        fsdp_optim.save(path, model, optim, weights=weights, **options)
+        fsdp_optim.save(path, model, optim, weights=weights, **as_options(fsdp_optim.SaveOptions, **options))
         return path, model
 
     def check_refused(self, path: str, *frozen: str, **options: Any) -> str:
         """The error of a load, which must change nothing."""
         model, optim = made(*frozen, seed=1)
         before = copy.deepcopy((model.state_dict(), optim.state_dict()))
-        text = error_text(lambda: fsdp_optim.load(path, model, optim, **options))
+        text = error_text(lambda: fsdp_optim.load(path, model, optim, **as_options(fsdp_optim.LoadOptions, **options)))
         check_same("nothing is changed", (model.state_dict(), optim.state_dict()), before)
         return text
 
@@ -194,7 +213,7 @@ class OneProcessTest(unittest.TestCase):
         model, optim = made("embed", seed=1)
         embed = model.embed.weight.detach().clone()
         restored = fsdp_optim.load(path, model, optim, strict=False)
-        self.assertEqual(restored.missing, ("embed.weight",))
+        self.assertEqual(restored.missing_keys, ("embed.weight",))
         check_same("body", model.body.weight, saved.body.weight)
         check_same("embed", model.embed.weight.detach(), embed)
 
@@ -229,12 +248,12 @@ class OneProcessTest(unittest.TestCase):
             {"body.weight", "body.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"},
         )
         model, optim = made("embed", "norm", seed=1)
-        fsdp_optim.load(path, model, optim, weights="trainable", check="bitwise")
+        fsdp_optim.load(path, model, optim, weights="trainable", options=fsdp_optim.LoadOptions(compare=True))
         self.assertEqual(model.counter, 5)
         check_same("buffer", model.norm.running_mean, saved.norm.running_mean)
         path, _ = self.saved("none", "embed")
         model, optim = made("embed", seed=1)
-        fsdp_optim.load(path, model, optim, weights="none", check="bitwise")
+        fsdp_optim.load(path, model, optim, weights="none", options=fsdp_optim.LoadOptions(compare=True))
         self.assertEqual(model.counter, 0)
 
     def test_a_checkpoint_of_all_weights_gives_any_of_them(self) -> None:
@@ -242,8 +261,8 @@ class OneProcessTest(unittest.TestCase):
         for which in ("trainable", "none"):
             model, optim = made("embed", seed=1)
             before = copy.deepcopy(model.state_dict())
-            restored = fsdp_optim.load(path, model, optim, weights=which, check="bitwise")
-            self.assertEqual((restored.missing, restored.unexpected), ((), ()))
+            restored = fsdp_optim.load(path, model, optim, weights=which, options=fsdp_optim.LoadOptions(compare=True))
+            self.assertEqual((restored.missing_keys, restored.unexpected_keys), ((), ()))
             check_same("embed", model.embed.weight.detach(), before["embed.weight"])
             wanted = saved.state_dict() if which == "trainable" else before
             check_same("body", model.state_dict()["body.weight"], wanted["body.weight"])
@@ -256,7 +275,7 @@ class OneProcessTest(unittest.TestCase):
         model, optim = made("embed", "body.bias", seed=1)
         bias = model.body.bias.detach().clone()
         restored = fsdp_optim.load(path, model, optim, weights="trainable", strict=False)
-        self.assertEqual(restored.unexpected, ("body.bias",))
+        self.assertEqual(restored.unexpected_keys, ("body.bias",))
         check_same("bias", model.body.bias.detach(), bias)
         check_same("weight", model.body.weight, saved.body.weight)
 
@@ -269,7 +288,7 @@ class OneProcessTest(unittest.TestCase):
         path, saved = self.saved("trainable")
         self.assertEqual(manifest(path)["model"]["aliases"], {"head.weight": "embed.weight"})
         model, optim = made(seed=1)
-        fsdp_optim.load(path, model, optim, weights="trainable", check="bitwise")
+        fsdp_optim.load(path, model, optim, weights="trainable", options=fsdp_optim.LoadOptions(compare=True))
         check_same("tied", model.head.weight, saved.embed.weight)
         model, optim = stepped("embed")
         fsdp_optim.save(path, model, optim, weights="trainable", overwrite=True)
@@ -295,13 +314,13 @@ class OneProcessTest(unittest.TestCase):
         self.assertIn(f"{prefix}body.weight", keys)
         self.assertFalse({f"{prefix}embed.weight", f"{prefix}head.weight"} & keys)
         model, optim = made("embed", seed=1)
-        fsdp_optim.load(path, model, optim, weights="trainable", check="bitwise")
+        fsdp_optim.load(path, model, optim, weights="trainable", options=fsdp_optim.LoadOptions(compare=True))
         check_same("body", model.body.weight, saved.body.weight)
         path, _ = self.saved("none", "embed", format=format)
         keys = set(FileSystemReader(path).read_metadata().state_dict_metadata)
         self.assertTrue(all(key.startswith("optimizer.") for key in keys), keys)
         model, optim = made("embed", seed=1)
-        fsdp_optim.load(path, model, optim, weights="none", check="bitwise")
+        fsdp_optim.load(path, model, optim, weights="none", options=fsdp_optim.LoadOptions(compare=True))
         self.assertEqual(len(optim.state), 4)
 
     def test_a_store(self) -> None:
@@ -310,7 +329,7 @@ class OneProcessTest(unittest.TestCase):
             url = f"file://{self.folder}/run/{which}"
             fsdp_optim.save(url, model, optim, weights=which)
             target, target_optim = made("embed", seed=1)
-            fsdp_optim.load(url, target, target_optim, weights=which, check="bitwise")
+            fsdp_optim.load(url, target, target_optim, weights=which, options=fsdp_optim.LoadOptions(compare=True))
             check_same(which, target_optim.state_dict()["state"], optim.state_dict()["state"])
             saved, found = dict(model.named_parameters()), dict(target.named_parameters())
             loaded = {name for name in saved if torch.equal(saved[name], found[name])}
@@ -322,11 +341,11 @@ class OneProcessTest(unittest.TestCase):
             path, _ = self.saved(which, "embed")
             fsdp_optim.convert(path, f"{path}-dcp", format="dcp")
             fsdp_optim.convert(f"{path}-dcp", f"{path}-back")
-            fsdp_optim.convert(path, f"{path}-copy", max_file_size=40)
+            fsdp_optim.convert(path, f"{path}-copy", options=fsdp_optim.ConvertOptions(max_file_size=40))
             for at in (f"{path}-dcp", f"{path}-back", f"{path}-copy"):
                 self.assertEqual(fsdp_optim.inspect(at).weights, which, at)
                 model, optim = made("embed", seed=1)
-                fsdp_optim.load(at, model, optim, weights=which, check="bitwise")
+                fsdp_optim.load(at, model, optim, weights=which, options=fsdp_optim.LoadOptions(compare=True))
         fsdp_optim.convert(self.folder / "none-ours", self.folder / "files", format=TorchFiles(key_by="name"))
         names = {path.name for path in (self.folder / "files").iterdir() if path.is_file()}
         self.assertEqual(names, {"optim.pt", "torch_files.json"})

@@ -229,7 +229,7 @@ class KillTest(unittest.TestCase):
             raise Differs(f"rank {other} does not name the rank that died: {error}")
         number = check_root(root, 1, 2)
         fill(plain(), 3)
-        fsdp_optim.save(root / "current", plain().model, plain().optim, extra={"number": 3}, overwrite=True)
+        fsdp_optim.save(root / "current", plain().model, plain().optim, state={"number": 3}, overwrite=True)
         check_same("the next save", check_root(root, 3, 3), 3)
         check_same("left", sorted(path.name for path in root.iterdir()), ["current"])
         shutil.rmtree(root)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kit.compare import Differs, check_same, error_text
 from kit.groups import Meeting
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 
@@ -58,7 +59,9 @@ def save_and_die(root: Path, cases: list[tuple[int, str]]) -> list[list[tuple[st
                 folder.mkdir()
             meeting.tell(0)
             with dies(where, folder / "begun") if dist.get_rank() == dead else contextlib.nullcontext():
-                handle = fsdp_optim.async_save(folder / "step", one.model, one.optim, **QUIET)
+                handle = fsdp_optim.async_save(
+                    folder / "step", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
+                )
                 meeting.tell(0)
                 begun = time.monotonic()
                 (folder / "begun").touch()
@@ -70,7 +73,7 @@ def save_and_die(root: Path, cases: list[tuple[int, str]]) -> list[list[tuple[st
             found.append(meeting.tell(("dead", "") if dist.get_rank() == dead else error))
             if took > SOON:
                 raise Differs(f"{dead} {where}: {took:.1f} s")
-        fsdp_optim.save(root / "after", one.model, one.optim, **QUIET)
+        fsdp_optim.save(root / "after", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
     return found
 
 
@@ -91,7 +94,7 @@ def take_away(root: Path, how: str) -> tuple[list[str], Any]:
     no_grace = mock.patch("fsdp_optim.transport.completion._GRACE", 0.2)  # rank 0 does not wait until the others know
     with cpu(), no_grace, mock.patch.object(Completion, "wait_for_end", late):
         one = Trained("FSDP2", adam, steps=1)
-        handle = fsdp_optim.async_save(path, one.model, one.optim, **QUIET)
+        handle = fsdp_optim.async_save(path, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         if dist.get_rank() == 0:
             handle.wait()
             ways: dict[str, Callable[[], Any]] = {

@@ -165,6 +165,6 @@ class StepTest(unittest.TestCase):
         for param in one.params:
             one.optim.state[param]["step"] = copy.deepcopy(step)
         with temporary() as root:
-            fsdp_optim.save(root / "step", one.model, one.optim, durable=False)
+            fsdp_optim.save(root / "step", one.model, one.optim, options=fsdp_optim.SaveOptions(durable=False))
             fsdp_optim.load(root / "step", other.model, other.optim)
         check_same("state", contents(other), contents(one))

@@ -18,6 +18,7 @@ import xxhash
 from kit.cases import expand, some
 from kit.checkpoint_format import canonical, read_manifest
 from kit.compare import check_same, error_text
+from kit.options import as_options, state_for
 from parameterized import parameterized
 from torch import nn
 
@@ -65,9 +66,22 @@ class ProcessTest(InFolder):
         other, its = stepped()
         torch.set_default_device("meta")
         try:
-            fsdp_optim.save(self.path, model, optim, extra=extra, per_rank_extra=extra, **QUIET)
-            restored = fsdp_optim.load(self.path, other, its, check="bitwise")
-            fsdp_optim.async_save(self.path, model, optim, extra=extra, overwrite=True, **QUIET).wait()
+            fsdp_optim.save(
+                self.path,
+                model,
+                optim,
+                state=state_for(extra, extra),
+                **as_options(fsdp_optim.SaveOptions, **QUIET),
+            )
+            restored = fsdp_optim.load(self.path, other, its, options=fsdp_optim.LoadOptions(compare=True))
+            fsdp_optim.async_save(
+                self.path,
+                model,
+                optim,
+                state=state_for(extra),
+                overwrite=True,
+                **as_options(fsdp_optim.SaveOptions, **QUIET),
+            ).wait()
             fsdp_optim.load(self.path, other, its)
             full = fsdp_optim.gather_full_optim_state_dict(model, optim)
             shard = fsdp_optim.get_shard_from_optim_state_dict(other, its, full)
@@ -75,21 +89,23 @@ class ProcessTest(InFolder):
         finally:
             torch.set_default_device(None)
         check_same("loaded", contents(other, its), contents(model, optim))
-        for found in (dict(restored), dict(restored.per_rank)):
+        for found in (dict(restored.state), dict(restored.per_rank)):
             found["array"] = torch.from_numpy(found["array"])
             check_same("extra", found, {**extra, "array": torch.arange(4)})
 
     def test_inference_mode(self) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.path, model, optim, extra={"t": torch.arange(3)}, **QUIET)
+        fsdp_optim.save(
+            self.path, model, optim, state={"t": torch.arange(3)}, **as_options(fsdp_optim.SaveOptions, **QUIET)
+        )
         other, its = stepped()
         with torch.inference_mode():
-            restored = fsdp_optim.load(self.path, other, its, check="bitwise")
+            restored = fsdp_optim.load(self.path, other, its, options=fsdp_optim.LoadOptions(compare=True))
             inference_only = nn.Linear(3, 2)
             fsdp_optim.load(self.path, inference_only)
         check_same("weights", dict(inference_only.state_dict()), dict(model.state_dict()))
         check_same("loaded", contents(other, its), contents(model, optim))
-        restored["t"].add_(1)
+        restored.state["t"].add_(1)
         for one, with_optim in ((model, optim), (other, its)):
             with_optim.zero_grad()
             one(torch.ones(4, 3)).sum().backward()
@@ -99,7 +115,7 @@ class ProcessTest(InFolder):
     @parameterized.expand((("nan", math.nan), ("negative", -1.0), ("a word", "7")))
     def test_wait_for_no_time(self, _: str, timeout: Any) -> None:
         model, optim = stepped()
-        handle = fsdp_optim.async_save(self.path, model, optim, **QUIET)
+        handle = fsdp_optim.async_save(self.path, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         kind, text = error_text(lambda: handle.wait(timeout))
         self.assertEqual(kind, "StateError", text)
         self.assertIn("timeout", text)
@@ -119,7 +135,9 @@ class OptimizerTest(InFolder):
     )
     def test_hyperparameters(self, _: str, options: dict[str, Any]) -> None:
         model, optim = stepped(**options)
-        fsdp_optim.save(self.path, model, optim, extra=options, **QUIET)
+        fsdp_optim.save(
+            self.path, model, optim, state=state_for(options), **as_options(fsdp_optim.SaveOptions, **QUIET)
+        )
         other, its = stepped(**dict.fromkeys(options))
         restored = fsdp_optim.load(self.path, other, its)
         for key, value in options.items():
@@ -137,7 +155,15 @@ class OptimizerTest(InFolder):
         for in_optim in (True, False):
             model, optim = stepped(**(options if in_optim else {}))
             extra = {} if in_optim else options
-            kind, text = error_text(lambda: fsdp_optim.save(self.path, model, optim, extra=extra, **QUIET))  # noqa: B023
+            kind, text = error_text(
+                lambda: fsdp_optim.save(
+                    self.path,
+                    model,  # noqa: B023
+                    optim,  # noqa: B023
+                    state=state_for(extra),  # noqa: B023
+                    **as_options(fsdp_optim.SaveOptions, **QUIET),
+                )
+            )
             self.assertEqual(kind, "CheckpointError", text)
             self.assertIn("udc80", text)
             self.assertFalse(self.path.exists())
@@ -146,7 +172,9 @@ class OptimizerTest(InFolder):
         model, optim = stepped()
         for values in optim.state.values():
             values["a\udc80b"] = torch.zeros_like(values["exp_avg"])
-        kind, text = error_text(lambda: fsdp_optim.save(self.path, model, optim, **QUIET))
+        kind, text = error_text(
+            lambda: fsdp_optim.save(self.path, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
+        )
         self.assertEqual(kind, "CheckpointError", text)
         self.assertIn("udc80", text)
         self.assertFalse(self.path.exists())
@@ -162,21 +190,27 @@ class OptimizerTest(InFolder):
         optim.state[real] = {"neg": moment.conj().imag}
         self.assertTrue(optim.state[real]["neg"].is_neg() and optim.state[model["z"]]["conj"].is_conj())
         extra = {"conj": moment.conj(), "neg": moment.conj().imag}
-        fsdp_optim.save(self.path, model, optim, extra=extra, bucket_nbytes=16, **QUIET)
+        fsdp_optim.save(
+            self.path,
+            model,
+            optim,
+            state=state_for(extra),
+            **as_options(fsdp_optim.SaveOptions, **QUIET, bucket_nbytes=16),
+        )
         wanted = [
             {name: value.resolve_conj().resolve_neg() for name, value in its.items()} for its in optim.state.values()
         ]
         for _ in range(2):
-            restored = fsdp_optim.load(self.path, model, optim, check="bitwise")
+            restored = fsdp_optim.load(self.path, model, optim, options=fsdp_optim.LoadOptions(compare=True))
             found = [dict(its) for its in optim.state.values()]
             check_same("state", found, wanted)
-            check_same("extra", dict(restored), {"conj": wanted[0]["conj"], "neg": wanted[1]["neg"]})
+            check_same("extra", dict(restored.state), {"conj": wanted[0]["conj"], "neg": wanted[1]["neg"]})
 
     def test_a_state_without_step(self) -> None:
         model, optim = stepped()
         for values in optim.state.values():
             del values["step"]
-        fsdp_optim.save(self.path, model, optim, **QUIET)
+        fsdp_optim.save(self.path, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         other, its = stepped()
         before = [dict(its.state[p]) for p in other.parameters()]
         kind, text = error_text(lambda: fsdp_optim.load(self.path, other, its))
@@ -191,7 +225,7 @@ class OptimizerTest(InFolder):
 class SaidTest(InFolder):
     def edited(self, edit: Callable[[dict[str, Any]], Any]) -> tuple[str, str]:
         model, optim = stepped()
-        fsdp_optim.save(self.path, model, optim, overwrite=True, **QUIET)
+        fsdp_optim.save(self.path, model, optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **QUIET))
 
         def in_optim(checkpoint: Any) -> Any:
             edit(checkpoint["optim"])
@@ -224,14 +258,16 @@ class SaidTest(InFolder):
 
     def test_our_own_mistakes_are_not_called_damage(self) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.path, model, optim, **QUIET)
+        fsdp_optim.save(self.path, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
 
         def mistaken(*args: Any) -> Any:
             raise AttributeError("a mistake in the library")
 
         calls: dict[str, Callable[[], Any]] = {
             "load": lambda: fsdp_optim.load(self.path, model, optim),
-            "save": lambda: fsdp_optim.save(self.path, model, optim, overwrite=True, **QUIET),
+            "save": lambda: fsdp_optim.save(
+                self.path, model, optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **QUIET)
+            ),
         }
         for name, call in calls.items():
             with self.subTest(name), mock.patch.object(stored_state, "normalize", mistaken):
@@ -242,7 +278,7 @@ class NoWeightsTest(InFolder):
     def test_a_manifest_that_has_lost_the_model(self) -> None:
         """A load that restores the optimizer and leaves the weights as they are would be silently wrong."""
         model, optim = stepped()
-        fsdp_optim.save(self.path, model, optim, **QUIET)
+        fsdp_optim.save(self.path, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
 
         def without_model(manifest: dict[str, Any]) -> dict[str, Any]:
             files = {name: info for name, info in manifest["files"].items() if not name.startswith("model")}
@@ -293,7 +329,7 @@ class GrowthTest(InFolder):
     )
     def test_memory_of_a_manifest(self, _: str, text: str) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.path, model, optim, **QUIET)
+        fsdp_optim.save(self.path, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         manifest = self.path / "fsdp_optim.json"
         rest = json.dumps(read_manifest(self.path), sort_keys=True)[1:]
         for body in (f'{{"filling":{text},{rest}', f'{{"model":{text}}}'):
@@ -312,20 +348,30 @@ class GrowthTest(InFolder):
 
     def test_what_would_not_be_read_is_not_written(self) -> None:
         model, optim = stepped()
-        fsdp_optim.save(self.path, model, optim, **QUIET)
+        fsdp_optim.save(self.path, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         optim.param_groups[0]["filling"] = [[] for _ in range(50_000)]
-        kind, text = error_text(lambda: fsdp_optim.save(self.path, model, optim, overwrite=True, **QUIET))
+        kind, text = error_text(
+            lambda: fsdp_optim.save(
+                self.path, model, optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **QUIET)
+            )
+        )
         self.assertEqual(kind, "CheckpointError", text)
         del optim.param_groups[0]["filling"]
         fsdp_optim.load(self.path, model, optim)  # the older one is still there
 
     def test_brackets_in_words_are_no_lists(self) -> None:
         model, optim = stepped(words="[{" * 100_000, quoted='"[\\"{' * 1000)
-        fsdp_optim.save(self.path, model, optim, extra={"words": "[[" * 100_000, "lists": [[]] * 100_000}, **QUIET)
+        fsdp_optim.save(
+            self.path,
+            model,
+            optim,
+            state={"words": "[[" * 100_000, "lists": [[]] * 100_000},
+            **as_options(fsdp_optim.SaveOptions, **QUIET),
+        )
         other, its = stepped(words="", quoted="")
         restored = fsdp_optim.load(self.path, other, its)
         self.assertEqual(its.param_groups[0]["words"], "[{" * 100_000)
-        self.assertEqual(restored["lists"], [[]] * 100_000)
+        self.assertEqual(restored.state["lists"], [[]] * 100_000)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,11 @@ class Uncopyable:
 def uncopyable_on_the_recipient() -> Error:
     model, optim, _ = nested_net()
     optim.param_groups[0]["handle"] = Uncopyable()
-    return error_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, 1, timeout=PATIENCE))
+    return error_of(
+        lambda: fsdp_optim.gather_full_optim_state_dict(
+            model, optim, 1, options=fsdp_optim.CallOptions(timeout=PATIENCE)
+        )
+    )
 
 
 # ---------------------------------------------------------------------------------------------- other calls, and stops

@@ -122,7 +122,9 @@ def load_unverified(path: Path, right: Path, name: str) -> list[list[str]]:
     found = []
     for folder in (path, right):
         target = trained(1)
-        fsdp_optim.load(folder, target.model, target.optim, verify=False, timeout=PATIENCE)
+        fsdp_optim.load(
+            folder, target.model, target.optim, options=fsdp_optim.LoadOptions(verify=False, timeout=PATIENCE)
+        )
         found.append(contents(target))
     return [list(differences(found[0][what], found[1][what], what)) for what in ("parameters", "state", "buffers")]
 

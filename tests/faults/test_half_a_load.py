@@ -15,8 +15,9 @@ from kit.compare import check_same, refused
 from kit.managed import Run
 
 from fsdp_optim import StateError
+from fsdp_optim.checkpoint.common import random_states as states
+from fsdp_optim.checkpoint.common import run_state
 from fsdp_optim.checkpoint.load.targets import Weights
-from fsdp_optim.checkpoint.run import trainer_state
 from fsdp_optim.testing import run_on_ranks
 
 WORLD = 2
@@ -79,13 +80,13 @@ def unfit_random_states(folder: Path) -> None:
     """The random states of one rank cannot be set: nothing has changed by then, also not the random numbers."""
     for bad in range(WORLD):
         for name, state in (("python", (3, (1,), None)), ("torch", torch.zeros(3, dtype=torch.uint8))):
-            found = trainer_state.random_states()
+            found = states.random_states()
             given = {**found, name: state} if dist.get_rank() == bad else found
-            with mock.patch.object(trainer_state, "random_states", return_value=given):
+            with mock.patch.object(run_state, "random_states", return_value=given):
                 run = _saved(folder / f"random-{bad}-{name}")
-            before, numbers = _without_random(run), trainer_state.random_states()
+            before, numbers = _without_random(run), states.random_states()
             refused(run.manager.resume, StateError, f"the random states of rank {bad}", "cannot be set", "rng=False")
-            after = trainer_state.random_states()
+            after = states.random_states()
             check_same(f"{name} of rank {bad}", _without_random(run), before)
             check_same("random numbers", [after["python"], after["torch"]], [numbers["python"], numbers["torch"]])
             run.manager.close()

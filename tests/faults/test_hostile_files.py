@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kit.hostile import BY_BYTES, KINDS, WEIGHTS, Pair, damage, damage_bytes
+from kit.options import as_options
 from kit.peaks import MIB, Peak
 from parameterized import parameterized
 
@@ -58,8 +59,12 @@ class HostileTest(unittest.TestCase):
         calls: dict[str, Callable[[], object]] = {
             "verify": lambda: fsdp_optim.verify(self.place, progress=False),
             "inspect": lambda: repr(fsdp_optim.inspect(self.place)),
-            "convert": lambda: fsdp_optim.convert(self.place, target, progress=False, durable=False),
-            "convert by id": lambda: fsdp_optim.convert(self.place, target, progress=False, durable=False, **by_id),
+            "convert": lambda: fsdp_optim.convert(
+                self.place, target, options=fsdp_optim.ConvertOptions(progress=False, durable=False)
+            ),
+            "convert by id": lambda: fsdp_optim.convert(
+                self.place, target, **as_options(fsdp_optim.ConvertOptions, **by_id, progress=False, durable=False)
+            ),
             "load": self.load,
         }
         for name, call in calls.items():
@@ -80,7 +85,7 @@ class HostileTest(unittest.TestCase):
         model = Pair()
         optim = torch.optim.Adam(model.parameters())
         try:
-            fsdp_optim.load(self.place, model, optim, progress=False)
+            fsdp_optim.load(self.place, model, optim, options=fsdp_optim.LoadOptions(progress=False))
         except FsdpOptimError:
             changed = [name for name, param in model.named_parameters() if not bool((param == 7).all())]
             if changed or optim.state:
@@ -147,10 +152,13 @@ class HostileTest(unittest.TestCase):
         self.place.mkdir()
         torch.save({"model": dict(WEIGHTS), "long": range(1 << 40), "short": range(9)}, self.place / "a.pt")
         restored = fsdp_optim.load(self.place, Pair())
-        self.assertEqual(restored["short"], range(9))
+        self.assertEqual(restored.state["short"], range(9))
         with self.assertRaisesRegex(fsdp_optim.CheckpointError, "long has an object of the class builtins.range"):
-            restored["long"]
-        self.assertEqual(fsdp_optim.load(self.place, Pair(), allow_pickle=True)["long"], range(1 << 40))
+            restored.state["long"]
+        self.assertEqual(
+            fsdp_optim.load(self.place, Pair(), options=fsdp_optim.LoadOptions(allow_pickle=True)).state["long"],
+            range(1 << 40),
+        )
 
 
 class MeshTest(unittest.TestCase):

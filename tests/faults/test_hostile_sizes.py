@@ -182,7 +182,8 @@ class InflatedTest(unittest.TestCase):
         self.assertLess(self.path.stat().st_size, 500_000)
         code = """
             try:
-                fsdp_optim.convert(sys.argv[1], sys.argv[1] + "-to", durable=False, progress=False)
+                options = fsdp_optim.ConvertOptions(durable=False, progress=False)
+                fsdp_optim.convert(sys.argv[1], sys.argv[1] + "-to", options=options)
             except fsdp_optim.CheckpointError as error:
                 print(error)
         """
@@ -205,7 +206,11 @@ class InflatedTest(unittest.TestCase):
         weights = {"zeros": torch.zeros(1 << 22), "a": both[: 1 << 19], "b": both[1 << 19 :]}
         self.path.write_bytes(deflated({"model": weights}))
         target = self.path.with_name("to")
-        fsdp_optim.convert(self.path, target, durable=False, progress=False)
+        fsdp_optim.convert(
+            self.path,
+            target,
+            options=fsdp_optim.ConvertOptions(durable=False, progress=False),
+        )
         found = load_file(target / "model.safetensors")
         for name, value in weights.items():
             self.assertTrue(torch.equal(found[name], value), name)
@@ -217,7 +222,11 @@ class InflatedTest(unittest.TestCase):
         data[directory + 20 : directory + 24] = struct.pack("<I", 9)
         self.path.write_bytes(data)
         with self.assertRaises(CheckpointError):
-            fsdp_optim.convert(self.path, self.path.with_name("to"), durable=False, progress=False)
+            fsdp_optim.convert(
+                self.path,
+                self.path.with_name("to"),
+                options=fsdp_optim.ConvertOptions(durable=False, progress=False),
+            )
 
 
 class SavedAfterTest(unittest.TestCase):

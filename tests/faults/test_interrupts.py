@@ -173,8 +173,10 @@ def interrupted_anywhere(folder: Path, num_trials: int) -> list[str]:
     both, wanted = (trained.model, trained.optim), trained.gather(None)
     calls: list[Callable[[], Any]] = [
         lambda: trained.gather(None, timeout=PATIENCE),
-        lambda: fsdp_optim.save(folder / "saved", *both, overwrite=True, durable=False, timeout=PATIENCE),
-        lambda: fsdp_optim.load(folder / "saved", *both, timeout=PATIENCE),
+        lambda: fsdp_optim.save(
+            folder / "saved", *both, overwrite=True, options=fsdp_optim.SaveOptions(durable=False, timeout=PATIENCE)
+        ),
+        lambda: fsdp_optim.load(folder / "saved", *both, options=fsdp_optim.LoadOptions(timeout=PATIENCE)),
     ]
     wrong: list[str] = []
     for call in calls:
@@ -218,8 +220,10 @@ def _traced(tracer: Tracer, call: Callable[[], Any]) -> Any:
 def interrupted_in_a_load_and_a_save(folder: Path) -> None:
     trained = Trained("FSDP2", adam, 1)
     both = trained.model, trained.optim
-    fsdp_optim.save(folder / "saved", *both, durable=False)
+    fsdp_optim.save(folder / "saved", *both, options=fsdp_optim.SaveOptions(durable=False))
     for number, call in enumerate((fsdp_optim.save, fsdp_optim.async_save, fsdp_optim.load)):
+        kind: Any = fsdp_optim.LoadOptions if call is fsdp_optim.load else fsdp_optim.SaveOptions
+        options = kind(timeout=TIMEOUT)
         for bad in range(WORLD):
             from fsdp_optim.checkpoint.load import restore
 
@@ -230,9 +234,9 @@ def interrupted_in_a_load_and_a_save(folder: Path) -> None:
             path = folder / ("saved" if call is fsdp_optim.load else f"new-{number}-{bad}")
             with mock.patch.object(owner, name, stop if dist.get_rank() == bad else getattr(owner, name)):
                 if dist.get_rank() == bad:
-                    check_same("itself", type(_raised(lambda: call(path, *both, timeout=TIMEOUT))), KeyboardInterrupt)  # type: ignore[operator] # noqa: B023
+                    check_same("itself", type(_raised(lambda: call(path, *both, options=options))), KeyboardInterrupt)  # type: ignore[operator] # noqa: B023
                 else:
-                    found = _raised(lambda: call(path, *both, timeout=TIMEOUT))  # type: ignore[operator] # noqa: B023
+                    found = _raised(lambda: call(path, *both, options=options))  # type: ignore[operator] # noqa: B023
                     assert isinstance(found, RankError), found
                     assert f"rank {bad}: KeyboardInterrupt: by hand" in str(found), found
 

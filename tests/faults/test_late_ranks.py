@@ -30,7 +30,7 @@ dist.init_process_group("gloo")
 trained = Trained("FSDP2", adam, 1)
 both = trained.model, trained.optim
 if call in ("load", "resume"):
-    fsdp_optim.save(folder + "/saved", *both, durable=False)
+    fsdp_optim.save(folder + "/saved", *both, options=fsdp_optim.SaveOptions(durable=False))
 if rank == late:
     time.sleep(delay)
 steps, read, conclude = [], meeting.Meeting._read, meeting.Meeting.conclude
@@ -43,7 +43,7 @@ def concluding(self, statement):
 if late < 0:
     meeting.Meeting._read, meeting.Meeting.conclude = slowly, concluding
 if call == "save":
-    fsdp_optim.save(folder + "/new", *both, durable=False)
+    fsdp_optim.save(folder + "/new", *both, options=fsdp_optim.SaveOptions(durable=False))
 elif call == "load":
     fsdp_optim.load(folder + "/saved", *both)
 elif call == "resume":
@@ -51,10 +51,10 @@ elif call == "resume":
 elif call == "gather":
     trained.gather(None)
 elif call == "async_save":
-    handle = fsdp_optim.async_save(folder + "/new", *both, durable=False)
+    handle = fsdp_optim.async_save(folder + "/new", *both, options=fsdp_optim.SaveOptions(durable=False))
     handle.wait()
 elif call == "manager":
-    manager = fsdp_optim.CheckpointManager(folder, *both, every=1, durable=False)
+    manager = fsdp_optim.CheckpointManager(folder, *both, every=1, options=fsdp_optim.ManagerOptions(durable=False))
     manager.step(1)
     manager.close()
 """
@@ -93,17 +93,17 @@ store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seco
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 trained = Trained("FSDP2", adam, 1)
 both = trained.model, trained.optim
-manager = fsdp_optim.CheckpointManager(folder + "/run", *both, every=1, durable=False)
+manager = fsdp_optim.CheckpointManager(folder + "/run", *both, every=1, options=fsdp_optim.ManagerOptions(durable=False))
 manager.step(1)
 manager.wait()
-fsdp_optim.save(folder + "/saved", *both, durable=False)
+fsdp_optim.save(folder + "/saved", *both, options=fsdp_optim.SaveOptions(durable=False))
 write = background._write
 def held(*args):
     while not os.path.exists(folder + "/gone"):
         time.sleep(0.05)
     return write(*args)
 background._write = held
-handle = fsdp_optim.async_save(folder + "/behind", *both, durable=False)
+handle = fsdp_optim.async_save(folder + "/behind", *both, options=fsdp_optim.SaveOptions(durable=False))
 dist.barrier()
 open(f"{{folder}}/ready-{{rank}}", "w").close()
 while not os.path.exists(folder + "/gone"):

@@ -189,12 +189,15 @@ def reading_fails(folder: Path) -> list[tuple[str, Outcome]]:
             functions = READING if rank == dist.get_rank() else []
             with nth_call(functions, nth, failing(errno.EIO)) as calls:
                 outcome = outcome_of(
-                    lambda: fsdp_optim.load(folder, target.model, target.optim, timeout=PATIENCE), target
+                    lambda: fsdp_optim.load(
+                        folder, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE)
+                    ),
+                    target,
                 )
             if not meeting.tell(calls.reached)[rank]:
                 break
             found.append((f"call {nth} on rank {rank}", outcome))
-    fsdp_optim.load(folder, target.model, target.optim, timeout=PATIENCE)
+    fsdp_optim.load(folder, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE))
     check_same("loaded afterwards", contents(target), contents(trained(3)))
     return found
 

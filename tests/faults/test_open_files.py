@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from kit.compare import refused
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 from parameterized import parameterized
 from soak.failing import FLUSHING, INTERRUPT, LOCKING, MAKING, MOVING, READING, WRITING, Calls, Fault
@@ -54,19 +55,31 @@ class OpenFilesTest(unittest.TestCase):
         self.one = Trained("plain", adam, 2, Tiny)
 
     def save(self, name: str = "run/step-1", **options: Any) -> None:
-        fsdp_optim.save(self.root / name, self.one.model, self.one.optim, step=1, **QUIET, **options)
+        fsdp_optim.save(
+            self.root / name,
+            self.one.model,
+            self.one.optim,
+            step=1,
+            **as_options(fsdp_optim.SaveOptions, **QUIET, **options),
+        )
 
     def load(self, name: str = "run/step-1") -> None:
-        fsdp_optim.load(self.root / name, self.one.model, self.one.optim, progress=False)
+        fsdp_optim.load(
+            self.root / name, self.one.model, self.one.optim, options=fsdp_optim.LoadOptions(progress=False)
+        )
 
     def actions(self) -> dict[str, Callable[[], Any]]:
         return {
             "load": self.load,
             "verify": lambda: fsdp_optim.verify(self.root / "run" / "step-1"),
-            "resume": lambda: fsdp_optim.resume(self.root / "run", self.one.model, self.one.optim, progress=False),
+            "resume": lambda: fsdp_optim.resume(
+                self.root / "run", self.one.model, self.one.optim, options=fsdp_optim.LoadOptions(progress=False)
+            ),
             "load of DCP": lambda: self.load("dcp"),
             "save": self.save,
-            "convert": lambda: fsdp_optim.convert(self.root / "run" / "step-1", self.root / "made", **QUIET),
+            "convert": lambda: fsdp_optim.convert(
+                self.root / "run" / "step-1", self.root / "made", **as_options(fsdp_optim.ConvertOptions, **QUIET)
+            ),
         }
 
     @parameterized.expand([(*action, number) for action in ACTIONS for number in (errno.ESTALE, INTERRUPT)])

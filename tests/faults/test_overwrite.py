@@ -89,17 +89,18 @@ def two_jobs(root: Path, overwrite: bool, rounds: int) -> list[tuple[Error, Any]
                 path,  # noqa: B023
                 one.model,
                 one.optim,
-                extra={"job": job, "number": number},  # noqa: B023
+                state={"job": job, "number": number},  # noqa: B023
                 overwrite=overwrite,
-                process_group=group,
-                timeout=PATIENCE,
+                options=fsdp_optim.SaveOptions(process_group=group, timeout=PATIENCE),
             )
         )
         meeting.tell(0)
-        restored = fsdp_optim.load(path, target.model, target.optim, process_group=group, timeout=PATIENCE)
+        restored = fsdp_optim.load(
+            path, target.model, target.optim, options=fsdp_optim.LoadOptions(process_group=group, timeout=PATIENCE)
+        )
         values = {float(v) for param in target.params for v in local_of(param).detach().flatten()}
         state = {float(v) for p in target.params for t in target.optim.state[p].values() for v in local_of(t).flatten()}
-        found.append((error, (restored["job"], restored["number"], sorted(values), sorted(state))))
+        found.append((error, (restored.state["job"], restored.state["number"], sorted(values), sorted(state))))
     return found
 
 

@@ -28,6 +28,7 @@ from kit.checkpoint_format import (
 from kit.compare import Differs, check_same
 from kit.groups import Meeting
 from kit.local_parts import local_of
+from kit.options import as_options
 from kit.refused_checkpoints import (
     PATIENCE,
     WORLD,
@@ -64,10 +65,9 @@ class Saver:
             self.path,
             self.model.model,
             self.model.optim,
-            extra={"number": self.number},
+            state={"number": self.number},
             overwrite=overwrite,
-            timeout=PATIENCE,
-            **self.options,
+            **as_options(fsdp_optim.SaveOptions, **self.options, timeout=PATIENCE),
         )
 
     def attempt(self) -> Outcome:
@@ -107,8 +107,10 @@ class Saver:
     def number_there(self) -> Any:
         """Which save the path has, all of it; or what is wrong."""
         try:
-            restored = fsdp_optim.load(self.path, self.target.model, self.target.optim, timeout=PATIENCE)
-            number = restored["number"]
+            restored = fsdp_optim.load(
+                self.path, self.target.model, self.target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE)
+            )
+            number = restored.state["number"]
             wanted = None if number == 0 else float(number)
             values = {float(v) for param in self.target.params for v in local_of(param).detach().flatten()}
             if wanted is not None and values - {wanted}:
@@ -161,9 +163,9 @@ def files_may_not_grow(root: Path, in_background: bool) -> tuple[list[str], list
                 saver.path,
                 saver.model.model,
                 saver.model.optim,
-                extra={"number": saver.number},
+                state={"number": saver.number},
                 overwrite=overwrite,
-                timeout=PATIENCE,
+                options=fsdp_optim.SaveOptions(timeout=PATIENCE),
             )
             handle.wait(PATIENCE)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import check_refused, check_same, error_text
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 
 import fsdp_optim
@@ -28,7 +29,9 @@ Errors = list[tuple[str, str]]
 
 
 def iterator_of(trained: Trained, **kwargs: Any) -> Any:
-    return fsdp_optim.iter_full_optim_state(trained.model, trained.optim, 0, bucket_nbytes=64, timeout=60.0, **kwargs)
+    return fsdp_optim.iter_full_optim_state(
+        trained.model, trained.optim, 0, **as_options(fsdp_optim.CallOptions, **kwargs, bucket_nbytes=64, timeout=60.0)
+    )
 
 
 CALLS: dict[str, Callable[[Trained, Path], Any]] = {
@@ -153,8 +156,7 @@ def step_between(when: str) -> list[Errors]:
                     trained.model,  # noqa: B023
                     trained.optim,  # noqa: B023
                     None,
-                    bucket_nbytes=bucket_nbytes,  # noqa: B023
-                    timeout=60.0,
+                    options=fsdp_optim.CallOptions(bucket_nbytes=bucket_nbytes, timeout=60.0),  # noqa: B023
                 )
                 for index, _ in enumerate(iterator):
                     if index == 1 and dist.get_rank() in ranks:  # noqa: B023

@@ -20,6 +20,7 @@ from kit.groups import (
     names_in,
     plain_net,
 )
+from kit.options import as_options
 from parameterized import parameterized
 
 import fsdp_optim
@@ -32,13 +33,21 @@ def different_calls() -> list[tuple[str, Error]]:
     model, optim, full = calls.model, calls.optim, calls.full
 
     def gather(**kwargs: Any) -> Any:
-        return fsdp_optim.gather_full_optim_state_dict(model, optim, timeout=PATIENCE, **kwargs)
+        return fsdp_optim.gather_full_optim_state_dict(
+            model, optim, **as_options(fsdp_optim.CallOptions, **kwargs, timeout=PATIENCE)
+        )
 
     def scatter(**kwargs: Any) -> Any:
-        return fsdp_optim.scatter_full_optim_state_dict(model, optim, full, timeout=PATIENCE, **kwargs)
+        return fsdp_optim.scatter_full_optim_state_dict(
+            model, optim, full, **as_options(fsdp_optim.CallOptions, **kwargs, timeout=PATIENCE)
+        )
 
     def iterate(**kwargs: Any) -> Any:
-        return list(fsdp_optim.iter_full_optim_state(model, optim, timeout=PATIENCE, **kwargs))
+        return list(
+            fsdp_optim.iter_full_optim_state(
+                model, optim, **as_options(fsdp_optim.CallOptions, **kwargs, timeout=PATIENCE)
+            )
+        )
 
     cases: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = [
         ("gather and scatter", gather, scatter),
@@ -73,7 +82,7 @@ def stop_iterating() -> list[tuple[int, int, Error, Error]]:
 
             def loop() -> None:
                 iterator = fsdp_optim.iter_full_optim_state(
-                    calls.model, calls.optim, timeout=PATIENCE, bucket_nbytes=SMALL
+                    calls.model, calls.optim, options=fsdp_optim.CallOptions(timeout=PATIENCE, bucket_nbytes=SMALL)
                 )
                 for index, _ in enumerate(iterator, start=1):
                     if me == rank and index == taken:  # noqa: B023
@@ -94,7 +103,7 @@ def stop_without_harm() -> None:
 
     def loop(stop_after: int, bucket_nbytes: int) -> None:
         iterator = fsdp_optim.iter_full_optim_state(
-            calls.model, calls.optim, timeout=PATIENCE, bucket_nbytes=bucket_nbytes
+            calls.model, calls.optim, options=fsdp_optim.CallOptions(timeout=PATIENCE, bucket_nbytes=bucket_nbytes)
         )
         for index, _ in enumerate(iterator, start=1):
             if index == stop_after:
@@ -110,7 +119,9 @@ def stop_without_harm() -> None:
         loop(NUM_NET_PARAMS if me == 1 else -1, bucket_nbytes)  # one rank does not ask whether there are more
         calls.check("iter")
         calls.check("gather")
-    fsdp_optim.iter_full_optim_state(calls.model, calls.optim, timeout=PATIENCE)  # never begun
+    fsdp_optim.iter_full_optim_state(
+        calls.model, calls.optim, options=fsdp_optim.CallOptions(timeout=PATIENCE)
+    )  # never begun
     calls.check("scatter")
 
 
@@ -118,7 +129,9 @@ def stop_without_harm() -> None:
 def iterate_and_forget(rank: int, patience: float) -> tuple[list[str], Error]:
     """One rank takes two parameters and then does something else, with the iterator still alive."""
     calls, taken = Calls(), []
-    iterator = fsdp_optim.iter_full_optim_state(calls.model, calls.optim, timeout=patience, bucket_nbytes=SMALL)
+    iterator = fsdp_optim.iter_full_optim_state(
+        calls.model, calls.optim, options=fsdp_optim.CallOptions(timeout=patience, bucket_nbytes=SMALL)
+    )
     if dist.get_rank() == rank:
         taken = [next(iterator)[0], next(iterator)[0]]
         time.sleep(2 * patience)

@@ -20,7 +20,7 @@ from kit.groups import (
 from parameterized import parameterized
 from torch import nn
 
-from fsdp_optim import FullyShardedDataParallel as FSDP
+from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 # ---------------------------------------------------------------------------------------------- the calls

@@ -17,6 +17,7 @@ from kit.accelerate_loop import Loop, load_and_go_on, with_lora
 from kit.cases import expand, some
 from kit.compare import check_same
 from kit.hugging_face import enabled, on_cpu, tiny_llama, train
+from kit.options import as_options
 
 import fsdp_optim
 from fsdp_optim import StateError
@@ -68,10 +69,18 @@ def written_for_accelerate(kind: str, folder: str) -> None:
         for _ in range(3):
             loop.step()
         wanted = loop.state
-        fsdp_optim.save(f"{folder}/all/pytorch_model_fsdp_0", loop.model, **quiet)
-        fsdp_optim.save(f"{folder}/all/optimizer_0", loop.model, loop.optim.optimizer, weights="none", **quiet)
+        fsdp_optim.save(f"{folder}/all/pytorch_model_fsdp_0", loop.model, **as_options(fsdp_optim.SaveOptions, **quiet))
+        fsdp_optim.save(
+            f"{folder}/all/optimizer_0",
+            loop.model,
+            loop.optim.optimizer,
+            weights="none",
+            **as_options(fsdp_optim.SaveOptions, **quiet),
+        )
         path = f"{folder}/adapters/pytorch_model_fsdp_0"
-        fsdp_optim.save(path, loop.model, weights="trainable", rename=without_adapter, **quiet)
+        fsdp_optim.save(
+            path, loop.model, weights="trainable", **as_options(fsdp_optim.SaveOptions, **quiet, rename=without_adapter)
+        )
         both = (("all", False), ("adapters", True))
         for name, adapter_only in (
             both if kind == "FSDP2" else both[:1]

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import unittest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -50,8 +50,12 @@ def resumed(pairs: list[tuple[str, str]]) -> None:
             one.fit(its, loader(), ckpt_path=path)
             live = one.strategy.model
             group = dist.group.WORLD
-            weights = fsdp_optim.gather_full_model_state_dict(live, None, process_group=group)
-            full = fsdp_optim.gather_full_optim_state_dict(live, one.optimizers[0], None, process_group=group)
+            weights = fsdp_optim.gather_full_model_state_dict(
+                live, None, options=fsdp_optim.CallOptions(process_group=group)
+            )
+            full = fsdp_optim.gather_full_optim_state_dict(
+                live, one.optimizers[0], None, options=fsdp_optim.CallOptions(process_group=group)
+            )
             check_same(f"weights, {path} under {wrapper}", weights, model)
             check_same(f"state, {path} under {wrapper}", full["state"], optim["state"], in_order=False)
             if full["param_groups"][0]["lr"] != optim["param_groups"][0]["lr"]:
@@ -94,8 +98,8 @@ class TestResume(unittest.TestCase):
             restored = fsdp_optim.load(f"{self.folder.name}/{wrapper}/last.ckpt", its, plain)
             check_same("weights", dict(its.state_dict()), model)
             check_same("state", plain.state_dict()["state"], optim["state"])
-            self.assertEqual((restored["global_step"], restored.summary.step), (BATCHES, BATCHES))
-            self.assertEqual(restored["hyper_parameters"], {"width": 7})
+            self.assertEqual((restored.state["global_step"], restored.step), (BATCHES, BATCHES))
+            self.assertEqual(restored.state["hyper_parameters"], {"width": 7})
 
 
 def steps_of(root: str) -> list[int]:
@@ -338,9 +342,9 @@ class TestRefused(unittest.TestCase):
 
     def test_arguments_that_the_strategy_gives_are_refused(self) -> None:
         for options in (
-            {"save_options": {"extra": 1}},
-            {"load_options": {"strict": False}},
-            {"save_options": {"x": 1}},
+            {"save_options": {"durable": False}},
+            {"load_options": fsdp_optim.SaveOptions()},
+            {"save_options": fsdp_optim.SaveOptions(process_group=cast("dist.ProcessGroup", object()))},
         ):
-            with self.assertRaisesRegex(fsdp_optim.StateError, "not among"):
+            with self.assertRaisesRegex(fsdp_optim.StateError, "must be a|which is the strategy's own"):
                 strategy("DDP", **options)

@@ -61,8 +61,10 @@ def run(wrapper: str, shuffle: bool, callbacks: Any = (), path: str | None = Non
     one, its = trainer(strategy(wrapper), callbacks=callbacks, max_epochs=EPOCHS), noisy()
     one.fit(its, shuffled(shuffle), ckpt_path=path)
     live, group = one.strategy.model, dist.group.WORLD
-    weights = fsdp_optim.gather_full_model_state_dict(live, None, process_group=group)
-    state = fsdp_optim.gather_full_optim_state_dict(live, one.optimizers[0], None, process_group=group)["state"]
+    weights = fsdp_optim.gather_full_model_state_dict(live, None, options=fsdp_optim.CallOptions(process_group=group))
+    state = fsdp_optim.gather_full_optim_state_dict(
+        live, one.optimizers[0], None, options=fsdp_optim.CallOptions(process_group=group)
+    )["state"]
     return its.draws, (weights, state)
 
 
@@ -136,7 +138,7 @@ def without_fit(root: str) -> None:
         one.save_checkpoint(f"{root}/all.ckpt")
         one.save_checkpoint(f"{root}/weights.ckpt", weights_only=True)
         one.strategy.teardown()
-        if fsdp_optim.load(f"{root}/weights.ckpt").per_rank is not None:
+        if "of_this_rank" in fsdp_optim.load(f"{root}/weights.ckpt").state:
             raise Differs("a checkpoint of weights alone has random states")
         seed(5)
         torch.rand(3)
@@ -147,7 +149,7 @@ def without_fit(root: str) -> None:
         random.seed(5 + dist.get_rank())
         trainer(strategy("DDP")).test(module(), shuffled(False), ckpt_path=f"{root}/all.ckpt", verbose=False)
         check_same("python", random.random(), wanted)
-        if torch.equal(before, fsdp_optim.load(f"{root}/all.ckpt").per_rank["random"]["torch"]):
+        if torch.equal(before, fsdp_optim.load(f"{root}/all.ckpt").state["of_this_rank"]["random"]["torch"]):
             raise Differs("the case shows nothing")
 
 

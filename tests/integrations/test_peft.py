@@ -25,6 +25,7 @@ from kit.forked import launch
 from kit.imports import Later
 from kit.models import Net
 from kit.optimizers import OfModel
+from kit.options import as_options
 from kit.trained import Oracle, Trained
 from kit.wraps import in_ddp, wrap_units
 from safetensors.torch import load_file
@@ -93,8 +94,14 @@ def load_all(folder: str) -> None:
         for at, base in (("", False), (" async", False), (" base", True)):
             target = trained(loader, 0)
             start = fsdp_optim.gather_full_model_state_dict(target.model, None) or {}
-            restored = fsdp_peft.load(f"{folder}/{saver}{at}", target.model, target.optim, base=base, check="bitwise")
-            check_same("differences", (restored.missing, restored.unexpected), ((), ()))
+            restored = fsdp_peft.load(
+                f"{folder}/{saver}{at}",
+                target.model,
+                target.optim,
+                base=base,
+                options=fsdp_optim.LoadOptions(compare=True),
+            )
+            check_same("differences", (restored.missing_keys, restored.unexpected_keys), ((), ()))
             wanted = oracle_of(3)
             full = fsdp_optim.gather_full_model_state_dict(target.model, None) or {}
             frozen = {name for name, param in wanted.model.named_parameters() if not param.requires_grad}
@@ -106,7 +113,9 @@ def load_all(folder: str) -> None:
             target.step(range(3, 5))
             check_same("state after two more steps", target.gather(None, "name")["state"], oracle_of(5).by_name())
     other = trained("FSDP2", 0, "mine")
-    fsdp_peft.load(f"{folder}/FSDP1", other.model, other.optim, adapter="mine", check="bitwise")
+    fsdp_peft.load(
+        f"{folder}/FSDP1", other.model, other.optim, adapter="mine", options=fsdp_optim.LoadOptions(compare=True)
+    )
     state = other.gather(None, "name")["state"]
     check_same(
         "another name", {key.replace(".mine", ".default"): v for key, v in state.items()}, oracle_of(3).by_name()
@@ -197,19 +206,19 @@ class OneProcessTest(unittest.TestCase):
             fsdp_peft.save(self.folder / f"step-{step}", self.model, self.optim, step=step)
         model, optim = self.fresh()
         restored = fsdp_peft.resume(self.folder, model, optim)
-        self.assertEqual(restored.summary.step if restored is not None else None, 3)
+        self.assertEqual(restored.step if restored is not None else None, 3)
         check_same("adapter", peft.get_peft_model_state_dict(model), peft.get_peft_model_state_dict(self.model))
 
     def test_a_url_and_a_conversion(self) -> None:
         fsdp_peft.save(f"file://{self.folder}/a", self.model, self.optim)
-        fsdp_peft.load(f"file://{self.folder}/a", *self.fresh(), check="bitwise")
+        fsdp_peft.load(f"file://{self.folder}/a", *self.fresh(), options=fsdp_optim.LoadOptions(compare=True))
         fsdp_peft.async_save(f"file://{self.folder}/there", self.model, self.optim).wait()
         self.assertTrue((self.folder / "there" / "adapter_config.json").exists())
-        fsdp_peft.load(self.folder / "there", *self.fresh(), check="bitwise")
+        fsdp_peft.load(self.folder / "there", *self.fresh(), options=fsdp_optim.LoadOptions(compare=True))
         fsdp_optim.convert(self.folder / "a", self.folder / "b")
         names = {path.name for path in (self.folder / "b").iterdir()}
         self.assertEqual({name for name in names if name.endswith(("model.safetensors", "json"))}, MODEL_AND_MANIFEST)
-        fsdp_peft.load(self.folder / "b", *self.fresh(), check="bitwise")
+        fsdp_peft.load(self.folder / "b", *self.fresh(), options=fsdp_optim.LoadOptions(compare=True))
 
     def test_one_of_several_adapters(self) -> None:
         config = peft.LoraConfig(r=2, target_modules=["stem"])
@@ -230,10 +239,10 @@ class OneProcessTest(unittest.TestCase):
         self.assertIn("the Linear that was given is neither a PeftModel nor a wrapper around one", text[1])
         for name in ("weights", "rename", "format", "max_file_size"):
             with self.assertRaisesRegex(TypeError, f"{name}= cannot be chosen here"):
-                fsdp_peft.save(self.folder / "a", self.model, **{name: None})
+                fsdp_peft.save(self.folder / "a", self.model, **as_options(fsdp_optim.SaveOptions, **{name: None}))
         for name in ("weights", "rename"):
             with self.assertRaisesRegex(TypeError, f"{name}= cannot be chosen here"):
-                fsdp_peft.load(self.folder / "a", self.model, **{name: None})
+                fsdp_peft.load(self.folder / "a", self.model, **as_options(fsdp_optim.LoadOptions, **{name: None}))
         with self.assertRaisesRegex(TypeError, "colour"):
             fsdp_peft.save(self.folder / "a", self.model, colour="red")
         fsdp_peft.save(self.folder / "a", self.model, self.optim)

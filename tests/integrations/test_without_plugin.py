@@ -125,10 +125,10 @@ class TrainerTest(unittest.TestCase):
         path = f"{self.root}/checkpoint-2"
         fsdp_optim.verify(path)
         weights = fsdp_optim.load(path, tiny_llama(1))
-        self.assertEqual(weights.summary.step, 2)
+        self.assertEqual(weights.step, 2)
         model = transformers().AutoModelForCausalLM.from_pretrained(path)
         optim = torch.optim.AdamW(model.parameters())
-        fsdp_optim.load(path, model, optim, groups="live")
+        fsdp_optim.load(path, model, optim, options=fsdp_optim.LoadOptions(param_groups="live"))
         self.assertEqual(len(optim.state), len(list(model.parameters())))
         fsdp_optim.convert(path, f"{self.root}/torch", format="torch")
         self.assertEqual(sorted(os.listdir(f"{self.root}/torch")), ["model.pt", "optim.pt", "torch_files.json"])

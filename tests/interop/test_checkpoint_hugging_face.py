@@ -18,6 +18,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_refused, check_same, error_text
 from kit.folders import SharedFolder
+from kit.options import as_options
 from kit.pretrained import build, tensors_of, ties_of
 from kit.tables import Table
 from kit.wrapping import cpu
@@ -86,7 +87,12 @@ def save_one(root: Path, name: str, wrapper: str, how: str) -> None:
         path = folder_of(root, name, wrapper, how)
         options: dict[str, Any] = {"max_file_size": SMALL} if how == "split" else {}
         group = dist.group.WORLD if wrapper == "plain" else None
-        fsdp_optim.save(path, model, optim, durable=False, progress=False, process_group=group, **options)
+        fsdp_optim.save(
+            path,
+            model,
+            optim,
+            **as_options(fsdp_optim.SaveOptions, **options, durable=False, progress=False, process_group=group),
+        )
         if dist.get_rank() == 0:
             config.save_pretrained(path)
         dist.barrier()
@@ -118,8 +124,10 @@ def resume_beside_config(root: Path, name: str, wrapper: str) -> None:
     with cpu():
         model = WRAPPERS[wrapper](build(name))
         optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-        fsdp_optim.load(path, model, optim, check="bitwise", progress=False)
-        fsdp_optim.save(path, model, optim, overwrite=True, durable=False, progress=False)
+        fsdp_optim.load(path, model, optim, options=fsdp_optim.LoadOptions(compare=True, progress=False))
+        fsdp_optim.save(
+            path, model, optim, overwrite=True, options=fsdp_optim.SaveOptions(durable=False, progress=False)
+        )
         check_same("the config", (path / "config.json").exists(), True)
 
 

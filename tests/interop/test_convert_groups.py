@@ -17,6 +17,7 @@ from kit.dcp import LAYOUTS
 from kit.folders import SharedFolder
 from kit.models import Net
 from kit.optimizers import OfModel
+from kit.options import as_options
 from kit.torchtitan_cpu import everything, torchtitan_on_cpu, trainer_config
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -59,8 +60,13 @@ def check_converted(
 ) -> None:
     """By every format that is written, and by each of them back to a file of torch."""
     for format in ("torch_file", "safetensors", "dcp", "torchtitan"):
-        fsdp_optim.convert(place, target / format, format=format, **QUIET)
-        fsdp_optim.convert(target / format, target / f"{format}.pt", format="torch_file", **QUIET)
+        fsdp_optim.convert(place, target / format, format=format, **as_options(fsdp_optim.ConvertOptions, **QUIET))
+        fsdp_optim.convert(
+            target / format,
+            target / f"{format}.pt",
+            format="torch_file",
+            **as_options(fsdp_optim.ConvertOptions, **QUIET),
+        )
         for file in (target / f"{format}.pt",):
             full = torch.load(file, weights_only=True)["optimizer"]
             check_same("sizes of groups", [len(group["params"]) for group in full["param_groups"]], list(sizes))
@@ -118,15 +124,20 @@ class GroupsTest(SharedFolder):
     def test_loaded_into_other_groups(self, source: str, groups: Any) -> None:
         """The error of an optimizer with other groups says what helps, before a conversion and after it; and it does help."""
         if source == "flattened-our":
-            fsdp_optim.convert(self.root / "flattened", self.root / source, overwrite=True, **QUIET)
+            fsdp_optim.convert(
+                self.root / "flattened",
+                self.root / source,
+                overwrite=True,
+                **as_options(fsdp_optim.ConvertOptions, **QUIET),
+            )
         for make in (decayed, lambda model: torch.optim.AdamW(model.parameters(), lr=3.0)):
             model = Net()
             optim = make(model)
             if groups == "saved" and len(optim.param_groups) == 1:
-                with self.assertRaisesRegex(StateError, "2 param groups, the optimizer has 1: .*groups='live'"):
+                with self.assertRaisesRegex(StateError, "2 param groups, the optimizer has 1: .*param_groups='live'"):
                     fsdp_optim.load(self.root / source, model, optim)
                 continue
-            fsdp_optim.load(self.root / source, model, optim, groups=groups)
+            fsdp_optim.load(self.root / source, model, optim, options=fsdp_optim.LoadOptions(param_groups=groups))
             names = {param: name for name, param in model.named_parameters()}
             for param, values in optim.state.items():
                 check_same(names[param], dict(values), self.saved["flattened"][0][names[param]], in_order=False)
@@ -141,7 +152,12 @@ class GroupsTest(SharedFolder):
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         flat = get_optimizer_state_dict(model, optim, options=options)
         dcp.save({"model": get_model_state_dict(model), "optim": flat}, checkpoint_id=self.root / "equal")
-        fsdp_optim.convert(self.root / "equal", self.root / "equal.pt", format="torch_file", **QUIET)
+        fsdp_optim.convert(
+            self.root / "equal",
+            self.root / "equal.pt",
+            format="torch_file",
+            **as_options(fsdp_optim.ConvertOptions, **QUIET),
+        )
         full = torch.load(self.root / "equal.pt", weights_only=True)["optimizer"]
         self.assertEqual(len(full["param_groups"]), 1)
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint.run.trainer_state import set_random_states
+from fsdp_optim.checkpoint.common.random_states import set_random_states
+from fsdp_optim.checkpoint.common.run_state import RANDOM
 from fsdp_optim.testing import run_on_ranks
 
 STEPS = 4
@@ -40,12 +41,10 @@ def resumed(root: str, places: list[str]) -> list[list[Any]]:
     with cpu():
         for place in places:
             run = Run(root, "FSDP2", every=100)
-            restored = fsdp_optim.load(place, run.model, run.optim)
             objects = {"scheduler": run.scheduler, "scaler": run.scaler, "average": run.average}
-            for name, one in objects.items():
-                one.load_state_dict(restored["state"][name])
-            run.loader.load_state_dict(restored.per_rank["state"]["loader"])
-            set_random_states(restored.per_rank["random"])
+            state = {**objects, "loader": fsdp_optim.per_rank(run.loader)}
+            result = fsdp_optim.load(place, run.model, run.optim, state=state)
+            set_random_states(result.state[RANDOM])
             for step in (STEPS + 1, STEPS + 2):
                 run.train(step)
             run.manager.close()
@@ -77,10 +76,12 @@ class ManagedTest(SharedFolder):
             place = self.source
             for number, format in enumerate(formats):
                 target = self.root / f"{name}-{number}"
-                fsdp_optim.convert(place, target, format=format, durable=False, progress=False)
+                fsdp_optim.convert(
+                    place, target, format=format, options=fsdp_optim.ConvertOptions(durable=False, progress=False)
+                )
                 place = target
             back = self.root / f"back-{name}" / self.source.name
-            fsdp_optim.convert(place, back, durable=False, progress=False)
+            fsdp_optim.convert(place, back, options=fsdp_optim.ConvertOptions(durable=False, progress=False))
             wanted = hashes(self.source)
             self.assertIn("extra/rank-00001.safetensors", wanted)
             check_same(name, hashes(back), wanted, in_order=False)
@@ -93,19 +94,29 @@ class ManagedTest(SharedFolder):
 
     def test_stock_torch_reads_it(self) -> None:
         """Without unpickling any object: numpy's state is a tuple with a tensor, which numpy takes."""
-        fsdp_optim.convert(self.source, self.root / "file", format="torch_file", durable=False, progress=False)
-        fsdp_optim.convert(self.source, self.root / "folder", format="torch", durable=False, progress=False)
+        fsdp_optim.convert(
+            self.source,
+            self.root / "file",
+            format="torch_file",
+            options=fsdp_optim.ConvertOptions(durable=False, progress=False),
+        )
+        fsdp_optim.convert(
+            self.source,
+            self.root / "folder",
+            format="torch",
+            options=fsdp_optim.ConvertOptions(durable=False, progress=False),
+        )
         whole = torch.load(self.root / "file" / "checkpoint.pt", weights_only=True)
         saved = fsdp_optim.load(self.source).all_ranks
         for rank in range(2):
             alone = torch.load(self.root / "folder" / f"rank-{rank:05}.pt", weights_only=True)
             for found in (whole["per_rank_extra"][rank], alone):
-                name, state, *rest = found["random"]["numpy"]
-                wanted = saved[rank]["random"]["numpy"]
+                name, state, *rest = found[RANDOM]["numpy"]
+                wanted = saved[rank][RANDOM]["numpy"]
                 check_same("the state", types_in((name, state.numpy(), *rest)), types_in(tuple(wanted)))
                 before = numpy.random.get_state()
                 try:
-                    numpy.random.set_state(found["random"]["numpy"])
+                    numpy.random.set_state(found[RANDOM]["numpy"])
                     check_same("taken", types_in(numpy.random.get_state()), types_in(wanted))
                 finally:
                     numpy.random.set_state(before)
@@ -114,14 +125,16 @@ class ManagedTest(SharedFolder):
     def test_loaded(self, format: str, is_file: bool) -> None:
         """`load` gives the values as they were saved, with the types of numpy, of this rank and of all."""
         target = self.own_folder() / "made"
-        fsdp_optim.convert(self.source, target, format=format, durable=False, progress=False)
+        fsdp_optim.convert(
+            self.source, target, format=format, options=fsdp_optim.ConvertOptions(durable=False, progress=False)
+        )
         found = fsdp_optim.load(target / "checkpoint.pt" if is_file else target)
         wanted = fsdp_optim.load(self.source)
-        check_same("extra", types_in(dict(found)), types_in(dict(wanted)))
-        check_same("of this rank", types_in(found.per_rank), types_in(wanted.per_rank))
+        check_same("extra", types_in(dict(found.state)), types_in(dict(wanted.state)))
+        check_same("of this rank", types_in(found.state["loader"]), types_in(wanted.state["loader"]))
         check_same("of all", types_in(found.all_ranks), types_in(wanted.all_ranks))
         self.assertEqual(len(found.all_ranks), 2)
-        self.assertEqual(type(found.per_rank["random"]["numpy"][1]), numpy.ndarray)
+        self.assertEqual(type(found.state[RANDOM]["numpy"][1]), numpy.ndarray)
 
 
 VALUES: dict[str, Any] = {
@@ -152,15 +165,21 @@ class ValuesTest(SharedFolder):
 
     def check(self, name: str, extra: Any, of_rank: Any) -> None:
         root, model = self.own_folder(), nn.Linear(2, 2)
-        fsdp_optim.save(root / "saved", model, extra=extra, per_rank_extra=of_rank, durable=False)
+        fsdp_optim.save(
+            root / "saved",
+            model,
+            state={**extra, "per_rank_extra": fsdp_optim.per_rank(of_rank)},
+            options=fsdp_optim.SaveOptions(durable=False),
+        )
         for format in ("torch", "torch_file"):
-            fsdp_optim.convert(root / "saved", root / format, format=format, durable=False)
+            fsdp_optim.convert(
+                root / "saved", root / format, format=format, options=fsdp_optim.ConvertOptions(durable=False)
+            )
             for path in (root / format).glob("*.pt"):
                 torch.load(path, weights_only=True)
             found = fsdp_optim.load(root / format)
-            check_same("types", types_in(dict(found)), types_in(extra))
-            check_same("of rank", types_in(found.per_rank), types_in(of_rank))
-            fsdp_optim.convert(root / format, root / f"back-{format}", durable=False)
+            check_same("types", types_in(found.state), types_in({**extra, "per_rank_extra": of_rank}))
+            fsdp_optim.convert(root / format, root / f"back-{format}", options=fsdp_optim.ConvertOptions(durable=False))
             check_same(f"{name} by {format}", hashes(root / f"back-{format}"), hashes(root / "saved"), in_order=False)
 
     def test_a_list_of_kinds_that_is_not_of_the_values(self) -> None:

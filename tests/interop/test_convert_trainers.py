@@ -14,6 +14,7 @@ from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.hugging_face import on_cpu, tiny_llama, trainer_of
 from kit.lightning_runs import data, module, quiet, strategy, trainer
+from kit.options import as_options, state_for
 from parameterized import parameterized
 from torch import nn
 from torch.utils.data import DataLoader
@@ -50,7 +51,9 @@ class TrainerTest(SharedFolder):
     def check(self, target: Path, format: str) -> None:
         """All that the Trainer's own files have is in the result, under the right names."""
         if format not in ("torch_file",):
-            fsdp_optim.convert(target, target.with_suffix(".pt"), format="torch_file", **QUIET)
+            fsdp_optim.convert(
+                target, target.with_suffix(".pt"), format="torch_file", **as_options(fsdp_optim.ConvertOptions, **QUIET)
+            )
             target = target.with_suffix(".pt")
         found = torch.load(target, weights_only=True)
         check_same("weights", found["model"], self.weights, in_order=False)
@@ -79,7 +82,12 @@ class TrainerTest(SharedFolder):
         target = self.own_folder() / ("to.pt" if format == "torch_file" else "to")
         given: Any = {"names": self.names} if by == "names" else {"model": tiny_llama(1)}
         with self.assertLogs("fsdp_optim", "WARNING") as logged:
-            fsdp_optim.convert(self.source, target, format=format, **given, **QUIET)
+            fsdp_optim.convert(
+                self.source,
+                target,
+                format=format,
+                **as_options(fsdp_optim.ConvertOptions, **given, **QUIET),
+            )
         lines = [line for line in logged.output if "left out of the new checkpoint" in line]
         self.assertEqual(len(lines), 1)
         self.assertRegex(lines[0], r"training_args\.bin: training_args .*TrainingArguments.*allow_pickle=True")
@@ -88,8 +96,12 @@ class TrainerTest(SharedFolder):
     def test_with_the_object(self) -> None:
         """Who trusts the author gets all of it."""
         target = self.own_folder() / "to"
-        fsdp_optim.convert(self.source, target, names=self.names, allow_pickle=True, **QUIET)
-        found = fsdp_optim.load(target, allow_pickle=True)["training_args"]
+        fsdp_optim.convert(
+            self.source,
+            target,
+            **as_options(fsdp_optim.ConvertOptions, **QUIET, param_names=self.names, allow_pickle=True),
+        )
+        found = fsdp_optim.load(target, options=fsdp_optim.LoadOptions(allow_pickle=True)).state["training_args"]
         self.assertEqual(type(found).__name__, "TrainingArguments")
 
     def test_what_is_left_out_for_its_size_is_an_error(self) -> None:
@@ -98,7 +110,7 @@ class TrainerTest(SharedFolder):
         average = {"a": torch.zeros(17 << 20)}
         torch.save({"model": dict(nn.Linear(2, 2).state_dict()), "average of weights": [average]}, folder / "a.pt")
         with self.assertRaisesRegex(CheckpointError, r"a\.pt: average of weights has tensors of \d+ bytes"):
-            fsdp_optim.convert(folder / "a.pt", folder / "to", **QUIET)
+            fsdp_optim.convert(folder / "a.pt", folder / "to", **as_options(fsdp_optim.ConvertOptions, **QUIET))
         self.assertFalse((folder / "to").exists())
 
 
@@ -136,7 +148,7 @@ class GroupOrderTest(unittest.TestCase):
         ]
     )
     def test_otherwise_the_caller_is_asked(self, _: str, first: list[Any], second: list[Any], words: str) -> None:
-        with self.assertRaisesRegex(StateError, rf"^here: .*2 param groups .*{words}.*give names="):
+        with self.assertRaisesRegex(StateError, rf"^here: .*2 param groups .*{words}.*give param_names="):
             by_group("here", full_of(first, second), list(self.SHAPES), self.SHAPES)
 
     def test_many_equal_parameters(self) -> None:
@@ -157,7 +169,9 @@ class GroupOrderTest(unittest.TestCase):
         folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
         torch.save({"model": model.state_dict(), "optimizer": optim.state_dict()}, folder / "a.pt")
         with self.assertRaisesRegex(StateError, "exp_avg has shape .*the parameter has .*order"):
-            fsdp_optim.convert(folder / "a.pt", folder / "to", model=model, **QUIET)
+            fsdp_optim.convert(
+                folder / "a.pt", folder / "to", model=model, **as_options(fsdp_optim.ConvertOptions, **QUIET)
+            )
         self.assertFalse((folder / "to").exists())
 
 
@@ -179,10 +193,14 @@ class LightningTest(SharedFolder):
     @parameterized.expand(["torch", "torch_file"])
     def test_there_and_back(self, format: str) -> None:
         """Also the random states of each rank, of which numpy's is an array."""
-        fsdp_optim.convert(self.source, self.root / format, format=format, **QUIET)
+        fsdp_optim.convert(
+            self.source, self.root / format, format=format, **as_options(fsdp_optim.ConvertOptions, **QUIET)
+        )
         for path in (self.root / format).glob("*.pt"):
             torch.load(path, weights_only=True)
-        fsdp_optim.convert(self.root / format, self.root / f"back-{format}", **QUIET)
+        fsdp_optim.convert(
+            self.root / format, self.root / f"back-{format}", **as_options(fsdp_optim.ConvertOptions, **QUIET)
+        )
         got, wanted = fsdp_optim.load(self.root / f"back-{format}"), fsdp_optim.load(self.source)
         self.assertEqual(len(wanted.all_ranks), 2)
         for rank in range(2):
@@ -211,18 +229,27 @@ class EmptyTest(SharedFolder):
         root, model = self.own_folder(), nn.Linear(3, 2)
         extra = {name.replace(" ", "_"): EMPTY[name], "epoch": 3}
         wanted = {key: plain(value) for key, value in extra.items()}
-        fsdp_optim.save(root / "ours", model, extra=extra, per_rank_extra=[EMPTY[name]], durable=False)
+        fsdp_optim.save(
+            root / "ours",
+            model,
+            state=state_for(extra, [EMPTY[name]]),
+            options=fsdp_optim.SaveOptions(durable=False),
+        )
         torch.save({"model": dict(model.state_dict()), **extra}, root / "torch.pt")
         dcp.save({"model": dict(model.state_dict()), **extra}, checkpoint_id=root / "dcp")
         for source in ("ours", "torch.pt", "dcp"):
-            check_same(source, plain(dict(fsdp_optim.load(root / source))), wanted, in_order=False)
+            check_same(source, plain(dict(fsdp_optim.load(root / source).state)), wanted, in_order=False)
             for format in FORMATS:
                 target = root / f"{source}-{format}"
-                fsdp_optim.convert(root / source, target, format=format, **QUIET)
-                fsdp_optim.convert(target, root / f"{source}-{format}-back", **QUIET)
+                fsdp_optim.convert(
+                    root / source, target, format=format, **as_options(fsdp_optim.ConvertOptions, **QUIET)
+                )
+                fsdp_optim.convert(
+                    target, root / f"{source}-{format}-back", **as_options(fsdp_optim.ConvertOptions, **QUIET)
+                )
                 for place in (target, root / f"{source}-{format}-back"):
                     got = fsdp_optim.load(place)
-                    check_same(f"{source} to {format}", plain(dict(got)), wanted, in_order=False)
+                    check_same(f"{source} to {format}", plain(dict(got.state)), wanted, in_order=False)
                     if source == "ours":
                         check_same(f"{source} to {format}, of ranks", plain(got.per_rank), plain([EMPTY[name]]))
 

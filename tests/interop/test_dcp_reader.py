@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.dcp.reader import DCP
-from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix import OpenFolder
 from fsdp_optim.testing import run_on_ranks
 
@@ -78,7 +78,7 @@ def load_all(loads: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
     found = []
     for path, wrapper, kwargs in loads:
         try:
-            found.append(load_trained(Path(path), wrapper, kwargs, check="bitwise"))
+            found.append(load_trained(Path(path), wrapper, kwargs, compare=True))
         except Exception as error:
             raise AssertionError(f"{path} into {wrapper}: {error}") from error
     return found
@@ -163,7 +163,7 @@ def save_cases(root: str) -> None:
 
 
 def load_cases(root: str) -> dict[str, Any]:
-    return {name: load_trained(Path(root) / name, other, kw, check="bitwise") for name, (_, other, kw) in CASES.items()}
+    return {name: load_trained(Path(root) / name, other, kw, compare=True) for name, (_, other, kw) in CASES.items()}
 
 
 def part_by_part(root: str) -> None:
@@ -172,7 +172,11 @@ def part_by_part(root: str) -> None:
         trained, other = Trained("FSDP2", **TWO_GROUPS), Trained("FSDP2", **{**TWO_GROUPS, "steps": 0})
         LAYOUTS["accelerate"](trained, Path(root) / "parts")
         scramble(other)
-        fsdp_optim.load(Path(root) / "parts" / "pytorch_model_fsdp_0", other.model, check="bitwise", progress=False)
+        fsdp_optim.load(
+            Path(root) / "parts" / "pytorch_model_fsdp_0",
+            other.model,
+            options=fsdp_optim.LoadOptions(compare=True, progress=False),
+        )
         check_same("weights", mine(other)["values"], mine(trained)["values"])
         load(Path(root) / "parts" / "optimizer_0", other, weights="none")
         check_same("state", mine(other)["state"], mine(trained)["state"])
@@ -297,7 +301,7 @@ class BytesTest(unittest.TestCase):
             with mock.patch.object(bucket, "read_into", counted):
                 model = Large()
                 optim = adam(model.parameters())
-                options = LoadOptions(Options(), check=None)
+                options = LoadArguments()
                 restore.restore(ObjectStore(bucket, "run", DCP.probe), model, optim, options)
             check_same("weights", dict(model.named_parameters()), trained[0])
             check_same("moments", [dict(sorted(one.items())) for one in optim.state.values()], trained[1])

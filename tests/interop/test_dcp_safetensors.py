@@ -33,9 +33,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.dcp.reader import DCP
-from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.testing import run_on_ranks
 
 pytest.importorskip(
@@ -178,14 +178,16 @@ def load_holders(root: Path) -> None:
                         param = distribute_tensor(getattr(model, key).detach(), line, [Shard(0)])
                         setattr(model, key, nn.Parameter(param))
                 restored = fsdp_optim.load(
-                    root / f"{num}-{name}", model, progress=False, process_group=dist.group.WORLD
+                    root / f"{num}-{name}",
+                    model,
+                    options=fsdp_optim.LoadOptions(progress=False, process_group=dist.group.WORLD),
                 )
                 found = {
                     key: value.full_tensor() if hasattr(value, "full_tensor") else value
                     for key, value in model.state_dict().items()
                 }
                 check_same(f"{num} {name}", found, wanted(names_in(name)))
-                check_same("missing", (restored.missing, restored.unexpected), ((), ()))
+                check_same("missing", (restored.missing_keys, restored.unexpected_keys), ((), ()))
 
 
 def load_trained(root: Path) -> None:
@@ -196,13 +198,13 @@ def load_trained(root: Path) -> None:
             for num in SIZES:
                 target = Trained(wrapper, ADAM, 0, model=Whole)
                 scramble(target)
-                fsdp_optim.load(root / f"{num}-fsdp2", target.model, progress=False)
+                fsdp_optim.load(root / f"{num}-fsdp2", target.model, options=fsdp_optim.LoadOptions(progress=False))
                 check_same(f"{num} fsdp2", mine(target)["values"], mine(alike)["values"])
                 name = ("dcp", "dcp flattened", "dcp threads")[(place + num) % 3]
                 scramble(target)
-                restored = load(root / f"{num}-{name}", target, check="bitwise")
+                restored = load(root / f"{num}-{name}", target, compare=True)
                 check_same(f"{num} {name}", mine(target), mine(alike))
-                check_same("extra", dict(sorted(restored["train_state"].items())), TRAIN_STATE)
+                check_same("extra", dict(sorted(restored.state["train_state"].items())), TRAIN_STATE)
 
 
 def refuse_parts(root: Path) -> None:
@@ -216,11 +218,19 @@ def refuse_parts(root: Path) -> None:
                 f"fsdp_optim.load('{file.parent}', ...)",
             )
             refused_on_ranks(
-                file.name, partial(fsdp_optim.load, file, Holder(), progress=False), "CheckpointError", *words
+                file.name,
+                partial(fsdp_optim.load, file, Holder(), options=fsdp_optim.LoadOptions(progress=False)),
+                "CheckpointError",
+                *words,
             )
     renamed = root / "renamed.safetensors"
     words = ("renamed.safetensors: is the part of one rank", "columns begins at [0, 4]")
-    refused_on_ranks("renamed", partial(fsdp_optim.load, renamed, Holder(), progress=False), "CheckpointError", *words)
+    refused_on_ranks(
+        "renamed",
+        partial(fsdp_optim.load, renamed, Holder(), options=fsdp_optim.LoadOptions(progress=False)),
+        "CheckpointError",
+        *words,
+    )
 
 
 def refuse_damage(root: Path) -> None:
@@ -236,7 +246,9 @@ def refuse_damage(root: Path) -> None:
         ):
             asked = partial(load, root / place, target)
             if "fsdp2" in place:
-                asked = partial(fsdp_optim.load, root / place, target.model, progress=False)
+                asked = partial(
+                    fsdp_optim.load, root / place, target.model, options=fsdp_optim.LoadOptions(progress=False)
+                )
             refused_on_ranks(place, asked, "CheckpointError", *words)
             check_same(f"{place}: nothing was loaded", mine(target), before)
 
@@ -263,7 +275,7 @@ class DcpSafetensorsTest(SharedFolder):
     def test_offline(self, _: str, num: int, name: str) -> None:
         place = self.root / f"{num}-{name}"
         new = self.root / f"converted {num}-{name}".replace("/", "-")
-        fsdp_optim.convert(place, new, progress=False)
+        fsdp_optim.convert(place, new, options=fsdp_optim.ConvertOptions(progress=False))
         check_same("converted", in_order(load_file(new / "model.safetensors")), in_order(wanted(names_in(name))))
         verified = fsdp_optim.verify(place, progress=False)
         self.assertEqual(
@@ -273,7 +285,9 @@ class DcpSafetensorsTest(SharedFolder):
         shapes = {key: tuple(value.shape) for key, value in wanted(names_in(name)).items()}
         self.assertEqual({key: tuple(one.shape) for key, one in inspected.model.items()}, shapes)
         for file in place.glob("shard-*"):
-            converts = partial(fsdp_optim.convert, file, self.root / "none", progress=False)
+            converts = partial(
+                fsdp_optim.convert, file, self.root / "none", options=fsdp_optim.ConvertOptions(progress=False)
+            )
             for call in (converts, partial(fsdp_optim.verify, file, progress=False), partial(fsdp_optim.inspect, file)):
                 refused(call, CheckpointError, "the part of one rank", file.name)
 
@@ -281,8 +295,10 @@ class DcpSafetensorsTest(SharedFolder):
     def test_offline_with_an_optimizer(self, name: str) -> None:
         for num in SIZES:
             place, new = self.root / f"{num}-{name}", self.root / f"converted {num}-{name}"
-            fsdp_optim.convert(place, new, progress=False)
-            fsdp_optim.convert(new, self.root / f"again {num}-{name}", format="dcp", progress=False)
+            fsdp_optim.convert(place, new, options=fsdp_optim.ConvertOptions(progress=False))
+            fsdp_optim.convert(
+                new, self.root / f"again {num}-{name}", format="dcp", options=fsdp_optim.ConvertOptions(progress=False)
+            )
             self.assertEqual(fsdp_optim.verify(place, progress=False).format, "dcp")
             self.assertEqual(fsdp_optim.inspect(place).step, None)
             if num > 1:
@@ -292,7 +308,9 @@ class DcpSafetensorsTest(SharedFolder):
 
     def refused(self, name: str, *words: str) -> None:
         place = self.root / name
-        converts = partial(fsdp_optim.convert, place, self.root / "none", progress=False)
+        converts = partial(
+            fsdp_optim.convert, place, self.root / "none", options=fsdp_optim.ConvertOptions(progress=False)
+        )
         for call in (converts, partial(fsdp_optim.verify, place, progress=False), partial(fsdp_optim.inspect, place)):
             refused(call, CheckpointError, *words)
 
@@ -312,7 +330,11 @@ class DcpSafetensorsTest(SharedFolder):
                 words[0] == "short"
             ):  # the end of a tensor is where its last chunk ends, so that a load finds this, by the shape
                 words = ("rows: shape [12, 16] in the checkpoint, [23, 16] in the model",)
-                refused(partial(fsdp_optim.load, place, Holder(), progress=False), StateError, *words)
+                refused(
+                    partial(fsdp_optim.load, place, Holder(), options=fsdp_optim.LoadOptions(progress=False)),
+                    StateError,
+                    *words,
+                )
             else:
                 self.refused(name, *words)
 
@@ -336,7 +358,7 @@ class DcpSafetensorsTest(SharedFolder):
         index = "model.safetensors.index.json"
         self.refused("beside", "has files of ranks, such as shard-00001", index, f"give the path of {place / index}")
         model = Holder(mapping)
-        fsdp_optim.load(place / index, model, progress=False)
+        fsdp_optim.load(place / index, model, options=fsdp_optim.LoadOptions(progress=False))
         check_same("by the index", {**model.state_dict()}, wanted(mapping))
         place = self.copied("2-shards", "beside with zeros")
         consolidate_safetensors_files(str(place), str(place), dict.fromkeys(tensors(), 1))
@@ -351,7 +373,9 @@ class DcpSafetensorsTest(SharedFolder):
             )
             self.refused(f"{num}-zeros", *words)
             model = Holder()
-            fsdp_optim.load(self.root / f"{num}-zeros" / "sharded", model, progress=False)
+            fsdp_optim.load(
+                self.root / f"{num}-zeros" / "sharded", model, options=fsdp_optim.LoadOptions(progress=False)
+            )
             check_same("sharded", {**model.state_dict()}, tensors())
 
     def test_a_consolidation_that_did_not_end(self) -> None:
@@ -406,7 +430,7 @@ class DcpSafetensorsTest(SharedFolder):
             for file in (file for file in (self.root / name).rglob("*") if file.is_file()):
                 bucket.put(f"run/{file.relative_to(self.root / name)}", file.read_bytes())
             model: Any = Whole() if name == "3-dcp" else Holder(names_in(name))
-            restore.restore(ObjectStore(bucket, "run", DCP.probe), model, None, LoadOptions(Options(), check=None))
+            restore.restore(ObjectStore(bucket, "run", DCP.probe), model, None, LoadArguments())
             alike: Any = Whole() if name == "3-dcp" else Holder(names_in(name))
-            fsdp_optim.load(self.root / name, alike, progress=False)
+            fsdp_optim.load(self.root / name, alike, options=fsdp_optim.LoadOptions(progress=False))
             check_same(name, {**model.state_dict()}, {**alike.state_dict()})

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from kit.cases import expand, those
 from kit.compare import check_same
 from kit.optimizers import adamw_tensor_lr
+from kit.options import as_options
 from kit.tables import Table
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu
@@ -62,10 +63,20 @@ def save_all(root: Path) -> None:
             one = Trained(wrapper, adam)
             options: dict[str, Any] = {"durable": False, "process_group": one.process_group}
             name = wrapper.replace(" ", "-")
-            fsdp_optim.save(root / name, one.model, one.optim, format="dcp", **options)
-            fsdp_optim.async_save(root / f"{name}-titan", one.model, one.optim, format="torchtitan", **options).wait()
+            fsdp_optim.save(
+                root / name, one.model, one.optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **options)
+            )
+            fsdp_optim.async_save(
+                root / f"{name}-titan",
+                one.model,
+                one.optim,
+                format="torchtitan",
+                **as_options(fsdp_optim.SaveOptions, **options),
+            ).wait()
     own = Trained("FSDP2", adamw_tensor_lr)
-    fsdp_optim.save(root / "tensor-lr", own.model, own.optim, format="dcp", durable=False)
+    fsdp_optim.save(
+        root / "tensor-lr", own.model, own.optim, format="dcp", options=fsdp_optim.SaveOptions(durable=False)
+    )
 
 
 @functools.cache
@@ -183,7 +194,14 @@ def losses_match(root: Path) -> None:
     train(never_stopped, optim, sched, range(3))
     extra = {"train_state": {"step": torch.tensor(3, dtype=torch.int32)}, "lr_scheduler": sched.state_dict()}
     options: dict[str, Any] = {"extra": extra, "durable": False, "on_replica_mismatch": "lowest_rank"}
-    fsdp_optim.save(root / "titan", never_stopped, optim, format="torchtitan", step=3, **options)
+    fsdp_optim.save(
+        root / "titan",
+        never_stopped,
+        optim,
+        format="torchtitan",
+        step=3,
+        **as_options(fsdp_optim.SaveOptions, **options),
+    )
     stats = {name: buffer.clone() for name, buffer in never_stopped.named_buffers()}
     wanted = train(never_stopped, optim, sched, range(3, 6))
 
@@ -207,7 +225,7 @@ def save_extras(path: Path, extra: dict[str, Any]) -> None:
     one = Trained("FSDP2", adam)
     rank = dist.get_rank()
     options: dict[str, Any] = {"extra": extra, "per_rank_extra": {"rng": torch.full((3,), rank)}, "durable": False}
-    fsdp_optim.save(path, one.model, one.optim, format="dcp", **options)
+    fsdp_optim.save(path, one.model, one.optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **options))
 
 
 def in_order(full: dict[str, Any]) -> dict[str, Any]:
@@ -221,15 +239,17 @@ def load_ours(path: Path, wrapper: str, has_extras: bool) -> None:
     """This library's own load, at another world size, in another wrapper."""
     with cpu():
         one, wanted = Trained(wrapper, adam, 0), Trained(wrapper, adam)
-        restored = fsdp_optim.load(path, one.model, one.optim, check="bitwise", process_group=one.process_group)
+        restored = fsdp_optim.load(
+            path, one.model, one.optim, options=fsdp_optim.LoadOptions(compare=True, process_group=one.process_group)
+        )
         check_same(wrapper, *[in_order(of.gather(None)) for of in (one, wanted)])
         full = StateDictOptions(full_state_dict=True)
         if wrapper == "FSDP2":
             weights = [get_model_state_dict(of.model, options=full) for of in (one, wanted)]
             check_same("weights", *weights)
-        check_same("world size", restored.summary.world_size, 2 if has_extras else restored.summary.world_size)
+        check_same("world size", restored.world_size, 2 if has_extras else restored.world_size)
         if has_extras:
-            check_same("extra", (restored["step"], restored["scheduler"]["lrs"]), (7, [0.1, 0.2]))
+            check_same("extra", (restored.state["step"], restored.state["scheduler"]["lrs"]), (7, [0.1, 0.2]))
             check_same("of ranks", restored.all_ranks, tuple({"rng": torch.full((3,), rank)} for rank in range(2)))
 
 
@@ -308,9 +328,14 @@ class StockResumesTest(unittest.TestCase):
     def test_loaded_by_this_library(self) -> None:
         """Recognised, in either layout, and converted to this library's format and back."""
         run_on_ranks(save_extras, 2, self.root / "given", EXTRA)
-        fsdp_optim.convert(self.root / "given", self.root / "ours", durable=False)
+        fsdp_optim.convert(self.root / "given", self.root / "ours", options=fsdp_optim.ConvertOptions(durable=False))
         for format in ("dcp", "torchtitan"):
-            fsdp_optim.convert(self.root / "ours", self.root / f"back-{format}", format=format, durable=False)
+            fsdp_optim.convert(
+                self.root / "ours",
+                self.root / f"back-{format}",
+                format=format,
+                options=fsdp_optim.ConvertOptions(durable=False),
+            )
         run_on_ranks(load_ours, 1, self.root / "back-torchtitan", "FSDP2", True)
         run_on_ranks(load_again, 3, self.root)
 

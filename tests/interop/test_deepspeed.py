@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import Differs, check_same, error_text, sorted_state
+from kit.options import as_options
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
 from kit.zero_checkpoints import BUFFERS, TAG, elements, opened, state_of, unpacked
@@ -31,10 +32,10 @@ from torch import Tensor, nn
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.formats.own.probe import PROBE
-from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import run_on_ranks
 
@@ -59,9 +60,13 @@ def of_zeros() -> Model:
 def check_loaded(model: nn.Module, optim: Any, oracle: Mapping[str, Tensor], folder: Path) -> None:
     """The live weights, buffers and state are those of the training without DeepSpeed, bit for bit."""
     everyone = {"process_group": dist.group.WORLD} if dist.is_initialized() else {}
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name", **everyone)
+    full = fsdp_optim.gather_full_optim_state_dict(
+        model, optim, recipient_rank=None, key_by="name", **as_options(fsdp_optim.CallOptions, **everyone)
+    )
     check_same("state", sorted_state(full["state"]), sorted_state(state_of(oracle)))
-    fsdp_optim.save(folder, model, durable=False, overwrite=True, progress=False, **everyone)
+    fsdp_optim.save(
+        folder, model, overwrite=True, **as_options(fsdp_optim.SaveOptions, **everyone, durable=False, progress=False)
+    )
     weights = {fqn: tensor for fqn, tensor in oracle.items() if not fqn.startswith("state.")}
     found = load_file(folder / "model.safetensors")
     check_same("weights", dict(sorted(found.items())), dict(sorted({**weights, **BUFFERS}.items())))
@@ -78,17 +83,29 @@ def load_runs(root: Path, wrappers: tuple[str, ...], numbers: list[int]) -> None
         with cpu():
             model = of_zeros() if wrapper == "plain" else WRAPPERS[wrapper](of_zeros())
             optim = optimizer(model)
-            check = "bitwise" if number % 3 == 0 else None
+            check = number % 3 == 0
             groups = "live" if name == "z2-w2-elastic" else "saved"  # it has no hyperparameters
             everyone = {"process_group": dist.group.WORLD} if wrapper == "plain" and dist.is_initialized() else {}
             try:
                 restored = fsdp_optim.load(
-                    root / name, model, optim, groups=groups, cast=True, check=check, progress=False, **everyone
+                    root / name,
+                    model,
+                    optim,
+                    **as_options(
+                        fsdp_optim.LoadOptions,
+                        **everyone,
+                        param_groups=groups,
+                        cast=True,
+                        compare=check,
+                        progress=False,
+                    ),
                 )
                 check_loaded(model, optim, oracle, root / f"live {len(wrappers)}")
-                check_same("the rest", (restored["epoch"], restored.missing, restored.unexpected), (4, (), ()))
-                check_same("the step", restored.summary.step, STEPS)
-                check_same("ranks", restored.summary.world_size, int(name[4]))
+                check_same(
+                    "the rest", (restored.state["epoch"], restored.missing_keys, restored.unexpected_keys), (4, (), ())
+                )
+                check_same("the step", restored.step, STEPS)
+                check_same("ranks", restored.world_size, int(name[4]))
             except BaseException as error:
                 raise Differs(f"{name} into {wrapper}: {type(error).__name__}: {error}") from error
 
@@ -98,7 +115,14 @@ def refuse_all(root: Path, cases: list[tuple[str, str]]) -> None:
     model = WRAPPERS["FSDP2"](of_zeros())  # one for all, because nothing may change it
     optim = optimizer(model)
     for name, wanted in cases:
-        kind, text = error_text(lambda: fsdp_optim.load(root / name, model, optim, cast=True, progress=False))  # noqa: B023
+        kind, text = error_text(
+            lambda: fsdp_optim.load(
+                root / name,  # noqa: B023
+                model,
+                optim,
+                options=fsdp_optim.LoadOptions(cast=True, progress=False),
+            )
+        )
         if wanted not in text or kind != "CheckpointError":
             raise Differs(f"{name}: {kind}: {text}, and not {wanted}")
         if optim.state or any(bool((param.to_local() != 0).any()) for param in model.parameters()):
@@ -141,7 +165,7 @@ class TestRuns(unittest.TestCase):
         for name in ("z2-w3-aligned", f"z2-w3-aligned/{TAG}", "z3-w2-groups", f"z3-w3-fp32-universal/{TAG}_universal"):
             model = of_zeros()
             optim = optimizer(model)
-            fsdp_optim.load(self.root / name, model, optim, cast=True)
+            fsdp_optim.load(self.root / name, model, optim, options=fsdp_optim.LoadOptions(cast=True))
             check_loaded(model, optim, self.oracle, self.root / "live")
         (self.root / "latest of another place").rename(self.root / "z3-w2-groups" / "latest")
 
@@ -154,7 +178,7 @@ class TestRuns(unittest.TestCase):
             model = of_zeros()
             optim = optimizer(model)
             store = ObjectStore(bucket, f"runs/{name}", PROBE)
-            restore.restore(store, model, optim, LoadOptions(Options(), cast=True))
+            restore.restore(store, model, optim, LoadArguments(cast=True))
             check_loaded(model, optim, self.oracle, self.root / "live")
 
     def test_converted(self) -> None:
@@ -162,17 +186,22 @@ class TestRuns(unittest.TestCase):
         for name in ("z2-w3-aligned", "z3-w2-groups", "z3-w3-fp32-universal"):
             place = self.root / "converted" / name
             with self.assertLogs("fsdp_optim", "WARNING") as logged:
-                fsdp_optim.convert(self.root / name, place, progress=False)
+                fsdp_optim.convert(self.root / name, place, options=fsdp_optim.ConvertOptions(progress=False))
             self.assertRegex(
                 "".join(logged.output), "left out of the new checkpoint: .*args has an object of the class"
             )
             self.assertNotIn("args", fsdp_optim.load(place))
-            fsdp_optim.convert(self.root / name, place, allow_pickle=True, progress=False, overwrite=True)
+            fsdp_optim.convert(
+                self.root / name,
+                place,
+                options=fsdp_optim.ConvertOptions(allow_pickle=True, progress=False),
+                overwrite=True,
+            )
             model = of_zeros()
             optim = optimizer(model)
-            restored = fsdp_optim.load(place, model, optim, cast=True)
+            restored = fsdp_optim.load(place, model, optim, options=fsdp_optim.LoadOptions(cast=True))
             check_loaded(model, optim, self.oracle, self.root / "live")
-            check_same("the rest", (restored["epoch"], restored.summary.step), (4, STEPS))
+            check_same("the rest", (restored.state["epoch"], restored.step), (4, STEPS))
 
     def test_the_fp32_weights_are_the_weights(self) -> None:
         """Frozen ones and buffers are given as they are, and the module's own where there is no optimizer."""
@@ -203,7 +232,7 @@ class TestRuns(unittest.TestCase):
         with self.assertRaisesRegex(StateError, FROZEN.replace(".", r"\.")):
             fsdp_optim.load(self.root / "z3-w4-fp16", model, optimizer(model))
         small = of_zeros().half()
-        fsdp_optim.load(self.root / "z3-w4-fp16", small, cast=True)
+        fsdp_optim.load(self.root / "z3-w4-fp16", small, options=fsdp_optim.LoadOptions(cast=True))
         for fqn, param in small.named_parameters():
             check_same(fqn, param.detach(), self.oracle[fqn].half())
 
@@ -212,38 +241,42 @@ class TestRuns(unittest.TestCase):
         optim = optimizer(model)
         for group in optim.param_groups:
             group.update(lr=7.0, weight_decay=7.0)
-        fsdp_optim.load(self.root / "z3-w4-fp16", model, optim, cast=True)
+        fsdp_optim.load(self.root / "z3-w4-fp16", model, optim, options=fsdp_optim.LoadOptions(cast=True))
         found = [(group["lr"], group["weight_decay"], group["betas"]) for group in optim.param_groups]
         check_same("groups", found, [(0.0625, 0.125, (0.5, 0.75)), (0.25, 0.0, (0.5, 0.75))])
         check_same("step", optim.state[model.emb.weight]["step"], torch.tensor(float(STEPS)))
         optim.param_groups[0]["lr"] = 7.0
         with self.assertRaisesRegex(
-            StateError, "has no hyperparameters, the optimizer has .*lr, .*: give groups='live'"
+            StateError, "has no hyperparameters, the optimizer has .*lr, .*: give param_groups='live'"
         ):
-            fsdp_optim.load(self.root / "z2-w2-elastic", model, optim, cast=True)
-        fsdp_optim.load(self.root / "z2-w2-elastic", model, optim, cast=True, groups="live")
+            fsdp_optim.load(self.root / "z2-w2-elastic", model, optim, options=fsdp_optim.LoadOptions(cast=True))
+        fsdp_optim.load(
+            self.root / "z2-w2-elastic", model, optim, options=fsdp_optim.LoadOptions(cast=True, param_groups="live")
+        )
         check_same("the live ones", (optim.param_groups[0]["lr"], optim.param_groups[1]["lr"]), (7.0, 0.25))
 
     def test_values_of_the_trainer(self) -> None:
         for name, scale in (("z2-w4-fp16", 16), ("z1-w3-fp16", 8.0), ("z3-w4-fp16", 16)):
-            restored = fsdp_optim.load(self.root / name, of_zeros(), cast=True)
-            check_same(name, (restored["epoch"], restored["global_steps"]), (4, STEPS))
-            check_same(name, restored["lr_scheduler"]["last_epoch"], STEPS)
-            check_same(name, restored["loss_scaler"]["cur_scale"], scale)
-            check_same(name, restored["ds_config"]["train_batch_size"], int(name[4]))
+            restored = fsdp_optim.load(self.root / name, of_zeros(), options=fsdp_optim.LoadOptions(cast=True))
+            check_same(name, (restored.state["epoch"], restored.state["global_steps"]), (4, STEPS))
+            check_same(name, restored.state["lr_scheduler"]["last_epoch"], STEPS)
+            check_same(name, restored.state["loss_scaler"]["cur_scale"], scale)
+            check_same(name, restored.state["ds_config"]["train_batch_size"], int(name[4]))
             with self.assertRaisesRegex(CheckpointError, r"args has an object of the class argparse\.Namespace"):
-                restored["args"]
-            pickled = fsdp_optim.load(self.root / name, of_zeros(), cast=True, allow_pickle=True)
-            check_same(name, pickled["args"].seed, 1)
+                restored.state["args"]
+            pickled = fsdp_optim.load(
+                self.root / name, of_zeros(), options=fsdp_optim.LoadOptions(cast=True, allow_pickle=True)
+            )
+            check_same(name, pickled.state["args"].seed, 1)
             if name.startswith("z3"):
-                check_same(name, restored.per_rank["epoch"], 4)
+                check_same(name, restored.state["per_rank_extra"]["epoch"], 4)
                 check_same(name, [values["args"].seed for values in pickled.all_ranks], [1] * 4)
                 folder = self.copied("another rank's values", name)
                 path = self.root / "z3-w3-fp32" / TAG / "zero_pp_rank_2_mp_rank_00_model_states.pt"
                 for data in (path.read_bytes(), b""):
                     (folder / path.name).write_bytes(data)
                     with self.assertRaisesRegex(CheckpointError, path.name):
-                        fsdp_optim.load(folder, of_zeros(), cast=True)
+                        fsdp_optim.load(folder, of_zeros(), options=fsdp_optim.LoadOptions(cast=True))
 
     def test_values_that_only_a_later_rank_gave(self) -> None:
         """In ZeRO 3 the first rank's file does not say what is in those of the others: each is read, verified and converted."""
@@ -253,10 +286,10 @@ class TestRuns(unittest.TestCase):
         model = nn.Linear(2, 3, bias=False)
         with self.assertNoLogs("fsdp_optim", "WARNING"):
             restored = fsdp_optim.load(folder, model)
-        check_same("none gave any", (restored.per_rank, restored.all_ranks), (None, ()))
+        check_same("none gave any", ("per_rank_extra" in restored.state, restored.all_ranks), (False, ()))
         path = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
         torch.save({**torch.load(path, weights_only=True), "seen": 7}, path)
-        fsdp_optim.convert(folder, target, durable=False, progress=False)
+        fsdp_optim.convert(folder, target, options=fsdp_optim.ConvertOptions(durable=False, progress=False))
         for place in (folder, target):
             check_same("one gave some", fsdp_optim.load(place, model).all_ranks, (None, {"seen": 7}))
         data = path.read_bytes()
@@ -376,7 +409,9 @@ class TestRuns(unittest.TestCase):
         )  # as Hugging Face's Trainer writes it, beside the tag
         for tag in ("z2-w2-fp32", "z3-w3-fp32\n"):
             (place / "latest").write_text(tag)
-            self.assertEqual(fsdp_optim.load(place, of_zeros())["ds_config"]["zero_optimization"]["stage"], int(tag[1]))
+            self.assertEqual(
+                fsdp_optim.load(place, of_zeros()).state["ds_config"]["zero_optimization"]["stage"], int(tag[1])
+            )
 
     def test_nothing_of_a_file_is_executed(self) -> None:
         folder, witness = self.root / "evil", self.root / "executed"
@@ -392,9 +427,9 @@ class TestRuns(unittest.TestCase):
             torch.save({**model, "evil": Evil(str(witness))}, folder / "mp_rank_00_model_states.pt")
             restored = fsdp_optim.load(folder, nn.Linear(2, 3, bias=False))
             self.assertFalse(witness.exists(), where)
-            check_same("the rest", restored["epoch"], 3)
+            check_same("the rest", restored.state["epoch"], 3)
             with self.assertRaisesRegex(CheckpointError, "evil has an object of the class posix.mkdir"):
-                restored["evil"]
+                restored.state["evil"]
 
     @unittest.skipUnless(importlib.util.find_spec("deepspeed"), "deepspeed is not installed")
     def test_zero_to_fp32_reads_the_same_weights(self) -> None:

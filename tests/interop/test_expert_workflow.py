@@ -17,6 +17,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.experts import expert_wrap, global_name
 from kit.language_model import adamw, check_close
+from kit.options import as_options
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType
@@ -126,7 +127,12 @@ def save(root: Path, kind: str) -> None:
     """Sharded, by torch's own calls (FSDP1) and by ours."""
     model, optim, mine = made(kind, SAVED)
     check_close("before", train(model, optim, range(BEFORE), mine, len(SAVED.of_groups)), unbroken()[:BEFORE])
-    fsdp_optim.save(root / "ours", model, optim, name_of=SAVED.name_of, durable=False, progress=False)
+    fsdp_optim.save(
+        root / "ours",
+        model,
+        optim,
+        options=fsdp_optim.SaveOptions(name_of=SAVED.name_of, durable=False, progress=False),
+    )
     if "FSDP1" not in kind:
         return
     with TorchFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
@@ -147,7 +153,12 @@ def resume(root: Path, kind: str, places: Places, which: str) -> None:
         for param in model.parameters():
             param.zero_()
     options: dict[str, Any] = {"rename": name_in_whole} if which == "theirs" else {}
-    fsdp_optim.load(root / which, model, optim, name_of=places.name_of, check="bitwise", progress=False, **options)
+    fsdp_optim.load(
+        root / which,
+        model,
+        optim,
+        **as_options(fsdp_optim.LoadOptions, **options, name_of=places.name_of, compare=True, progress=False),
+    )
     losses = train(model, optim, range(BEFORE, BEFORE + AFTER), mine, len(places.of_groups))
     check_close(which, losses, unbroken()[BEFORE:])
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.optimizers import GROUPED
+from kit.options import state_for
 from kit.rank_files import Buffered, save_fairscale
 from kit.trained import STEPS, Oracle, Trained
 from kit.units import UNITS
@@ -27,7 +28,13 @@ def save_all(root: Path) -> None:
         with cpu():
             one = Trained("fairscale flat", make, model=Buffered)
             own = {"rng": torch.arange(3) + dist.get_rank(), f"only {dist.get_rank()}": 1}
-            fsdp_optim.save(root / f"flat {name}", one.model, one.optim, per_rank_extra=own, durable=False)
+            fsdp_optim.save(
+                root / f"flat {name}",
+                one.model,
+                one.optim,
+                state=state_for(None, own),
+                options=fsdp_optim.SaveOptions(durable=False),
+            )
             other = Trained("fairscale non-flat", make, model=Buffered)
             (root / f"own {name}").mkdir(exist_ok=True)
             dist.barrier()
@@ -62,7 +69,12 @@ class UnflattenedTest(SharedFolder):
         run_on_ranks(save_all, 2, cls.root)
 
     def convert(self, name: str, target: str, **options: Any) -> Path:
-        fsdp_optim.convert(self.root / name, self.root / target, format=FairscaleShards(**options), durable=False)
+        fsdp_optim.convert(
+            self.root / name,
+            self.root / target,
+            format=FairscaleShards(**options),
+            options=fsdp_optim.ConvertOptions(durable=False),
+        )
         return self.root / target
 
     @parameterized.expand([("one group", 3), ("two groups", 2)])
@@ -81,7 +93,7 @@ class UnflattenedTest(SharedFolder):
         flat = self.convert("there", "flat again", world_size=2, units=UNITS)
         for source in (there, flat):
             back = self.root / f"back of {source.name}"
-            fsdp_optim.convert(source, back, durable=False)
+            fsdp_optim.convert(source, back, options=fsdp_optim.ConvertOptions(durable=False))
             for name in ("model.safetensors", "optim.safetensors"):
                 check_same(name, load_file(back / name), load_file(self.root / "flat one group" / name), in_order=False)
 

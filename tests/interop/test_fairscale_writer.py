@@ -15,6 +15,7 @@ from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.forked import TRAINING, run
 from kit.optimizers import GROUPED, adam
+from kit.options import state_for
 from kit.rank_files import Buffered, save_fairscale
 from kit.trained import STEPS, Oracle, Trained
 from kit.units import UNITS
@@ -35,7 +36,13 @@ def save_all(root: Path) -> None:
             one = Trained("fairscale flat", make, model=Buffered)
             own = {"rng": torch.arange(3) + dist.get_rank()}
             extra = {"cfg": {"lr": [0.01]}, "steps": STEPS}
-            fsdp_optim.save(root / f"ours {name}", one.model, one.optim, extra=extra, per_rank_extra=own, durable=False)
+            fsdp_optim.save(
+                root / f"ours {name}",
+                one.model,
+                one.optim,
+                state=state_for(extra, own),
+                options=fsdp_optim.SaveOptions(durable=False),
+            )
             folder = root / f"fairseq {name}"
             if dist.get_rank() == 0:
                 folder.mkdir()
@@ -121,8 +128,8 @@ class FairscaleWriterTest(SharedFolder):
 
             check_same(name, load_file(back / name), load_file(self.root / "ours two groups" / name), in_order=False)
         restored = fsdp_optim.load(back)
-        self.assertEqual((restored["cfg"], restored["steps"]), ({"lr": [0.01]}, STEPS))
-        self.assertEqual(fsdp_optim.load(folder, Buffered(), strict=False).missing, ())
+        self.assertEqual((restored.state["cfg"], restored.state["steps"]), ({"lr": [0.01]}, STEPS))
+        self.assertEqual(fsdp_optim.load(folder, Buffered(), strict=False).missing_keys, ())
 
     def test_small_units_of_bytes(self) -> None:
         """The same files whatever the memory, and by several ranks."""
@@ -150,7 +157,7 @@ def convert_on_ranks(root: Path) -> None:
         root / "ours two groups",
         root / "by ranks",
         format=FairscaleShards(3, UNITS),
-        memory=16 << 20,
+        options=fsdp_optim.ConvertOptions(bucket_nbytes=16 << 20),
     )
 
 
@@ -183,7 +190,7 @@ class RefusedTest(unittest.TestCase):
         self.optim.step()
         self.model.a.weight.grad = None
         self.optim.step()
-        fsdp_optim.save(self.root / "src", self.model, self.optim, durable=False)
+        fsdp_optim.save(self.root / "src", self.model, self.optim, options=fsdp_optim.SaveOptions(durable=False))
 
     def refused(self, error: type[Exception], *words: str, **options: Any) -> None:
         with self.assertRaises(error) as caught:

@@ -36,7 +36,8 @@ from parameterized import parameterized
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel as FSDP
+import fsdp_optim.fairscale
+from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 STEPS = 3
@@ -253,7 +254,7 @@ def read_by_fairscale(full: Any, make: Make, unused: list[str], cls: type[nn.Mod
     model, live, sharded = nested_net(0, make, cls)
     sharded.step(live, range(STEPS), unused)
     wanted = frozen_copy(live)
-    converted = fsdp_optim.for_fairscale(full)
+    converted = fsdp_optim.fairscale.for_fairscale(full)
     shard = FairscaleFSDP.get_shard_from_optim_state_dict(model, converted)
     shard.pop("num_padded", None)
     shard.pop(
@@ -293,7 +294,7 @@ def experts_read_by_fairscale() -> None:
 
     model, optim = with_experts(rank, STEPS)
     full = told_by(0, fsdp_optim.gather_full_optim_state_dict(model, optim))
-    shard = FairscaleFSDP.get_shard_from_optim_state_dict(model, fsdp_optim.for_fairscale(full))
+    shard = FairscaleFSDP.get_shard_from_optim_state_dict(model, fsdp_optim.fairscale.for_fairscale(full))
     shard.pop("fqns")
     check_same(
         "fairscale's shard", loose_steps(shard), loose_steps(frozen_copy(with_experts(0, STEPS)[1])), in_order=False
@@ -374,7 +375,7 @@ class TestForFairscale(unittest.TestCase):
     def test_it_shares_tensors_but_no_dicts(self) -> None:
         full = run_on_ranks(gather, 2, adam, [])[0]
         untouched = copy.deepcopy(full)
-        converted = fsdp_optim.for_fairscale(full)
+        converted = fsdp_optim.fairscale.for_fairscale(full)
         assert converted["state"][0]["exp_avg"].data_ptr() == full["state"][0]["exp_avg"].data_ptr()
         for key in ("state", "param_id_map"):
             converted[key].clear()
@@ -386,7 +387,7 @@ class TestForFairscale(unittest.TestCase):
         full = run_on_ranks(gather, 2, adam, [])[0]
         named = fsdp_optim.rekey_optim_state_dict(full, Net(), "name")
         with self.assertRaisesRegex(fsdp_optim.StateError, "id"):
-            fsdp_optim.for_fairscale(named)
+            fsdp_optim.fairscale.for_fairscale(named)
 
 
 class TestPlainOptimizer(unittest.TestCase):

@@ -56,7 +56,7 @@ def resume(place: Path, wrapper: str) -> None:
         for param in model.parameters():
             param.zero_()
     optim = adamw(model.parameters())
-    fsdp_optim.load(place, model, optim, check="bitwise", progress=False)
+    fsdp_optim.load(place, model, optim, options=fsdp_optim.LoadOptions(compare=True, progress=False))
     check_close(
         f"{place.name}, {wrapper}",
         train(model, optim, range(BEFORE, BEFORE + AFTER)),
@@ -79,10 +79,14 @@ class OlmoWorkflowTest(SharedFolder):
         for name in CHECKPOINTERS:
             self.assertFalse(dist.is_initialized())
             target = self.root / f"{name}-unsharded"
-            fsdp_optim.convert(self.root / name, target, memory=MEMORY, progress=False, durable=False)
+            fsdp_optim.convert(
+                self.root / name,
+                target,
+                options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, progress=False, durable=False),
+            )
             model = LanguageModel()
             optim = adamw(model.parameters())
-            fsdp_optim.load(target, model, optim, check="bitwise")
+            fsdp_optim.load(target, model, optim, options=fsdp_optim.LoadOptions(compare=True))
             found[name] = (dict(model.state_dict()), optim.state_dict()["state"])
         for name in CHECKPOINTERS[1:]:
             check_same(name, found[name], found[CHECKPOINTERS[0]])

@@ -106,7 +106,7 @@ def read_all(root: Path) -> None:
         check_same(f"{name}: transformers", dict(wanted), dict(llama(seed).state_dict()))
         with cpu():
             model = WRAPPERS["FSDP2"](llama(9))
-            fsdp_optim.load(root / name, model, progress=False)
+            fsdp_optim.load(root / name, model, options=fsdp_optim.LoadOptions(progress=False))
         found = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None) or {}
         check_same(name, dict(sorted(found.items())), dict(sorted(wanted.items())))
 
@@ -126,9 +126,9 @@ def read_distributed(root: Path) -> None:
     """On three ranks."""
     with cpu():
         model = WRAPPERS["FSDP2"](llama(9))
-        restored = fsdp_optim.load(root / "distributed", model, progress=False)
+        restored = fsdp_optim.load(root / "distributed", model, options=fsdp_optim.LoadOptions(progress=False))
     found = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None) or {}
-    check_same("nothing else", (restored.missing, restored.unexpected), ((), ()))
+    check_same("nothing else", (restored.missing_keys, restored.unexpected_keys), ((), ()))
     check_same("distributed", dict(sorted(found.items())), dict(sorted(llama(5).state_dict().items())))
 
 
@@ -142,7 +142,9 @@ def warn(root: Path) -> list[str]:
     try:
         places = ("whole, then split", "split, then whole", "others and split", "whole, then split, and an optimizer")
         for name in places:
-            fsdp_optim.load(root / name, llama(9), progress=False, process_group=dist.group.WORLD)
+            fsdp_optim.load(
+                root / name, llama(9), options=fsdp_optim.LoadOptions(progress=False, process_group=dist.group.WORLD)
+            )
     finally:
         log.removeHandler(handler)
     return [line for line in lines if "each with weights" in line]
@@ -174,16 +176,20 @@ class OrderOfFilesTest(SharedFolder):
     @parameterized.expand([("whole, then split", 2), ("split, whole, then split", 3)])
     def test_the_path_of_the_index_reads_the_others(self, name: str, seed: int) -> None:
         model = llama(9)
-        fsdp_optim.load(self.root / name / "model.safetensors.index.json", model, progress=False)
+        fsdp_optim.load(
+            self.root / name / "model.safetensors.index.json", model, options=fsdp_optim.LoadOptions(progress=False)
+        )
         check_same(name, dict(model.state_dict()), dict(llama(seed).state_dict()))
 
     def test_converted(self) -> None:
         for name, (_, seed) in CASES.items():
             if "optimizer" not in name:
                 new = self.root / "converted"
-                fsdp_optim.convert(self.root / name, new, progress=False, overwrite=True)
+                fsdp_optim.convert(
+                    self.root / name, new, options=fsdp_optim.ConvertOptions(progress=False), overwrite=True
+                )
                 model = llama(9)
-                fsdp_optim.load(new, model, progress=False)
+                fsdp_optim.load(new, model, options=fsdp_optim.LoadOptions(progress=False))
                 check_same(name, dict(model.state_dict()), dict(llama(seed).state_dict()))
 
     def test_a_config_that_names_no_file(self) -> None:
@@ -194,7 +200,7 @@ class OrderOfFilesTest(SharedFolder):
         for named in ("none.safetensors", "../x.safetensors", 3, None):
             (place / "config.json").write_text(json.dumps({**config, "transformers_weights": named}))
             model = llama(9)
-            fsdp_optim.load(place, model, progress=False)
+            fsdp_optim.load(place, model, options=fsdp_optim.LoadOptions(progress=False))
             check_same("by the usual name", dict(model.state_dict()), dict(llama(1).state_dict()))
         (place / "model.safetensors").unlink()
         shutil.copy(self.root / "others and a bin" / "consolidated.safetensors", place / "a.safetensors")

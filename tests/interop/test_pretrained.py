@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
+from kit.options import as_options
 from kit.pretrained import build, tensors_of
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -24,10 +25,10 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE
 from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
@@ -55,7 +56,12 @@ def of_zeros(name: str) -> Any:
 
 def weights_of(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     """All weights of a live model, as they are saved: each under one name."""
-    fsdp_optim.save(folder, model, durable=False, overwrite=True, progress=False, process_group=dist.group.WORLD)
+    fsdp_optim.save(
+        folder,
+        model,
+        options=fsdp_optim.SaveOptions(durable=False, progress=False, process_group=dist.group.WORLD),
+        overwrite=True,
+    )
     found = load_file(folder / "model.safetensors")
     dist.barrier()  # before another case saves to the same place
     return found
@@ -84,10 +90,14 @@ def load_all(root: Path, cases: Sequence[tuple[str, str, str]]) -> None:
         with cpu():
             model = WRAPPERS[wrapper](of_zeros(name))
             options = {"process_group": dist.group.WORLD} if wrapper == "DDP" else {}
-            restored = fsdp_optim.load(path, model, check="bitwise", progress=False, **options)
+            restored = fsdp_optim.load(
+                path, model, **as_options(fsdp_optim.LoadOptions, **options, compare=True, progress=False)
+            )
             check_weights(model, name, root / f"live {name} {wrapper}")
-            check_same("the rest", (dict(restored), restored.missing, restored.unexpected), ({}, (), ()))
-            read = torch.tensor(restored.summary.nbytes)
+            check_same(
+                "the rest", (dict(restored.state), restored.missing_keys, restored.unexpected_keys), ({}, (), ())
+            )
+            read = torch.tensor(restored.nbytes)
             dist.all_reduce(read)
             total = sum(file.stat().st_size for file in path.glob("*.safetensors"))
             if read > total:
@@ -99,7 +109,7 @@ def load_otherwise(root: Path) -> None:
     whole, split = root / "bert whole", root / "bert split"
     for place in (whole / "model.safetensors", split / "model.safetensors.index.json", root / "links"):
         model = WRAPPERS["FSDP2"](of_zeros("bert"))
-        fsdp_optim.load(place, model, check="bitwise")
+        fsdp_optim.load(place, model, options=fsdp_optim.LoadOptions(compare=True))
         check_weights(model, "bert", root / "live")
     with torch.device("meta"):
         model = WRAPPERS["FSDP2"](build("bert"))
@@ -110,34 +120,40 @@ def load_otherwise(root: Path) -> None:
     for layer in model.modules():  # buffers that are not saved
         if hasattr(layer, "position_ids"):
             layer.position_ids.copy_(torch.arange(layer.position_ids.numel()).view_as(layer.position_ids))
-    fsdp_optim.load(whole, model, check="bitwise")
+    fsdp_optim.load(whole, model, options=fsdp_optim.LoadOptions(compare=True))
     check_weights(model, "bert", root / "live")
     for rename in ({"base.": ""}, lambda name: name.removeprefix("base."), {"base.be": "be", "base.c": "c", "x": "y"}):
         model = WRAPPERS["FSDP1 flat"](of_zeros("bert"))
-        fsdp_optim.load(root / "renamed", model, rename=rename, check="bitwise")
+        fsdp_optim.load(root / "renamed", model, options=fsdp_optim.LoadOptions(rename=rename, compare=True))
         check_weights(model, "bert", root / "live")
     model = WRAPPERS["FSDP2"](of_zeros("bert").bfloat16())
     kind, text = error_text(lambda: fsdp_optim.load(whole, model))
     if "cast=True" not in text:
         raise Differs(f"another dtype: {kind}: {text}")
-    fsdp_optim.load(whole, model, cast=True, check="bitwise")
+    fsdp_optim.load(whole, model, options=fsdp_optim.LoadOptions(cast=True, compare=True))
     check_weights(model, "bert", root / "live", torch.bfloat16)
     model = WRAPPERS["FSDP2"](of_zeros("bert"))
-    restored = fsdp_optim.load(root / "renamed", model.bert, rename={"base.bert.": ""}, strict=False)
-    check_same("not in the model", sorted(restored.unexpected), ["base.classifier.bias", "base.classifier.weight"])
+    restored = fsdp_optim.load(
+        root / "renamed", model.bert, options=fsdp_optim.LoadOptions(rename={"base.bert.": ""}), strict=False
+    )
+    check_same("not in the model", sorted(restored.unexpected_keys), ["base.classifier.bias", "base.classifier.weight"])
 
 
 def load_tied(root: Path, wrapper: str) -> None:
     """Tied weights that are stored under each of their names: equal copies are one, and others an error."""
     model = WRAPPERS[wrapper](of_zeros("gpt2, tied"))
-    fsdp_optim.load(root / "both names", model, check="bitwise", process_group=dist.group.WORLD)
+    fsdp_optim.load(
+        root / "both names", model, options=fsdp_optim.LoadOptions(compare=True, process_group=dist.group.WORLD)
+    )
     check_weights(model, "gpt2, tied", root / "live")
     for name, word in (("differs", "differ"), ("other shape", "shape")):
         place = root / name
         refused_on_ranks(name, partial(fsdp_optim.load, place, model), "StateError", "lm_head", "wte", word)
     check_weights(model, "gpt2, tied", root / "live")
-    restored = fsdp_optim.load(root / "differs", model, strict=False, process_group=dist.group.WORLD)
-    check_same("the first name counts", restored.unexpected, ("lm_head.weight",))
+    restored = fsdp_optim.load(
+        root / "differs", model, strict=False, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD)
+    )
+    check_same("the first name counts", restored.unexpected_keys, ("lm_head.weight",))
     check_weights(model, "gpt2, tied", root / "live")
 
 
@@ -153,7 +169,10 @@ def refuse_all(root: Path) -> None:
         "an optimizer", lambda: fsdp_optim.load(root / "bert whole", model, optim), "StateError", "without an optimizer"
     )
     refused_on_ranks(
-        "a rename that is none", lambda: fsdp_optim.load(root / "bert whole", model, rename=[1]), "StateError", "rename"
+        "a rename that is none",
+        lambda: fsdp_optim.load(root / "bert whole", model, options=fsdp_optim.LoadOptions(rename=[1])),
+        "StateError",
+        "rename",
     )  # type: ignore[arg-type]
     refused_on_ranks(
         "another model", lambda: fsdp_optim.load(root / "llama, tied whole", model), "StateError", "differences"
@@ -267,7 +286,7 @@ class PretrainedTest(SharedFolder):
         for place in ("models/bert", "models/bert/model.safetensors.index.json"):
             model = of_zeros("bert")
             store = ObjectStore(bucket, place, HUGGING_FACE.probe)
-            restore.restore(store, model, None, LoadOptions(Options(), check="bitwise"))
+            restore.restore(store, model, None, LoadArguments(compare=True))
             check_same(place, tensors_of(model), tensors_of(build("bert")))
 
     def test_a_file_that_is_written_again_meanwhile(self) -> None:

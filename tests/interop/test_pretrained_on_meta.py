@@ -52,7 +52,7 @@ def materialised(kind: str, *, is_tied: bool = True) -> Any:
 
 
 def weights_of(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    fsdp_optim.save(folder, model, durable=False, overwrite=True, progress=False)
+    fsdp_optim.save(folder, model, options=fsdp_optim.SaveOptions(durable=False, progress=False), overwrite=True)
     return load_file(folder / "model.safetensors")
 
 
@@ -60,24 +60,32 @@ def load_all(root: Path, kind: str) -> None:
     with cpu():
         wanted = load_file(root / "pretrained" / "model.safetensors")
         model = materialised(kind)
-        restored = fsdp_optim.load(root / "pretrained", model, check="bitwise")
-        check_same("the rest", (restored.missing, restored.unexpected), ((), ()))
+        restored = fsdp_optim.load(root / "pretrained", model, options=fsdp_optim.LoadOptions(compare=True))
+        check_same("the rest", (restored.missing_keys, restored.unexpected_keys), ((), ()))
         check_same("weights", dict(sorted(weights_of(model, root / "live").items())), dict(sorted(wanted.items())))
 
         model = materialised(kind)
         load = partial(fsdp_optim.load, root / "renamed", model)
-        refused_on_ranks("another dtype", partial(load, rename={PREFIX: ""}), "StateError", "bfloat16", "cast=True")
-        refused_on_ranks("other names", partial(load, cast=True), "StateError", "wte.weight")
+        refused_on_ranks(
+            "another dtype",
+            partial(load, options=fsdp_optim.LoadOptions(rename={PREFIX: ""})),
+            "StateError",
+            "bfloat16",
+            "cast=True",
+        )
+        refused_on_ranks(
+            "other names", partial(load, options=fsdp_optim.LoadOptions(cast=True)), "StateError", "wte.weight"
+        )
         if not all(bool(local_of(param).isnan().all()) for param in model.parameters()):
             raise Differs("a part was loaded")
-        load(rename={PREFIX: ""}, cast=True, check="bitwise")
+        load(options=fsdp_optim.LoadOptions(rename={PREFIX: ""}, cast=True, compare=True))
         cast = {name: tensor.bfloat16().float() for name, tensor in sorted(wanted.items())}
         check_same("cast", dict(sorted(weights_of(model, root / "live").items())), cast)
 
         model = materialised(kind, is_tied=False)
         load = partial(fsdp_optim.load, root / "pretrained", model)
         if kind == "FSDP2":
-            load(check="bitwise")
+            load(options=fsdp_optim.LoadOptions(compare=True))
             check_same("both names", local_of(model.lm_head.weight), local_of(model.transformer.wte.weight))
         else:  # nothing may stay uninitialised
             refused_on_ranks("not tied", load, "StateError", "lm_head.weight")

@@ -158,8 +158,10 @@ def check_loaded(path: str, wrap: Any, make: Any, prepare: Any, model: Any) -> N
     with torch.no_grad():
         for tensor in (*target.params, *target.model.buffers()):
             local_of(tensor).zero_()
-    restored = fsdp_optim.load(path, target.model, target.optim, process_group=target.process_group)
-    check_same("missing", (restored.missing, restored.unexpected), ((), ()))
+    restored = fsdp_optim.load(
+        path, target.model, target.optim, options=fsdp_optim.LoadOptions(process_group=target.process_group)
+    )
+    check_same("missing", (restored.missing_keys, restored.unexpected_keys), ((), ()))
     found = target.gather(None, "name")["state"]
     check_same("state", sorted_state(found), sorted_state(oracle.by_name()))
     values = torch.zeros(oracle.numbers._total, dtype=torch.float64)
@@ -220,7 +222,7 @@ def nbytes_read(path: str, wrap: str) -> int:
     """The bytes of weights, buffers and state that this rank reads."""
     with cpu():
         target = Trained(wrap, adam, 0, Buffered)
-        return fsdp_optim.load(path, target.model, target.optim).summary.nbytes
+        return fsdp_optim.load(path, target.model, target.optim).nbytes
 
 
 class ReadingTest(unittest.TestCase):
@@ -238,17 +240,17 @@ class ReadingTest(unittest.TestCase):
         restored = fsdp_optim.load(
             f"{written_by(2, 'metaseq, momentum')}/metaseq, momentum, 2/checkpoint_last.pt", model
         )
-        check_same("cfg", restored["cfg"], {"optimizer": {"lr": [0.01]}})
+        check_same("cfg", restored.state["cfg"], {"optimizer": {"lr": [0.01]}})
         check_same(
             "rng", [one["extra_state"]["rng"] for one in restored.all_ranks], [torch.arange(3), torch.arange(3) + 1]
         )
-        self.assertEqual((restored.summary.world_size, restored.summary.step), (2, 3))
+        self.assertEqual((restored.world_size, restored.step), (2, 3))
 
     def test_extras_of_other_classes_are_withheld_unless_pickles_are_allowed(self) -> None:
         path = f"{written_by(2, 'fairseq')}/fairseq, 2"
         with self.assertRaisesRegex(CheckpointError, "Namespace"):
-            fsdp_optim.load(path, Buffered())["args"]
-        restored = fsdp_optim.load(path, Buffered(), allow_pickle=True)
+            fsdp_optim.load(path, Buffered()).state["args"]
+        restored = fsdp_optim.load(path, Buffered(), options=fsdp_optim.LoadOptions(allow_pickle=True))
         self.assertEqual([one["args"].arch for one in restored.all_ranks], ["net of rank 0", "net of rank 1"])
 
     def test_one_of_several_checkpoints_in_a_folder_is_selected_by_its_path(self) -> None:
@@ -261,7 +263,7 @@ class ReadingTest(unittest.TestCase):
             ):
                 fsdp_optim.load(folder, Buffered())
             for name in ("checkpoint_best.pt", "checkpoint_last-shard0.pt", "checkpoint_last-shard1.pt"):
-                self.assertFalse(fsdp_optim.load(f"{folder}/{name}", Buffered()).missing)
+                self.assertFalse(fsdp_optim.load(f"{folder}/{name}", Buffered()).missing_keys)
 
     def test_ids_that_sizes_do_not_tell_are_refused_and_weights_are_loaded(self) -> None:
         name, num = AMBIGUOUS
@@ -280,7 +282,7 @@ class ReadingTest(unittest.TestCase):
                 model = model_of(name)()
                 with self.assertRaisesRegex(StateError, "Mystery"):
                     fsdp_optim.load(folder, model, adam(model.parameters()))
-                self.assertFalse(fsdp_optim.load(folder, model).missing)
+                self.assertFalse(fsdp_optim.load(folder, model).missing_keys)
 
 
 class Mystery:
@@ -440,7 +442,7 @@ def load_experts(folder: str, kind: str) -> None:
     def name_of(fqn: str, rank: int) -> str:
         return f"{fqn}@{rank}" if "experts" in fqn else fqn
 
-    fsdp_optim.load(folder, trained.model, trained.optim, name_of=name_of)
+    fsdp_optim.load(folder, trained.model, trained.optim, options=fsdp_optim.LoadOptions(name_of=name_of))
     full = trained.gather(None, "name", name_of=name_of, collect="all")
     wanted = {wanted_name(name): state for name, state in oracle.by_name().items()}
     check_same(f"{kind}, state", sorted_state(full["state"]), sorted_state(wanted))
@@ -489,7 +491,7 @@ class ExpertsTest(unittest.TestCase):
         def renamed(name: str) -> str:
             return re.sub(r"experts\.0\.(\w+)@(\d)", lambda match: f"experts.{rename[match[2]]}.{match[1]}", name)
 
-        fsdp_optim.load(folder, model, optim, rename=renamed)
+        fsdp_optim.load(folder, model, optim, options=fsdp_optim.LoadOptions(rename=renamed))
         check_same("weights", weights_of(model), weights_of(oracle.model))
         state = {name: dict(optim.state[param]) for name, param in model.named_parameters()}
         check_same("state", sorted_state(state), sorted_state(oracle.by_name()))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from kit.compare import check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
+from kit.options import as_options
 from kit.pretrained import transformers
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -77,21 +78,29 @@ def refuse_and_load(root: Path) -> None:
                 options: dict[str, Any] = {"progress": False}
                 options |= {"process_group": dist.group.WORLD} if wrapper == "DDP" else {}
                 before = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None)
-                asked = partial(fsdp_optim.load, root / name, model, **options)
+                asked = partial(fsdp_optim.load, root / name, model, **as_options(fsdp_optim.LoadOptions, **options))
                 always = (
                     f"transformers 5 stores a {cls} under other names",
                     "save_original_format=False",
                     "strict=False",
                 )
                 refused_on_ranks(f"{name}, {wrapper}", asked, "StateError", *always, *words)
-                asked = partial(fsdp_optim.load, root / f"{name} only", model, strict=False, **options)
+                asked = partial(
+                    fsdp_optim.load,
+                    root / f"{name} only",
+                    model,
+                    strict=False,
+                    **as_options(fsdp_optim.LoadOptions, **options),
+                )
                 refused_on_ranks(
                     f"{name}, none", asked, "StateError", "no weight would be loaded", always[0], always[1]
                 )
                 check_same(
                     "nothing was loaded", fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None), before
                 )
-                fsdp_optim.load(root / f"{name} new", model, check="bitwise", **options)
+                fsdp_optim.load(
+                    root / f"{name} new", model, **as_options(fsdp_optim.LoadOptions, **options, compare=True)
+                )
                 found = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None) or {}
                 check_same(
                     f"{name}, {wrapper}", dict(sorted(found.items())), dict(sorted(build(name, 1).state_dict().items()))
@@ -126,12 +135,23 @@ class StoredNamesTest(SharedFolder):
         package = transformers()
         llama = package.LlamaForCausalLM(package.LlamaConfig(**SIZES, vocab_size=31))
         llama.save_pretrained(self.root / "llama")
-        kind, text = error_text(partial(fsdp_optim.load, self.root / "llama", llama.model, progress=False))
+        kind, text = error_text(
+            partial(fsdp_optim.load, self.root / "llama", llama.model, options=fsdp_optim.LoadOptions(progress=False))
+        )
         self.assertEqual((kind, "transformers 5" in text), ("StateError", False))
-        kind, text = error_text(partial(fsdp_optim.load, self.root / "mixtral", torch.nn.Linear(2, 2), progress=False))
+        kind, text = error_text(
+            partial(
+                fsdp_optim.load,
+                self.root / "mixtral",
+                torch.nn.Linear(2, 2),
+                options=fsdp_optim.LoadOptions(progress=False),
+            )
+        )
         self.assertEqual((kind, "transformers 5" in text), ("StateError", False))
         model = build("mixtral", 1)
-        fsdp_optim.save(self.root / "own", model, progress=False, durable=False)
+        fsdp_optim.save(self.root / "own", model, options=fsdp_optim.SaveOptions(progress=False, durable=False))
         wider = torch.nn.ModuleDict({"model": model.model, "lm_head": model.lm_head, "more": torch.nn.Linear(2, 2)})
-        kind, text = error_text(partial(fsdp_optim.load, self.root / "own", wider, progress=False))
+        kind, text = error_text(
+            partial(fsdp_optim.load, self.root / "own", wider, options=fsdp_optim.LoadOptions(progress=False))
+        )
         self.assertEqual((kind, "transformers 5" in text), ("StateError", False))

@@ -65,11 +65,13 @@ def read_parts(root: Path) -> None:
             model = WRAPPERS[wrapper](Wide())
             optim = torch.optim.Adam(model.parameters())
             with counted() as sizes:
-                fsdp_optim.load(root / "wide.pt", model, optim, process_group=dist.group.WORLD)
+                fsdp_optim.load(
+                    root / "wide.pt", model, optim, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD)
+                )
             if sum(sizes) > 1.1 * share + (200 << 10):
                 raise Differs(f"{wrapper}: {sum(sizes)} bytes were read, and {share:.0f} are a rank's part")
             with counted() as sizes:
-                fsdp_optim.load(root / "wide.pt", model, process_group=dist.group.WORLD)
+                fsdp_optim.load(root / "wide.pt", model, options=fsdp_optim.LoadOptions(process_group=dist.group.WORLD))
             if sum(sizes) > 1.1 * share / 3 + (200 << 10):
                 raise Differs(f"{wrapper}: {sum(sizes)} bytes were read of the weights alone")
 
@@ -102,7 +104,7 @@ class ContentsTest(SharedFolder):
             (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
             for place in (folder, folder / "pytorch_model.bin.index.json"):
                 model = zeroed(build(name))
-                fsdp_optim.load(place, model, check="bitwise")
+                fsdp_optim.load(place, model, options=fsdp_optim.LoadOptions(compare=True))
                 check_same(f"{place}", tensors_of(model), tensors_of(build(name)))
 
     def test_tied_weights_into_a_model_that_does_not_tie_them(self) -> None:
@@ -111,7 +113,7 @@ class ContentsTest(SharedFolder):
         tied[1].weight = tied[0].weight
         torch.save(tied.state_dict(), self.root / "tied.pt")
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-        fsdp_optim.load(self.root / "tied.pt", model, check="bitwise")
+        fsdp_optim.load(self.root / "tied.pt", model, options=fsdp_optim.LoadOptions(compare=True))
         check_same("weights", dict(model.state_dict()), dict(tied.state_dict()))
 
     def test_one_step_of_several_parameters(self) -> None:
@@ -134,7 +136,7 @@ class ContentsTest(SharedFolder):
         torch.save({"model": model.state_dict(), "optimizer": optim.state_dict()}, self.root / "orders.pt")
         target = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Linear(5, 4))
         target_optim = torch.optim.Adam(target.parameters())
-        fsdp_optim.load(self.root / "orders.pt", target, target_optim, check="bitwise")
+        fsdp_optim.load(self.root / "orders.pt", target, target_optim, options=fsdp_optim.LoadOptions(compare=True))
         check_same("model", dict(target.state_dict()), dict(model.state_dict()))
         check_same("state", target_optim.state_dict()["state"], optim.state_dict()["state"])
 
@@ -164,9 +166,9 @@ class ContentsTest(SharedFolder):
         with counted() as sizes:
             restored = fsdp_optim.load(self.root / "ema.pt", model)
         self.assertLess(sum(sizes), 1 << 20)
-        self.assertEqual(restored["epoch"], 1)
+        self.assertEqual(restored.state["epoch"], 1)
         with self.assertRaisesRegex(fsdp_optim.CheckpointError, "ema has tensors of 100000008 bytes"):
-            restored["ema"]
+            restored.state["ema"]
 
     @expand(soon=[(True,)], later=[(False,)])
     def test_accelerates_folders(self, safe: bool) -> None:
@@ -177,11 +179,11 @@ class ContentsTest(SharedFolder):
         wanted = torch.load(folder / "wanted.zip")  # no name of a checkpoint
         model = nn.Linear(3, 2)
         optim = torch.optim.AdamW(model.parameters(), lr=9.0)
-        restored = fsdp_optim.load(folder, model, optim, check="bitwise")
+        restored = fsdp_optim.load(folder, model, optim, options=fsdp_optim.LoadOptions(compare=True))
         check_same("model", dict(model.state_dict()), dict(wanted["model"]))
         check_same("optimizer", optim.state_dict()["state"], wanted["optim"]["state"])
         self.assertEqual(optim.param_groups[0]["lr"], wanted["optim"]["param_groups"][0]["lr"])
-        self.assertEqual(restored["scheduler"]["last_epoch"], wanted["scheduler"]["last_epoch"])
+        self.assertEqual(restored.state["scheduler"]["last_epoch"], wanted["scheduler"]["last_epoch"])
 
     @pytest.mark.slow
     def test_lightnings_checkpoint(self) -> None:
@@ -211,10 +213,12 @@ class ContentsTest(SharedFolder):
             trainer.save_checkpoint(self.root / "lightning.ckpt")
         target = Module()
         optim = torch.optim.AdamW(target.parameters())
-        restored = fsdp_optim.load(self.root / "lightning.ckpt", target, optim, check="bitwise")
+        restored = fsdp_optim.load(
+            self.root / "lightning.ckpt", target, optim, options=fsdp_optim.LoadOptions(compare=True)
+        )
         check_same("model", dict(target.state_dict()), dict(module.state_dict()))
         check_same("optimizer", optim.state_dict(), trainer.optimizers[0].state_dict())
-        self.assertEqual((restored["global_step"], dict(restored["hyper_parameters"])), (2, {"width": 4}))
+        self.assertEqual((restored.state["global_step"], dict(restored.state["hyper_parameters"])), (2, {"width": 4}))
 
 
 ACCELERATE = """

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.optimizers import adam, adamw_tensor_lr
+from kit.options import state_for
 from kit.rank_files import Buffered
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu
@@ -51,10 +52,8 @@ def save_all(root: Path) -> None:
                 root / wrapper,
                 one.model,
                 one.optim,
-                extra=EXTRA,
-                per_rank_extra={"rng": dist.get_rank()},
-                durable=False,
-                process_group=one.process_group,
+                state={"extra": EXTRA, "rng": fsdp_optim.per_rank(dist.get_rank())},
+                options=fsdp_optim.SaveOptions(durable=False, process_group=one.process_group),
             )
 
 
@@ -63,9 +62,9 @@ def check_resumed_by_ranks(path: Path) -> None:
     with cpu():
         one, wanted = Trained("FSDP2", adam, 0, model=Buffered), Oracle(adam, STEPS + 2, model=Buffered)
         restored = fsdp_optim.load(path, one.model, one.optim)
-        check_same("extra", {key: restored[key] for key in EXTRA}, EXTRA)
+        check_same("extra", {key: restored.state[key] for key in EXTRA}, EXTRA)
         check_same("of ranks", restored.all_ranks, ({"rng": 0}, {"rng": 1}))
-        check_same("of this rank", restored.per_rank, {"rng": dist.get_rank() % 2})
+        check_same("of this rank", restored.state["rng"], dist.get_rank() % 2)
         one.step(range(STEPS, STEPS + 2))
         full = one.gather(None, "name")
         state = {fqn: {key: full["state"][fqn][key] for key in its} for fqn, its in wanted.by_name().items()}
@@ -80,7 +79,9 @@ class TorchFileWriterTest(SharedFolder):
     def converted(self, name: str, key_by: KeyBy = "id") -> Path:
         target = self.root / f"{name} {key_by}.d"
         format = TorchFiles(key_by, one_file=True)
-        fsdp_optim.convert(self.root / name, target, format=format, durable=False, overwrite=True)
+        fsdp_optim.convert(
+            self.root / name, target, format=format, options=fsdp_optim.ConvertOptions(durable=False), overwrite=True
+        )
         check_same(
             "files",
             sorted(path.name for path in target.iterdir() if path.is_file()),
@@ -117,7 +118,7 @@ class TorchFileWriterTest(SharedFolder):
             path = self.converted("FSDP2", key_by=key_by)
             for source in (path, path.parent):
                 back = self.root / "back"
-                fsdp_optim.convert(source, back, durable=False, overwrite=True)
+                fsdp_optim.convert(source, back, options=fsdp_optim.ConvertOptions(durable=False), overwrite=True)
                 for name in ("model.safetensors", "optim.safetensors"):
                     check_same(name, load_file(back / name), load_file(self.root / "FSDP2" / name), in_order=False)
                 self.assertEqual(fsdp_optim.verify(source).format, "torch")
@@ -127,8 +128,10 @@ class TorchFileWriterTest(SharedFolder):
     def test_values_of_modules_are_in_the_models_dict(self, format: str) -> None:
         """`load_state_dict` finds them there, and so does this library's reader; before, they were in a file beside it."""
         model, target = nn.Sequential(Noted(), Buffered().head), self.root / f"modules {format}"
-        fsdp_optim.save(self.root / "modules", model, durable=False, overwrite=True)
-        fsdp_optim.convert(self.root / "modules", target, format=format, durable=False)
+        fsdp_optim.save(self.root / "modules", model, options=fsdp_optim.SaveOptions(durable=False), overwrite=True)
+        fsdp_optim.convert(
+            self.root / "modules", target, format=format, options=fsdp_optim.ConvertOptions(durable=False)
+        )
         file = torch.load(next(target.glob("*.pt")), weights_only=True)
         for load in (
             lambda one: one.load_state_dict(file["model"] if format == "torch_file" else file),
@@ -143,7 +146,18 @@ class TorchFileWriterTest(SharedFolder):
         """A trainer's value with the name of a part, and values that `weights_only` does not read."""
         model = nn.Linear(2, 2)
         for extra, words in (({"model": 1}, "'model' has the name of a part"), ({"at": Path("x")}, "pickle")):
-            fsdp_optim.save(self.root / "named", model, extra=extra, durable=False, overwrite=True, allow_pickle=True)
+            fsdp_optim.save(
+                self.root / "named",
+                model,
+                state=state_for(extra),
+                options=fsdp_optim.SaveOptions(durable=False, allow_pickle=True),
+                overwrite=True,
+            )
             with self.assertRaisesRegex(CheckpointError, words):
-                fsdp_optim.convert(self.root / "named", self.root / "x", format="torch_file", durable=False)
+                fsdp_optim.convert(
+                    self.root / "named",
+                    self.root / "x",
+                    format="torch_file",
+                    options=fsdp_optim.ConvertOptions(durable=False),
+                )
             self.assertFalse((self.root / "x").exists())

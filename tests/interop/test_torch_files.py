@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.formats.base.index import stored_in
-from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix import OpenFiles
 from fsdp_optim.testing import run_on_ranks
 
@@ -43,7 +43,7 @@ def load_units(root: Path) -> None:
     with cpu():
         alike, target = (Trained("fairscale flat", sgd, steps) for steps in (STEPS, 0))
         scramble(target)
-        load(root / "fairscale-units.pt", target, check="bitwise")
+        load(root / "fairscale-units.pt", target, compare=True)
         check_same("units", mine(target), mine(alike))
         other = Trained("FSDP2", sgd, 0)
         refused_on_ranks(
@@ -84,7 +84,7 @@ def load_all(root: Path, loads: Sequence[tuple[str, str]]) -> None:
         with cpu():
             alike, target = whole(wrapper), whole(wrapper, 0)
             scramble(target)
-            restored = load(root / name, target, check="bitwise")
+            restored = load(root / name, target, compare=True)
             what = f"{name} -> {wrapper} on {dist.get_world_size()} ranks"
             check_same(what, mine(target), mine(alike))
             check_same(f"{what}: names", (restored.missing, restored.unexpected), ((), ()))
@@ -102,7 +102,7 @@ def load_parts(root: Path) -> None:
         scramble(target)
         for name in ("bare-model.pt", "olmo/model.pt", "ddp.ckpt"):
             scramble(target)
-            fsdp_optim.load(root / name, target.model, check="bitwise")
+            fsdp_optim.load(root / name, target.model, options=fsdp_optim.LoadOptions(compare=True))
             check_same(name, mine(target)["values"], mine(alike)["values"])
             check_same(name, buffers_without_scratch(target), buffers_without_scratch(alike))
         scramble(target)
@@ -110,7 +110,7 @@ def load_parts(root: Path) -> None:
         for strict in (True, False):
             asked = partial(load, root / "bare-optim.pt", target, strict=strict)
             refused_on_ranks(f"no weights, strict={strict}", asked, "StateError", "no weights", 'weights="none"')
-        load(root / "bare-optim.pt", target, check="bitwise", weights="none")
+        load(root / "bare-optim.pt", target, compare=True, weights="none")
         check_same("the state", mine(target)["state"], mine(alike)["state"])
         check_same("the weights", mine(target)["values"], before)
         refused_on_ranks(
@@ -228,7 +228,7 @@ def load_several(root: Path) -> None:
             with cpu():
                 alike, target = whole(wrapper, make=two), whole(wrapper, 0, two)
                 scramble(target)
-                load(root / name, target, check="bitwise")
+                load(root / name, target, compare=True)
                 check_same(f"{name} -> {wrapper}", mine(target), mine(alike))
     with cpu():
         one = whole("FSDP2", 0)
@@ -267,7 +267,9 @@ class TorchFilesTest(SharedFolder):
         fsdp_optim.convert(self.root / "fsdp1-names.pt", self.root / "converted")
         target, wanted = whole("plain", 0), oracle()
         scramble(target)
-        fsdp_optim.load(self.root / "converted", target.model, target.optim, check="bitwise")
+        fsdp_optim.load(
+            self.root / "converted", target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True)
+        )
         check_same("model", dict(target.model.state_dict()), dict(wanted.model.state_dict()))
         state = target.optim.state_dict()["state"]
         check_same("state", state, wanted.optim.state_dict()["state"], in_order=False)
@@ -304,7 +306,7 @@ class TorchFilesTest(SharedFolder):
             target = whole("plain", 0)
             scramble(target)
             store = ObjectStore(bucket, place, TORCH_FILE.probe)
-            restore.restore(store, target.model, target.optim, LoadOptions(Options(), check="bitwise"))
+            restore.restore(store, target.model, target.optim, LoadArguments(compare=True))
             check_same(place, dict(target.model.state_dict()), dict(wanted.model.state_dict()))
             check_same(place, target.optim.state_dict()["state"], wanted.optim.state_dict()["state"])
 

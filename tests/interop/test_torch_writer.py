@@ -13,6 +13,7 @@ from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.models import Net
 from kit.optimizers import adam, adamw_tensor_lr
+from kit.options import state_for
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -23,7 +24,7 @@ from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.foreign.torch.writer import TorchFilesJudge
 from fsdp_optim.offline import convert as conversion
-from fsdp_optim.options import ConvertOptions, Options
+from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.plugins import TorchFiles
 from fsdp_optim.testing import run_on_ranks
 
@@ -37,7 +38,11 @@ def save_all(root: Path) -> None:
             extra = {"step": 3, "lrs": [0.1, 0.2]}
             name = wrapper.replace(" ", "-")
             fsdp_optim.save(
-                root / name, one.model, one.optim, extra=extra, durable=False, process_group=one.process_group
+                root / name,
+                one.model,
+                one.optim,
+                state=state_for(extra),
+                options=fsdp_optim.SaveOptions(durable=False, process_group=one.process_group),
             )
 
 
@@ -76,7 +81,12 @@ class TorchWriterTest(SharedFolder):
     def test_stock_torch_goes_on(self, wrapper: str) -> None:
         """The unwrapped model and a plain optimizer train on as in the run that never stopped."""
         name, make = wrapper.replace(" ", "-"), MAKES[wrapper]
-        fsdp_optim.convert(self.root / name, self.root / f"{name}-torch", format="torch", durable=False)
+        fsdp_optim.convert(
+            self.root / name,
+            self.root / f"{name}-torch",
+            format="torch",
+            options=fsdp_optim.ConvertOptions(durable=False),
+        )
         path = self.root / f"{name}-torch"
         one, wanted = Oracle(make, 0), Oracle(make, STEPS)
         one.model.load_state_dict(load(path / "model.pt"))
@@ -96,18 +106,30 @@ class TorchWriterTest(SharedFolder):
     def test_fairscale_itself_reads_it(self) -> None:
         """Its own load_state_dict and get_shard_from_optim_state_dict, at another world size, with the root alone wrapped."""
         path = self.root / "for-fairscale"
-        fsdp_optim.convert(self.root / "fairscale-flat", path, format="fairscale", durable=False)
+        fsdp_optim.convert(
+            self.root / "fairscale-flat", path, format="fairscale", options=fsdp_optim.ConvertOptions(durable=False)
+        )
         run_on_ranks(resumed_by_fairscale, 3, path)
         model = Net()
         optim = torch.optim.Adam([{"params": list(model.stem.parameters())}, {"params": list(model.head.parameters())}])
         model.stem(torch.ones(1, 5)).sum().backward()
         optim.step()
-        fsdp_optim.save(self.root / "groups", model, optim, durable=False)
+        fsdp_optim.save(self.root / "groups", model, optim, options=fsdp_optim.SaveOptions(durable=False))
         with self.assertRaisesRegex(CheckpointError, "2 param groups, and fairscale's full dict has one"):
-            fsdp_optim.convert(self.root / "groups", self.root / "x", format="fairscale", durable=False)
+            fsdp_optim.convert(
+                self.root / "groups",
+                self.root / "x",
+                format="fairscale",
+                options=fsdp_optim.ConvertOptions(durable=False),
+            )
 
     def test_by_name(self) -> None:
-        fsdp_optim.convert(self.root / "FSDP2", self.root / "named", format=TorchFiles(key_by="name"), durable=False)
+        fsdp_optim.convert(
+            self.root / "FSDP2",
+            self.root / "named",
+            format=TorchFiles(key_by="name"),
+            options=fsdp_optim.ConvertOptions(durable=False),
+        )
         found, wanted = load(self.root / "named" / "optim.pt"), Oracle(adamw_tensor_lr)
         check_same("names", found["param_groups"][0]["params"], wanted.names)
         state = {name: {key: found["state"][name][key] for key in its} for name, its in wanted.by_name().items()}
@@ -115,8 +137,13 @@ class TorchWriterTest(SharedFolder):
 
     def test_there_and_back(self) -> None:
         """This library reads its own torch files."""
-        fsdp_optim.convert(self.root / "fairscale-flat", self.root / "there", format="torch", durable=False)
-        fsdp_optim.convert(self.root / "there", self.root / "back", durable=False)
+        fsdp_optim.convert(
+            self.root / "fairscale-flat",
+            self.root / "there",
+            format="torch",
+            options=fsdp_optim.ConvertOptions(durable=False),
+        )
+        fsdp_optim.convert(self.root / "there", self.root / "back", options=fsdp_optim.ConvertOptions(durable=False))
         model = Net()
         optim = adam(model.parameters())
         fsdp_optim.load(self.root / "back", model, optim)
@@ -129,8 +156,8 @@ class TorchWriterTest(SharedFolder):
     def test_a_bucket_keeps_the_names(self) -> None:
         """Where new files would lie in a folder beside older objects, other tools would not find them: that is refused."""
         model, bucket = nn.Linear(2, 2), MemoryBucket()
-        fsdp_optim.save(self.root / "one", model, durable=False)
-        options = ConvertOptions(Options(), format="torch", overwrite=True)
+        fsdp_optim.save(self.root / "one", model, options=fsdp_optim.SaveOptions(durable=False))
+        options = ConvertArguments(format="torch", overwrite=True)
         place = ObjectStore(bucket, "run/torch", TorchFilesJudge())
         for _ in range(2):
             with contextlib.ExitStack() as stack:
@@ -142,10 +169,14 @@ class TorchWriterTest(SharedFolder):
     def test_overwrite(self) -> None:
         """A folder of torch files is replaced by another one only."""
         model = nn.Linear(2, 2)
-        fsdp_optim.save(self.root / "small", model, durable=False)
+        fsdp_optim.save(self.root / "small", model, options=fsdp_optim.SaveOptions(durable=False))
         path = self.root / "files"
-        fsdp_optim.convert(self.root / "small", path, format="torch", durable=False)
+        fsdp_optim.convert(self.root / "small", path, format="torch", options=fsdp_optim.ConvertOptions(durable=False))
         with self.assertRaisesRegex(CheckpointError, "exists already"):
-            fsdp_optim.convert(self.root / "small", path, format="torch", durable=False)
-        fsdp_optim.convert(self.root / "small", path, format="torch", overwrite=True, durable=False)
+            fsdp_optim.convert(
+                self.root / "small", path, format="torch", options=fsdp_optim.ConvertOptions(durable=False)
+            )
+        fsdp_optim.convert(
+            self.root / "small", path, format="torch", overwrite=True, options=fsdp_optim.ConvertOptions(durable=False)
+        )
         check_same("weights", load(path / "model.pt"), dict(model.state_dict()))

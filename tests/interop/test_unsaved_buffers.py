@@ -63,7 +63,7 @@ def load_llama(root: Path, kind: str) -> None:
         wanted = build(LLAMA)(tokens).logits
         model = materialised(kind)
         with log_texts(logging.WARNING) as texts:
-            fsdp_optim.load(root, model, check="bitwise")
+            fsdp_optim.load(root, model, options=fsdp_optim.LoadOptions(compare=True))
         named = [f"{ROTARY}.inv_freq" in text and f"{ROTARY}.original_inv_freq" in text for text in texts]
         check_same("one warning, with both buffers and what to do", (named, "to_empty()" in texts[0]), ([True], True))
         if torch.equal(model(tokens).logits, wanted):  # some kernels of attention make zeros of NaN
@@ -71,7 +71,7 @@ def load_llama(root: Path, kind: str) -> None:
         model = materialised(kind)
         as_documented(model)
         with log_texts(logging.WARNING) as texts:
-            fsdp_optim.load(root, model, check="bitwise")
+            fsdp_optim.load(root, model, options=fsdp_optim.LoadOptions(compare=True))
         check_same("warnings", texts, [])
         check_same("logits", model(tokens).logits, wanted)
 
@@ -103,7 +103,9 @@ def on_meta_in_part(folder: str) -> None:
     model = Table()
     if torch.distributed.get_rank() == 1:
         model.table = model.table.to("meta")
-    load = partial(fsdp_optim.load, folder, model, process_group=torch.distributed.group.WORLD)
+    load = partial(
+        fsdp_optim.load, folder, model, options=fsdp_optim.LoadOptions(process_group=torch.distributed.group.WORLD)
+    )
     refused_on_ranks("on the meta device", load, "WrapperError", "table", "on rank 1", "persistent=False", "to_empty()")
 
 
@@ -116,18 +118,20 @@ class UnsavedBuffersTest(unittest.TestCase):
 
     def test_a_buffer_on_the_meta_device_is_an_error_on_all_ranks(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            fsdp_optim.save(f"{folder}/it", Table(), durable=False)
+            fsdp_optim.save(f"{folder}/it", Table(), options=fsdp_optim.SaveOptions(durable=False))
             run_on_ranks(on_meta_in_part, 2, f"{folder}/it")
 
     def _warned(self, model: nn.Module, load: Callable[..., Any] = fsdp_optim.load) -> list[str]:
         with tempfile.TemporaryDirectory() as folder, log_texts(logging.WARNING) as texts:
-            fsdp_optim.save(f"{folder}/it", Table(), durable=False)
+            fsdp_optim.save(f"{folder}/it", Table(), options=fsdp_optim.SaveOptions(durable=False))
             load(f"{folder}/it", model)
         return texts
 
     def test_an_ordinary_model_is_loaded_without_a_word(self) -> None:
         self.assertEqual(self._warned(Table()), [])
-        self.assertEqual(self._warned(Table().double(), partial(fsdp_optim.load, cast=True)), [])
+        self.assertEqual(
+            self._warned(Table().double(), partial(fsdp_optim.load, options=fsdp_optim.LoadOptions(cast=True))), []
+        )
 
     def test_fresh_memory_is_known_by_the_weights_before_the_load(self) -> None:
         (text,) = self._warned(zeroed(Table()))

@@ -120,9 +120,9 @@ class VerifySumsTest(SharedFolder):
     def test_a_file_without_checksums_loads(self) -> None:
         """After `set_crc32_options(False)`: zipfile would take the zeros for damage."""
         model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5))
-        restored = fsdp_optim.load(self.root / "without.pt", model, progress=False)
+        restored = fsdp_optim.load(self.root / "without.pt", model, options=fsdp_optim.LoadOptions(progress=False))
         check_same("weights", dict(model.state_dict()), trained_dicts()[0])
-        self.assertEqual(restored["epoch"], 3)
+        self.assertEqual(restored.state["epoch"], 3)
 
     @parameterized.expand(
         [("one.pt", ""), ("turned.pt", ""), ("folder", "model.pt"), ("folder", "optim.pt"), ("folder", "train.pt")]

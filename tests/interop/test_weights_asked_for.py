@@ -59,11 +59,13 @@ def load_beside_others(root: Path) -> None:
                 check_same(f"{name}: nothing was loaded", mine(target), before)
                 restored = load(inside, target, strict=False)
                 check_same(f"{name}: loaded", mine(target), mine(alike))
-                check_same(f"{name}: named", (restored.missing, restored.unexpected), ((), ("other",)))
+                check_same(f"{name}: named", (restored.missing_keys, restored.unexpected_keys), ((), ("other",)))
                 scramble(target)
-                restored = fsdp_optim.load(bare, target.model, progress=False, allow_pickle=name == "object")
+                restored = fsdp_optim.load(
+                    bare, target.model, options=fsdp_optim.LoadOptions(progress=False, allow_pickle=name == "object")
+                )
                 check_same(f"{name}: bare", mine(target)["values"], mine(alike)["values"])
-                check_same(f"{name}: given back", type(restored["other"]).__name__, type(OTHERS[name]()).__name__)
+                check_same(f"{name}: given back", type(restored.state["other"]).__name__, type(OTHERS[name]()).__name__)
                 target = trained(wrapper, 0)
                 scramble(target)
                 before = mine(target)
@@ -82,7 +84,13 @@ def refuse_to_load_none(root: Path) -> None:
                     load, root / name, target, strict=False, **({"rename": {"": "other."}} if name == "own" else {})
                 )
                 if name in ("safetensors", "dcp"):
-                    asked = partial(fsdp_optim.load, root / name, target.model, strict=False, progress=False)
+                    asked = partial(
+                        fsdp_optim.load,
+                        root / name,
+                        target.model,
+                        strict=False,
+                        options=fsdp_optim.LoadOptions(progress=False),
+                    )
                 refused_on_ranks(
                     f"{name}, {wrapper}", asked, "StateError", "no weight would be loaded", "rename=", 'weights="none"'
                 )
@@ -99,13 +107,28 @@ def refuse_by_every_call(root: Path) -> None:
     before = mine(target)
     others = ("no weight would be loaded", "other.", "rename=")
     for name, words in (("run", others), ("run without weights", ('was saved with weights="none"',))):
-        asked = partial(fsdp_optim.resume, root / name, target.model, target.optim, strict=False, progress=False)
+        asked = partial(
+            fsdp_optim.resume,
+            root / name,
+            target.model,
+            target.optim,
+            strict=False,
+            options=fsdp_optim.LoadOptions(progress=False),
+        )
         refused_on_ranks(f"resume, {name}", asked, "StateError", *words)
     asked = partial(
-        fsdp_optim.resume, root / "run", target.model, target.optim, strict=False, on_damage="previous", progress=False
+        fsdp_optim.resume,
+        root / "run",
+        target.model,
+        target.optim,
+        strict=False,
+        on_damage="previous",
+        options=fsdp_optim.LoadOptions(progress=False),
     )
     refused_on_ranks("resume, previous", asked, "StateError", *others)
-    manager = fsdp_optim.CheckpointManager(root / "managed", target.model, target.optim, every=1, progress=False)
+    manager = fsdp_optim.CheckpointManager(
+        root / "managed", target.model, target.optim, every=1, options=fsdp_optim.ManagerOptions(progress=False)
+    )
     refused_on_ranks("manager", partial(manager.resume, strict=False), "StateError", "no weight would be loaded")
     rollback = partial(manager.rollback, to=1, strict=False)
     refused_on_ranks("rollback", rollback, "StateError", "no weight would be loaded")
@@ -142,16 +165,26 @@ def write(root: Path) -> None:
         torch.save({"model": renamed, "optimizer": optim}, root / "renamed.pt")
         torch.save(renamed, root / "renamed-model.pt")
     if dist.get_rank() == 0:
-        fsdp_optim.convert(root / "renamed.pt", root / "torch", format="torch", progress=False)
-        fsdp_optim.convert(root / "renamed-model.pt", root / "dcp", format="dcp", progress=False)
-        fsdp_optim.convert(root / "renamed.pt", root / "converted", progress=False)
-        fsdp_optim.convert(root / "renamed.pt", root / "run" / "step-1", progress=False)
+        fsdp_optim.convert(
+            root / "renamed.pt", root / "torch", format="torch", options=fsdp_optim.ConvertOptions(progress=False)
+        )
+        fsdp_optim.convert(
+            root / "renamed-model.pt", root / "dcp", format="dcp", options=fsdp_optim.ConvertOptions(progress=False)
+        )
+        fsdp_optim.convert(root / "renamed.pt", root / "converted", options=fsdp_optim.ConvertOptions(progress=False))
+        fsdp_optim.convert(
+            root / "renamed.pt", root / "run" / "step-1", options=fsdp_optim.ConvertOptions(progress=False)
+        )
         torch.save(optim, root / "optim.pt")
-        fsdp_optim.convert(root / "optim.pt", root / "run without weights" / "step-1", progress=False)
+        fsdp_optim.convert(
+            root / "optim.pt",
+            root / "run without weights" / "step-1",
+            options=fsdp_optim.ConvertOptions(progress=False),
+        )
         torch.save({"optimizer": optim, "metrics": {"mean": torch.ones(3), "n": 4}, "epoch": 3}, root / "metrics.pt")
         linear = torch.nn.Linear(5, 3)
         with fsdp_optim.CheckpointManager(
-            root / "managed", linear, None, every=1, durable=False, progress=False
+            root / "managed", linear, None, every=1, options=fsdp_optim.ManagerOptions(durable=False, progress=False)
         ) as manager:
             manager.step(1)
         (root / "safetensors").mkdir()
@@ -183,12 +216,18 @@ class WeightsAskedForTest(SharedFolder):
             ("no-model.pt", "has neither a model .*nor an optimizer"),
         ):
             with self.assertRaisesRegex(CheckpointError, words):
-                fsdp_optim.convert(self.root / name, self.root / "none", progress=False)
+                fsdp_optim.convert(
+                    self.root / name, self.root / "none", options=fsdp_optim.ConvertOptions(progress=False)
+                )
             self.assertFalse((self.root / "none").exists())
         mixed = {"actor": {"0.weight": torch.ones(2, 3), **{f"setting_{number}": number for number in range(9)}}}
         torch.save({**mixed, "epoch": 3}, self.root / "mixed.pt")
-        fsdp_optim.convert(self.root / "mixed.pt", self.root / "mixed", progress=False)
+        fsdp_optim.convert(
+            self.root / "mixed.pt", self.root / "mixed", options=fsdp_optim.ConvertOptions(progress=False)
+        )
         model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False))
-        restored = fsdp_optim.load(self.root / "mixed", model, strict=False, progress=False)
-        self.assertEqual((model[0].weight.tolist(), restored["epoch"]), (torch.ones(2, 3).tolist(), 3))
-        self.assertEqual(restored.unexpected, tuple(f"setting_{number}" for number in range(9)))
+        restored = fsdp_optim.load(
+            self.root / "mixed", model, strict=False, options=fsdp_optim.LoadOptions(progress=False)
+        )
+        self.assertEqual((model[0].weight.tolist(), restored.state["epoch"]), (torch.ones(2, 3).tolist(), 3))
+        self.assertEqual(restored.unexpected_keys, tuple(f"setting_{number}" for number in range(9)))

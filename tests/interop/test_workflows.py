@@ -18,6 +18,7 @@ import torch.distributed as dist
 from kit import dcp as dcp_layouts
 from kit.compare import check_same
 from kit.language_model import LanguageModel, adamw, check_close, train, two_groups, unbroken
+from kit.options import as_options
 from kit.pretrained import build, tensors_of
 from kit.servers import new_bucket, shared
 from kit.tables import each
@@ -41,7 +42,9 @@ def resume(place: Any, wrapper: str, **options: Any) -> None:
             for param in model.parameters():
                 param.zero_()
         optim = adamw(model.parameters())
-        fsdp_optim.load(place, model, optim, check="bitwise", progress=False, **options)
+        fsdp_optim.load(
+            place, model, optim, **as_options(fsdp_optim.LoadOptions, **options, compare=True, progress=False)
+        )
         check_close(wrapper, train(model, optim, range(BEFORE, BEFORE + AFTER)), unbroken(BEFORE + AFTER)[BEFORE:])
 
 
@@ -82,7 +85,9 @@ def save_asynchronously(url: str, options: dict[str, Any]) -> None:
         for step in range(1, BEFORE + 1):
             train(model, optim, range(step - 1, step))
             place = f"{url}/step-{step}"
-            handles.append(fsdp_optim.async_save(place, model, optim, step=step, **options))
+            handles.append(
+                fsdp_optim.async_save(place, model, optim, step=step, **as_options(fsdp_optim.SaveOptions, **options))
+            )
         train(model, optim, range(BEFORE, BEFORE + 1))  # what is written is the snapshot
         for handle in handles:
             handle.wait()
@@ -90,7 +95,7 @@ def save_asynchronously(url: str, options: dict[str, Any]) -> None:
 
 def save_pretrained(url: str, options: dict[str, Any]) -> None:
     model = WRAPPERS["FSDP1 flat"](build("gpt2, tied"))
-    fsdp_optim.save(url, model, stepped(model), max_file_size=3000, **options)
+    fsdp_optim.save(url, model, stepped(model), **as_options(fsdp_optim.SaveOptions, **options, max_file_size=3000))
 
 
 def stepped(model: Any) -> torch.optim.Optimizer:
@@ -113,7 +118,11 @@ def stream_groups(root: Path) -> None:
         losses = train(model, optim, range(BEFORE))
         check_close("fairscale", losses, unbroken(BEFORE, two_groups))
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=1, key_by="name")
-        streamed = dict(fsdp_optim.iter_full_optim_state(model, optim, recipient_rank=1, bucket_nbytes=256))
+        streamed = dict(
+            fsdp_optim.iter_full_optim_state(
+                model, optim, recipient_rank=1, options=fsdp_optim.CallOptions(bucket_nbytes=256)
+            )
+        )
         if dist.get_rank() == 1:
             assert full is not None
             check_same("streamed", streamed, {name: full["state"][name] for name in streamed})
@@ -158,7 +167,7 @@ class WorkflowsTest(unittest.TestCase):
                 run_on_ranks(each, 3, resume, [(one, "FSDP2"), (one, "FSDP1 flat"), (two, "FSDP2")])
                 run_on_ranks(resume, 1, one, "plain")
                 run_on_ranks(resume, 2, one, "fairscale flat")
-                self.assertEqual(fsdp_optim.load(root / "both.pt")["step"], BEFORE)
+                self.assertEqual(fsdp_optim.load(root / "both.pt").state["step"], BEFORE)
 
     @pytest.mark.slow  # test_s3_checkpoints.py and test_checkpoint_hugging_face.py have its two halves in `make test`
     def test_asynchronous_to_a_bucket(self) -> None:

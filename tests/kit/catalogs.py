@@ -19,6 +19,7 @@ from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from kit.checkpoint_format import read_manifest
 from kit.checkpoints import InFolder
 from kit.compare import check_same
+from kit.options import as_options
 from kit.retention import save_managed
 
 HOUR = 3600 * 10**9
@@ -29,7 +30,9 @@ LOG = "fsdp_optim"
 def save(path: Path, model: nn.Module | None = None, weights_only: bool = False, **options: Any) -> None:
     model = model or nn.Linear(3, 2)
     optim = None if weights_only else torch.optim.SGD(model.parameters())
-    fsdp_optim.save(path, model, optim, **{"durable": False, "progress": False, **options})
+    fsdp_optim.save(
+        path, model, optim, **as_options(fsdp_optim.SaveOptions, **{"durable": False, "progress": False, **options})
+    )
 
 
 def load(path: Path) -> Any:

@@ -25,6 +25,7 @@ from kit.compare import Differs, check_same
 from kit.local_parts import local_of
 from kit.models import Net
 from kit.optimizers import OfModel, two_groups
+from kit.options import as_options
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu, snapshot
 
@@ -48,12 +49,12 @@ class Whole(Net):
 
 def save(path: Path, trained: Trained, **kwargs: Any) -> Any:
     options = {"durable": False, "progress": False, "process_group": trained.process_group, **kwargs}
-    return fsdp_optim.save(path, trained.model, trained.optim, **options)
+    return fsdp_optim.save(path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
 
 def load(path: Path, trained: Trained, **kwargs: Any) -> Any:
     options = {"progress": False, "process_group": trained.process_group, **kwargs}
-    return fsdp_optim.load(path, trained.model, trained.optim, **options)
+    return fsdp_optim.load(path, trained.model, trained.optim, **as_options(fsdp_optim.LoadOptions, **options))
 
 
 def optims_of(trained: Trained) -> list[torch.optim.Optimizer]:
@@ -186,7 +187,7 @@ def load_trained(path: Path, wrapper: str, kwargs: Mapping[str, Any], **options:
         check_same("restored", mine(target), alike)
         target.step([STEPS], kwargs.get("unused", ()))
         check_same("trained on", mine(target), trained_on)
-        return {"absent": sorted(restored.summary.absent), "extra": dict(restored)}
+        return {"absent": sorted(restored.absent), "extra": dict(restored.state)}
 
 
 @functools.lru_cache(maxsize=64)
@@ -220,7 +221,7 @@ WRITES = ("pwrite", "pwritev", "write", "fsync", "fdatasync", "rename", "replace
 
 def async_save(path: Path, trained: Trained, **kwargs: Any) -> Any:
     options = {"durable": False, "progress": False, "process_group": trained.process_group, **kwargs}
-    return fsdp_optim.async_save(path, trained.model, trained.optim, **options)
+    return fsdp_optim.async_save(path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
 
 @contextlib.contextmanager

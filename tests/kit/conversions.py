@@ -10,6 +10,7 @@ from torch import nn
 import fsdp_optim
 from kit.checkpoint_format import all_bytes
 from kit.compare import check_same
+from kit.options import state_for
 
 MEMORY = 16 << 20
 
@@ -23,7 +24,15 @@ def save_some(path: Path, *, num_layers: int = 4, width: int = 512, seed: int = 
         param.grad = torch.randn_like(param)
     optim.step()
     extra = {"seed": seed, "history": torch.arange(3)}
-    fsdp_optim.save(path, model, optim, extra=extra, step=seed + 1, durable=False, overwrite=True, progress=False)
+    fsdp_optim.save(
+        path,
+        model,
+        optim,
+        state=state_for(extra),
+        step=seed + 1,
+        options=fsdp_optim.SaveOptions(durable=False, progress=False),
+        overwrite=True,
+    )
 
 
 def data_of(path: Path) -> dict[str, bytes]:

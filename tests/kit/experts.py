@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_optim
+import fsdp_optim.fairscale
 from kit.optimizers import adam
 from kit.trained import Oracle, Trained
 
@@ -61,7 +62,7 @@ def expert_wrap(kind: str, group_ranks: tuple[int, ...]) -> Callable[[Any], Any]
             if kind == "FSDP2":
                 fully_shard(expert, mesh=mesh)
             elif kind == "fairscale":
-                model.experts[index] = fsdp_optim.FullyShardedDataParallel(expert, process_group=group)
+                model.experts[index] = fsdp_optim.fairscale.FullyShardedDataParallel(expert, process_group=group)
             else:
                 model.experts[index] = TorchFSDP(
                     expert, process_group=group, device_id=torch.device("cpu"), use_orig_params="orig" in kind
@@ -69,7 +70,7 @@ def expert_wrap(kind: str, group_ranks: tuple[int, ...]) -> Callable[[Any], Any]
         if kind == "FSDP2":
             return fully_shard(model, mesh=everyone)
         if kind == "fairscale":
-            return fsdp_optim.FullyShardedDataParallel(model)
+            return fsdp_optim.fairscale.FullyShardedDataParallel(model)
         return TorchFSDP(model, device_id=torch.device("cpu"), use_orig_params="orig" in kind)
 
     return wrap

@@ -46,17 +46,19 @@ class Calls:
         if verb == "gather":
             optim = optim or self.optim
             return fsdp_optim.gather_full_optim_state_dict(
-                model, optim, self.recipient, timeout=timeout, bucket_nbytes=SMALL
+                model, optim, self.recipient, options=fsdp_optim.CallOptions(timeout=timeout, bucket_nbytes=SMALL)
             )
         if verb == "iter":
             optim = optim or self.optim
             return dict(
-                fsdp_optim.iter_full_optim_state(model, optim, self.recipient, timeout=timeout, bucket_nbytes=SMALL)
+                fsdp_optim.iter_full_optim_state(
+                    model, optim, self.recipient, options=fsdp_optim.CallOptions(timeout=timeout, bucket_nbytes=SMALL)
+                )
             )
         mine = self.full if dist.get_rank() == self.recipient else None
         optim = optim or self.optim
         return fsdp_optim.scatter_full_optim_state_dict(
-            model, optim, mine, self.recipient, timeout=timeout, bucket_nbytes=SMALL
+            model, optim, mine, self.recipient, options=fsdp_optim.CallOptions(timeout=timeout, bucket_nbytes=SMALL)
         )
 
     def check(self, verb: str) -> None:

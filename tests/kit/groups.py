@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_optim import FullyShardedDataParallel as FSDP
+from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP
 from kit import compare, wrapping
 from kit.elements import Numbers
 from kit.local_parts import params_of

@@ -49,9 +49,9 @@ def _fairscales_full_dict(folder: Path) -> None:
 def _fairscale_shards(folder: Path, *, flattens: bool) -> None:
     ours = folder.with_name(f"{folder.name}-ours")
     _torch_file(ours.with_name(f"{ours.name}-full"))
-    fsdp_optim.convert(ours.with_name(f"{ours.name}-full"), ours, durable=False)
+    fsdp_optim.convert(ours.with_name(f"{ours.name}-full"), ours, options=fsdp_optim.ConvertOptions(durable=False))
     format = FairscaleShards(2, {"": ["w", "b"]}, flatten_parameters=flattens)
-    fsdp_optim.convert(ours, folder, format=format, durable=False)
+    fsdp_optim.convert(ours, folder, format=format, options=fsdp_optim.ConvertOptions(durable=False))
     (folder / "torch_files.json").unlink()
 
 

@@ -73,7 +73,7 @@ def enabled(settings: Mapping[str, Any] | None) -> Iterator[None]:
     finally:
         plugin.disable()
         with contextlib.suppress(fsdp_optim.FsdpOptimError):
-            fsdp_optim.wait()
+            fsdp_optim.wait_for_saves()
 
 
 def tiny_llama(seed: int = 0, **options: Any) -> Any:

@@ -54,7 +54,11 @@ class Wide(nn.Module):
 
 def ours(folder: Path, rows: int) -> None:
     torch_file(folder.with_name(f"{folder.name}-full"), rows)
-    fsdp_optim.convert(folder.with_name(f"{folder.name}-full"), folder, durable=False, progress=False)
+    fsdp_optim.convert(
+        folder.with_name(f"{folder.name}-full"),
+        folder,
+        options=fsdp_optim.ConvertOptions(durable=False, progress=False),
+    )
 
 
 def safetensors(folder: Path, rows: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from kit.checkpoints import before_writes
+from kit.options import as_options
 from kit.wraps import WRAPPERS
 
 
@@ -65,14 +66,16 @@ class Run:
         torch.manual_seed(seed)
         self.losses: dict[int, float] = {}
         if "state" not in options:
-            options["state"] = {"scheduler": self.scheduler, "scaler": self.scaler, "average": self.average}
-            options["per_rank_state"] = {"loader": self.loader}
+            shared = {"scheduler": self.scheduler, "scaler": self.scaler, "average": self.average}
+            options["state"] = {**shared, "loader": self.loader if alike else fsdp_optim.per_rank(self.loader)}
         options.setdefault("every", 2)
         options.setdefault("progress", False)
         options.setdefault("durable", False)
         if wrapper == "plain" and dist.is_initialized():
             options.setdefault("process_group", dist.group.WORLD)
-        self.manager = fsdp_optim.CheckpointManager(root, self.model, self.optim, **options)
+        self.manager = fsdp_optim.CheckpointManager(
+            root, self.model, self.optim, **as_options(fsdp_optim.ManagerOptions, **options)
+        )
 
     def train(self, step: int) -> None:
         """One training step, without the manager."""

@@ -29,6 +29,7 @@ from kit.checkpoint_format import (
 from kit.compare import Differs, check_refused, check_same, differences, error_text
 from kit.local_parts import local_of
 from kit.optimizers import adam, sgd
+from kit.options import as_options, state_for
 from kit.trained import Trained
 from kit.wrapping import cpu, snapshot
 
@@ -94,7 +95,13 @@ def save_good(path: Path, steps: int = 3, wrapper: str = "FSDP2", model: str = "
     with cpu():
         one = trained(steps, wrapper, model)
         mine = {"rank": dist.get_rank(), "rng": torch.arange(5) + dist.get_rank()}
-        fsdp_optim.save(path, one.model, one.optim, extra=extra(), per_rank_extra=mine, **options)
+        fsdp_optim.save(
+            path,
+            one.model,
+            one.optim,
+            state=state_for(extra(), mine),
+            **as_options(fsdp_optim.SaveOptions, **options),
+        )
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -134,12 +141,16 @@ def load_both_ways(paths: Sequence[Path], right: Path, kind: str, verifies: Sequ
             found.append([])
             for verify in verifies:
                 call = functools.partial(
-                    fsdp_optim.load, path, target.model, target.optim, verify=verify, timeout=PATIENCE
+                    fsdp_optim.load,
+                    path,
+                    target.model,
+                    target.optim,
+                    options=fsdp_optim.LoadOptions(verify=verify, timeout=PATIENCE),
                 )
                 found[-1].append(outcome_since(before, call, target))
                 if found[-1][-1].changed:
                     before = [everything(target)]
-        fsdp_optim.load(right, target.model, target.optim, timeout=PATIENCE)
+        fsdp_optim.load(right, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE))
         wanted = good_contents(model, dist.get_rank(), dist.get_world_size())
         check_same("loaded afterwards", contents(target), wanted)
         return found
@@ -207,6 +218,11 @@ def save_errors(path: Path, overwrite: bool = False) -> tuple[Outcome, Error]:
     with cpu():
         one, target = trained(2), trained(1)
         saved = outcome_of(
-            lambda: fsdp_optim.save(path, one.model, one.optim, overwrite=overwrite, timeout=PATIENCE), one
+            lambda: fsdp_optim.save(
+                path, one.model, one.optim, overwrite=overwrite, options=fsdp_optim.SaveOptions(timeout=PATIENCE)
+            ),
+            one,
         )
-        return saved, error_text(lambda: fsdp_optim.load(path, target.model, target.optim, timeout=PATIENCE))
+        return saved, error_text(
+            lambda: fsdp_optim.load(path, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE))
+        )

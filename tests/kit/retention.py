@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fsdp_optim import SaveOptions
 from fsdp_optim.checkpoint.catalog.retention import KeepRules, KnownSaves, ManagedSave, is_own, name_of_step
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.formats.base.summary import ManagerRecord
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.options import Options, SaveOptions
+from kit.options import as_options
 
 LIMIT = 600.0
 
@@ -27,7 +29,6 @@ def save_managed(
     optim: Any = None,
     *,
     keep_last: int,
-    call: Options | None = None,
     known: KnownSaves | None = None,
     **options: Any,
 ) -> None:
@@ -43,5 +44,7 @@ def save_managed(
         steps = [one.summary.step or 0 for one in listed if is_own(one) and one.summary is not None]
         after = max((before for before in steps if before < step), default=-1)
     managed = ManagedSave(ManagerRecord(after, None), KeepRules(keep_last), known)
-    given = SaveOptions(call or Options(), step=step, **{"durable": False, "progress": False, **options})
+    arguments = as_options(SaveOptions, **{"durable": False, "progress": False, **options})
+    made, state = arguments.pop("options"), arguments.pop("state", None)
+    given = SaveArguments.of(made, state, step=step, **arguments)
     async_save(place, model, optim, given, managed=managed).wait(LIMIT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_optim
+from fsdp_optim.verbs.sharded_dict import is_sharded
 from kit.elements import Numbers
 from kit.local_parts import LocalSteps, access_of, like, local_of, steps_local_parts
 from kit.models import Net
 from kit.optimizers import adam, each_of, make_optimizer
+from kit.options import as_options
 from kit.wraps import WRAPPERS
 
 STEPS = 3
@@ -145,15 +148,23 @@ class Trained:
 
     def gather(self, recipient_rank: int | None = 0, key_by: Any = "id", **kwargs: Any) -> Any:
         kwargs.setdefault("process_group", self.process_group)
-        return fsdp_optim.gather_full_optim_state_dict(self.model, self.optim, recipient_rank, key_by, **kwargs)
+        door: Any = importlib.import_module("fsdp_optim.fairscale") if "collect" in kwargs else fsdp_optim
+        return door.gather_full_optim_state_dict(
+            self.model, self.optim, recipient_rank, key_by, **as_options(fsdp_optim.CallOptions, **kwargs)
+        )
 
     def shard(self, full: Any, **kwargs: Any) -> Any:
-        return fsdp_optim.get_shard_from_optim_state_dict(self.model, self.optim, full, **kwargs)
+        """This rank's part, by the call that does not need the other ranks where these are not needed."""
+        needs_others = isinstance(self.model, list) or is_sharded(full)
+        call: Any = fsdp_optim.reshard_optim_state_dict if needs_others else fsdp_optim.get_shard_from_optim_state_dict
+        return call(self.model, self.optim, full, **as_options(fsdp_optim.CallOptions, **kwargs))
 
     def scatter(self, full: Any, source_rank: int = 0, **kwargs: Any) -> Any:
         kwargs.setdefault("process_group", self.process_group)
         given = full if dist.get_rank() == source_rank else None
-        return fsdp_optim.scatter_full_optim_state_dict(self.model, self.optim, given, source_rank, **kwargs)
+        return fsdp_optim.scatter_full_optim_state_dict(
+            self.model, self.optim, given, source_rank, **as_options(fsdp_optim.CallOptions, **kwargs)
+        )
 
     def load(self, full: Any) -> None:
         fsdp_optim.load_optim_state_dict(self.optim, self.shard(full))

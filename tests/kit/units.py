@@ -58,7 +58,7 @@ def wrap(model: nn.Module, wrapping: Wrapping, fairscale: bool = False) -> Any:
 def _as_unit(unit: Unit, fairscale: bool, module: nn.Module) -> Any:
     from fairscale.nn import FullyShardedDataParallel as FairscaleFSDP
 
-    from fsdp_optim import FullyShardedDataParallel as OurFSDP
+    from fsdp_optim.fairscale import FullyShardedDataParallel as OurFSDP
 
     shared = [p for p in module.parameters(recurse=False) if getattr(p, "_is_sharded", False)]
     wrapper_cls = FairscaleFSDP if fairscale else OurFSDP

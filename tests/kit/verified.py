@@ -39,7 +39,7 @@ class VerifiedConformance(ReaderConformance):
                     with self._case.assertRaises(CheckpointError):
                         fsdp_optim.verify(folder, progress=False)
                     with self._case.assertRaises((CheckpointError, fsdp_optim.StateError)):
-                        fsdp_optim.convert(folder, target, durable=False)
+                        fsdp_optim.convert(folder, target, options=fsdp_optim.ConvertOptions(durable=False))
                     self._case.assertFalse(target.exists())
                 file.write_bytes(data)
 

@@ -17,6 +17,7 @@ from kit.compare import Differs, check_same
 from kit.local_parts import local_of
 from kit.models import Net
 from kit.optimizers import adam, each_of
+from kit.options import as_options
 from kit.trained import STEPS, Oracle, Trained, known_oracle
 
 
@@ -118,7 +119,11 @@ def check_trip(
     before = snapshot(trained)
     full = trained.gather(None, key_by, **kwargs)
     named = trained.gather(last, "name", **kwargs)
-    listed = dict(fsdp_optim.iter_full_optim_state(trained.model, trained.optim, last, **kwargs))
+    listed = dict(
+        fsdp_optim.iter_full_optim_state(
+            trained.model, trained.optim, last, **as_options(fsdp_optim.CallOptions, **kwargs)
+        )
+    )
     check_same("the model and the optimizer, after gathering", snapshot(trained), before)
 
     untouched = snapshot(target)

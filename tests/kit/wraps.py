@@ -28,7 +28,9 @@ def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], Any], paths: Sequen
 
 
 def in_fairscale(model: nn.Module, **kwargs: Any) -> Any:
-    from fsdp_optim import FullyShardedDataParallel as FairscaleFSDP  # here, so that the others need no fairscale
+    from fsdp_optim.fairscale import (
+        FullyShardedDataParallel as FairscaleFSDP,  # here, so that the others need no fairscale
+    )
 
     return wrap_units(model, lambda module: FairscaleFSDP(module, **kwargs))
 

@@ -94,7 +94,9 @@ class Subject:
     def load(self, path: Path) -> int:
         """The number of the save in the folder. Raises Differs if its values are of several saves."""
         fill(self.target, 12345)
-        number = fsdp_optim.load(path, self.target.model, self.target.optim, timeout=WAITS)["number"]
+        number = fsdp_optim.load(
+            path, self.target.model, self.target.optim, options=fsdp_optim.LoadOptions(timeout=WAITS)
+        ).state["number"]
         check_values(path.name, self.target, number)
         return number
 

@@ -23,6 +23,7 @@ import torch
 from kit.checkpoint_format import all_bytes
 from kit.compare import Differs, differences
 from kit.optimizers import Peculiar, adam, adamw_tensor_lr
+from kit.options import as_options
 from kit.trained import Trained
 from torch import nn
 
@@ -105,11 +106,21 @@ class Subject:
         extras = {"extra": EXTRA, "per_rank_extra": {"rng": torch.arange(4)}} if kind.extra else {}
         self.extra: Any = EXTRA if kind.extra else {}
         with _without_chance():
-            fsdp_optim.save(root / "good", one.model, one.optim, **extras, **dict(kind.options))
+            fsdp_optim.save(
+                root / "good",
+                one.model,
+                one.optim,
+                **as_options(fsdp_optim.SaveOptions, **extras, **dict(kind.options)),
+            )
             self.saved = _copied(contents(one))
             one.step([3])
             one.model.get_buffer("count").add_(1)
-            fsdp_optim.save(root / "other", one.model, one.optim, **extras, **dict(kind.options))
+            fsdp_optim.save(
+                root / "other",
+                one.model,
+                one.optim,
+                **as_options(fsdp_optim.SaveOptions, **extras, **dict(kind.options)),
+            )
         self.good, self.donor = all_bytes(root / "good"), all_bytes(root / "other")
         shutil.copytree(root / "good", self.folder)
         self.target = Trained("plain", kind.make, 1, Tiny)
@@ -143,7 +154,9 @@ class Subject:
         self.scrambled = self.scramble(1)
 
     def load(self, verify: bool) -> Any:
-        return fsdp_optim.load(self.folder, self.target.model, self.target.optim, verify=verify)
+        return fsdp_optim.load(
+            self.folder, self.target.model, self.target.optim, options=fsdp_optim.LoadOptions(verify=verify)
+        )
 
 
 @contextlib.contextmanager
@@ -342,7 +355,10 @@ def _look(subject: Subject, change: Change, figures: Any) -> None:
         found = _watched(f"latest: {change.said}", lambda: fsdp_optim.latest(subject.folder.parent))
         if isinstance(found, Exception) or found not in (subject.folder, *_others(subject)):
             raise Differs(f"{change.said}: latest gives {found!r}")
-        extra = _watched(f"extras alone: {change.said}", lambda: fsdp_optim.load(subject.folder, verify=change.verify))
+        extra = _watched(
+            f"extras alone: {change.said}",
+            lambda: fsdp_optim.load(subject.folder, options=fsdp_optim.LoadOptions(verify=change.verify)),
+        )
         if isinstance(extra, Exception):
             _check_error(f"extras alone: {change.said}", extra)
         elif change.covered:

@@ -180,7 +180,7 @@ def probe(way: Way, tree: Tree, ended: int, begun: int, root: Path, save_next: b
 def _check_number(path: Path, at_least: int, at_most: int) -> None:
     one = model()
     fill(one, 12345)
-    number = fsdp_optim.load(path, one.model, one.optim)["number"]
+    number = fsdp_optim.load(path, one.model, one.optim).state["number"]
     check_values(path.name, one, number)
     if not at_least <= number <= at_most:
         raise Differs(f"{path.name} is save {number}, not {at_least} to {at_most}")

@@ -29,6 +29,7 @@ from kit.checkpoint_format import MANIFEST, check_folder
 from kit.compare import Differs, check_same
 from kit.local_parts import local_of
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.retention import save_managed
 from kit.trained import Trained
 from torch import nn
@@ -37,7 +38,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 import fsdp_optim
 from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.checkpoint.load.restore import _LOOKS as LOOKS
-from fsdp_optim.options import Options
 from soak.torture import PATIENCE
 
 WORLD = 2
@@ -109,16 +109,15 @@ def save_by(mode: str, root: Any, number: int, one: Trained, *, timeout: float |
     """Save in a mode, and wait for the end. Called by all ranks. `root`: a folder, or a URL as a str."""
     options |= {"extra": {"number": number}}
     if mode.startswith("managed"):
-        call = Options(timeout=timeout)
-        options = {"durable": True, "overwrite": True, "call": call, **options}
+        options = {"durable": True, "overwrite": True, "timeout": timeout, **options}
         save_managed(root, number, one.model, one.optim, keep_last=KEPT, **options)
         return
     options |= {"timeout": timeout, "overwrite": mode.endswith("overwrite")}
     place = path_of(root, mode, number)
     if mode.startswith("async"):
-        fsdp_optim.async_save(place, one.model, one.optim, **options).wait(LIMIT)
+        fsdp_optim.async_save(place, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options)).wait(LIMIT)
     else:
-        fsdp_optim.save(place, one.model, one.optim, **options)
+        fsdp_optim.save(place, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
 
 def note(order: dict[str, Any], rank: int, what: str, number: int) -> None:
@@ -170,7 +169,9 @@ def load_again_and_again(order: dict[str, Any], rank: int) -> None:
         try:
             if path is None:
                 raise Differs(f"latest finds nothing in {sorted(os.listdir(root))}")
-            number = fsdp_optim.load(path, one.model, one.optim, verify=order["verify"])["number"]
+            number = fsdp_optim.load(
+                path, one.model, one.optim, options=fsdp_optim.LoadOptions(verify=order["verify"])
+            ).state["number"]
         except fsdp_optim.CheckpointError as error:
             if saves_ended(order["saver"]) - before < least_replaced(order["mode"]):
                 raise Differs(
@@ -365,7 +366,7 @@ def check_loads(folder: Path) -> int:
     check_folder(folder)
     target = plain()
     fill(target, 12345)
-    number = fsdp_optim.load(folder, target.model, target.optim)["number"]
+    number = fsdp_optim.load(folder, target.model, target.optim).state["number"]
     check_values(folder.name, target, number)
     return number
 

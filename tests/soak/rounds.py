@@ -15,11 +15,11 @@ import torch.distributed as dist
 from kit.compare import Differs, check_same, differences
 from kit.local_parts import local_of
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.retention import save_managed
 from kit.trained import Trained
 
 import fsdp_optim
-from fsdp_optim.options import Options
 from fsdp_optim.testing import run_on_ranks
 from soak.ranks import LIMIT, Layers
 from soak.torture import Torture, temporary
@@ -50,25 +50,42 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
     group: Any = {"process_group": one.process_group, "timeout": LIMIT}
     full = one.gather(0, timeout=LIMIT)
     named = one.gather(None, "name", timeout=LIMIT)
-    for _ in fsdp_optim.iter_full_optim_state(one.model, one.optim, 0, **group):
+    for _ in fsdp_optim.iter_full_optim_state(one.model, one.optim, 0, **as_options(fsdp_optim.CallOptions, **group)):
         pass
     fsdp_optim.load_optim_state_dict(target.optim, target.scatter(full))
     fsdp_optim.load_optim_state_dict(target.optim, target.shard(named))
-    fsdp_optim.transfer_optim_state(one.model, one.optim, target.model, target.optim, **group)
+    fsdp_optim.transfer_optim_state(
+        one.model, one.optim, target.model, target.optim, **as_options(fsdp_optim.CallOptions, **group)
+    )
     extras = {"extra": {"number": number}, "per_rank_extra": {"rank": dist.get_rank()}}
-    fsdp_optim.save(root / "current", one.model, one.optim, overwrite=True, **extras, **group)
-    call = Options(**group)
-    save_managed(root, number, one.model, one.optim, keep_last=2, durable=True, call=call, **extras)
+    fsdp_optim.save(
+        root / "current",
+        one.model,
+        one.optim,
+        overwrite=True,
+        **as_options(fsdp_optim.SaveOptions, **extras, **group),
+    )
+    save_managed(root, number, one.model, one.optim, keep_last=2, durable=True, **group, **extras)
     for path in (root / "current", fsdp_optim.latest(root)):
-        restored = fsdp_optim.load(path, target.model, target.optim, check="bitwise", **group)  # type: ignore[arg-type]
-        check_same("extras", (restored["number"], restored.per_rank), (number, {"rank": dist.get_rank()}))
+        restored = fsdp_optim.load(
+            path, target.model, target.optim, **as_options(fsdp_optim.LoadOptions, **group, compare=True)
+        )  # type: ignore[arg-type]
+        check_same("extras", (restored.state["number"], restored.state["rank"]), (number, dist.get_rank()))
     for mine, theirs in zip(one.params, target.params, strict=True):
         found = list(differences(local_of(theirs).detach(), local_of(mine).detach()))
         if found:
             raise Differs(f"round {number}: {found[:3]}")
-    for path, options in ((root / "nothing", {}), (root / "current", {"strict": False, "keep": ("nobody",)})):
+    for path, options in (
+        (root / "nothing", {}),
+        (root / "current", {"strict": False, "keep_hyperparameters": ("nobody",)}),
+    ):
         try:
-            fsdp_optim.load(path, target.model, target.optim, **options, **group)  # type: ignore[arg-type]
+            fsdp_optim.load(
+                path,
+                target.model,
+                target.optim,
+                **as_options(fsdp_optim.LoadOptions, **options, **group),
+            )  # type: ignore[arg-type]
         except fsdp_optim.FsdpOptimError:
             continue
         raise Differs(f"round {number}: {path.name} was loaded")

@@ -24,10 +24,10 @@ from fsdp_optim.buckets.blocks import BlockFolder
 from fsdp_optim.buckets.cached import CachedStore
 from fsdp_optim.buckets.fsspec import FsspecBucket
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
+from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import StoreConformance, run_on_ranks
 from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
@@ -262,13 +262,13 @@ class TestLoading(InFolder):
         scramble(target)
         inner = ObjectStore(self.bucket, "run/step-1", OURS.probe)
         store = CachedStore(inner, BlockFolder(self.folder), OURS.probe.manifest)
-        restore(store, target.model, target.optim, LoadOptions(Options(), progress=False, check="bitwise"))
+        restore(store, target.model, target.optim, LoadArguments(progress=False, compare=True))
         check_same("loaded", mine(target), mine(self.trained))
 
     def test_the_second_load_reads_the_manifest_only(self) -> None:
         self.trained = Trained("plain")
         store = ObjectStore(self.bucket, "run/step-1", OURS.probe)
-        save(store, self.trained.model, self.trained.optim, SaveOptions(Options(), durable=False, progress=False))
+        save(store, self.trained.model, self.trained.optim, SaveArguments(durable=False, progress=False))
         self.load()
         self.assertGreater(len({name for name, _ in self.bucket.reads}), 2)
         self.bucket.reads.clear()
@@ -282,13 +282,13 @@ def save_and_load_on_a_rank(url: str, folder: str) -> None:
     inner = ObjectStore(bucket, prefix, OURS.probe)
     with cpu():
         trained = Trained("FSDP2")
-        call = Options(process_group=trained.process_group)
-        save(inner, trained.model, trained.optim, SaveOptions(call, durable=False, progress=False))
+        call = trained.process_group
+        save(inner, trained.model, trained.optim, SaveArguments(process_group=call, durable=False, progress=False))
         for turn in range(3):
             store = CachedStore(inner, BlockFolder(folder), OURS.probe.manifest, block_nbytes=SMALL)
             target = Trained("FSDP2", steps=0)
             scramble(target)
-            options = LoadOptions(call, progress=False, check="bitwise")
+            options = LoadArguments(process_group=call, progress=False, compare=True)
             restore(store, target.model, target.optim, options)
             check_same(f"loaded {turn}", mine(target), mine(trained))
             dist.barrier()

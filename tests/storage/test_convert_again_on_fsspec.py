@@ -14,6 +14,7 @@ from kit.conversions import MEMORY, data_of, save_some
 from kit.folders import SharedFolder
 from kit.forked import run
 from kit.interrupted import left_over
+from kit.options import as_options
 from parameterized import parameterized
 
 import fsdp_optim
@@ -21,7 +22,7 @@ from fsdp_optim.buckets.fsspec import FsspecBucket
 from fsdp_optim.buckets.objects import ObjectStaging, ObjectStore
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.offline import convert as conversion
-from fsdp_optim.options import ConvertOptions, Options
+from fsdp_optim.offline.arguments import ConvertArguments
 
 DEAD_AFTER = 0.1  # seconds
 
@@ -38,7 +39,7 @@ def put(self, key, *args, **options):
     return real(self, key, *args, **options)
 
 FsspecBucket.put = put
-fsdp_optim.convert({source!r}, {target!r}, memory={memory}, max_file_size=1 << 16)
+fsdp_optim.convert({source!r}, {target!r}, options=fsdp_optim.ConvertOptions(bucket_nbytes={memory}, max_file_size=1 << 16))
 """
 
 
@@ -51,18 +52,24 @@ class FsspecTest(SharedFolder):
     def fill(cls) -> None:
         cls.source, cls.wanted = cls.root / "source", cls.root / "wanted"
         save_some(cls.source, num_layers=2, width=128)
-        fsdp_optim.convert(cls.source, cls.wanted, memory=MEMORY, max_file_size=1 << 16, durable=False)
+        fsdp_optim.convert(
+            cls.source,
+            cls.wanted,
+            options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, max_file_size=1 << 16, durable=False),
+        )
 
     def check(self, url: str) -> None:
         """The next call writes everything, what comes back is what was converted, and nothing else is there."""
         bucket, prefix = FsspecBucket.at(url)
         place = ObjectStore(bucket, prefix, OURS.probe, dead_after=DEAD_AFTER)
         options: dict[str, Any] = {"memory": MEMORY, "max_file_size": 1 << 16}
-        done = conversion.convert(self.source, place, ConvertOptions(Options(), **options))
+        done = conversion.convert(self.source, place, ConvertArguments(**options))
         self.assertEqual(done.nbytes_written, done.nbytes)
         check_same("left", left_over(bucket, prefix, OURS.probe), [])
         with tempfile.TemporaryDirectory() as folder:
-            fsdp_optim.convert(url, Path(folder) / "back", durable=False, **options)
+            fsdp_optim.convert(
+                url, Path(folder) / "back", **as_options(fsdp_optim.ConvertOptions, **options, durable=False)
+            )
             check_same("files", data_of(Path(folder) / "back"), data_of(self.wanted))
 
     @parameterized.expand([("the first file", 0), ("a file", 6)])
@@ -79,7 +86,7 @@ class FsspecTest(SharedFolder):
         """In the same process, which leaves nothing."""
         target = "memory://test-convert-again/run/to"
         with mock.patch.object(ObjectStaging, "seal", side_effect=Stopped), self.assertRaises(Stopped):
-            fsdp_optim.convert(self.source, target, memory=MEMORY)
+            fsdp_optim.convert(self.source, target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY))
         bucket, _ = FsspecBucket.at(target)
         check_same("left", [found.key for found in bucket.list("")], [])
         self.check(target)

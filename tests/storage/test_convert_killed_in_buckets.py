@@ -27,7 +27,7 @@ from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
 from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.offline import convert as conversion
-from fsdp_optim.options import ConvertOptions, Options
+from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.testing import run_on_ranks
 
 PART = 4 << 10
@@ -48,7 +48,7 @@ def put_part(self, key, upload, number, data):
     return real(self, key, upload, number, data)
 
 S3Bucket.put_part = put_part
-fsdp_optim.convert({source!r}, {target!r}, memory={memory}, storage_options={options})
+fsdp_optim.convert({source!r}, {target!r}, options=fsdp_optim.ConvertOptions(bucket_nbytes={memory}, storage_options={options}))
 """
 
 
@@ -75,7 +75,7 @@ class Stopped(BaseException):
 def converted(source: Path, bucket: MemoryBucket, *, dead_after: float = DEAD_AFTER, **options: Any) -> int:
     place = ObjectStore(bucket, "run/to", OURS.probe, part_nbytes=PART, dead_after=dead_after)
     wanted = {"memory": MEMORY, "max_file_size": 64 << 10, **options}
-    return conversion.convert(source, place, ConvertOptions(Options(), **wanted)).nbytes_written
+    return conversion.convert(source, place, ConvertArguments(**wanted)).nbytes_written
 
 
 def content_of(bucket: MemoryBucket) -> dict[str, bytes]:
@@ -182,7 +182,9 @@ class InMemoryTest(SharedFolder):
 
 
 def converted_by_ranks(source: Path, target: str, options: ServerOptions) -> int:
-    return fsdp_optim.convert(source, target, memory=MEMORY, storage_options=options).nbytes_written
+    return fsdp_optim.convert(
+        source, target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, storage_options=options)
+    ).nbytes_written
 
 
 class OnServersTest(unittest.TestCase):
@@ -194,7 +196,9 @@ class OnServersTest(unittest.TestCase):
         cls.addClassCleanup(folder.cleanup)
         cls.source, cls.wanted = Path(folder.name) / "source", Path(folder.name) / "wanted"
         save_some(cls.source, num_layers=2, width=128)
-        cls.nbytes = fsdp_optim.convert(cls.source, cls.wanted, memory=MEMORY, durable=False).nbytes
+        cls.nbytes = fsdp_optim.convert(
+            cls.source, cls.wanted, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, durable=False)
+        ).nbytes
 
     def killed(self, kind: Server, num: int) -> tuple[str, ServerOptions]:
         """Convert in a process that is killed when it puts part `num`; the place and its options."""
@@ -209,7 +213,11 @@ class OnServersTest(unittest.TestCase):
 
     def check(self, target: str, options: ServerOptions) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            fsdp_optim.convert(target, Path(folder) / "back", durable=False, storage_options=options, memory=MEMORY)
+            fsdp_optim.convert(
+                target,
+                Path(folder) / "back",
+                options=fsdp_optim.ConvertOptions(durable=False, storage_options=options, bucket_nbytes=MEMORY),
+            )
             check_same("files", data_of(Path(folder) / "back"), data_of(self.wanted))
         name, prefix = target.removeprefix("s3://").split("/", 1)
         check_same(
@@ -224,7 +232,9 @@ class OnServersTest(unittest.TestCase):
     def test_the_next_one_is_whole(self, kind: Server, num: int) -> None:
         target, options = self.killed(kind, num)
         self.assertIsNone(fsdp_optim.latest(target.rpartition("/")[0], storage_options=options))
-        done = fsdp_optim.convert(self.source, target, memory=MEMORY, storage_options=options)
+        done = fsdp_optim.convert(
+            self.source, target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY, storage_options=options)
+        )
         check_same("written", (done.nbytes, done.nbytes_written), (self.nbytes, self.nbytes))
         self.check(target, options)
 

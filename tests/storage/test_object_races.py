@@ -26,10 +26,11 @@ from torch import nn
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore, Place
 from fsdp_optim.buckets.objects.saves import remove_dead
+from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
+from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.options import LoadOptions, Options, SaveOptions
 
 ROOT = "run/"
 MINE, BESIDE, LAST = f"{ROOT}step-1", f"{ROOT}step-2", f"{ROOT}step-3"
@@ -64,9 +65,9 @@ class RaceTest(unittest.TestCase):
 
     def save(self, bucket: MemoryBucket, prefix: str, number: int, dead_after: float = 300, **options: Any) -> None:
         store = ObjectStore(bucket, prefix, OURS.probe, part_nbytes=PART_NBYTES, dead_after=dead_after)
-        given = SaveOptions(Options(), durable=False, progress=False, extra={"number": number})
+        given = SaveArguments(durable=False, progress=False, state=RunState({"number": number}))
         one = self.trained[number]
-        save(store, one.model, one.optim, SaveOptions(**{**vars(given), **options}))
+        save(store, one.model, one.optim, SaveArguments(**{**vars(given), **options}))
 
     def number_at(self, memory: Memory, prefix: str) -> int | None:
         """Which save is in a place, all of it; None where none is. Raises where it is not whole."""
@@ -75,7 +76,7 @@ class RaceTest(unittest.TestCase):
             return None
         scramble(self.reader)
         store = ObjectStore(bucket, prefix, OURS.probe)
-        options = LoadOptions(Options(), progress=False, check="bitwise")
+        options = LoadArguments(progress=False, compare=True)
         number = int(restore(store, self.reader.model, self.reader.optim, options)["number"])
         check_same(f"{prefix}, save {number}", mine(self.reader), mine(self.trained[number]))
         return number

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from kit.cases import expand
+from kit.options import as_options
 from kit.proxy import Fault, Proxy
 from kit.servers import new_bucket, port_of, shared
 from torch import nn
@@ -33,7 +34,11 @@ class AtOnceTest(unittest.TestCase):
         slow = Fault("Delay", method="PUT", key=FILE, times=-1, seconds=0.4)
         with Proxy(port_of(options), [slow]) as proxy:
             given: Any = {"storage_options": proxy.options(options), "progress": False}
-            fsdp_optim.save(f"s3://{new_bucket(options)}/step", model, bucket_nbytes=bucket_kib * KIB, **given)
+            fsdp_optim.save(
+                f"s3://{new_bucket(options)}/step",
+                model,
+                **as_options(fsdp_optim.SaveOptions, **given, bucket_nbytes=bucket_kib * KIB),
+            )
             self.assertEqual(proxy.most_delayed, num)
             self.assertGreater(proxy.num_requests(method="PUT", key=FILE), 50)
 
@@ -43,7 +48,9 @@ class AtOnceTest(unittest.TestCase):
         slow = Fault("Delay", method="PUT", key=FILE, times=-1, seconds=0.8)
         with Proxy(port_of(options), [slow]) as proxy:
             url = f"s3://{new_bucket(options)}/step"
-            fsdp_optim.save(url, model, storage_options=proxy.options(options), progress=False)
+            fsdp_optim.save(
+                url, model, options=fsdp_optim.SaveOptions(storage_options=proxy.options(options), progress=False)
+            )
             self.assertEqual(proxy.most_delayed, 10)
             self.assertEqual(proxy.num_requests(method="PUT", key=FILE), 13)
 
@@ -61,17 +68,19 @@ class AtOnceTest(unittest.TestCase):
 
         with mock.patch.object(ObjectWriter, "write", write):
             url = f"s3://{new_bucket(options)}/step"
-            fsdp_optim.save(url, model, optim, storage_options=options, progress=False)
+            fsdp_optim.save(url, model, optim, options=fsdp_optim.SaveOptions(storage_options=options, progress=False))
         self.assertEqual([name for name, _ in itertools.groupby(written)], [FILE, "optim.safetensors"])
 
     def test_reads(self) -> None:
         model, options = nn.Linear(128 * KIB, 1, bias=False), shared("rclone")
         url = f"s3://{new_bucket(options)}/step"
-        fsdp_optim.save(url, model, storage_options=options, progress=False)
+        fsdp_optim.save(url, model, options=fsdp_optim.SaveOptions(storage_options=options, progress=False))
         loaded = nn.Linear(128 * KIB, 1, bias=False)
         slow = Fault("Delay", method="GET", key=FILE, times=-1, seconds=0.4)
         with Proxy(port_of(options), [slow]) as proxy, mock.patch.object(extents, "_READ_NBYTES", READ_NBYTES):
-            fsdp_optim.load(url, loaded, storage_options=proxy.options(options), progress=False)
+            fsdp_optim.load(
+                url, loaded, options=fsdp_optim.LoadOptions(storage_options=proxy.options(options), progress=False)
+            )
             self.assertEqual(proxy.most_delayed, 16)
         self.assertTrue(torch.equal(model.weight, loaded.weight))
 

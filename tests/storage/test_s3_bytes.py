@@ -12,6 +12,7 @@ from kit.checkpoints import mine
 from kit.compare import check_same
 from kit.local_parts import local_of
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.proxy import Proxy
 from kit.servers import Options, new_bucket, port_of, shared
 from kit.trained import Trained
@@ -51,7 +52,7 @@ def save_one(url: str, wrap: str, options: Options) -> int:
     with cpu():
         one = trained(wrap, 1)
         asked: Options = {"process_group": one.process_group, "progress": False, "storage_options": options}
-        return fsdp_optim.save(url, one.model, one.optim, **asked).nbytes
+        return fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked)).nbytes
 
 
 def load_one(url: str, wrap: str, options: Options) -> None:
@@ -61,7 +62,7 @@ def load_one(url: str, wrap: str, options: Options) -> None:
             for param in one.params:
                 local_of(param).fill_(-1)
         asked: Options = {"process_group": one.process_group, "progress": False, "storage_options": options}
-        fsdp_optim.load(url, one.model, one.optim, **asked)
+        fsdp_optim.load(url, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked))
         check_same(wrap, mine(one), mine(expected))
 
 

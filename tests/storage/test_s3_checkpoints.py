@@ -19,6 +19,7 @@ from kit.checkpoints import mine, scramble
 from kit.compare import Differs, check_same, error_text
 from kit.managed import Run
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.servers import new_bucket, shared
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -50,11 +51,11 @@ def save_all(root: str, options: Options, wraps: Sequence[str]) -> list[tuple[in
             asked |= {"max_file_size": 500} if wrap in SPLIT else {}
             url = f"{root}/{wrap.replace(' ', '-')}"
             if wrap in IN_BACKGROUND:
-                handle = fsdp_optim.async_save(url, one.model, one.optim, **asked)
+                handle = fsdp_optim.async_save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
                 scramble(one)
                 saved = handle.wait()
             else:
-                saved = fsdp_optim.save(url, one.model, one.optim, **asked)
+                saved = fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
             check_same("the place", saved.path, url)
             found.append((saved.nbytes, saved.nbytes_written))
     return found
@@ -68,10 +69,12 @@ def load_all(root: str, options: Options, wraps: Sequence[str]) -> None:
             scramble(other)
             asked: Options = {"process_group": other.process_group, "progress": False, "storage_options": options}
             url = f"{root}/{source.replace(' ', '-')}"
-            restored = fsdp_optim.load(url, other.model, other.optim, check="bitwise", **asked)
+            restored = fsdp_optim.load(
+                url, other.model, other.optim, **as_options(fsdp_optim.LoadOptions, **asked, compare=True)
+            )
             check_same(f"{source} into {wrap}", mine(other), mine(expected))
-            check_same("extra", (restored["wrap"], restored.summary.step), (source, 3))
-            check_same("per rank", restored.per_rank, dist.get_rank())
+            check_same("extra", (restored.state["wrap"], restored.step), (source, 3))
+            check_same("per rank", restored.state["per_rank_extra"], dist.get_rank())
 
 
 def manage(root: str, options: Options) -> None:
@@ -106,22 +109,29 @@ def save_in_background(root: str, options: Options) -> None:
         asked: Options = {"storage_options": options, "progress": False, "durable": False, "extra": {"a": 1}}
         for steps in (1, None, None):
             one = Trained("FSDP2", adam, steps=1) if steps else Trained("FSDP2", adam)
-            handle = fsdp_optim.async_save(f"{root}/step-1", one.model, one.optim, **asked)
+            handle = fsdp_optim.async_save(
+                f"{root}/step-1", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+            )
             scramble(one)
             check_same("the place", handle.wait().path, f"{root}/step-1")
             asked |= {"overwrite": True, "per_rank_extra": dist.get_rank()}
         other = Trained("fairscale flat", adam, steps=0)
         restored = fsdp_optim.load(
-            f"{root}/step-1", other.model, other.optim, storage_options=options, check="bitwise", progress=False
+            f"{root}/step-1",
+            other.model,
+            other.optim,
+            options=fsdp_optim.LoadOptions(storage_options=options, compare=True, progress=False),
         )
         check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
-        check_same("per rank", restored.per_rank, dist.get_rank())
+        check_same("per rank", restored.state["per_rank_extra"], dist.get_rank())
 
 
 def save_for_cache(url: str, options: Options) -> None:
     with cpu():
         one = Trained("FSDP2", adam)
-        fsdp_optim.save(url, one.model, one.optim, storage_options=options, progress=False)
+        fsdp_optim.save(
+            url, one.model, one.optim, options=fsdp_optim.SaveOptions(storage_options=options, progress=False)
+        )
 
 
 def load_with_cache(url: str, options: Options, folder: str) -> int:
@@ -137,7 +147,7 @@ def load_with_cache(url: str, options: Options, folder: str) -> int:
         other = Trained("fairscale flat", adam, steps=0)
         scramble(other)
         asked: Options = {"storage_options": options, "progress": False, "local_cache": folder}
-        fsdp_optim.load(url, other.model, other.optim, check="bitwise", **asked)
+        fsdp_optim.load(url, other.model, other.optim, **as_options(fsdp_optim.LoadOptions, **asked, compare=True))
         check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
     return num
 
@@ -147,10 +157,16 @@ def save_to_nowhere(root: str, options: Options) -> tuple[tuple[str, str], tuple
     with cpu():
         one = Trained("FSDP2", adam, steps=1)
         asked: Options = {"storage_options": options, "progress": False, "durable": False}
-        missing = error_text(lambda: fsdp_optim.async_save("s3://no-such-bucket/a", one.model, one.optim, **asked))
+        missing = error_text(
+            lambda: fsdp_optim.async_save(
+                "s3://no-such-bucket/a", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+            )
+        )
         failing = mock.patch.object(S3Bucket, "put_part", side_effect=CheckpointError("the line is cut"))
         with failing if dist.get_rank() == 1 else nullcontext():
-            handle = fsdp_optim.async_save(f"{root}/b", one.model, one.optim, **asked)
+            handle = fsdp_optim.async_save(
+                f"{root}/b", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+            )
             broken = error_text(handle.wait)
         return missing, broken
 

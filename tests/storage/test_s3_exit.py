@@ -20,7 +20,7 @@ from kit.trained import Trained
 from kit.optimizers import adam
 one = Trained("plain", adam, 1)
 asked = {{"storage_options": {options!r}, "progress": False}}
-handle = fsdp_optim.async_save({url!r}, one.model, one.optim, **asked)
+handle = fsdp_optim.async_save({url!r}, one.model, one.optim, options=fsdp_optim.SaveOptions(**asked))
 print("done:", handle.done(), flush=True)
 """
 
@@ -36,7 +36,12 @@ class ExitTest(unittest.TestCase):
             self.assertEqual((done.returncode, done.stdout), (0, "done: False\n"), done.stderr)
             self.assertEqual(fsdp_optim.latest(root, storage_options=options), url)
             other = Trained("plain", adam, 0)
-            fsdp_optim.load(url, other.model, other.optim, storage_options=options, progress=False, check="bitwise")
+            fsdp_optim.load(
+                url,
+                other.model,
+                other.optim,
+                options=fsdp_optim.LoadOptions(storage_options=options, progress=False, compare=True),
+            )
             same = Trained("plain", adam, 1)
             check_same(url, other.model.state_dict(), same.model.state_dict())
 

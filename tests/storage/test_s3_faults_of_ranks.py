@@ -28,10 +28,21 @@ def save_and_load(url: str, options: Options) -> None:
     with cpu():
         one, other = Trained("FSDP2", adam), Trained("fairscale flat", adam, steps=0)
         scramble(other)
-        fsdp_optim.save(url, one.model, one.optim, storage_options=options, progress=False, extra={"a": 1})
-        found = fsdp_optim.load(url, other.model, other.optim, storage_options=options, progress=False, check="bitwise")
+        fsdp_optim.save(
+            url,
+            one.model,
+            one.optim,
+            options=fsdp_optim.SaveOptions(storage_options=options, progress=False),
+            state={"a": 1},
+        )
+        found = fsdp_optim.load(
+            url,
+            other.model,
+            other.optim,
+            options=fsdp_optim.LoadOptions(storage_options=options, progress=False, compare=True),
+        )
         check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
-        check_same("extra", dict(found), {"a": 1})
+        check_same("extra", dict(found.state), {"a": 1})
 
 
 def fail(verb: str, url: str, options: Options) -> tuple[str, str, float]:
@@ -39,16 +50,20 @@ def fail(verb: str, url: str, options: Options) -> tuple[str, str, float]:
     with cpu():
         one = Trained("FSDP2", adam)
         call: Any = fsdp_optim.save if verb == "save" else fsdp_optim.load
+        kind_of: Any = fsdp_optim.SaveOptions if verb == "save" else fsdp_optim.LoadOptions
+        quiet = kind_of(storage_options=options, progress=False)
         dist.barrier()
         began = time.monotonic()
-        kind, text = error_text(lambda: call(url, one.model, one.optim, storage_options=options, progress=False))
+        kind, text = error_text(lambda: call(url, one.model, one.optim, options=quiet))
         return kind, text, time.monotonic() - began
 
 
 def save_plainly(url: str, options: Options) -> None:
     with cpu():
         one = Trained("FSDP2", adam)
-        fsdp_optim.save(url, one.model, one.optim, storage_options=options, progress=False)
+        fsdp_optim.save(
+            url, one.model, one.optim, options=fsdp_optim.SaveOptions(storage_options=options, progress=False)
+        )
 
 
 class FaultsTest(unittest.TestCase):

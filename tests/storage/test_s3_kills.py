@@ -59,12 +59,15 @@ class Place:
         one = plain()
         fill(one, 12345)
         loaded = fsdp_optim.load(
-            newest, one.model, one.optim, check="bitwise", storage_options=self.options, progress=False
+            newest,
+            one.model,
+            one.optim,
+            options=fsdp_optim.LoadOptions(compare=True, storage_options=self.options, progress=False),
         )
-        check_values(newest, one, loaded["number"])
-        if not at_least <= loaded["number"] <= at_most:
-            raise Differs(f"{newest} is save {loaded['number']}: {at_least} had ended, {at_most} was not over")
-        self.newest = loaded["number"]
+        check_values(newest, one, loaded.state["number"])
+        if not at_least <= loaded.state["number"] <= at_most:
+            raise Differs(f"{newest} is save {loaded.state['number']}: {at_least} had ended, {at_most} was not over")
+        self.newest = loaded.state["number"]
 
     def check_clean(self) -> None:
         """Raise unless there are checkpoints and strangers' objects only."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.interrupted import left_over
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
 from kit.trained import Trained
@@ -34,7 +35,7 @@ def save_late(url: str, options: Options, slow: Options, is_async: bool, is_over
         save: Any = fsdp_optim.async_save if is_async else fsdp_optim.save
         dist.barrier()
         try:
-            done = save(url, one.model, one.optim, **asked)
+            done = save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
             if is_async:
                 done.wait()
         except fsdp_optim.FsdpOptimError as error:
@@ -49,8 +50,8 @@ def save_well(url: str, options: Options) -> None:
     with cpu():
         one = Trained("FSDP2", adam, 1)
         asked: dict[str, Any] = {"storage_options": options, "progress": False}
-        fsdp_optim.save(url, one.model, one.optim, overwrite=True, **asked)
-        fsdp_optim.load(url, one.model, one.optim, check="bitwise", **asked)
+        fsdp_optim.save(url, one.model, one.optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **asked))
+        fsdp_optim.load(url, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked, compare=True))
 
 
 class LatePutsTest(unittest.TestCase):

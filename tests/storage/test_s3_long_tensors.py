@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kit.checkpoints import mine, scramble
 from kit.compare import Differs, check_same
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.servers import Options, new_bucket, shared
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -48,8 +49,8 @@ def save_and_load(wrapper: str, url: str, options: Options) -> int:
         scramble(other)
         given: Any = {"storage_options": options, "progress": False, "bucket_nbytes": 64 << 10}
         with mock.patch("fsdp_optim.checkpoint.save.file_plan.cuts_of", noted):
-            fsdp_optim.save(url, one.model, one.optim, **given)
-        fsdp_optim.load(url, other.model, other.optim, **given, check="bitwise")
+            fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given))
+        fsdp_optim.load(url, other.model, other.optim, **as_options(fsdp_optim.LoadOptions, **given, compare=True))
         check_same("loaded", mine(other), mine(one))
         dist.barrier()
     return sum(are_split)

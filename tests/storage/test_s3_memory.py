@@ -13,6 +13,7 @@ from kit.cases import expand
 from kit.compare import Differs
 from kit.local_parts import local_of
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.peaks import MIB, Peak
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
@@ -58,11 +59,11 @@ def measured(url: str, options: Options) -> dict[str, float]:
         for step in ("first", "second"):
             dist.barrier()
             with Peak() as peak:
-                fsdp_optim.save(f"{url}/{step}", one.model, one.optim, **asked)
+                fsdp_optim.save(f"{url}/{step}", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
             found["save"] = peak.mib
             dist.barrier()
             with Peak() as peak:
-                fsdp_optim.load(f"{url}/{step}", one.model, one.optim, **asked)
+                fsdp_optim.load(f"{url}/{step}", one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked))
             found["load"] = peak.mib
     state = sum(local_of(value).nbytes for values in one.optim.state.values() for value in values.values())
     return {**found, "state": state / MIB, "shard": (state + sum(local_of(p).nbytes for p in one.params)) / MIB}
@@ -81,7 +82,12 @@ def saved(bucket: str, wrapper: str, options: Options) -> list[float]:
         for step in ("first", "second"):
             dist.barrier()
             with Peak() as peak:
-                fsdp_optim.save(f"s3://{bucket}/{step}", one.model, one.optim, storage_options=options, progress=False)
+                fsdp_optim.save(
+                    f"s3://{bucket}/{step}",
+                    one.model,
+                    one.optim,
+                    options=fsdp_optim.SaveOptions(storage_options=options, progress=False),
+                )
             found.append(peak.mib)
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.servers import Options, new_bucket, shared
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -62,9 +63,9 @@ def save_and_load(url: str, options: Options | None) -> tuple[list[str], list[st
         one = Trained("FSDP2", adam, 1, Layers)
         given: Any = {"storage_options": options, "bucket_nbytes": BUCKET}
         with lines() as saving:
-            saved = fsdp_optim.save(url, one.model, one.optim, **given)
+            saved = fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given))
         with lines() as loading:
-            fsdp_optim.load(url, one.model, one.optim, **given)
+            fsdp_optim.load(url, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **given))
     return saving, loading, saved.nbytes
 
 

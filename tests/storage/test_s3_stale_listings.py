@@ -15,6 +15,7 @@ from kit.cases import expand
 from kit.compare import Differs, check_same, error_text
 from kit.local_parts import local_of
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.proxy import Fault, Proxy
 from kit.retention import path_of_step, save_managed
 from kit.servers import Options, new_bucket, port_of, shared
@@ -25,10 +26,9 @@ import fsdp_optim
 from fsdp_optim.buckets.objects import Found, MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.catalog import newest as catalog
 from fsdp_optim.checkpoint.catalog.retention import KnownSaves
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.options import Options as CallOptions
-from fsdp_optim.options import SaveOptions
 from fsdp_optim.testing import run_on_ranks
 
 KEEP_LAST, NUM_SAVES = 2, 3
@@ -37,8 +37,13 @@ KEEP_LAST, NUM_SAVES = 2, 3
 def check_at(url: str, options: Options, numbers: range) -> int:
     """The number of the save that is at a URL; raises unless it is whole, and one of these saves. Called by all ranks."""
     other = Trained("FSDP2", adam, 1)
-    loaded = fsdp_optim.load(url, other.model, other.optim, storage_options=options, progress=False, check="bitwise")
-    number = int(loaded["number"])
+    loaded = fsdp_optim.load(
+        url,
+        other.model,
+        other.optim,
+        options=fsdp_optim.LoadOptions(storage_options=options, progress=False, compare=True),
+    )
+    number = int(loaded.state["number"])
     if number not in numbers or not all(bool((local_of(param) == number).all()) for param in other.params):
         raise Differs(f"{url}: save {number}, not all of one of the saves {numbers}")
     return number
@@ -67,7 +72,9 @@ def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None
             asked: dict[str, Any] = {"storage_options": stale, "progress": False, "extra": {"number": number}}
             save_managed(root, number, one.model, one.optim, keep_last=KEEP_LAST, known=known, **asked)
             given.append(look(path_of_step(root, number), stale, direct, number))
-            fsdp_optim.save(f"{root}/current", one.model, one.optim, overwrite=True, **asked)
+            fsdp_optim.save(
+                f"{root}/current", one.model, one.optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **asked)
+            )
             given.append(look(f"{root}/current", stale, direct, number))
             check_at(f"{root}/current", direct, range(number, number + 1))
             for kept in range(max(1, number - KEEP_LAST + 1), number + 1):
@@ -102,7 +109,9 @@ def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
             )
         one = Trained("FSDP2", adam, 1)
         asked: dict[str, Any] = {"storage_options": stale, "progress": False}
-        error, words = error_text(lambda: fsdp_optim.load(places[1], one.model, one.optim, **asked))
+        error, words = error_text(
+            lambda: fsdp_optim.load(places[1], one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked))
+        )
         check_same("load of what was removed", (error, places[1] in words), ("CheckpointError", True))
         check_at(places[4], stale, range(4, 5))
         save_number(root, 5, stale, known)
@@ -111,7 +120,9 @@ def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
         if first:
             check_same("latest", fsdp_optim.latest(root, storage_options=direct), places[5])
         asked = {"storage_options": stale, "progress": False}
-        error, words = error_text(lambda: fsdp_optim.save(places[4], one.model, one.optim, **asked))
+        error, words = error_text(
+            lambda: fsdp_optim.save(places[4], one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
+        )
         check_same("save over one that is not listed", (error, "there already" in words), ("CheckpointError", True))
 
 
@@ -143,7 +154,7 @@ class OrderTest(unittest.TestCase):
         for number in range(1, 5):
             bucket.is_stale = number == 3
             store = ObjectStore(bucket, f"run/step-{number}", OURS.probe)
-            save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False))
+            save(store, one.model, one.optim, SaveArguments(durable=False, progress=False))
             bucket.is_stale = False
             self.assertEqual(catalog.latest(store.directory()), f"memory://bucket/run/step-{number}")
 
@@ -152,7 +163,7 @@ class OrderTest(unittest.TestCase):
         bucket, one = StaleBucket(), Trained("plain", adam, 1)
         store = ObjectStore(bucket, "run/current", OURS.probe)
         for bucket.is_stale in (False, True, True, False):
-            save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False, overwrite=True))
+            save(store, one.model, one.optim, SaveArguments(durable=False, progress=False, overwrite=True))
             with store.open() as opened:
                 status = OURS.probe.status_in(opened, whole=True)
             self.assertTrue(status.is_complete, status.reason)

@@ -15,6 +15,7 @@ from kit.cases import expand
 from kit.compare import Differs, check_same, error_text
 from kit.models import Net
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.servers import new_bucket, shared
 from kit.wraps import in_fsdp2
 from torch import nn
@@ -46,7 +47,11 @@ def race(job: int, port: int, root: str, options: Options, rounds: int) -> list[
         place = f"{root}/step-{number}"
         meet(starts, f"{number} {overwrite}")
         time.sleep(moments.uniform(0, 0.1) if dist.get_rank() == 0 else 0)
-        return error_text(lambda: fsdp_optim.save(place, model, optim, extra={"job": job}, **asked))
+        return error_text(
+            lambda: fsdp_optim.save(
+                place, model, optim, state={"job": job}, **as_options(fsdp_optim.SaveOptions, **asked)
+            )
+        )
 
     for number in range(rounds):
         outcomes.append((save(number, False), save(number, True)))
@@ -93,12 +98,20 @@ class TwoJobsTest(unittest.TestCase):
     def check_place(self, place: str, name: str, number: int, options: Options) -> None:
         """One job's checkpoint, whole, and nothing of the other job's once the next save has ended."""
         model = filled(Net(), -1.0)
-        restored = fsdp_optim.load(place, model, storage_options=options, progress=False)
-        job = restored["job"]
+        restored = fsdp_optim.load(
+            place, model, options=fsdp_optim.LoadOptions(storage_options=options, progress=False)
+        )
+        job = restored.state["job"]
         for fqn, param in model.named_parameters():
             if not torch.equal(param, torch.full_like(param, job)):
                 raise Differs(f"{place}: {fqn} is not that of job {job}")
-        fsdp_optim.save(place, model, adam(model.parameters()), overwrite=True, storage_options=options, progress=False)
+        fsdp_optim.save(
+            place,
+            model,
+            adam(model.parameters()),
+            overwrite=True,
+            options=fsdp_optim.SaveOptions(storage_options=options, progress=False),
+        )
         bucket = S3Bucket(name, options)
         found = [one.key for one in bucket.list(f"run/step-{number}/")]
         self.assertEqual(len({key.split("/")[2] for key in found}), 2, f"a manifest and one folder: {found}")

@@ -44,7 +44,7 @@ class FolderSaveTest(InFolder):
                 Path(save.files, name).write_text(text)
         between()
         save.commit(nn.Linear(2, 2), None, 2)
-        fsdp_optim.wait()
+        fsdp_optim.wait_for_saves()
         return save.path
 
     def there(self, path: str = "checkpoint-2") -> dict[str, str]:

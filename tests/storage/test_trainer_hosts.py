@@ -90,7 +90,7 @@ def saved(
                 Path(save.files, name).parent.mkdir(exist_ok=True)
                 Path(save.files, name).write_text(text)
         save.commit(net(), None, 2)
-        fsdp_optim.wait()
+        fsdp_optim.wait_for_saves()
 
 
 def never_seen(root: Path, background: bool) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit import oracle
 from kit.cases import examples
 
-from fsdp_optim import LayoutError
+from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import (
     Box,
     Shape,

@@ -42,9 +42,13 @@ class OrderTest(CatalogTest):
         for number, step in enumerate((10, 20, 30, 40)):
             with clock(-1.0 if number >= 2 else 0.0):
                 if kind == "save":
-                    fsdp_optim.save(self.root / f"step-{step}", model, optim, durable=False)
+                    fsdp_optim.save(
+                        self.root / f"step-{step}", model, optim, options=fsdp_optim.SaveOptions(durable=False)
+                    )
                 else:
-                    fsdp_optim.async_save(self.root / f"step-{step}", model, optim, durable=False).wait(60)
+                    fsdp_optim.async_save(
+                        self.root / f"step-{step}", model, optim, options=fsdp_optim.SaveOptions(durable=False)
+                    ).wait(60)
             self.check_latest(f"step-{step}")
 
     def test_what_is_kept_when_the_clock_goes_back(self) -> None:
@@ -158,10 +162,10 @@ class OrderTest(CatalogTest):
         save(self.path, step=7)
         model = nn.Linear(3, 2)
         for restored in (fsdp_optim.load(self.path), fsdp_optim.load(self.path, model)):
-            check_same("step", restored.summary.step, 7)
+            check_same("step", restored.step, 7)
         check_folder(self.path)
         save(self.path, overwrite=True)
-        check_same("step", fsdp_optim.load(self.path).summary.step, None)
+        check_same("step", fsdp_optim.load(self.path).step, None)
 
     @parameterized.expand(((-1,), (1.5,), (True,), ("7",), (2**63,)))
     def test_a_step_that_is_none(self, step: Any) -> None:

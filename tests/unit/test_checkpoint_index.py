@@ -154,7 +154,9 @@ class TestOpening(unittest.TestCase):
         model = nn.Linear(2, 2)
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         path = f"{tempfile.mkdtemp()}/step"
-        fsdp_optim.save(path, model, optim, extra={"epoch": 3}, durable=False, progress=False)
+        fsdp_optim.save(
+            path, model, optim, state={"epoch": 3}, options=fsdp_optim.SaveOptions(durable=False, progress=False)
+        )
         refused = mock.Mock(side_effect=CheckpointError("decoded"))
         with (
             mock.patch.object(own_reader, "decoded", refused),

@@ -34,7 +34,7 @@ fsdp_optim.load(f"{root}/1")
 """,
     "async_save": """
 fsdp_optim.async_save(f"{root}/2", model, optim).wait()
-fsdp_optim.wait()
+fsdp_optim.wait_for_saves()
 """,
     "manager": """
 for begin in (0, 4):

@@ -12,7 +12,7 @@ from parameterized import parameterized
 from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.options import ConvertOptions, Options
+from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.plugins import DcpFolder, FairscaleShards, TorchFiles
 from fsdp_optim.registry import BUILT_IN_FORMATS, FORMATS, READ_ONLY_FORMATS, format_names, named, use_formats
 
@@ -93,7 +93,7 @@ class FormatNamesTest(unittest.TestCase):
 
     def test_ranks_compare_formats_with_their_options(self) -> None:
         def text(format: object) -> str:
-            return ConvertOptions(Options(), format=format).compared_text()
+            return ConvertArguments(format=format).compared_text()
 
         self.assertEqual(text(TorchFiles()), text(TorchFiles()))
         self.assertNotEqual(text(TorchFiles()), text(TorchFiles(key_by="name")))

@@ -9,7 +9,7 @@ from hypothesis import given
 from kit import oracle
 from kit.cases import examples
 
-from fsdp_optim import LayoutError
+from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import (
     Block,
     Box,

@@ -56,7 +56,7 @@ def test_a_value_without_elements_in_any_file_is_refused(tmp_path: Path) -> None
     optim = torch.optim.Adam(model.parameters())
     model(torch.ones(3)).sum().backward()
     optim.step()
-    fsdp_optim.save(tmp_path / "step", model, optim, durable=False)
+    fsdp_optim.save(tmp_path / "step", model, optim, options=fsdp_optim.SaveOptions(durable=False))
     real = StoredState.of
 
     def without(*args: Any, **kwargs: Any) -> StoredState:
@@ -85,8 +85,8 @@ class Scaled(torch.optim.Adam):
 def test_another_key_that_was_not_loaded(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optim = Scaled(model.parameters())
-    fsdp_optim.save(tmp_path / "step", model, optim, durable=False)
-    fsdp_optim.load(tmp_path / "step", model, optim, check="bitwise")
+    fsdp_optim.save(tmp_path / "step", model, optim, options=fsdp_optim.SaveOptions(durable=False))
+    fsdp_optim.load(tmp_path / "step", model, optim, options=fsdp_optim.LoadOptions(compare=True))
     optim.loss_scale = 4.0
     with pytest.raises(CheckpointError, match=r"loss_scale is 4\.0 in the live optimizer, but 2\.0 was saved"):
-        fsdp_optim.load(tmp_path / "step", model, optim, check="bitwise")
+        fsdp_optim.load(tmp_path / "step", model, optim, options=fsdp_optim.LoadOptions(compare=True))

@@ -13,8 +13,9 @@ from unittest import mock
 import torch
 from parameterized import parameterized
 
-from fsdp_optim import FsdpOptimError, LayoutError, RankError, StateError
+from fsdp_optim import FsdpOptimError, RankError, StateError
 from fsdp_optim import move as executor
+from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Slice, StateValue, move

@@ -124,7 +124,12 @@ class ListingTest(InFolder):
     def save(self, *names: str) -> None:
         for name in names:
             model = torch.nn.Linear(2, 2)
-            fsdp_optim.save(self.root / name, model, durable=False, progress=False, step=int(name[-1]))
+            fsdp_optim.save(
+                self.root / name,
+                model,
+                options=fsdp_optim.SaveOptions(durable=False, progress=False),
+                step=int(name[-1]),
+            )
 
     def test_a_checkpoint_that_can_never_be_read_is_listed(self) -> None:
         """The newest one, whose manifest another machine has replaced, as far as this one can see."""

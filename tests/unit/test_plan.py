@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kit import oracle
 from kit.cases import examples
 
-from fsdp_optim import LayoutError
+from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Run, Whole
 from fsdp_optim.plan import (
     Copy,

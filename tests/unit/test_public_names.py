@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import LoadSummary, Restored
 
 
 class PublicNamesTest(unittest.TestCase):
@@ -45,20 +44,24 @@ class PublicNamesTest(unittest.TestCase):
     def test_an_inspected_checkpoint_describes_itself(self) -> None:
         model = nn.Linear(3, 2)
         with tempfile.TemporaryDirectory() as folder:
-            fsdp_optim.save(f"{folder}/a", model, torch.optim.SGD(model.parameters()), step=3, durable=False)
+            fsdp_optim.save(
+                f"{folder}/a",
+                model,
+                torch.optim.SGD(model.parameters()),
+                step=3,
+                options=fsdp_optim.SaveOptions(durable=False),
+            )
             found = fsdp_optim.inspect(f"{folder}/a")
             self.assertEqual(
                 repr(found),
-                f"Inspected(path='{folder}/a', format='fsdp_optim', world_size=1, step=3, weights='all', model=<2 tensors>, "
-                "state=<0 values of 0 parameters>, nbytes=32, extras=())",
+                f"CheckpointSummary(path='{folder}/a', format='fsdp_optim', world_size=1, step=3, weights='all', "
+                "model=<2 tensors>, state=<0 values of 0 parameters>, nbytes=32, extras=())",
             )
 
     def test_results_describe_themselves(self) -> None:
-        restored = Restored({"epoch": 3})
-        restored.missing = ("head.bias",)
-        restored.summary = LoadSummary(num_tensors=2, nbytes=40, world_size=4, step=7)
-        text = repr(restored)
-        for part in ("Restored({'epoch': 3}", "missing=('head.bias',)", "num_tensors=2", "step=7"):
+        result = fsdp_optim.LoadResult({"epoch": 3}, 7, 4, missing_keys=("head.bias",), num_tensors=2, nbytes=40)
+        text = repr(result)
+        for part in ("LoadResult(state=<'epoch'>", "missing_keys=<head.bias>", "num_tensors=2", "step=7"):
             self.assertIn(part, text)
         self.assertNotIn("unexpected", text)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from kit.compare import check_same, error_text
 from kit.installed import installed
+from kit.options import as_options
 from parameterized import parameterized
 
 import fsdp_optim
@@ -28,12 +29,19 @@ def save_and_load() -> None:
     model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     asked: dict[str, Any] = {"storage_options": {"part_nbytes": 100}}
     for step in (1, 2):
-        fsdp_optim.save(f"mine://x/run/step-{step}", model, step=step, extra={"step": step}, overwrite=True, **asked)
+        fsdp_optim.save(
+            f"mine://x/run/step-{step}",
+            model,
+            step=step,
+            state={"step": step},
+            overwrite=True,
+            **as_options(fsdp_optim.SaveOptions, **asked),
+        )
     newest = fsdp_optim.latest("mine://x/run", **asked)
     check_same("newest", newest, "mine://x/run/step-2")
-    restored = fsdp_optim.load(str(newest), other, **asked)
-    check_same("loaded", (restored["step"], other.weight), (2, model.weight))
-    handle = fsdp_optim.async_save("mine://x/run/step-3", model, **asked)
+    restored = fsdp_optim.load(str(newest), other, **as_options(fsdp_optim.LoadOptions, **asked))
+    check_same("loaded", (restored.state["step"], other.weight), (2, model.weight))
+    handle = fsdp_optim.async_save("mine://x/run/step-3", model, **as_options(fsdp_optim.SaveOptions, **asked))
     check_same("in the background", handle.wait().path, "mine://x/run/step-3")
 
 

@@ -1,4 +1,4 @@
-"""The signatures, docstrings and options of the public calls cannot drift apart."""
+"""Public calls have few arguments, every option is documented once, and the other doors to options have the same defaults."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import importlib
 import inspect
 import re
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import CheckpointError
+from fsdp_optim import CheckpointError, options
 from fsdp_optim.checkpoint import model_dict
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.run import resuming
@@ -25,121 +26,154 @@ from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
 from fsdp_optim.checkpoint.trainers.folder import Settings
 from fsdp_optim.cli import main as cli
+from fsdp_optim.errors import StateError
 from fsdp_optim.offline import convert
-from fsdp_optim.options import (
-    BUCKET_NBYTES,
-    ConvertOptions,
-    GatherOptions,
-    LoadOptions,
-    Options,
-    ResumeOptions,
-    SaveOptions,
-    ScatterOptions,
-)
 from fsdp_optim.verbs import gather, iterate, scatter, shard, transfer
 
-# Public function, module and name of its implementation, its options, and its arguments that are not options.
-CALLS: list[tuple[str, Any, str, type, set[str]]] = [
-    ("gather_full_optim_state_dict", gather, "gather", GatherOptions, {"model", "optim"}),
-    ("iter_full_optim_state", iterate, "iterate", GatherOptions, {"model", "optim"}),
-    ("scatter_full_optim_state_dict", scatter, "scatter", ScatterOptions, {"model", "optim", "full"}),
-    ("get_shard_from_optim_state_dict", shard, "shard", Options, {"model", "optim", "full"}),
-    ("transfer_optim_state", transfer, "transfer", Options, {"src_model", "src_optim", "dst_model", "dst_optim"}),
-    ("save", save, "save", SaveOptions, {"path", "model", "optim"}),
-    ("async_save", background, "async_save", SaveOptions, {"path", "model", "optim"}),
-    ("load", restore, "restore", LoadOptions, {"path", "model", "optim"}),
-    ("resume", resuming, "resume", ResumeOptions, {"root", "model", "optim"}),
-    ("convert", convert, "convert", ConvertOptions, {"src", "dst", "model"}),
-    ("gather_full_model_state_dict", model_dict, "gather_model", GatherOptions, {"model"}),
-    ("scatter_full_model_state_dict", model_dict, "scatter_model", LoadOptions, {"model", "full", "source_rank"}),
+MOST_ARGUMENTS = 12
+KINDS = ("CallOptions", "SaveOptions", "LoadOptions", "ConvertOptions", "ManagerOptions")
+
+# Public function, module and name of its implementation, and its arguments that are no options.
+CALLS: list[tuple[str, Any, str, set[str]]] = [
+    ("gather_full_optim_state_dict", gather, "gather", {"model", "optim"}),
+    ("iter_full_optim_state", iterate, "iterate", {"model", "optim"}),
+    ("scatter_full_optim_state_dict", scatter, "scatter", {"model", "optim", "full"}),
+    ("get_shard_from_optim_state_dict", shard, "shard", {"model", "optim", "full"}),
+    ("reshard_optim_state_dict", shard, "reshard", {"model", "optim", "sharded"}),
+    ("transfer_optim_state", transfer, "transfer", {"src_model", "src_optim", "dst_model", "dst_optim"}),
+    ("save", save, "save", {"path", "model", "optim"}),
+    ("async_save", background, "async_save", {"path", "model", "optim"}),
+    ("load", restore, "restore", {"path", "model", "optim"}),
+    ("resume", resuming, "resume", {"root", "model", "optim"}),
+    ("convert", convert, "convert", {"src", "dst", "model"}),
+    ("gather_full_model_state_dict", model_dict, "gather_model", {"model"}),
+    ("scatter_full_model_state_dict", model_dict, "scatter_model", {"model", "full", "source_rank"}),
 ]
-ALWAYS = {"iter_full_optim_state": {"key_by"}, "gather_full_model_state_dict": {"key_by"}}
-"""Options that have one value in a call, and are no arguments."""
-TAKEN = {"scatter_full_model_state_dict": {"cast", "rename"}}
-"""The options of its own that a call takes, where these are some of the options of another call."""
-AS = {  # the function whose docstring describes the arguments that this function's docstring does not
-    "iter_full_optim_state": "gather_full_optim_state_dict",
-    "scatter_full_optim_state_dict": "get_shard_from_optim_state_dict",
-    "transfer_optim_state": "gather_full_optim_state_dict",
-    "get_shard_from_optim_state_dict": "gather_full_optim_state_dict",
-    "async_save": "save",
-    "save": "gather_full_optim_state_dict",
-    "load": "gather_full_optim_state_dict",
-    "resume": "load",
-    "convert": "save",
-    "gather_full_model_state_dict": "gather_full_optim_state_dict",
-    "scatter_full_model_state_dict": "load",
-}
+GIVEN_AS: dict[str, Any] = {"state": lambda given: given.given}
+"""The fields that have an argument inside a record."""
 
 
-def options_of(kind: type) -> dict[str, Any]:
-    """The options of a call with their defaults, including the options of all calls."""
-    kinds = (kind,) if kind is Options else (kind, Options)
-    return {field.name: field.default for one in kinds for field in dataclasses.fields(one) if field.name != "call"}
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Public functions, and the public methods of public classes, by name."""
+    for name in fsdp_optim.__all__:
+        public = getattr(fsdp_optim, name)
+        if inspect.isfunction(public):
+            yield name, public
+        elif inspect.isclass(public) and not dataclasses.is_dataclass(public) and not issubclass(public, Exception):
+            for method, function in vars(public).items():
+                if inspect.isfunction(function) and (
+                    not method.startswith("_") or function is fsdp_optim.CheckpointManager.__init__
+                ):
+                    yield f"{name}.{method}", function
 
 
-def arguments_of(name: str, others: set[str]) -> dict[str, inspect.Parameter]:
-    function: Callable[..., Any] = getattr(fsdp_optim, name)
-    return {key: one for key, one in inspect.signature(function).parameters.items() if key not in others}
+def documented(docstring: str, section: str) -> list[str]:
+    """The names that a section of a docstring describes, as often as it does."""
+    text = re.split(rf"^ *{section}:\n", docstring, flags=re.MULTILINE)[1]
+    indent = re.match(r" *", text)[0]  # type: ignore[index]
+    lines = lines_inside(text.splitlines(), indent)
+    entries = [line[len(indent) :] for line in lines if re.match(rf"{indent}\w[\w, ]*:", line)]
+    return [word.strip() for line in entries for word in line.partition(":")[0].split(",")]
 
 
-def described(name: str) -> set[str]:
-    """The names of arguments in a docstring, and in the docstrings that it refers to."""
-    text = getattr(fsdp_optim, name).__doc__
-    args = {word.strip() for line in re.findall(r"^ +([a-z_, ]+): ", text, re.MULTILINE) for word in line.split(",")}
-    args |= set(re.findall(r"`([a-z_]+)`", text))
-    return args | (described(AS[name]) if name in AS else set())
+def lines_inside(lines: list[str], indent: str) -> list[str]:
+    """The lines up to the first one that is less indented, without those that continue an entry."""
+    inside = []
+    for line in lines:
+        if line.strip() and not line.startswith(indent):
+            break
+        inside.append(line)
+    return inside
+
+
+def fields_in(asked: Any) -> dict[str, Any]:
+    """All fields of arguments, including those of the records in them."""
+    found: dict[str, Any] = {}
+    for one in dataclasses.fields(asked):
+        value = getattr(asked, one.name)
+        if dataclasses.is_dataclass(value) and one.name == "call":
+            found |= fields_in(value)
+        found[one.name] = value
+    return found
 
 
 class SignaturesTest(unittest.TestCase):
+    def test_calls_have_few_arguments(self) -> None:
+        numbers = {
+            name: len([key for key in inspect.signature(one).parameters if key != "self"])
+            for name, one in public_functions()
+        }
+        self.assertGreater(len(numbers), 25)
+        self.assertEqual({name: num for name, num in numbers.items() if num > MOST_ARGUMENTS}, {})
+
+    @parameterized.expand([(kind,) for kind in KINDS])
+    def test_every_option_is_documented_once(self, kind: str) -> None:
+        """In the class that has it, and in no class that inherits it."""
+        of = getattr(fsdp_optim, kind)
+        parents = [parent for parent in of.__mro__[1:] if dataclasses.is_dataclass(parent)]
+        inherited = {field.name for parent in parents for field in dataclasses.fields(parent)}
+        own = [field.name for field in dataclasses.fields(of) if field.name not in inherited]
+        self.assertEqual(documented(of.__doc__, "Attributes"), own)
+
+    @parameterized.expand([(name,) for name, *_ in CALLS])
+    def test_no_call_repeats_an_option(self, name: str) -> None:
+        """An option is a field, and no argument of the call too."""
+        parameters = inspect.signature(getattr(fsdp_optim, name)).parameters
+        kind = type(parameters["options"].default)
+        self.assertIn(kind.__name__, KINDS)
+        self.assertEqual(set(parameters) & {field.name for field in dataclasses.fields(kind)}, set())
+
+    @parameterized.expand([(name, one) for name, one in public_functions() if name != "CheckpointManager.__init__"])
+    def test_every_argument_is_described(self, name: str, function: Callable[..., Any]) -> None:
+        words = set(re.findall(r"`([a-z_]+)`", function.__doc__ or ""))
+        has_list = "Args:" in (function.__doc__ or "")
+        words |= set(documented(function.__doc__ or "", "Args")) if has_list else set()
+        arguments = {key for key in inspect.signature(function).parameters if key != "self"}
+        self.assertEqual(arguments - words, set())
+
+    def test_every_argument_of_the_manager_is_described(self) -> None:
+        arguments = {key for key in inspect.signature(fsdp_optim.CheckpointManager).parameters if key != "self"}
+        self.assertEqual(arguments - set(documented(fsdp_optim.CheckpointManager.__doc__ or "", "Args")), set())
+
     @parameterized.expand(CALLS)
-    def test_every_argument_reaches_its_option(
-        self, name: str, module: Any, verb: str, kind: type, others: set[str]
-    ) -> None:
-        """Every argument is passed with a unique value, and found in the field of its name; the others have the same default."""
-        arguments, defaults = arguments_of(name, others), options_of(kind)
-        for key, one in arguments.items():
-            self.assertIn(key, defaults)
-            self.assertEqual(one.default, defaults[key], key)
-        given = {key: object() for key in arguments}
+    def test_every_argument_and_option_arrives(self, name: str, module: Any, verb: str, others: set[str]) -> None:
+        """Each is given with a unique value, and found in the field of its name."""
+        function = getattr(fsdp_optim, name)
+        parameters = inspect.signature(function).parameters
+        kind = type(parameters["options"].default)
+        own = {field.name: object() for field in dataclasses.fields(kind)}
+        given = {key: object() for key in parameters if key not in {*others, "options"}}
         model, path = nn.Linear(1, 1), "/somewhere"
         needed = {key: path if key in ("path", "root", "src", "dst") else model for key in others}
         with mock.patch.object(module, verb) as called:
-            getattr(fsdp_optim, name)(**needed, **given)
-        (asked,) = [one for one in called.call_args.args if isinstance(one, kind)]
-        found = {
-            field.name: getattr(one, field.name)
-            for one in (asked, getattr(asked, "call", asked))
-            for field in dataclasses.fields(one)
-        }
-        for key, value in given.items():
-            self.assertIs(found[key], value, key)
+            function(**needed, **given, options=kind(**own))
+        (asked,) = [one for one in called.call_args.args if dataclasses.is_dataclass(one)]
+        found = fields_in(asked)
+        for key, value in {**own, **given}.items():
+            self.assertIs(GIVEN_AS.get(key, lambda same: same)(found[key]), value, key)
 
-    @parameterized.expand(CALLS)
-    def test_every_own_option_is_an_argument(
-        self, name: str, module: Any, verb: str, kind: type, others: set[str]
-    ) -> None:
-        own = {field.name for field in dataclasses.fields(kind)} - {"call"}
-        if kind is Options:  # each call takes some of these
-            return
-        lacking = own - set(arguments_of(name, others))
-        self.assertEqual(lacking, own - TAKEN[name] if name in TAKEN else ALWAYS.get(name, set()))
-
-    @parameterized.expand([(name, others) for name, *_, others in CALLS])
-    def test_every_argument_is_described(self, name: str, others: set[str]) -> None:
-        words = described(name)
-        self.assertEqual({key for key in arguments_of(name, others) if key not in words}, set())
-
-    def test_every_call_with_options_is_in_the_table(self) -> None:
-        known = {field.name for field in dataclasses.fields(Options)} - {"strict"}
-        public = {name: getattr(fsdp_optim, name) for name in fsdp_optim.__all__}
-        functions = {name: one for name, one in public.items() if inspect.isfunction(one)}
-        taking = {name for name, one in functions.items() if known & set(inspect.signature(one).parameters)}
-        self.assertEqual(taking - WITHOUT_OPTIONS, {name for name, *_ in CALLS})
+    @parameterized.expand([(name, others) for name, _, _, others in CALLS])
+    def test_options_of_another_kind_are_refused(self, name: str, others: set[str]) -> None:
+        """By the call, not by the constructor, so that all ranks hear of it."""
+        function = getattr(fsdp_optim, name)
+        model = nn.Linear(1, 1)
+        optim = torch.optim.SGD(model.parameters(), 0.1)
+        values: dict[str, Any] = {"path": "/somewhere", "root": "/somewhere", "src": "/somewhere", "dst": "/elsewhere"}
+        needed = {key: values.get(key, optim if "optim" in key else model if "model" in key else {}) for key in others}
+        needed |= {"source_rank": 0} if "source_rank" in others else {}
+        kind = type(inspect.signature(function).parameters["options"].default).__name__
+        with self.assertRaisesRegex(StateError, rf"options must be a {kind}, as in options={kind}\(...\), not dict"):
+            result = function(**needed, options={"timeout": 60})
+            if name.startswith("iter"):
+                list(result)
 
     def test_save_and_async_save_take_the_same(self) -> None:
         first, second = (inspect.signature(getattr(fsdp_optim, name)).parameters for name in ("save", "async_save"))
         self.assertEqual(dict(first), dict(second))
+
+    def test_the_types_of_arguments_can_be_imported(self) -> None:
+        for name in ("Model", "Strategy", "KeyBy", "WhichWeights", "NameOf", "Rename", "OnDamage", "ParamGroups"):
+            self.assertTrue(hasattr(options, name), name)
 
 
 class OtherDoorsTest(unittest.TestCase):
@@ -150,13 +184,18 @@ class OtherDoorsTest(unittest.TestCase):
             self.assertEqual(cli.main(["convert", "a", "b"]), 1)
         parameters = inspect.signature(fsdp_optim.convert).parameters
         self.assertEqual(called.call_args.args, ("a", "b"))
-        for key, value in called.call_args.kwargs.items():
+        given = dict(called.call_args.kwargs)
+        self.assertEqual(given.pop("options"), fsdp_optim.ConvertOptions())
+        for key, value in given.items():
             self.assertEqual(value or None, parameters[key].default or None, key)
-        not_there = {"src", "dst", "model", "process_group", "timeout"}
-        self.assertEqual(set(called.call_args.kwargs), set(parameters) - not_there)
+        self.assertEqual(set(called.call_args.kwargs), set(parameters) - {"src", "dst", "model"})
 
     def test_settings_of_trainers(self) -> None:
-        known = {**options_of(LoadOptions), **options_of(SaveOptions)}
+        known = {
+            field.name: field.default
+            for kind in (fsdp_optim.LoadOptions, fsdp_optim.SaveOptions)
+            for field in dataclasses.fields(kind)
+        }
         settings = {field.name: field.default for field in dataclasses.fields(Settings)}
         self.assertEqual(settings.pop("background"), False)
         for name, default in settings.items():
@@ -169,60 +208,39 @@ class OtherDoorsTest(unittest.TestCase):
         enable = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "enable")
         given = dict(zip((one.arg for one in enable.args.kwonlyargs), enable.args.kw_defaults, strict=True))
         found = {
-            name: eval(ast.unparse(value), {"BUCKET_NBYTES": BUCKET_NBYTES}) for name, value in given.items() if value
+            name: eval(ast.unparse(value), {"BUCKET_NBYTES": options.BUCKET_NBYTES})
+            for name, value in given.items()
+            if value
         }
         self.assertEqual(found, {field.name: field.default for field in dataclasses.fields(Settings)})
 
 
-WITHOUT_OPTIONS = {"wait"}  # its `timeout` is no option of a collective call
-
-SET_BY_MANAGER = {"step", "extra", "per_rank_extra", "overwrite"}
-NOT_OF_MANAGER = {"format", "rename", "weights_dtype"}  # a manager's checkpoints are for its own resume
-
-
 class ManagerTest(unittest.TestCase):
-    """`CheckpointManager` has the options of save and resume again, in two methods."""
-
-    def arguments(self, method: Any, kind: type) -> dict[str, inspect.Parameter]:
-        known = options_of(kind)
-        return {key: one for key, one in inspect.signature(method).parameters.items() if key in known}
-
-    @parameterized.expand([("__init__", SaveOptions), ("resume", ResumeOptions)])
-    def test_defaults_are_those_of_the_options(self, name: str, kind: type) -> None:
-        for key, one in self.arguments(getattr(fsdp_optim.CheckpointManager, name), kind).items():
-            self.assertEqual(one.default, options_of(kind)[key], key)
-
-    def test_every_option_of_save_is_an_argument_or_the_managers_own(self) -> None:
-        own = {field.name for field in dataclasses.fields(SaveOptions)} - {"call"}
-        taken = set(self.arguments(fsdp_optim.CheckpointManager.__init__, SaveOptions))
-        self.assertEqual(own - taken - SET_BY_MANAGER, NOT_OF_MANAGER)
-
-    def test_every_option_of_resume_is_an_argument_of_one_of_the_two(self) -> None:
-        own = {field.name for field in dataclasses.fields(ResumeOptions)} - {"call"}
-        methods = fsdp_optim.CheckpointManager.__init__, fsdp_optim.CheckpointManager.resume
-        taken = {key for method in methods for key in self.arguments(method, ResumeOptions)}
-        self.assertEqual(own - taken, set())
-
-    def test_rollback_takes_what_resume_takes(self) -> None:
-        resume, rollback = (
-            dict(inspect.signature(getattr(fsdp_optim.CheckpointManager, name)).parameters)
-            for name in ("resume", "rollback")
-        )
-        self.assertEqual({**rollback, "on_damage": resume["on_damage"]}, {**resume, "to": rollback["to"]})
-
-    def test_every_argument_reaches_its_option(self) -> None:
-        """By unique values, which no rank has checked yet."""
+    def run_of(self, options: Any) -> tuple[Any, Any]:
+        """A manager whose run is a stand-in, and that stand-in."""
         module = importlib.import_module("fsdp_optim.checkpoint.run.manager")
-        with mock.patch.object(module, "ManagedRun") as run, mock.patch.object(module, "TrainerState"):
-            method = fsdp_optim.CheckpointManager.__init__
-            given: dict[str, Any] = {key: object() for key in self.arguments(method, SaveOptions)}
-            manager = fsdp_optim.CheckpointManager("/somewhere", nn.Linear(1, 1), **given)
-            saving = run.call_args.args[-1].saving
-            for key, value in given.items():
-                self.assertIs(getattr(saving.call if hasattr(saving.call, key) else saving, key), value, key)
-            later: dict[str, Any] = {key: object() for key in self.arguments(manager.resume, ResumeOptions)}
-            manager.resume(**later)
-            asked = run.return_value.load.call_args.args[-1]
-            shared = {key: value for key, value in given.items() if hasattr(asked, key)}
-            for key, value in {**shared, **later}.items():
-                self.assertIs(getattr(asked.call if hasattr(asked.call, key) else asked, key), value, key)
+        with mock.patch.object(module, "ManagedRun") as run:
+            return fsdp_optim.CheckpointManager("/somewhere", nn.Linear(1, 1), options=options), run
+
+    def test_every_option_of_a_save_arrives(self) -> None:
+        given = {field.name: object() for field in dataclasses.fields(fsdp_optim.SaveOptions)}
+        _, run = self.run_of(fsdp_optim.ManagerOptions(**given))  # type: ignore[arg-type]
+        saving = run.call_args.args[-1].saving
+        for key, value in given.items():
+            self.assertIs(getattr(saving, key), value, key)
+
+    def test_a_load_takes_its_own_options_and_the_managers_for_the_rest(self) -> None:
+        shared = {field.name for field in dataclasses.fields(fsdp_optim.SaveOptions)} - {"rename"}
+        loads = {field.name for field in dataclasses.fields(fsdp_optim.LoadOptions)}
+        of_manager = {name: object() for name in shared}
+        manager, run = self.run_of(fsdp_optim.ManagerOptions(**of_manager))  # type: ignore[arg-type]
+        own = {name: object() for name in (loads - shared) | {"timeout"}}
+        manager.resume(options=fsdp_optim.LoadOptions(**own))
+        asked = run.return_value.load.call_args.args[-1]
+        for key in loads:
+            self.assertIs(getattr(asked, key), own.get(key, of_manager.get(key)), key)
+
+    def test_export_options_are_refused(self) -> None:
+        for name, value in {"rename": {"": "model."}, "weights_dtype": torch.bfloat16}.items():
+            with self.assertRaisesRegex(StateError, f"{name}=.*cannot be an option of a CheckpointManager"):
+                fsdp_optim.ManagerOptions(**{"rename": None, name: value}).validate()

@@ -15,19 +15,21 @@ import torch
 import torch.distributed as dist
 from kit.compare import check_refused, error_text
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
+import fsdp_optim.fairscale
 from fsdp_optim import FsdpOptimError
+from fsdp_optim.checkpoint.common.arguments import LoadArguments, ResumeArguments, SaveArguments
+from fsdp_optim.checkpoint.common.run_state import RunState, per_rank
 from fsdp_optim.options import (
     Arguments,
-    GatherOptions,
-    LoadOptions,
-    Options,
-    ResumeOptions,
-    SaveOptions,
-    ScatterOptions,
+    CallArguments,
+    GatherArguments,
+    ManagerOptions,
+    ScatterArguments,
 )
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import meeting
@@ -54,28 +56,38 @@ WRITES: dict[str, list[Any]] = {
 WRONG: dict[str, dict[str, list[Any]]] = {
     "gather": {**EVERY_CALL, **MOVES, **COLLECTS, "key_by": ["names", None]},
     "iterate": {**EVERY_CALL, **MOVES, **COLLECTS},
-    "scatter": {**EVERY_CALL, **MOVES, "source_rank": [None, "0", 7], "groups": ["mine"]},
-    "transfer": {**EVERY_CALL, **MOVES, "groups": ["mine"]},
-    "get_shard, sharded": {**EVERY_CALL, "groups": ["mine"]},
+    "scatter": {**EVERY_CALL, **MOVES, "source_rank": [None, "0", 7], "param_groups": ["mine"]},
+    "transfer": {**EVERY_CALL, **MOVES, "param_groups": ["mine"]},
+    "reshard": {**EVERY_CALL, "param_groups": ["mine"]},
     "save": {**EVERY_CALL, **MOVES, **WRITES},
     "async_save": {**EVERY_CALL, **MOVES, **WRITES},
-    "load": {**EVERY_CALL, **MOVES, "path": [object()], "check": ["bits"], "groups": ["mine"], "keep": ["lr", 3, [3]]},
-    "resume": {"timeout": ["5"], "root": [object()], "check": ["bits"], "on_damage": ["ignore", None]},
+    "load": {
+        **EVERY_CALL,
+        **MOVES,
+        "path": [object()],
+        "compare": ["bits"],
+        "param_groups": ["mine"],
+        "keep_hyperparameters": ["lr", 3, [3]],
+    },
+    "resume": {"timeout": ["5"], "root": [object()], "compare": ["bits"], "on_damage": ["ignore", None]},
 }
 OTHER: dict[str, dict[str, tuple[Any, Any]]] = {
     "gather": {"key_by": ("id", "name"), "collect": ("wrapper", "all"), "recipient_rank": (0, 1)},
     "iterate": {"bucket_nbytes": (64, 128)},
     "scatter": {"strict": (True, False)},
     "transfer": {"bucket_nbytes": (64, 128)},
-    "get_shard, sharded": {"strict": (True, False)},
+    "reshard": {"strict": (True, False)},
     "save": {
         **dict.fromkeys(("overwrite", "checksums", "durable", "allow_pickle"), (False, True)),
         "strategy": ("auto", "in_place"),
         "max_file_size": (1000, 2000),
-        "per_rank_extra": (None, 1),
+        "state": (None, {"a": per_rank(1)}),
     },
     "async_save": {"durable": (False, True)},
-    "load": {**dict.fromkeys(("strict", "verify", "allow_pickle"), (False, True)), "keep": ((), ("lr",))},
+    "load": {
+        **dict.fromkeys(("strict", "verify", "allow_pickle"), (False, True)),
+        "keep_hyperparameters": ((), ("lr",)),
+    },
     "resume": {"on_damage": ("error", "previous"), "verify": (False, True)},
 }
 MAY_DIFFER: dict[str, dict[str, tuple[Any, Any]]] = {
@@ -85,7 +97,7 @@ MAY_DIFFER: dict[str, dict[str, tuple[Any, Any]]] = {
         "bucket_nbytes": (99, 99),
     },
     "save": {"extra": (1, 2), "per_rank_extra": (1, 2), "progress": (False, None)},
-    "load": {"progress": (False, None), "keep": (["lr"], ("lr",))},
+    "load": {"progress": (False, None), "keep_hyperparameters": (["lr"], ("lr",))},
 }
 
 
@@ -108,24 +120,44 @@ class Calls:
         model, optim = self.trained.model, self.trained.optim
         match verb:
             case "gather":
-                return fsdp_optim.gather_full_optim_state_dict(model, optim, **given)
+                return fsdp_optim.fairscale.gather_full_optim_state_dict(
+                    model, optim, **as_options(fsdp_optim.CallOptions, **given)
+                )
             case "iterate":
-                return dict(fsdp_optim.iter_full_optim_state(model, optim, **given))
+                return dict(
+                    fsdp_optim.fairscale.iter_full_optim_state(
+                        model, optim, **as_options(fsdp_optim.CallOptions, **given)
+                    )
+                )
             case "scatter":
-                return fsdp_optim.scatter_full_optim_state_dict(model, optim, self.full, **given)
+                return fsdp_optim.scatter_full_optim_state_dict(
+                    model, optim, self.full, **as_options(fsdp_optim.CallOptions, **given)
+                )
             case "transfer":
-                return fsdp_optim.transfer_optim_state(model, optim, self.fresh.model, self.fresh.optim, **given)
-            case "get_shard, sharded":
-                return fsdp_optim.get_shard_from_optim_state_dict(model, optim, self.sharded, **given)
+                return fsdp_optim.transfer_optim_state(
+                    model, optim, self.fresh.model, self.fresh.optim, **as_options(fsdp_optim.CallOptions, **given)
+                )
+            case "reshard":
+                return fsdp_optim.reshard_optim_state_dict(
+                    model, optim, self.sharded, **as_options(fsdp_optim.CallOptions, **given)
+                )
             case "save" | "async_save":
                 call: Any = getattr(fsdp_optim, verb)
-                done = call(given.pop("path", self.folder / str(self.number)), model, optim, **given)
+                path = given.pop("path", self.folder / str(self.number))
+                done = call(path, model, optim, **as_options(fsdp_optim.SaveOptions, **given))
                 return done.wait() if verb == "async_save" else done
             case "load":
-                return fsdp_optim.load(given.pop("path", self.saved), self.fresh.model, self.fresh.optim, **given)
+                return fsdp_optim.load(
+                    given.pop("path", self.saved),
+                    self.fresh.model,
+                    self.fresh.optim,
+                    **as_options(fsdp_optim.LoadOptions, **given),
+                )
             case "resume":
                 root = given.pop("root", self.saved.parent)
-                return fsdp_optim.resume(root, self.fresh.model, self.fresh.optim, **given)
+                return fsdp_optim.resume(
+                    root, self.fresh.model, self.fresh.optim, **as_options(fsdp_optim.LoadOptions, **given)
+                )
         raise AssertionError(verb)
 
 
@@ -211,45 +243,49 @@ class AskedTest(unittest.TestCase):
     """How a call's arguments are compared follows from their fields."""
 
     options = (
-        GatherOptions(Options()),
-        ScatterOptions(Options()),
-        SaveOptions(Options()),
-        LoadOptions(Options()),
-        ResumeOptions(Options()),
+        GatherArguments(CallArguments()),
+        ScatterArguments(CallArguments()),
+        SaveArguments(),
+        LoadArguments(),
+        ResumeArguments(),
     )
 
     def test_every_field_is_compared_or_may_differ_by_name(self) -> None:
         for asked in self.options:
-            differs = {"name_of", "timeout", "extra", "progress", "storage_options", "local_cache"}
-            if not isinstance(asked, SaveOptions):  # a save compares the names that it makes, if any rank renames
+            differs = {"name_of", "timeout", "progress", "storage_options", "local_cache", "wrong_options"}
+            if not isinstance(asked, SaveArguments):  # a save compares the names that it makes, if any rank renames
                 differs.add("rename")
-            names = {f.name for one in (asked, asked.call) for f in dataclasses.fields(one)} - {"call"}
+            records = (asked, asked.call) if "call" in vars(asked) else (asked,)
+            names = {f.name for one in records for f in dataclasses.fields(one)} - {"call"}
             said = {part.split("=")[0] for part in asked.compared_text().split(", ") if "=" in part}
             self.assertEqual(names - said, names & differs, type(asked))
 
     def test_fields_with_comparisons_of_their_own(self) -> None:
-        """The names of `keep` in any order; of values that may differ, whether there is one."""
+        """The names of `keep_hyperparameters` in any order; of values that may differ, whether there is one."""
         keeps: tuple[Any, ...] = (["lr", "betas"], ("betas", "lr"), {"lr", "betas"}, ["lr"], ["eps"], [])
-        said = [LoadOptions(Options(), keep=keep).compared_text() for keep in keeps]
+        said = [LoadArguments(keep_hyperparameters=keep).compared_text() for keep in keeps]
         self.assertEqual([said.index(one) for one in said], [0, 0, 0, 3, 4, 5])
-        for name, value, other in (("per_rank_extra", 1, 2), ("rename", {"a": "b"}, {"c": "d"})):
-            one, same, none = (
-                SaveOptions(Options(), **{name: given}).compared_text() for given in (value, other, None)
-            )
-            self.assertEqual((one == same, one == none), (True, False), name)
+        states = [
+            RunState(given)
+            for given in ({"a": 1, "b": per_rank(2)}, {"b": per_rank(3), "a": 4}, {"a": 1, "b": 2}, None)
+        ]
+        renames: list[Any] = [{"a": "b"}, {"c": "d"}, None, None]
+        for name, values in (("state", states), ("rename", renames)):
+            one, same, other, none = (SaveArguments(**{name: value}).compared_text() for value in values)
+            self.assertEqual((one == same, one == other, one == none), (True, False, False), name)
 
     def test_a_new_field_is_compared_without_another_line(self) -> None:
         @dataclasses.dataclass(frozen=True)
         class More(Arguments):
-            call: Options
-            groups: str = "saved"
+            call: CallArguments
+            sort: str = "saved"
 
-        self.assertIn("groups='live'", More(Options(), "live").compared_text())
-        self.assertNotEqual(More(Options()).compared_text(), More(Options(strict=False)).compared_text())
+        self.assertIn("sort='live'", More(CallArguments(), "live").compared_text())
+        self.assertNotEqual(More(CallArguments()).compared_text(), More(CallArguments(strict=False)).compared_text())
 
     def test_no_options_raise_when_they_are_made(self) -> None:
         """Else a rank would raise before the others can hear of it."""
-        for asked in (Options(), *self.options):
+        for asked in (CallArguments(), ManagerOptions(), *self.options):
             self.assertFalse(hasattr(type(asked), "__post_init__"), type(asked))
 
     def test_a_single_process_raises_at_once(self) -> None:
@@ -257,9 +293,9 @@ class AskedTest(unittest.TestCase):
         optim = torch.optim.Adam(model.parameters())
         for call in (
             lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, key_by="names"),  # type: ignore[arg-type]
-            lambda: fsdp_optim.iter_full_optim_state(model, optim, collect="none"),  # type: ignore[arg-type]
-            lambda: fsdp_optim.save("never-made", model, optim, max_file_size=0),
-            lambda: fsdp_optim.load("not-there", keep="lr"),
+            lambda: fsdp_optim.fairscale.iter_full_optim_state(model, optim, collect="none"),  # type: ignore[arg-type]
+            lambda: fsdp_optim.save("never-made", model, optim, options=fsdp_optim.SaveOptions(max_file_size=0)),
+            lambda: fsdp_optim.load("not-there", options=fsdp_optim.LoadOptions(keep_hyperparameters="lr")),
         ):
             with self.assertRaises(FsdpOptimError):
                 call()

@@ -20,11 +20,13 @@ class TestBareGroups(unittest.TestCase):
         optim.step()
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name")
         bare = {"state": full["state"], "param_groups": [{"params": ["weight", "bias"]}]}
-        wanted = "param group 0, of weight: the saved state has no hyperparameters, the optimizer has .*lr.*: give groups='live'"
+        wanted = (
+            "param group 0, of weight: the saved state has no hyperparameters, .* has .*lr.*: give param_groups='live'"
+        )
         for strict in (True, False):
             with self.assertRaisesRegex(StateError, wanted):
                 fsdp_optim.get_shard_from_optim_state_dict(model, optim, bare, strict=strict)
-        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, bare, groups="live")
+        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, bare, param_groups="live")
         fsdp_optim.load_optim_state_dict(optim, shard)
         check_same("lr", optim.param_groups[0]["lr"], 0.5)
         check_same("momentum", optim.state[model.bias], full["state"]["bias"])

@@ -1,4 +1,4 @@
-"""Param groups that have changed since the save: refused with the way out, and found by name with groups="live"."""
+"""Param groups that have changed since the save: refused with the way out, and found by name with param_groups="live"."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import check_refused, check_same, error_text
 from kit.optimizers import OfModel
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu, snapshot
 from parameterized import parameterized
@@ -47,21 +48,28 @@ def by_name(full: Any) -> dict[str, Any]:
 
 
 def regrouped(wrapper: str, folder: str) -> dict[str, tuple[str, str]]:
-    """The error of each verb about one group for two; that groups="live" loads all of it is checked here."""
+    """The error of each verb about one group for two; that param_groups="live" loads all of it is checked here."""
     with cpu():
         source = Trained(wrapper, OfModel(one_group))
         group = source.process_group
         by_id, full = source.gather(None), source.gather(None, "name")
-        fsdp_optim.save(folder, source.model, source.optim, process_group=group)
+        fsdp_optim.save(folder, source.model, source.optim, options=fsdp_optim.SaveOptions(process_group=group))
         verbs: dict[str, Callable[..., Any]] = {
             "shard": lambda target, **o: target.shard(full, **o),
             "shard by id": lambda target, **o: target.shard(by_id, **o),
             "scatter": lambda target, **o: target.scatter(full, dist.get_world_size() - 1, **o),
             "transfer": lambda target, **o: fsdp_optim.transfer_optim_state(
-                source.model, source.optim, target.model, target.optim, process_group=group, **o
+                source.model,
+                source.optim,
+                target.model,
+                target.optim,
+                **as_options(fsdp_optim.CallOptions, **o, process_group=group),
             ),
             "load": lambda target, **o: fsdp_optim.load(
-                folder, target.model, target.optim, process_group=group, **{"check": "bitwise", **o}
+                folder,
+                target.model,
+                target.optim,
+                **as_options(fsdp_optim.LoadOptions, **{"compare": True, **o}, process_group=group),
             ),
         }
         if wrapper == "FSDP2":
@@ -78,7 +86,7 @@ def regrouped(wrapper: str, folder: str) -> dict[str, tuple[str, str]]:
                     [{k: v for k, v in g.items() if k != "params"} for g in target.optim.param_groups]
                 )
                 ids = [[id(param) for param in g["params"]] for g in target.optim.param_groups]
-                made = call(target, groups="live")
+                made = call(target, param_groups="live")
                 if verb not in ("transfer", "load"):
                     fsdp_optim.load_optim_state_dict(target.optim, made)
                 loaded = target.optim.param_groups
@@ -96,7 +104,7 @@ def into_one_flat_parameter(wrapper: str) -> list[tuple[str, str]]:
         source, target = Trained("plain", OfModel(biases_apart)), Trained(wrapper, OfModel(one_group), 0)
         full = source.gather(None, "name")
         errors = [error_text(lambda: target.shard(full)), error_text(lambda: target.scatter(full))]
-        for shard in (target.shard(full, groups="live"), target.scatter(full, groups="live")):
+        for shard in (target.shard(full, param_groups="live"), target.scatter(full, param_groups="live")):
             fsdp_optim.load_optim_state_dict(target.optim, shard)
             check_same("state", by_name(target.gather(None, "name")), by_name(full))
             check_same("lr", target.optim.param_groups[0]["lr"], 0.125)
@@ -110,13 +118,13 @@ class GroupsTest(unittest.TestCase):
             by_rank = run_on_ranks(regrouped, 2, wrapper, str(Path(folder, "one")))
         for verb in by_rank[0]:
             check_refused(
-                verb, [mine[verb] for mine in by_rank], "StateError", "groups='live'", "1", "2", "param group"
+                verb, [mine[verb] for mine in by_rank], "StateError", "param_groups='live'", "1", "2", "param group"
             )
 
     @parameterized.expand(("fairscale flat", "FSDP1 flat"))
     def test_two_groups_into_one_flat_parameter(self, wrapper: str) -> None:
         for errors in zip(*run_on_ranks(into_one_flat_parameter, 2, wrapper), strict=True):
-            check_refused("two groups", errors, "StateError", "groups='live'")
+            check_refused("two groups", errors, "StateError", "param_groups='live'")
 
     def test_parameters_that_one_side_lacks(self) -> None:
         """strict and groups are two questions."""
@@ -129,10 +137,10 @@ class GroupsTest(unittest.TestCase):
         saved.step()
         full = fsdp_optim.gather_full_optim_state_dict(model, saved, key_by="name")
         with self.assertRaisesRegex(fsdp_optim.StateError, "0.weight"):
-            fsdp_optim.get_shard_from_optim_state_dict(model, live, full, groups="live")
-        shard = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, groups="live", strict=False)
+            fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live")
+        shard = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live", strict=False)
         found = fsdp_optim.load_optim_state_dict(live, shard)
-        self.assertEqual((found.missing, found.unexpected), (("2.weight", "2.bias"), ("0.weight", "0.bias")))
+        self.assertEqual((found.missing_keys, found.unexpected_keys), (("2.weight", "2.bias"), ("0.weight", "0.bias")))
         for param in model[1].parameters():
             check_same("state", live.state[param], saved.state[param])
         self.assertEqual([group["lr"] for group in live.param_groups], [0.5, 0.5])
@@ -144,9 +152,9 @@ class GroupsTest(unittest.TestCase):
         saved.step()
         full = fsdp_optim.gather_full_optim_state_dict(model, saved)
         live = [torch.optim.AdamW(part.parameters(), lr=0.5) for part in model]
-        with self.assertRaisesRegex(fsdp_optim.StateError, "groups='live'"):
+        with self.assertRaisesRegex(fsdp_optim.StateError, "param_groups='live'"):
             fsdp_optim.get_shard_from_optim_state_dict(model, live, full)
-        shards = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, groups="live")
+        shards = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live")
         fsdp_optim.load_optim_state_dict(live, shards)
         for one in live:
             self.assertEqual(one.param_groups[0]["lr"], 0.5)

@@ -109,12 +109,15 @@ def counted(kind: str, model: type[nn.Module], num_buckets: int = 1) -> dict[str
         counts["gather"] = count.total
         with Count() as count:
             scattered = fsdp_optim.scatter_full_optim_state_dict(
-                target.model, target.optim, full, 0, bucket_nbytes=bucket
+                target.model, target.optim, full, 0, options=fsdp_optim.CallOptions(bucket_nbytes=bucket)
             )
         counts["scatter"] = count.total
         with Count() as count:
             listed = sum(
-                1 for _ in fsdp_optim.iter_full_optim_state(trained.model, trained.optim, 0, bucket_nbytes=bucket)
+                1
+                for _ in fsdp_optim.iter_full_optim_state(
+                    trained.model, trained.optim, 0, options=fsdp_optim.CallOptions(bucket_nbytes=bucket)
+                )
             )
         counts["iterate"] = count.total
         with Count() as count:

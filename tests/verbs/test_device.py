@@ -62,7 +62,9 @@ def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> Non
         wanted = Training(NEXT[cut], ranks, rank, MAKES[make], device=DEVICE)
         path = f"{folder}/saved"
         if verb in ("gather", "iterate", "shard", "scatter"):
-            full = fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, None, bucket_nbytes=100)
+            full = fsdp_optim.gather_full_optim_state_dict(
+                run.model, run.optim, None, options=fsdp_optim.CallOptions(bucket_nbytes=100)
+            )
             pickle.dumps(full)  # the full dict is the host's
             if verb == "iterate":
                 full["state"] = dict(
@@ -70,18 +72,26 @@ def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> Non
                 )
             if verb == "scatter":
                 given = full if rank == 0 else None
-                shard = fsdp_optim.scatter_full_optim_state_dict(target.model, target.optim, given, bucket_nbytes=100)
+                shard = fsdp_optim.scatter_full_optim_state_dict(
+                    target.model, target.optim, given, options=fsdp_optim.CallOptions(bucket_nbytes=100)
+                )
             else:
                 shard = fsdp_optim.get_shard_from_optim_state_dict(target.model, target.optim, full)
             fsdp_optim.load_optim_state_dict(target.optim, shard)
         elif verb == "transfer":
-            fsdp_optim.transfer_optim_state(run.model, run.optim, target.model, target.optim, bucket_nbytes=100)
+            fsdp_optim.transfer_optim_state(
+                run.model, run.optim, target.model, target.optim, options=fsdp_optim.CallOptions(bucket_nbytes=100)
+            )
         else:
             if verb == "save":
-                fsdp_optim.save(path, run.model, run.optim, durable=False, bucket_nbytes=100)
+                fsdp_optim.save(
+                    path, run.model, run.optim, options=fsdp_optim.SaveOptions(durable=False, bucket_nbytes=100)
+                )
             else:
-                fsdp_optim.async_save(path, run.model, run.optim, durable=False).wait()
-            fsdp_optim.load(path, target.model, target.optim, check="bitwise", bucket_nbytes=100)
+                fsdp_optim.async_save(path, run.model, run.optim, options=fsdp_optim.SaveOptions(durable=False)).wait()
+            fsdp_optim.load(
+                path, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True, bucket_nbytes=100)
+            )
             for mine, theirs in zip(target.model.parameters(), wanted.model.parameters(), strict=True):
                 check_same("weights", on_host(mine), on_host(theirs))
         got, right = (on_host(one.optim.state_dict()["state"]) for one in (target, wanted))

@@ -26,8 +26,8 @@ from parameterized import parameterized
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel as FSDP
 from fsdp_optim import StateError
+from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 BUCKETS = (1, 16, 17, 64, 100, 1000, 1 << 26)  # bytes: less than an element, less than a parameter, more than all
@@ -47,7 +47,11 @@ def iterate_everything() -> None:
     state = state_by_name(plain, plain_optim)
     wanted = [(name, state.get(name, {})) for name in names_in(plain)]
     for recipient, nbytes in itertools.product((0, dist.get_world_size() - 1, None), BUCKETS):
-        found = list(fsdp_optim.iter_full_optim_state(model, optim, recipient, bucket_nbytes=nbytes))
+        found = list(
+            fsdp_optim.iter_full_optim_state(
+                model, optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=nbytes)
+            )
+        )
         mine = wanted if recipient in (rank, None) else [(name, None) for name, _ in wanted]
         check_same(f"iterated to {recipient} in buckets of {nbytes} bytes", found, mine, in_order=False)
     listed = dict(fsdp_optim.iter_full_optim_state(model, optim, None))
@@ -92,7 +96,9 @@ def memory_of_iter() -> float:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before = _status("VmRSS")
     elements = Elements()
-    for _, values in fsdp_optim.iter_full_optim_state(model, optim, None, bucket_nbytes=8 * MIB):
+    for _, values in fsdp_optim.iter_full_optim_state(
+        model, optim, None, options=fsdp_optim.CallOptions(bucket_nbytes=8 * MIB)
+    ):
         for value in values.values() if values is not None else ():
             elements.add(value)
         del value, values
@@ -136,7 +142,7 @@ class TestIter(unittest.TestCase):
             model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
             optim = adam(model.parameters())
             step_plain(model, optim, range(1))
-            items = fsdp_optim.iter_full_optim_state(model, optim, bucket_nbytes=nbytes)
+            items = fsdp_optim.iter_full_optim_state(model, optim, options=fsdp_optim.CallOptions(bucket_nbytes=nbytes))
             self.assertEqual(next(items)[0], "0.weight")
             change(optim.state[model.get_parameter(changed)])
             with self.assertRaisesRegex(

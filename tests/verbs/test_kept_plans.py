@@ -64,8 +64,8 @@ def check_calls(what: str, trained: Trained, wanted: Oracle, target: Trained) ->
     """Raise unless a gather, and a save that is loaded into `target`, have the oracle's state."""
     check_full(f"{what}: gathered", trained.gather(None), wanted.full())
     with common_folder() as folder:
-        fsdp_optim.save(folder / "one", trained.model, trained.optim, progress=False)
-        fsdp_optim.load(folder / "one", target.model, target.optim, progress=False)
+        fsdp_optim.save(folder / "one", trained.model, trained.optim, options=fsdp_optim.SaveOptions(progress=False))
+        fsdp_optim.load(folder / "one", target.model, target.optim, options=fsdp_optim.LoadOptions(progress=False))
     check_full(f"{what}: saved and loaded", target.gather(None), wanted.full())
 
 
@@ -156,9 +156,13 @@ def changed(name: str, wrapper: str) -> None:
             wanted["state"] = dict(sorted(wanted["state"].items()))  # unfrozen parameters come last in the oracle's
             check_full(what, trained.gather(None), wanted)
             with common_folder() as folder:
-                fsdp_optim.save(folder / "one", trained.model, trained.optim, progress=False)
+                fsdp_optim.save(
+                    folder / "one", trained.model, trained.optim, options=fsdp_optim.SaveOptions(progress=False)
+                )
                 scramble(trained, forget=False)
-                fsdp_optim.load(folder / "one", trained.model, trained.optim, progress=False)
+                fsdp_optim.load(
+                    folder / "one", trained.model, trained.optim, options=fsdp_optim.LoadOptions(progress=False)
+                )
             check_full(f"{what}, saved and loaded", trained.gather(None), wanted)
 
 

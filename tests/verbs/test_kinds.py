@@ -15,6 +15,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_same, error_text
 from kit.local_parts import local_of
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 from torch import nn
@@ -111,16 +112,22 @@ def _by_place(trained: Trained, optim: Any) -> dict[int, dict[Any, Any]]:
 
 def _send(trained: Trained, target: Any, how: str, path: str, group: dict[str, Any]) -> None:
     if how == "transfer":
-        fsdp_optim.transfer_optim_state(trained.model, trained.optim, trained.model, target, **group)
+        fsdp_optim.transfer_optim_state(
+            trained.model, trained.optim, trained.model, target, **as_options(fsdp_optim.CallOptions, **group)
+        )
     elif how == "save":
-        fsdp_optim.save(path, trained.model, trained.optim, durable=False, **group)
-        fsdp_optim.load(path, trained.model, target, check="bitwise", **group)
+        fsdp_optim.save(
+            path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **group, durable=False)
+        )
+        fsdp_optim.load(path, trained.model, target, **as_options(fsdp_optim.LoadOptions, **group, compare=True))
     else:
         full = trained.gather(None, "name" if how == "rekey" else "id")
         if how == "rekey":
             full = fsdp_optim.rekey_optim_state_dict(full, trained.model, "id")
         if how == "scatter":
-            shard = fsdp_optim.scatter_full_optim_state_dict(trained.model, target, full, **group)
+            shard = fsdp_optim.scatter_full_optim_state_dict(
+                trained.model, target, full, **as_options(fsdp_optim.CallOptions, **group)
+            )
         else:
             shard = fsdp_optim.get_shard_from_optim_state_dict(trained.model, target, full)
         fsdp_optim.load_optim_state_dict(target, shard)

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from kit import LEAST_OF_USERS
 from kit.compare import check_refused, error_text, refused
+from kit.options import as_options
 from parameterized import parameterized
 from torch import nn
 
@@ -49,19 +50,45 @@ def calls(root: Path, nbytes: int) -> dict[str, Callable[[], Any]]:
     both, bucket = (model, optim), {"bucket_nbytes": nbytes}
     full = fsdp_optim.gather_full_optim_state_dict(*both, None)
     weights = fsdp_optim.gather_full_model_state_dict(model, None)
-    fsdp_optim.save(root / "there" / "step-1", *both, overwrite=True, **QUIET)
+    fsdp_optim.save(root / "there" / "step-1", *both, overwrite=True, **as_options(fsdp_optim.SaveOptions, **QUIET))
     return {
-        "save": lambda: fsdp_optim.save(root / "new", *both, overwrite=True, **QUIET, **bucket),
-        "async_save": lambda: fsdp_optim.async_save(root / "new", *both, overwrite=True, **QUIET, **bucket).wait(),
-        "load": lambda: fsdp_optim.load(root / "there" / "step-1", *both, **bucket),
-        "resume": lambda: fsdp_optim.resume(root / "there", *both, **bucket),
-        "manager": lambda: fsdp_optim.CheckpointManager(root / "managed", *both, every=1, **bucket).close(),
-        "gather": lambda: fsdp_optim.gather_full_optim_state_dict(*both, None, **bucket),
-        "gather weights": lambda: fsdp_optim.gather_full_model_state_dict(model, None, **bucket),
-        "iterate": lambda: list(fsdp_optim.iter_full_optim_state(*both, None, **bucket)),
-        "scatter": lambda: fsdp_optim.scatter_full_optim_state_dict(*both, full, **bucket),
-        "scatter weights": lambda: fsdp_optim.scatter_full_model_state_dict(model, weights, **bucket),
-        "transfer": lambda: fsdp_optim.transfer_optim_state(*both, *both, **bucket),
+        "save": lambda: fsdp_optim.save(
+            root / "new",
+            *both,
+            overwrite=True,
+            **as_options(fsdp_optim.SaveOptions, **QUIET, **bucket),
+        ),
+        "async_save": lambda: fsdp_optim.async_save(
+            root / "new",
+            *both,
+            overwrite=True,
+            **as_options(fsdp_optim.SaveOptions, **QUIET, **bucket),
+        ).wait(),
+        "load": lambda: fsdp_optim.load(
+            root / "there" / "step-1", *both, **as_options(fsdp_optim.LoadOptions, **bucket)
+        ),
+        "resume": lambda: fsdp_optim.resume(root / "there", *both, **as_options(fsdp_optim.LoadOptions, **bucket)),
+        "manager": lambda: fsdp_optim.CheckpointManager(
+            root / "managed", *both, every=1, **as_options(fsdp_optim.ManagerOptions, **bucket)
+        ).close(),
+        "gather": lambda: fsdp_optim.gather_full_optim_state_dict(
+            *both, None, **as_options(fsdp_optim.CallOptions, **bucket)
+        ),
+        "gather weights": lambda: fsdp_optim.gather_full_model_state_dict(
+            model, None, **as_options(fsdp_optim.CallOptions, **bucket)
+        ),
+        "iterate": lambda: list(
+            fsdp_optim.iter_full_optim_state(*both, None, **as_options(fsdp_optim.CallOptions, **bucket))
+        ),
+        "scatter": lambda: fsdp_optim.scatter_full_optim_state_dict(
+            *both, full, **as_options(fsdp_optim.CallOptions, **bucket)
+        ),
+        "scatter weights": lambda: fsdp_optim.scatter_full_model_state_dict(
+            model, weights, **as_options(fsdp_optim.CallOptions, **bucket)
+        ),
+        "transfer": lambda: fsdp_optim.transfer_optim_state(
+            *both, *both, **as_options(fsdp_optim.CallOptions, **bucket)
+        ),
     }
 
 

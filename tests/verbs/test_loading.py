@@ -142,10 +142,10 @@ def keeping(wrapper: str) -> None:
                 group.update(lr=lr, weight_decay=lr * 2, betas=(0.0, 0.25))
             shard = target.shard(full)
             kept = copy.deepcopy(shard["param_groups"])
-            found = fsdp_optim.load_optim_state_dict(target.optim, shard, keep=keep)
+            found = fsdp_optim.load_optim_state_dict(target.optim, shard, keep_hyperparameters=keep)
             got = target.optim.param_groups
             again = target.gather(None)
-            check_same("missing and unexpected", [tuple(found.missing), tuple(found.unexpected)], [(), ()])
+            check_same("missing and unexpected", [tuple(found.missing_keys), tuple(found.unexpected_keys)], [(), ()])
             check_same(f"lr, keep={keep}", [g["lr"] for g in got], lrs)
             check_same(f"weight_decay, keep={keep}", [g["weight_decay"] for g in got], decays)
             check_same(f"betas, keep={keep}", [tuple(g["betas"]) for g in got], [betas, betas])
@@ -162,7 +162,9 @@ class KeepTest(unittest.TestCase):
         oracle = Oracle()
         full = fsdp_optim.gather_full_optim_state_dict(oracle.model, oracle.optim)
         shard = fsdp_optim.get_shard_from_optim_state_dict(oracle.model, oracle.optim, full)
-        kind, text = error_text(lambda: fsdp_optim.load_optim_state_dict(oracle.optim, shard, keep=("lrr",)))
+        kind, text = error_text(
+            lambda: fsdp_optim.load_optim_state_dict(oracle.optim, shard, keep_hyperparameters=("lrr",))
+        )
         self.assertEqual(kind, "StateError", text)
         self.assertIn("lrr", text)
 
@@ -207,10 +209,10 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
         }
         check_same("nothing is changed before loading", snapshot(target), before)
         for what, shard in found.items():
-            told = {"missing": missing, "unexpected": extra}
+            told = {"missing_keys": missing, "unexpected_keys": extra}
             if wrapper == "FSDP1 orig" and case == "frozen" and what != "scatter":  # as this rank alone can see
                 held = {name for index in target.index for name in target.numbers.names_of(index)}
-                told["missing"] = tuple(name for name in missing if name in held)
+                told.state["missing_keys"] = tuple(name for name in missing if name in held)
             check_same(
                 f"{what}, told", shard.get("incompatible", {}), {k: list(names) for k, names in told.items() if names}
             )
@@ -218,8 +220,8 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
             told = fsdp_optim.load_optim_state_dict(target.optim, shard)
             check_same(
                 f"{what}, told by loading",
-                [sorted(told.missing), sorted(told.unexpected)],
-                [sorted(shard.get("incompatible", {}).get(key, ())) for key in ("missing", "unexpected")],
+                [sorted(told.missing_keys), sorted(told.unexpected_keys)],
+                [sorted(shard.get("incompatible", {}).get(key, ())) for key in ("missing_keys", "unexpected_keys")],
             )
             got = target.gather(None, "name", process_group=world)["state"]
             for name in target.numbers.start:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kit.compare import Differs
 from kit.models import Net
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.retention import path_of_step, save_managed
 from kit.wraps import in_fsdp2
 
@@ -68,7 +69,9 @@ def calls(folder: str) -> Lines:
     everywhere = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None)
     _, found["shard"] = lines_of(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, everywhere))
     _, found["scatter"] = lines_of(lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full, source_rank=1))
-    _, found["save"] = lines_of(lambda: fsdp_optim.save(f"{folder}/1", model, optim, **quiet))
+    _, found["save"] = lines_of(
+        lambda: fsdp_optim.save(f"{folder}/1", model, optim, **as_options(fsdp_optim.SaveOptions, **quiet))
+    )
 
     def in_background() -> None:
         with mock.patch.object(RankWriter, "write", slowly(RankWriter.write)):
@@ -77,7 +80,11 @@ def calls(folder: str) -> Lines:
     save_managed(f"{folder}/run", 1, model, optim, keep_last=1)
     _, found["async_save"] = lines_of(in_background)
     optim.param_groups[0]["lr"] = 0.5
-    _, found["load"] = lines_of(lambda: fsdp_optim.load(path_of_step(f"{folder}/run", 2), model, optim, progress=False))
+    _, found["load"] = lines_of(
+        lambda: fsdp_optim.load(
+            path_of_step(f"{folder}/run", 2), model, optim, options=fsdp_optim.LoadOptions(progress=False)
+        )
+    )
     dist.barrier()
     return found
 

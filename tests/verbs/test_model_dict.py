@@ -77,9 +77,11 @@ def trip(wrapper: str) -> None:
     group = dist.group.WORLD if wrapper in NOT_CUT else None
     with cpu():
         model = wrapped(wrapper, 10)
-        before = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None, process_group=group)
+        before = fsdp_optim.gather_full_model_state_dict(
+            model, recipient_rank=None, options=fsdp_optim.CallOptions(process_group=group)
+        )
         full = fsdp_optim.gather_full_model_state_dict(
-            model, recipient_rank=last, process_group=group, bucket_nbytes=64
+            model, recipient_rank=last, options=fsdp_optim.CallOptions(process_group=group, bucket_nbytes=64)
         )
         check_same("who gets it", full is None, dist.get_rank() != last)
         for one in (before, full) if full is not None else (before,):
@@ -90,11 +92,16 @@ def trip(wrapper: str) -> None:
         for target in ("FSDP2", "FSDP1 flat", wrapper):
             other = wrapped(target, -1)
             result = fsdp_optim.scatter_full_model_state_dict(
-                other, full, source_rank=last, bucket_nbytes=64, process_group=dist.group.WORLD
+                other,
+                full,
+                source_rank=last,
+                options=fsdp_optim.CallOptions(bucket_nbytes=64, process_group=dist.group.WORLD),
             )
-            check_same("differences", tuple(result), ((), (), (), ()))
+            check_same("differences", result, fsdp_optim.Incompatible())
             group_of_target = dist.group.WORLD if target in NOT_CUT else None
-            found = fsdp_optim.gather_full_model_state_dict(other, recipient_rank=None, process_group=group_of_target)
+            found = fsdp_optim.gather_full_model_state_dict(
+                other, recipient_rank=None, options=fsdp_optim.CallOptions(process_group=group_of_target)
+            )
             check_same(f"in {target}", dict(sorted((found or {}).items())), dict(sorted(wanted.items())))
             check_same("the given dict", full is None or full.keys() == wanted.keys(), True)
 
@@ -129,7 +136,7 @@ def refuse() -> None:
     check_same("unchanged", found, wanted_of(model, made(-1).state_dict(), found))
     less = {k: v for k, v in good.items() if k != "scale"}
     result = scatter(of_rank_0({**less, "more": torch.zeros(1)}), strict=False)
-    check_same("passed over", (result.missing, result.unexpected), (("scale",), ("more",)))
+    check_same("passed over", (result.missing_keys, result.unexpected_keys), (("scale",), ("more",)))
     scatter(of_rank_0({f"model.{k}": v for k, v in good.items()}), rename={"model.": ""})
     found = fsdp_optim.gather_full_model_state_dict(model, None)
     check_same("renamed", found, wanted_of(model, good, found))

@@ -73,7 +73,9 @@ def every_verb(wrapping: str, optimizer: str, backend: str) -> None:
         full = trained.gather(None, bucket_nbytes=128)
         check_same("gathered to all", full["state"], wanted)
         check_same("gathered to the last", (trained.gather(last) or full)["state"], wanted)
-        iterated = fsdp_optim.iter_full_optim_state(trained.model, trained.optim, None, bucket_nbytes=128)
+        iterated = fsdp_optim.iter_full_optim_state(
+            trained.model, trained.optim, None, options=fsdp_optim.CallOptions(bucket_nbytes=128)
+        )
         check_same("iterated", [state for _, state in iterated], list(wanted.values()))
         shards: dict[str, Callable[[Trained], Any]] = {
             "shard": lambda target: target.shard(full),
@@ -88,13 +90,20 @@ def every_verb(wrapping: str, optimizer: str, backend: str) -> None:
             fsdp_optim.transfer_optim_state(trained.model, trained.optim, target.model, target.optim)
             check_same(f"transferred to {other}", target.gather(None)["state"], wanted)
         path = Path(folder[0])
-        fsdp_optim.save(path / "saved", trained.model, trained.optim, durable=False, bucket_nbytes=1000)
-        handle = fsdp_optim.async_save(path / "later", trained.model, trained.optim, durable=False)
+        fsdp_optim.save(
+            path / "saved",
+            trained.model,
+            trained.optim,
+            options=fsdp_optim.SaveOptions(durable=False, bucket_nbytes=1000),
+        )
+        handle = fsdp_optim.async_save(
+            path / "later", trained.model, trained.optim, options=fsdp_optim.SaveOptions(durable=False)
+        )
         trained.step([7])  # what is written was copied before
         handle.wait()
         for name in ("saved", "later"):
             target = Trained(wrap, make, 0)
-            fsdp_optim.load(path / name, target.model, target.optim, check="bitwise")
+            fsdp_optim.load(path / name, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True))
             check_same(f"loaded what was {name}", target.gather(None)["state"], wanted)
         dist.barrier()
         if rank == 0 and not (path / "saved").exists():

@@ -1,4 +1,4 @@
-"""Live hyperparameters (groups="live", keep=) that need a value which the saved state lacks are refused, not stepped on."""
+"""Live hyperparameters (param_groups="live", keep=) that need a value which the saved state lacks are refused, not stepped on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kit.compare import check_same
+from kit.options import as_options
 from kit.wraps import in_ddp, in_fsdp1, in_fsdp2
 from torch import nn
 
@@ -44,31 +45,39 @@ def step(model: nn.Module, optim: torch.optim.Optimizer, seed: int = 1) -> None:
 
 
 def shard(model: Any, optim: Any, new: Any, new_optim: Any, path: Path, **kept: Any) -> None:
-    groups = {"groups": kept["groups"]} if "groups" in kept else {}
-    keep = {"keep": kept["keep"]} if "keep" in kept else {}
+    groups = {"param_groups": kept["param_groups"]} if "param_groups" in kept else {}
+    keep = {"keep_hyperparameters": kept["keep_hyperparameters"]} if "keep_hyperparameters" in kept else {}
     full = gather_full_optim_state_dict(model, optim, recipient_rank=None)
-    load_optim_state_dict(new_optim, get_shard_from_optim_state_dict(new, new_optim, full, **groups), **keep)
+    load_optim_state_dict(
+        new_optim,
+        get_shard_from_optim_state_dict(new, new_optim, full, **as_options(fsdp_optim.CallOptions, **groups)),
+        **keep,
+    )
 
 
 def scatter(model: Any, optim: Any, new: Any, new_optim: Any, path: Path, **kept: Any) -> None:
-    groups = {"groups": kept["groups"]} if "groups" in kept else {}
-    keep = {"keep": kept["keep"]} if "keep" in kept else {}
+    groups = {"param_groups": kept["param_groups"]} if "param_groups" in kept else {}
+    keep = {"keep_hyperparameters": kept["keep_hyperparameters"]} if "keep_hyperparameters" in kept else {}
     full = gather_full_optim_state_dict(model, optim)
-    load_optim_state_dict(new_optim, scatter_full_optim_state_dict(new, new_optim, full, **groups), **keep)
+    load_optim_state_dict(
+        new_optim,
+        scatter_full_optim_state_dict(new, new_optim, full, **as_options(fsdp_optim.CallOptions, **groups)),
+        **keep,
+    )
 
 
 def transfer(model: Any, optim: Any, new: Any, new_optim: Any, path: Path, **kept: Any) -> None:
-    transfer_optim_state(model, optim, new, new_optim, **kept)
+    transfer_optim_state(model, optim, new, new_optim, **as_options(fsdp_optim.CallOptions, **kept))
 
 
 def load(model: Any, optim: Any, new: Any, new_optim: Any, path: Path, **kept: Any) -> None:
     fsdp_optim.save(path, model, optim, overwrite=True)
-    fsdp_optim.load(path, new, new_optim, **kept)
+    fsdp_optim.load(path, new, new_optim, **as_options(fsdp_optim.LoadOptions, **kept))
 
 
 def resume(model: Any, optim: Any, new: Any, new_optim: Any, path: Path, **kept: Any) -> None:
     fsdp_optim.save(path / "step-1", model, optim, overwrite=True)
-    fsdp_optim.resume(path, new, new_optim, **kept)
+    fsdp_optim.resume(path, new, new_optim, **as_options(fsdp_optim.LoadOptions, **kept))
 
 
 WAYS = [shard, scatter, load, resume]
@@ -81,7 +90,7 @@ def check_refused(way: Any, name: str, path: Path, wrap: Any, kept: str) -> None
     optim, new_optim = make(model.parameters(), 0.1), make(new.parameters(), 0.1, **switch)
     step(model, optim)
     before = {fqn: param.detach().clone() for fqn, param in new.named_parameters()}
-    how: dict[str, Any] = {"groups": "live"} if kept == "groups" else {"keep": [key]}
+    how: dict[str, Any] = {"param_groups": "live"} if kept == "groups" else {"keep_hyperparameters": [key]}
     with pytest.raises(StateError, match=f"{make.__name__} needs {value} in its next step with {key}={on}") as caught:
         way(model, optim, new, new_optim, path, **how)
     assert f"build the optimizer with {key}=" in str(caught.value)
@@ -113,7 +122,7 @@ def test_a_switch_that_only_the_saved_optimizer_has_may_stay_off(name):
     optim, new_optim = make(model.parameters(), 0.1, **switch), make(new.parameters(), 0.1)
     step(model, optim)
     full = gather_full_optim_state_dict(model, optim)
-    load_optim_state_dict(new_optim, get_shard_from_optim_state_dict(new, new_optim, full, groups="live"))
+    load_optim_state_dict(new_optim, get_shard_from_optim_state_dict(new, new_optim, full, param_groups="live"))
     step(new, new_optim, 2)
     # The same as an optimizer without the switch, whose other values are these.
     twin_optim = make(twin.parameters(), 0.1)
@@ -131,7 +140,7 @@ def test_a_parameter_without_state_is_no_failure():
     optim = torch.optim.Adam(model.parameters(), 0.1)
     new_optim = torch.optim.Adam(new.parameters(), 0.1, amsgrad=True)
     full = gather_full_optim_state_dict(model, optim)
-    load_optim_state_dict(new_optim, get_shard_from_optim_state_dict(new, new_optim, full, groups="live"))
+    load_optim_state_dict(new_optim, get_shard_from_optim_state_dict(new, new_optim, full, param_groups="live"))
     step(new, new_optim)
     assert "max_exp_avg_sq" in next(iter(new_optim.state.values()))
 
@@ -146,7 +155,7 @@ def test_the_manager_refuses_it_too(tmp_path):
     new_optim = torch.optim.Adam(new.parameters(), 0.1, amsgrad=True)
     wanted = pytest.raises(StateError, match="needs max_exp_avg_sq in its next step with amsgrad=True")
     with CheckpointManager(tmp_path / "run", new, new_optim, every=1) as manager, wanted:
-        manager.resume(groups="live")
+        manager.resume(options=fsdp_optim.LoadOptions(param_groups="live"))
     assert not new_optim.state
 
 

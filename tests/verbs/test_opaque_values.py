@@ -187,7 +187,11 @@ def transferred(src: str, dst: str) -> int:
 
         with mock.patch.object(collective, "_pack", counted):
             fsdp_optim.transfer_optim_state(
-                trained.model, trained.optim, target.model, target.optim, process_group=dist.group.WORLD
+                trained.model,
+                trained.optim,
+                target.model,
+                target.optim,
+                options=fsdp_optim.CallOptions(process_group=dist.group.WORLD),
             )
         if world_size > 1:
             _check_back(trained, target)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import check_refused, check_same, error_text
 from kit.optimizers import OfModel
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu, snapshot
 from parameterized import parameterized
@@ -306,7 +307,7 @@ class NamesTest(unittest.TestCase):
         for keep, wanted in (((), ["group 0: lr 0.1 -> 0.0625"]), ((), []), (("lr",), [])):
             with self.assertLogs("fsdp_optim", logging.INFO) as told:
                 logging.getLogger("fsdp_optim").info("here")
-                fsdp_optim.load_optim_state_dict(other, shard, keep=keep)
+                fsdp_optim.load_optim_state_dict(other, shard, keep_hyperparameters=keep)
             lines = [line.partition("(old -> new): ")[2] for line in told.output if "old -> new" in line]
             self.assertEqual(lines, wanted, told.output)
 
@@ -324,7 +325,7 @@ def verbs(wrapper: str, folder: str) -> dict[str, list[tuple[str, str]]]:
         source = Trained(wrapper, MAKERS["AdamW"])
         group = source.process_group
         full = source.gather(None, "name")
-        fsdp_optim.save(folder, source.model, source.optim, process_group=group)
+        fsdp_optim.save(folder, source.model, source.optim, options=fsdp_optim.SaveOptions(process_group=group))
         errors: dict[str, list[tuple[str, str]]] = {}
 
         def ways(target: Trained, **options: Any) -> dict[str, Callable[[], Any]]:
@@ -336,9 +337,15 @@ def verbs(wrapper: str, folder: str) -> dict[str, list[tuple[str, str]]]:
                 "get_shard": lambda: loaded(target.shard(full, **options)),
                 "scatter": lambda: loaded(target.scatter(full, dist.get_world_size() - 1, **options)),
                 "transfer": lambda: fsdp_optim.transfer_optim_state(
-                    source.model, source.optim, target.model, target.optim, **given
+                    source.model,
+                    source.optim,
+                    target.model,
+                    target.optim,
+                    **as_options(fsdp_optim.CallOptions, **given),
                 ),
-                "load": lambda: fsdp_optim.load(folder, target.model, target.optim, **given),
+                "load": lambda: fsdp_optim.load(
+                    folder, target.model, target.optim, **as_options(fsdp_optim.LoadOptions, **given)
+                ),
             }
 
         for verb in ("get_shard", "scatter", "transfer", "load"):

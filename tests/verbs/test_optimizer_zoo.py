@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from kit.imports import Later
 from kit.optimizers import OfModel, Optim
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -137,11 +138,23 @@ def trip(name: str, wrap: str | Callable[[nn.Module], Any], model: Callable[[], 
 def _send(trained: Trained, target: Trained, how: str, key_by: Any, path: str) -> None:
     group = {"process_group": trained.process_group}
     if how == "transfer":
-        fsdp_optim.transfer_optim_state(trained.model, trained.optim, target.model, target.optim, **group)
+        fsdp_optim.transfer_optim_state(
+            trained.model, trained.optim, target.model, target.optim, **as_options(fsdp_optim.CallOptions, **group)
+        )
     elif how == "save":
         trust = path.rpartition("/")[2] in OBJECTS
-        fsdp_optim.save(path, trained.model, trained.optim, durable=False, allow_pickle=trust, **group)
-        fsdp_optim.load(path, target.model, target.optim, check="bitwise", allow_pickle=trust, **group)
+        fsdp_optim.save(
+            path,
+            trained.model,
+            trained.optim,
+            **as_options(fsdp_optim.SaveOptions, **group, durable=False, allow_pickle=trust),
+        )
+        fsdp_optim.load(
+            path,
+            target.model,
+            target.optim,
+            **as_options(fsdp_optim.LoadOptions, **group, compare=True, allow_pickle=trust),
+        )
     else:
         full = trained.gather(None, key_by)
         if how == "rekey":
@@ -153,7 +166,9 @@ def _send(trained: Trained, target: Trained, how: str, key_by: Any, path: str) -
                 full = torch.load(file, weights_only=False)
         if how == "scatter":
             given = full if not dist.is_initialized() or dist.get_rank() == 0 else None
-            shard = fsdp_optim.scatter_full_optim_state_dict(target.model, target.optim, given, **group)
+            shard = fsdp_optim.scatter_full_optim_state_dict(
+                target.model, target.optim, given, **as_options(fsdp_optim.CallOptions, **group)
+            )
         else:
             shard = target.shard(full)
         fsdp_optim.load_optim_state_dict(target.optim, shard)

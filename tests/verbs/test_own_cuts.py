@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.compare import check_same, error_text, refused_on_ranks
+from kit.options import as_options
 from kit.wraps import in_ddp, in_fsdp2, in_hsdp
 from parameterized import parameterized
 from torch import nn
@@ -65,7 +66,9 @@ def cut(value: torch.Tensor, mesh: Any, *spec: Any) -> Any:
 
 
 def gathered(model: Any, optim: Any, **options: Any) -> Any:
-    return fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name", **options)
+    return fsdp_optim.gather_full_optim_state_dict(
+        model, optim, recipient_rank=None, key_by="name", **as_options(fsdp_optim.CallOptions, **options)
+    )
 
 
 def every_read(model: Any, optim: Any, folder: str) -> dict[str, Any]:
@@ -142,7 +145,7 @@ def moments_on_shard(folder: str) -> None:
         if what == "shard":
             again.load_state_dict(fsdp_optim.get_shard_from_optim_state_dict(model, again, full))
         elif what == "load":
-            fsdp_optim.load(folder, model, again, check="bitwise")
+            fsdp_optim.load(folder, model, again, options=fsdp_optim.LoadOptions(compare=True))
         else:
             fsdp_optim.transfer_optim_state(model, optim, model, again)
         for param in model.parameters():
@@ -183,7 +186,7 @@ def resumed_on_fsdp2(folder: str) -> None:
             )
             if has_state:
                 optim.step()
-            fsdp_optim.load(f"{folder}/{name}", model, optim, check="bitwise")
+            fsdp_optim.load(f"{folder}/{name}", model, optim, options=fsdp_optim.LoadOptions(compare=True))
             check_same(f"{name}, {has_state}", gathered(model, optim)["state"], wanted)
             cuts = {optim.state[param]["moment"].placements == param.placements for param in model.parameters()}
             check_same(f"{name}, {has_state}: cut like the parameters", cuts, {True})
@@ -241,7 +244,7 @@ def on_one_rank_each(folder: str) -> None:
         if what == "shard":
             again.load_state_dict(fsdp_optim.get_shard_from_optim_state_dict(model, again, full))
         else:
-            fsdp_optim.load(folder, model, again, check="bitwise")
+            fsdp_optim.load(folder, model, again, options=fsdp_optim.LoadOptions(compare=True))
         for owner, param in enumerate(params):
             block = again.state[param]["block"]
             check_same(
@@ -314,10 +317,10 @@ def outside_of_state(place: str, folder: str) -> None:
     value = found(gathered(model, whole))
     check_same("a replicated one", (value, type(value)), (torch.tensor(2.5), torch.Tensor))
     fsdp_optim.save(folder, model, whole)
-    fsdp_optim.load(folder, model, whole, check="bitwise")
+    fsdp_optim.load(folder, model, whole, options=fsdp_optim.LoadOptions(compare=True))
     fsdp_optim.transfer_optim_state(model, whole, model, whole)
     full = gathered(model, whole)
-    shard = fsdp_optim.get_shard_from_optim_state_dict(model, whole, full, groups="live")
+    shard = fsdp_optim.get_shard_from_optim_state_dict(model, whole, full, param_groups="live")
     check_same("live groups", type(found(shard)), torch.Tensor)
     for what, one in {
         "Partial": DTensor.from_local(torch.tensor(float(rank)), mesh, [Partial()], run_check=False),
@@ -327,7 +330,7 @@ def outside_of_state(place: str, folder: str) -> None:
         calls = every_read(model, optim, folder + "2")
         if place == "group":
             calls["get_shard"] = lambda optim=optim: fsdp_optim.get_shard_from_optim_state_dict(
-                model, optim, full, groups="live"
+                model, optim, full, param_groups="live"
             )
         for call, read in calls.items():
             refused_on_ranks(f"{what}, {call}", read, "WrapperError", "norm", what, "full_tensor()")
@@ -388,12 +391,16 @@ def extras(folder: str) -> None:
     """Values of the trainer: a replicated DTensor is its local tensor, a part of one is refused by name."""
     model, mesh = in_ddp(Two()), mesh_of(WORLD)
     whole = DTensor.from_local(torch.tensor([2.5]), mesh, [Replicate()], run_check=False)
-    fsdp_optim.save(folder, model, extra={"norm": [whole]})
-    check_same("replicated", dict(fsdp_optim.load(folder, model)), {"norm": [torch.tensor([2.5])]})
+    fsdp_optim.save(folder, model, state={"norm": [whole]})
+    check_same("replicated", dict(fsdp_optim.load(folder, model).state), {"norm": [torch.tensor([2.5])]})
     for what, spec in {"Partial": Partial(), "Shard": Shard(0)}.items():
         part = DTensor.from_local(torch.tensor([1.0 + dist.get_rank()]), mesh, [spec], run_check=False)
         for argument in ("extra", "per_rank_extra"):
-            call = lambda: fsdp_optim.save(folder + "2", model, **{argument: {"norm": [part]}})  # noqa: B023, E731
+            call = lambda: fsdp_optim.save(  # noqa: E731
+                folder + "2",
+                model,
+                **as_options(fsdp_optim.SaveOptions, **{argument: {"norm": [part]}}),  # noqa: B023
+            )
             kind, text = error_text(call)
             seen = "norm" in text and what in text and "full_tensor()" in text
             check_same(f"{what} in {argument}: {kind}: {text}", (kind, seen), ("CheckpointError", True))

@@ -77,7 +77,7 @@ def every_way(wrap: str, folder: str) -> None:
     for how, load in {
         "shard": sharded,
         "scatter": scattered,
-        "load": lambda new: fsdp_optim.load(folder, model, new, check="bitwise"),
+        "load": lambda new: fsdp_optim.load(folder, model, new, options=fsdp_optim.LoadOptions(compare=True)),
         "transfer": lambda new: fsdp_optim.transfer_optim_state(model, optim, model, new),
     }.items():
         new = optim_of(wrap, model)

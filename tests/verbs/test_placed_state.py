@@ -130,7 +130,11 @@ def full_dicts(wrap: str) -> None:
     for recipient in (0, RANKS - 1, None):
         for mismatch in ("error", "lowest_rank"):
             full = fsdp_optim.gather_full_optim_state_dict(
-                model, optim, recipient_rank=recipient, key_by="name", process_group=group, on_replica_mismatch=mismatch
+                model,
+                optim,
+                recipient_rank=recipient,
+                key_by="name",
+                options=fsdp_optim.CallOptions(process_group=group, on_replica_mismatch=mismatch),
             )
             if (full is None) is not (recipient not in (None, dist.get_rank())):
                 raise Differs(f"recipient {recipient}")
@@ -144,10 +148,10 @@ def resumed(wrap: str, folder: str) -> None:
     train(model, optim)
     group = dist.group.WORLD
     full = fsdp_optim.gather_full_optim_state_dict(
-        model, optim, recipient_rank=None, key_by="name", process_group=group
+        model, optim, recipient_rank=None, key_by="name", options=fsdp_optim.CallOptions(process_group=group)
     )
     bare = {key: value for key, value in copy.deepcopy(full).items() if key in ("state", "param_groups")}
-    fsdp_optim.save(folder, model, optim, process_group=group)
+    fsdp_optim.save(folder, model, optim, options=fsdp_optim.SaveOptions(process_group=group))
     weights, state = oracle(2 * STEPS)
     start = copy.deepcopy(model.state_dict())
 
@@ -166,7 +170,7 @@ def resumed(wrap: str, folder: str) -> None:
         bare_model = again.module if wrap == "DDP" else again
         check_same(f"{what}: weights", dict(bare_model.state_dict()), weights)
         after = fsdp_optim.gather_full_optim_state_dict(
-            again, its_optim, recipient_rank=None, key_by="name", process_group=group
+            again, its_optim, recipient_rank=None, key_by="name", options=fsdp_optim.CallOptions(process_group=group)
         )
         check_plain(f"{what}: state", after["state"], state)
 
@@ -179,14 +183,24 @@ def resumed(wrap: str, folder: str) -> None:
 
     def scattered(model: Any, optim: Any) -> None:
         given = full if dist.get_rank() == 0 else None
-        shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, given, process_group=group)
+        shard = fsdp_optim.scatter_full_optim_state_dict(
+            model, optim, given, options=fsdp_optim.CallOptions(process_group=group)
+        )
         fsdp_optim.load_optim_state_dict(optim, shard)
 
     check("get_shard", sharded(full))
     check("get_shard without kinds", sharded(bare))
     check("scatter", scattered)
-    check("transfer", lambda m, o: fsdp_optim.transfer_optim_state(model, optim, m, o, process_group=group))
-    check("load", lambda m, o: fsdp_optim.load(folder, m, o, process_group=group, check="bitwise"))
+    check(
+        "transfer",
+        lambda m, o: fsdp_optim.transfer_optim_state(
+            model, optim, m, o, options=fsdp_optim.CallOptions(process_group=group)
+        ),
+    )
+    check(
+        "load",
+        lambda m, o: fsdp_optim.load(folder, m, o, options=fsdp_optim.LoadOptions(process_group=group, compare=True)),
+    )
 
 
 def saved(folder: str) -> None:
@@ -221,7 +235,7 @@ def loaded_elsewhere(folder: str, wrap: str) -> None:
         check_plain(wrap, after["state"], wanted)
         if wrap in ("plain", "DDP"):
             optim = Momentum(model.parameters())
-            fsdp_optim.load(folder, model, optim, check="bitwise")
+            fsdp_optim.load(folder, model, optim, options=fsdp_optim.LoadOptions(compare=True))
             again = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name")
             check_plain(f"{wrap}, load", again["state"], wanted)
 

@@ -24,7 +24,7 @@ from kit.peaks import MIB, Peak
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel as FSDP
+from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 from fsdp_optim.verbs.gather import _check_ids
 
@@ -114,12 +114,16 @@ def what_stays_after_a_gather(recipient: int) -> dict[str, list[int]]:
     """Sizes in MiB of tensors from 1 MiB that are there after a gather, and were not there before."""
     model, optim = big_model()
     known = storages()
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, bucket_nbytes=BUCKET)
+    full = fsdp_optim.gather_full_optim_state_dict(
+        model, optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=BUCKET)
+    )
     with_dict = [nbytes // MIB for address, nbytes in storages().items() if address not in known and nbytes >= MIB]
     assert (full is not None) == (dist.get_rank() == recipient)
     del full
     without = [nbytes // MIB for address, nbytes in storages().items() if address not in known and nbytes >= MIB]
-    for _, state in fsdp_optim.iter_full_optim_state(model, optim, recipient, bucket_nbytes=BUCKET):
+    for _, state in fsdp_optim.iter_full_optim_state(
+        model, optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=BUCKET)
+    ):
         del state
     iterated = [nbytes // MIB for address, nbytes in storages().items() if address not in known and nbytes >= MIB]
     return {"with the dict": sorted(with_dict), "without it": without, "iterated": iterated}
@@ -134,12 +138,16 @@ def peaks(recipient: int | None) -> dict[str, float]:
     warm = fsdp_optim.gather_full_optim_state_dict(small, small_optim, recipient)
     fsdp_optim.scatter_full_optim_state_dict(small, small_optim, warm, recipient or 0)
     with Peak() as peak:
-        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, bucket_nbytes=BUCKET)
+        full = fsdp_optim.gather_full_optim_state_dict(
+            model, optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=BUCKET)
+        )
     found["gather"] = peak.mib
     source = recipient or 0
     mine = full if rank == source else None
     with Peak() as peak:
-        shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source, bucket_nbytes=BUCKET)
+        shard = fsdp_optim.scatter_full_optim_state_dict(
+            model, optim, mine, source, options=fsdp_optim.CallOptions(bucket_nbytes=BUCKET)
+        )
     found["scatter"] = peak.mib
     check_same("scattered", shard["state"], optim.state_dict()["state"], in_order=False)
     return found

@@ -24,6 +24,7 @@ from kit.groups import (
     plain_net,
     step_plain,
 )
+from kit.options import as_options
 from kit.trained import state_by_name
 from parameterized import parameterized
 from torch import nn
@@ -54,9 +55,15 @@ def everything_replicated(kind: str) -> None:
     wanted = frozen_copy(optim)
     options: dict[str, Any] = {"process_group": dist.group.WORLD} if kind == "group" else {}
     for recipient in (0, last, None) if kind != "plain" else (rank, None):
-        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, **options)
+        full = fsdp_optim.gather_full_optim_state_dict(
+            model, optim, recipient, **as_options(fsdp_optim.CallOptions, **options)
+        )
         check_gathered(full, recipient, *plain)
-        listed = list(fsdp_optim.iter_full_optim_state(model, optim, recipient, bucket_nbytes=64, **options))
+        listed = list(
+            fsdp_optim.iter_full_optim_state(
+                model, optim, recipient, **as_options(fsdp_optim.CallOptions, **options, bucket_nbytes=64)
+            )
+        )
         check_same("names", [name for name, _ in listed], names_in(plain[0]), in_order=False)
         if recipient in (rank, None):
             check_same("iterated", dict(listed), state_by_name(*plain), in_order=False)
@@ -65,7 +72,9 @@ def everything_replicated(kind: str) -> None:
         "get_shard", fsdp_optim.get_shard_from_optim_state_dict(fresh, fresh_optim, full), wanted, in_order=False
     )
     mine = full if rank == last else None  # also a plain model's state comes from one rank to all
-    shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, mine, last, **options)
+    shard = fsdp_optim.scatter_full_optim_state_dict(
+        fresh, fresh_optim, mine, last, **as_options(fsdp_optim.CallOptions, **options)
+    )
     check_same("scatter", shard, wanted, in_order=False)
     named = fsdp_optim.rekey_optim_state_dict(full, fresh, "name")
     check_same("by name: without `module.`", named["state"], state_by_name(*plain), in_order=False)
@@ -90,7 +99,13 @@ def replicas_that_differ() -> list[tuple[str, str, float]]:
     if dist.get_rank() == 1:
         next(iter(optim.state.values()))["exp_avg"][0, 0] += 1
     group = dist.group.WORLD
-    return [error_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, process_group=group))]
+    return [
+        error_of(
+            lambda: fsdp_optim.gather_full_optim_state_dict(
+                model, optim, options=fsdp_optim.CallOptions(process_group=group)
+            )
+        )
+    ]
 
 
 @fairscale_on_cpu()

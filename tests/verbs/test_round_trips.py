@@ -15,6 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 from kit.checkpoints import scramble
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.round_trips import counted
 from kit.trained import Trained
 from parameterized import parameterized
@@ -82,10 +83,12 @@ class Calls:
 
     def save(self) -> None:
         self._saved = self._new("saved")
-        fsdp_optim.save(self._saved, *self._both, durable=False)
+        fsdp_optim.save(self._saved, *self._both, options=fsdp_optim.SaveOptions(durable=False))
 
     def async_save(self) -> None:
-        self._handle = fsdp_optim.async_save(self._new("later"), *self._both, durable=False)
+        self._handle = fsdp_optim.async_save(
+            self._new("later"), *self._both, options=fsdp_optim.SaveOptions(durable=False)
+        )
 
     def async_wait(self) -> None:
         self._handle.wait()
@@ -98,7 +101,9 @@ class Calls:
 
     def manager_made(self) -> None:
         options: dict[str, Any] = {"every": 4, "agree_every": 2, "durable": False, "signals": ()}
-        self._manager = fsdp_optim.CheckpointManager(self._new("run"), *self._both, **options)
+        self._manager = fsdp_optim.CheckpointManager(
+            self._new("run"), *self._both, **as_options(fsdp_optim.ManagerOptions, **options)
+        )
 
     def manager_resume(self) -> None:
         self._manager.resume()

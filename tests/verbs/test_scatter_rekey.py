@@ -38,10 +38,14 @@ def gather_and_scatter_in_buckets(flatten: bool) -> None:
     fresh, fresh_optim, _ = nested_net(0, flatten_parameters=flatten)
     wanted = frozen_copy(optim)
     for nbytes, recipient in zip(BUCKETS, itertools.cycle((*range(world_size), None)), strict=False):
-        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, bucket_nbytes=nbytes)
+        full = fsdp_optim.gather_full_optim_state_dict(
+            model, optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=nbytes)
+        )
         check_gathered(full, recipient, *plain)
         source = recipient if recipient is not None else world_size - 1
-        shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, full, source, bucket_nbytes=nbytes)
+        shard = fsdp_optim.scatter_full_optim_state_dict(
+            fresh, fresh_optim, full, source, options=fsdp_optim.CallOptions(bucket_nbytes=nbytes)
+        )
         check_same(f"scattered from {source} in buckets of {nbytes} bytes", shard, wanted, in_order=False)
         if full is not None:
             check_same(

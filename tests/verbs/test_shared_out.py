@@ -105,7 +105,7 @@ def resumed(folder: str, by: int) -> None:
 
     model = in_ddp(Model())
     optim = adam(model, mine)
-    fsdp_optim.load(folder, model, optim, check="bitwise")
+    fsdp_optim.load(folder, model, optim, options=fsdp_optim.LoadOptions(compare=True))
     check_same("weights", dict(model.module.state_dict()), weights)
     check("load", model, optim)
     again = adam(model, mine)

@@ -25,11 +25,13 @@ from kit.groups import (
     step_plain,
     told_by,
 )
+from kit.options import as_options
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel as FSDP
+import fsdp_optim.fairscale
+from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 Call = tuple[str, Callable[[], Any]]
@@ -104,26 +106,55 @@ def calls_of(model: Any, optim: Any, full: Any) -> list[Call]:
     )  # a plain model does not tell who shares it
     named = fsdp_optim.rekey_optim_state_dict(full, model, "name")
     calls: list[Call] = [
-        ("gather", lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, **group)),
+        (
+            "gather",
+            lambda: fsdp_optim.gather_full_optim_state_dict(
+                model, optim, **as_options(fsdp_optim.CallOptions, **group)
+            ),
+        ),
         (
             "gather by name",
-            lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", collect="all", **group),
+            lambda: fsdp_optim.fairscale.gather_full_optim_state_dict(
+                model, optim, None, "name", collect="all", **as_options(fsdp_optim.CallOptions, **group)
+            ),
         ),
-        ("iter", lambda: list(fsdp_optim.iter_full_optim_state(model, optim, None, bucket_nbytes=64, **group))),
-        ("get_shard", lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, **group)),
-        ("get_shard by name", lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, named, **group)),
+        (
+            "iter",
+            lambda: list(
+                fsdp_optim.iter_full_optim_state(
+                    model, optim, None, **as_options(fsdp_optim.CallOptions, **group, bucket_nbytes=64)
+                )
+            ),
+        ),
+        (
+            "get_shard",
+            lambda: fsdp_optim.get_shard_from_optim_state_dict(
+                model, optim, full, **as_options(fsdp_optim.CallOptions, **group)
+            ),
+        ),
+        (
+            "get_shard by name",
+            lambda: fsdp_optim.get_shard_from_optim_state_dict(
+                model, optim, named, **as_options(fsdp_optim.CallOptions, **group)
+            ),
+        ),
         (
             "scatter",
             lambda: fsdp_optim.scatter_full_optim_state_dict(
-                model, optim, full if rank == last else None, last, **group
+                model, optim, full if rank == last else None, last, **as_options(fsdp_optim.CallOptions, **group)
             ),
         ),
-        ("scatter, full on all", lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full, **group)),
+        (
+            "scatter, full on all",
+            lambda: fsdp_optim.scatter_full_optim_state_dict(
+                model, optim, full, **as_options(fsdp_optim.CallOptions, **group)
+            ),
+        ),
         ("rekey", lambda: fsdp_optim.rekey_optim_state_dict(full, model, "name")),
         ("rekey back", lambda: fsdp_optim.rekey_optim_state_dict(named, model, "id")),
     ]
     if isinstance(model, FairscaleFSDP):
-        calls.append(("for_fairscale", lambda: fsdp_optim.for_fairscale(full)))
+        calls.append(("for_fairscale", lambda: fsdp_optim.fairscale.for_fairscale(full)))
     if isinstance(model, FSDP):
         calls += [
             ("method gather", lambda: model.gather_full_optim_state_dict(optim, 0)),

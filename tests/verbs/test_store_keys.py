@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from kit.compare import error_text
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -44,7 +45,9 @@ class Calls:
         return self.trained.model, self.trained.optim
 
     def save(self, path: Path, **kwargs: Any) -> Any:
-        return fsdp_optim.save(path, *self.both, overwrite=True, durable=False, **kwargs)
+        return fsdp_optim.save(
+            path, *self.both, overwrite=True, **as_options(fsdp_optim.SaveOptions, **kwargs, durable=False)
+        )
 
     def own_opaque(self) -> Any:
         """Opaque state, and something else in it on each rank, so that reports travel."""
@@ -58,18 +61,22 @@ class Calls:
 
 
 def in_buckets(calls: Calls) -> None:
-    for _ in fsdp_optim.iter_full_optim_state(*calls.both, bucket_nbytes=64):
+    for _ in fsdp_optim.iter_full_optim_state(*calls.both, options=fsdp_optim.CallOptions(bucket_nbytes=64)):
         pass
 
 
 def stopped_early(calls: Calls) -> None:
-    for _ in fsdp_optim.iter_full_optim_state(*calls.both, bucket_nbytes=64, timeout=20.0):
+    for _ in fsdp_optim.iter_full_optim_state(
+        *calls.both, options=fsdp_optim.CallOptions(bucket_nbytes=64, timeout=20.0)
+    ):
         if calls.me:
             break
 
 
 def called_while_suspended(calls: Calls) -> None:
-    iterator = fsdp_optim.iter_full_optim_state(*calls.both, bucket_nbytes=64, timeout=20.0)
+    iterator = fsdp_optim.iter_full_optim_state(
+        *calls.both, options=fsdp_optim.CallOptions(bucket_nbytes=64, timeout=20.0)
+    )
     next(iterator)
     calls.trained.gather(0)
 
@@ -119,13 +126,18 @@ def _enters_and_says(path: Path) -> Callable[[RankGroup, JobStore], Meeting]:
 
 def refused_load(calls: Calls) -> None:
     fsdp_optim.load(
-        calls.path / ("saved" if calls.me else "nowhere"), calls.fresh.model, calls.fresh.optim, timeout=20.0
+        calls.path / ("saved" if calls.me else "nowhere"),
+        calls.fresh.model,
+        calls.fresh.optim,
+        options=fsdp_optim.LoadOptions(timeout=20.0),
     )
 
 
 def managed(calls: Calls) -> None:
     """A manager's life: made, resumed, stepped, gone back, closed."""
-    with fsdp_optim.CheckpointManager(calls.path / "managed", *calls.both, every=2, durable=False) as manager:
+    with fsdp_optim.CheckpointManager(
+        calls.path / "managed", *calls.both, every=2, options=fsdp_optim.ManagerOptions(durable=False)
+    ) as manager:
         step = manager.resume()
         for more in range(1, 4):
             manager.step(step + more)
@@ -142,20 +154,24 @@ GOOD: dict[str, Callable[[Calls], Any]] = {
     "sharded": lambda calls: calls.trained.shard(calls.sharded),
     "transfer": transferred,
     "save": lambda calls: calls.save(calls.path / "again"),
-    "save a file per rank": lambda calls: calls.save(calls.path / "each", strategy="per_rank_files"),
+    "save a file per rank": lambda calls: calls.save(
+        calls.path / "each", options=fsdp_optim.SaveOptions(strategy="per_rank_files")
+    ),
     "async_save": lambda calls: fsdp_optim.async_save(
-        calls.path / "later", *calls.both, overwrite=True, durable=False
+        calls.path / "later", *calls.both, overwrite=True, options=fsdp_optim.SaveOptions(durable=False)
     ).wait(),
     "load": lambda calls: fsdp_optim.load(calls.path / "saved", calls.fresh.model, calls.fresh.optim),
     "load, checked": lambda calls: fsdp_optim.load(
-        calls.path / "saved", calls.fresh.model, calls.fresh.optim, check="bitwise"
+        calls.path / "saved", calls.fresh.model, calls.fresh.optim, options=fsdp_optim.LoadOptions(compare=True)
     ),
     "resume": lambda calls: fsdp_optim.resume(calls.path, calls.fresh.model, calls.fresh.optim),
     "resume from nothing": lambda calls: fsdp_optim.resume(calls.path / "none", calls.fresh.model, calls.fresh.optim),
     "manager": managed,
     "different reports, opaque values": opaque,
     "late": late,
-    "stopped early by all": lambda calls: next(fsdp_optim.iter_full_optim_state(*calls.both, bucket_nbytes=64)),
+    "stopped early by all": lambda calls: next(
+        fsdp_optim.iter_full_optim_state(*calls.both, options=fsdp_optim.CallOptions(bucket_nbytes=64))
+    ),
 }
 FAILING: dict[str, Callable[[Calls], Any]] = {
     "an argument on one rank": lambda calls: calls.trained.gather(0, "ids" if calls.me else "id", timeout=20.0),
@@ -166,12 +182,14 @@ FAILING: dict[str, Callable[[Calls], Any]] = {
     "another optimizer": lambda calls: fsdp_optim.gather_full_optim_state_dict(
         calls.trained.model,
         torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) if calls.me else calls.trained.optim,
-        timeout=20.0,
+        options=fsdp_optim.CallOptions(timeout=20.0),
     ),
     "nothing to scatter": lambda calls: calls.trained.scatter(None, 1, timeout=20.0),
     "stopped early by one": stopped_early,
     "called while suspended": called_while_suspended,
-    "save to a taken path": lambda calls: fsdp_optim.save(calls.path / "saved", *calls.both, timeout=20.0),
+    "save to a taken path": lambda calls: fsdp_optim.save(
+        calls.path / "saved", *calls.both, options=fsdp_optim.SaveOptions(timeout=20.0)
+    ),
     "load of what is not there on one rank": refused_load,
 }
 

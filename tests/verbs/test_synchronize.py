@@ -54,8 +54,12 @@ def all_calls(folder: Path) -> None:
     calls: dict[str, Callable[[nn.Module, Any], Any]] = {
         "gather": lambda model, optim: fsdp_optim.gather_full_optim_state_dict(model, optim),
         "iterate": lambda model, optim: list(fsdp_optim.iter_full_optim_state(model, optim)),
-        "save": lambda model, optim: fsdp_optim.save(folder / "a", model, optim, durable=False),
-        "async_save": lambda model, optim: fsdp_optim.async_save(folder / "b", model, optim, durable=False).wait(),
+        "save": lambda model, optim: fsdp_optim.save(
+            folder / "a", model, optim, options=fsdp_optim.SaveOptions(durable=False)
+        ),
+        "async_save": lambda model, optim: fsdp_optim.async_save(
+            folder / "b", model, optim, options=fsdp_optim.SaveOptions(durable=False)
+        ).wait(),
         "transfer": lambda model, optim: fsdp_optim.transfer_optim_state(model, optim, *other()),
         "wrapped": lambda model, optim: fsdp_optim.gather_full_optim_state_dict(model, Wrapped(optim)),
         "a list": lambda model, optim: fsdp_optim.gather_full_optim_state_dict(model, [optim], key_by="name"),
@@ -79,7 +83,9 @@ def refused() -> None:
     for rank in range(dist.get_world_size()):
         given: Any = "no optimizer" if dist.get_rank() == rank else optim
         errors: list[Any] = [None] * dist.get_world_size()
-        found = error_text(lambda: fsdp_optim.gather_full_optim_state_dict(model, given, timeout=60))  # noqa: B023
+        found = error_text(
+            lambda: fsdp_optim.gather_full_optim_state_dict(model, given, options=fsdp_optim.CallOptions(timeout=60))  # noqa: B023
+        )
         dist.all_gather_object(errors, found)
         check_refused(f"rank {rank}", [(("any", text)) for _, text in errors], "any", f"rank {rank}")
     check_same("calls", optim.num_calls, 0)

@@ -87,7 +87,11 @@ def move(source_kind: str, make: Any, targets: tuple[str, ...]) -> dict[str, tup
                 before, params = snapshot(source), [local_of(p).detach().clone() for p in target.params]
                 with BytesSent() as counter:
                     result = fsdp_optim.transfer_optim_state(
-                        source.model, source.optim, target.model, target.optim, process_group=world
+                        source.model,
+                        source.optim,
+                        target.model,
+                        target.optim,
+                        options=fsdp_optim.CallOptions(process_group=world),
                     )
                 sent, other, need = counter.sent, counter.collective, lacking(source, target)
                 again = target.gather(None, process_group=world)

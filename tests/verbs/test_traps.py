@@ -17,6 +17,7 @@ from kit.cases import expand, some
 from kit.compare import Differs, check_refused, check_same, error_text
 from kit.local_parts import local_of
 from kit.optimizers import adam
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 from torch import Tensor, nn
@@ -40,19 +41,21 @@ def inside_summon(path: str) -> dict[str, tuple[str, str]]:
             trained = Trained(wrap)
             full = trained.gather(None)
             shard = trained.shard(full)
-            F.save(path, trained.model, trained.optim, overwrite=True, durable=False)
+            F.save(path, trained.model, trained.optim, overwrite=True, options=F.SaveOptions(durable=False))
             whole = (
                 trained.model.summon_full_params() if "fair" in wrap else TorchFSDP.summon_full_params(trained.model)
             )
             calls: dict[str, Callable[[], Any]] = {
-                "save": lambda t=trained: F.save(path + "-new", t.model, t.optim, timeout=60),
-                "load": lambda t=trained: F.load(path, t.model, timeout=60),
+                "save": lambda t=trained: F.save(path + "-new", t.model, t.optim, options=F.SaveOptions(timeout=60)),
+                "load": lambda t=trained: F.load(path, t.model, options=F.LoadOptions(timeout=60)),
             }
             if wrap == "FSDP1 orig":
                 calls["load_optim"] = lambda t=trained, s=shard: F.load_optim_state_dict(t.optim, s)
             elif wrap != "fairscale non-flat":
                 calls["gather"] = lambda t=trained: t.gather(timeout=60)
-                calls["iterate"] = lambda t=trained: list(F.iter_full_optim_state(t.model, t.optim, timeout=60))
+                calls["iterate"] = lambda t=trained: list(
+                    F.iter_full_optim_state(t.model, t.optim, options=F.CallOptions(timeout=60))
+                )
                 calls["shard"] = lambda t=trained, f=full: t.shard(f)
                 calls["scatter"] = lambda t=trained, f=full: t.scatter(f, timeout=60)
             with whole:
@@ -177,8 +180,16 @@ def around_every_call(around: str, path: str) -> None:
             fresh = Trained(wrap, make, 0)
             with AROUND[around]():
                 again = trained.gather(None, "name")
-                one_by_one = dict(F.iter_full_optim_state(trained.model, trained.optim, None, **group))
-                F.save(path, trained.model, trained.optim, overwrite=True, durable=False, allow_pickle=True, **group)
+                one_by_one = dict(
+                    F.iter_full_optim_state(trained.model, trained.optim, None, **as_options(F.CallOptions, **group))
+                )
+                F.save(
+                    path,
+                    trained.model,
+                    trained.optim,
+                    overwrite=True,
+                    **as_options(F.SaveOptions, **group, durable=False, allow_pickle=True),
+                )
                 shards = {"shard": fresh.shard(full), "scatter": fresh.scatter(full)}
                 if sharded is not None:
                     shards["reshard"] = fresh.shard(sharded)
@@ -192,9 +203,20 @@ def around_every_call(around: str, path: str) -> None:
                 target = Trained(wrap, make, 0)
                 with AROUND[around]():
                     if how == "transfer":
-                        F.transfer_optim_state(trained.model, trained.optim, target.model, target.optim, **group)
+                        F.transfer_optim_state(
+                            trained.model,
+                            trained.optim,
+                            target.model,
+                            target.optim,
+                            **as_options(F.CallOptions, **group),
+                        )
                     elif how == "load":
-                        F.load(path, target.model, target.optim, allow_pickle=True, **group)
+                        F.load(
+                            path,
+                            target.model,
+                            target.optim,
+                            **as_options(F.LoadOptions, **group, allow_pickle=True),
+                        )
                     else:
                         F.load_optim_state_dict(target.optim, shards[how])
                 check_ordinary(how, dict(target.optim.state))
@@ -314,7 +336,9 @@ def weights_that_differ(path: str) -> tuple[str, str]:
     with torch.no_grad():
         local_of(trained.params[0]).add_(dist.get_rank())
     trained.model = trained.model.module  # nobody keeps them equal now
-    return error_text(lambda: F.save(path, trained.model, process_group=dist.group.WORLD, timeout=60))
+    return error_text(
+        lambda: F.save(path, trained.model, options=F.SaveOptions(process_group=dist.group.WORLD, timeout=60))
+    )
 
 
 class WordsTest(unittest.TestCase):

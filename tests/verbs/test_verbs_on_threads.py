@@ -50,19 +50,29 @@ def every_verb(cut: str, make: str, folder: str) -> None:
         run = Training(cut, ranks, rank, MAKES[make])
         wanted = oracle(MAKES[make]).optim.state_dict()["state"]
         for recipient in (*ranks, None):
-            full = fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, recipient, bucket_nbytes=64)
+            full = fsdp_optim.gather_full_optim_state_dict(
+                run.model, run.optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=64)
+            )
             if (full is None) != (recipient not in (rank, None)):
                 raise AssertionError(f"rank {rank} got a {type(full).__name__}, the recipient is {recipient}")
             if full is not None:
                 check_same(f"gathered to {recipient}", full["state"], wanted)
-        listed = dict(fsdp_optim.iter_full_optim_state(run.model, run.optim, None, bucket_nbytes=64))
+        listed = dict(
+            fsdp_optim.iter_full_optim_state(
+                run.model, run.optim, None, options=fsdp_optim.CallOptions(bucket_nbytes=64)
+            )
+        )
         check_same("iterated", list(listed.values()), list(wanted.values()))
         other = Training(NEXT[cut], ranks, rank, MAKES[make], steps=0)
         again = Training(NEXT[cut], ranks, rank, MAKES[make])
         shards = {
             "shard": fsdp_optim.get_shard_from_optim_state_dict(other.model, other.optim, full),
             "scatter": fsdp_optim.scatter_full_optim_state_dict(
-                other.model, other.optim, full if rank == ranks[-1] else None, ranks[-1], bucket_nbytes=64
+                other.model,
+                other.optim,
+                full if rank == ranks[-1] else None,
+                ranks[-1],
+                options=fsdp_optim.CallOptions(bucket_nbytes=64),
             ),
         }
         for verb, shard in shards.items():
@@ -72,11 +82,19 @@ def every_verb(cut: str, make: str, folder: str) -> None:
         fsdp_optim.transfer_optim_state(run.model, run.optim, moved.model, moved.optim)
         check_same("transferred", state_of(moved.optim), state_of(again.optim))
         path = Path(folder)
-        fsdp_optim.save(path / "saved", run.model, run.optim, durable=False, bucket_nbytes=300, extra={"step": 2})
-        fsdp_optim.async_save(path / "later", run.model, run.optim, durable=False).wait()
+        fsdp_optim.save(
+            path / "saved",
+            run.model,
+            run.optim,
+            options=fsdp_optim.SaveOptions(durable=False, bucket_nbytes=300),
+            state={"step": 2},
+        )
+        fsdp_optim.async_save(
+            path / "later", run.model, run.optim, options=fsdp_optim.SaveOptions(durable=False)
+        ).wait()
         for name in ("saved", "later"):
             loaded = Training(NEXT[cut], ranks, rank, MAKES[make], steps=0)
-            fsdp_optim.load(path / name, loaded.model, loaded.optim, check="bitwise")
+            fsdp_optim.load(path / name, loaded.model, loaded.optim, options=fsdp_optim.LoadOptions(compare=True))
             check_same(f"loaded what was {name}", state_of(loaded.optim), state_of(again.optim))
             for mine, theirs in zip(loaded.model.parameters(), again.model.parameters(), strict=True):
                 check_same("weights", mine.detach(), theirs.detach())
@@ -88,12 +106,16 @@ def every_verb(cut: str, make: str, folder: str) -> None:
 
 
 CALLS: dict[str, Callable[[Training, str], Any]] = {
-    "gather": lambda run, path: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=20.0),
-    "transfer": lambda run, path: fsdp_optim.transfer_optim_state(
-        run.model, run.optim, run.model, run.optim, timeout=20.0
+    "gather": lambda run, path: fsdp_optim.gather_full_optim_state_dict(
+        run.model, run.optim, 0, options=fsdp_optim.CallOptions(timeout=20.0)
     ),
-    "save": lambda run, path: fsdp_optim.save(path, run.model, run.optim, durable=False, timeout=20.0),
-    "load": lambda run, path: fsdp_optim.load(path, run.model, run.optim, timeout=20.0),
+    "transfer": lambda run, path: fsdp_optim.transfer_optim_state(
+        run.model, run.optim, run.model, run.optim, options=fsdp_optim.CallOptions(timeout=20.0)
+    ),
+    "save": lambda run, path: fsdp_optim.save(
+        path, run.model, run.optim, options=fsdp_optim.SaveOptions(durable=False, timeout=20.0)
+    ),
+    "load": lambda run, path: fsdp_optim.load(path, run.model, run.optim, options=fsdp_optim.LoadOptions(timeout=20.0)),
 }
 
 
@@ -128,21 +150,31 @@ def one_does_not_come(absent: int) -> tuple[str, str]:
         run = Training("rows", range(world.size), world.rank, adam)
         if world.rank == absent:
             return "", ""
-        return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=0.5))
+        return error_text(
+            lambda: fsdp_optim.gather_full_optim_state_dict(
+                run.model, run.optim, 0, options=fsdp_optim.CallOptions(timeout=0.5)
+            )
+        )
 
 
 def save_in_background(path: str) -> tuple[str, str]:
     world = world_here()
     with use_adapters([DescribedAdapter()]):
         run = Training("rows", range(world.size), world.rank, adam)
-        return error_text(lambda: fsdp_optim.async_save(path, run.model, run.optim, durable=False, timeout=20.0).wait())
+        return error_text(
+            lambda: fsdp_optim.async_save(
+                path, run.model, run.optim, options=fsdp_optim.SaveOptions(durable=False, timeout=20.0)
+            ).wait()
+        )
 
 
 def load_again(path: str) -> tuple[str, str]:
     world = world_here()
     with use_adapters([DescribedAdapter()]):
         run = Training("columns", range(world.size), world.rank, adam)
-        return error_text(lambda: fsdp_optim.load(path, run.model, run.optim, timeout=20.0))
+        return error_text(
+            lambda: fsdp_optim.load(path, run.model, run.optim, options=fsdp_optim.LoadOptions(timeout=20.0))
+        )
 
 
 class Loses(InProcessTransport):
@@ -172,9 +204,15 @@ def with_lost_messages(verb: str) -> tuple[str, str]:
     with use_adapters([DescribedAdapter()]):
         run, target = (Training(cut, range(world.size), world.rank, adam) for cut in ("rows", "columns"))
         if verb == "gather":
-            return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=20.0))
+            return error_text(
+                lambda: fsdp_optim.gather_full_optim_state_dict(
+                    run.model, run.optim, 0, options=fsdp_optim.CallOptions(timeout=20.0)
+                )
+            )
         return error_text(
-            lambda: fsdp_optim.transfer_optim_state(run.model, run.optim, target.model, target.optim, timeout=20.0)
+            lambda: fsdp_optim.transfer_optim_state(
+                run.model, run.optim, target.model, target.optim, options=fsdp_optim.CallOptions(timeout=20.0)
+            )
         )
 
 

@@ -50,7 +50,7 @@ def by_transfer(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) ->
 
 def by_file(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> None:
     fsdp_optim.save(path, model, optim)
-    fsdp_optim.load(path, new, new_optim, cast=True)
+    fsdp_optim.load(path, new, new_optim, options=fsdp_optim.LoadOptions(cast=True))
 
 
 WAYS = [by_shard, by_transfer, by_file]

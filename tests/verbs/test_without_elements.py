@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.compare import check_refused, check_same, error_text, refused
+from kit.options import as_options
 from parameterized import parameterized
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -78,9 +79,13 @@ def put(optim: torch.optim.Optimizer, where: str, value: Any) -> str:
 def readers(root: Path, model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
     other, other_optim = stepped()
     return {
-        "save": lambda: fsdp_optim.save(root / "a", model, optim, **QUIET),
-        "save dcp": lambda: fsdp_optim.save(root / "a", model, optim, format="dcp", **QUIET),
-        "async_save": lambda: fsdp_optim.async_save(root / "a", model, optim, **QUIET).wait(),
+        "save": lambda: fsdp_optim.save(root / "a", model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET)),
+        "save dcp": lambda: fsdp_optim.save(
+            root / "a", model, optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUIET)
+        ),
+        "async_save": lambda: fsdp_optim.async_save(
+            root / "a", model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
+        ).wait(),
         "gather": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, None),
         "iterate": lambda: list(fsdp_optim.iter_full_optim_state(model, optim, None)),
         "transfer": lambda: fsdp_optim.transfer_optim_state(model, optim, other, other_optim),
@@ -144,10 +149,16 @@ class WithoutElementsTest(unittest.TestCase):
             for at, value in {"'mine'": {"mine": make()}, "'deep'": {"deep": {"b": [make()]}}}.items():
                 with self.subTest(f"{key} {at}"):
                     kind, text = error_text(
-                        lambda: fsdp_optim.save(self.root / "a", model, optim, format=format, **{key: value}, **QUIET)  # noqa: B023
+                        lambda: fsdp_optim.save(
+                            self.root / "a",
+                            model,
+                            optim,
+                            format=format,
+                            **as_options(fsdp_optim.SaveOptions, **{key: value}, **QUIET),  # noqa: B023
+                        )
                     )
                     self.assertEqual(kind, "CheckpointError", text[:500])
-                    self.assertIn(at if format == "safetensors" or key == "extra" else key, text[:500])
+                    self.assertIn(f"state[{at}]", text[:500])
                     if name not in ("csr", "float4 without dimensions", "int4", "uint4"):
                         self.assertIn(words.replace(", or contains itself", ""), text)
         self.assertEqual(list(self.root.iterdir()), [])
@@ -160,8 +171,15 @@ class WithoutElementsTest(unittest.TestCase):
         ]
         model, optim = stepped()
         for format in ("safetensors", "dcp"):
-            fsdp_optim.save(self.root / format, model, optim, extra={"a": [value]}, format=format, **QUIET)
-            (found,) = fsdp_optim.load(self.root / format, model, optim)["a"]
+            fsdp_optim.save(
+                self.root / format,
+                model,
+                optim,
+                state={"a": [value]},
+                format=format,
+                **as_options(fsdp_optim.SaveOptions, **QUIET),
+            )
+            (found,) = fsdp_optim.load(self.root / format, model, optim).state["a"]
             check_same(f"{kind}, {format}", found, value.resolve_conj().resolve_neg().clone())
             self.assertFalse(found.is_neg() or found.is_conj())
 
@@ -171,7 +189,7 @@ class ModelsWithoutElementsTest(unittest.TestCase):
         folder = tempfile.TemporaryDirectory(prefix="fsdp_optim_elements_")
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name)
-        fsdp_optim.save(self.root / "there", *stepped(), **QUIET)
+        fsdp_optim.save(self.root / "there", *stepped(), **as_options(fsdp_optim.SaveOptions, **QUIET))
 
     def calls(self, model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
         full = fsdp_optim.gather_full_optim_state_dict(*stepped(), None)
@@ -219,8 +237,13 @@ class ModelsWithoutElementsTest(unittest.TestCase):
             else:
                 model.register_parameter("odd", nn.Parameter(value, requires_grad=False))
             calls = {
-                "save": lambda: fsdp_optim.save(self.root / "a", model, **QUIET),  # noqa: B023
-                "save dcp": lambda: fsdp_optim.save(self.root / "a", model, format="dcp", **QUIET),  # noqa: B023
+                "save": lambda: fsdp_optim.save(self.root / "a", model, **as_options(fsdp_optim.SaveOptions, **QUIET)),  # noqa: B023
+                "save dcp": lambda: fsdp_optim.save(
+                    self.root / "a",
+                    model,  # noqa: B023
+                    format="dcp",
+                    **as_options(fsdp_optim.SaveOptions, **QUIET),
+                ),
                 "gather": lambda: fsdp_optim.gather_full_model_state_dict(model, None),  # noqa: B023
             }
             self.check(calls, "odd: ")
@@ -248,7 +271,16 @@ def on_ranks(root: str) -> list[tuple[str, str]]:
             optim.step()
             if dist.get_rank() == odd:
                 put(optim, "group", make())
-            errors.append(error_text(lambda: fsdp_optim.save(root, model, optim, timeout=60.0, **QUIET)))  # noqa: B023
+            errors.append(
+                error_text(
+                    lambda: fsdp_optim.save(
+                        root,
+                        model,  # noqa: B023
+                        optim,  # noqa: B023
+                        **as_options(fsdp_optim.SaveOptions, **QUIET, timeout=60.0),
+                    )
+                )
+            )
     return errors
 
 

@@ -15,6 +15,7 @@ from kit.wrapping import cpu, snapshot
 from torch import nn
 
 import fsdp_optim as F
+import fsdp_optim.fairscale
 from fsdp_optim.testing import run_on_ranks
 
 INTERNAL = ("_modules", "unhashable", "has no attribute", "not iterable", "subscriptable", "positional argument")
@@ -171,7 +172,7 @@ CASES: list[Case] = [
     ),
     (
         "shard, groups",
-        lambda s: F.get_shard_from_optim_state_dict(s.model, s.optim, s.full, groups="lives"),
+        lambda s: F.get_shard_from_optim_state_dict(s.model, s.optim, s.full, param_groups="lives"),
         "StateError",
         ("'saved' or 'live'", "'lives'"),
     ),
@@ -208,9 +209,9 @@ CASES: list[Case] = [
     ),
     (
         "load_optim, keep",
-        lambda s: F.load_optim_state_dict(s.optim, s.shard, keep="lr"),
+        lambda s: F.load_optim_state_dict(s.optim, s.shard, keep_hyperparameters="lr"),
         "StateError",
-        ("keep=['lr']", "'lr'"),
+        ("keep_hyperparameters=['lr']", "'lr'"),
     ),
     (
         "rekey by names",
@@ -221,14 +222,14 @@ CASES: list[Case] = [
     ("rekey swapped", lambda s: F.rekey_optim_state_dict(s.model, s.full, "name"), "WrapperError", (MODEL_WANTED,)),
     (
         "for_fairscale of a model",
-        lambda s: F.for_fairscale(s.model),
+        lambda s: F.fairscale.for_fairscale(s.model),
         "StateError",
         ("full optimizer state dict", "Linear"),
     ),
-    ("for_fairscale of nothing", lambda s: F.for_fairscale({}), "StateError", ("no state",)),
+    ("for_fairscale of nothing", lambda s: F.fairscale.for_fairscale({}), "StateError", ("no state",)),
     (
         "timeout",
-        lambda s: F.gather_full_optim_state_dict(s.model, s.optim, timeout="5"),
+        lambda s: F.gather_full_optim_state_dict(s.model, s.optim, options=F.CallOptions(timeout="5")),
         "StateError",
         ("timeout", "'5'"),
     ),
@@ -279,11 +280,21 @@ def on_one_rank() -> list[tuple[str, str]]:
         wrong = torch.distributed.get_rank() == 1
         found = [
             error_text(
-                lambda: F.gather_full_optim_state_dict("model" if wrong else made.model, made.optim, timeout=60)
+                lambda: F.gather_full_optim_state_dict(
+                    "model" if wrong else made.model, made.optim, options=F.CallOptions(timeout=60)
+                )
             ),
-            error_text(lambda: F.gather_full_optim_state_dict(made.model, {} if wrong else made.optim, timeout=60)),
             error_text(
-                lambda: list(F.iter_full_optim_state(made.model, made.model if wrong else made.optim, timeout=60))
+                lambda: F.gather_full_optim_state_dict(
+                    made.model, {} if wrong else made.optim, options=F.CallOptions(timeout=60)
+                )
+            ),
+            error_text(
+                lambda: list(
+                    F.iter_full_optim_state(
+                        made.model, made.model if wrong else made.optim, options=F.CallOptions(timeout=60)
+                    )
+                )
             ),
         ]
         check_same("nothing is changed", snapshot(made), before)

@@ -232,7 +232,7 @@ def try_all(verb: str) -> list[tuple[str, Error]]:
         "method": lambda full: model.get_shard_from_optim_state_dict(full, optim),
         "no optimizer": lambda full: model.get_shard_from_optim_state_dict(full),
         "scatter": lambda full: fsdp_optim.scatter_full_optim_state_dict(
-            model, optim, full if rank == 1 else None, 1, timeout=15
+            model, optim, full if rank == 1 else None, 1, options=fsdp_optim.CallOptions(timeout=15)
         ),
         "rekey": lambda full: fsdp_optim.rekey_optim_state_dict(full, model, "name"),
     }
@@ -259,7 +259,11 @@ def own_shard_for_a_full_dict() -> list[list[Error]]:
     before, own = snapshot(model, optim), frozen_copy(optim)
     errors = [
         error_of(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, own)),
-        error_of(lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, own, timeout=15)),
+        error_of(
+            lambda: fsdp_optim.scatter_full_optim_state_dict(
+                model, optim, own, options=fsdp_optim.CallOptions(timeout=15)
+            )
+        ),
         error_of(lambda: model.get_shard_from_optim_state_dict(own)),
     ]
     check_same("the optimizer and the model", snapshot(model, optim), before, in_order=False)
@@ -290,7 +294,14 @@ def other_groups(fulls: list[Any]) -> list[list[Error]]:
         found.append(
             [
                 error_of(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full)),  # noqa: B023
-                error_of(lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, timeout=15)),  # noqa: B023
+                error_of(
+                    lambda: fsdp_optim.scatter_full_optim_state_dict(
+                        model,
+                        optim,
+                        mine,  # noqa: B023
+                        options=fsdp_optim.CallOptions(timeout=15),
+                    )
+                ),
             ]
         )
     check_same("the optimizer and the model", snapshot(model, optim), before, in_order=False)

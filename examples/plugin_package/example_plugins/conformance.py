@@ -100,11 +100,13 @@ def check_some(url: str) -> None:
     for step in (2, 1):
         model, optim = trained(0)
         if step == 2:
-            restored = fsdp_optim.resume(url, model, optim, check="bitwise", **options)
+            restored = fsdp_optim.resume(url, model, optim, options=fsdp_optim.LoadOptions(compare=True), **options)
         else:
-            restored = fsdp_optim.load(f"{url}/step-1", model, optim, check="bitwise", **options)
+            restored = fsdp_optim.load(
+                f"{url}/step-1", model, optim, options=fsdp_optim.LoadOptions(compare=True), **options
+            )
         assert restored is not None
-        assert (restored.summary.step, dict(restored)) == (step, {"epoch": step})
+        assert (restored.step, dict(restored.state)) == (step, {"epoch": step})
         wanted = fsdp_optim.gather_full_optim_state_dict(*trained(step), recipient_rank=None)
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None)
         assert all(torch.equal(full["state"][0][name], value) for name, value in wanted["state"][0].items())

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_optim.checkpoint.common.results import CheckpointInfo
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.registry import scheme_of
+from fsdp_optim.results import CheckpointInfo
 from fsdp_optim.storage.base import CheckpointDirectory, CheckpointEntry, names_checkpoint
 
 ListedCheckpoint = CheckpointEntry[ManifestSummary]

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from fsdp_optim.arguments import Arguments, check_at_least, check_one_of
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, number_in
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary
-from fsdp_optim.options import Arguments, check_at_least, check_one_of
 from fsdp_optim.storage.base import CheckpointDirectory, Store
 
 Best: TypeAlias = Literal["min", "max"]

@@ -10,6 +10,7 @@ import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.buffers import StageCopiesHandle
+from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common import module_values
 from fsdp_optim.elements import check_weight
 from fsdp_optim.errors import StateError, WrapperError
@@ -18,7 +19,7 @@ from fsdp_optim.formats.base.protocols import Half, PlannedTensor
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, StridedBoxes, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import End, StateValue
-from fsdp_optim.options import CAST_DTYPES, Arguments, Options, WhichWeights
+from fsdp_optim.options import CAST_DTYPES, CallArguments, WhichWeights
 from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS, elements_of
@@ -96,7 +97,9 @@ class HalvesEnd(End):
         return self.state.memory(value) if value.is_state and self.state is not None else self.weights.memory(value)
 
 
-def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options, which: WhichWeights = "all") -> Local:
+def weights_of(
+    reader: ModelReader, ranks: tuple[int, ...], options: CallArguments, which: WhichWeights = "all"
+) -> Local:
     """The parameters and buffers of this rank's model, read as the state of an optimizer.
 
     Those that `which` leaves out have no state, and are in the group `LEFT_OUT`.
@@ -117,7 +120,7 @@ def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options, wh
 
 
 def checked_weights_of(
-    reader: ModelReader, ranks: tuple[int, ...], options: Options, which: WhichWeights = "all"
+    reader: ModelReader, ranks: tuple[int, ...], options: CallArguments, which: WhichWeights = "all"
 ) -> Local:
     """The same. Raises StateError where the pipeline stages of this rank have different buffers under one name."""
     local = weights_of(reader, ranks, options, which)
@@ -162,7 +165,7 @@ def read_weights(
     reader: ModelReader,
     group: RankGroup,
     asked: Arguments,
-    options: Options,
+    options: CallArguments,
     about: str,
     which: WhichWeights = "all",
     saved_as: torch.dtype | None = None,
@@ -238,7 +241,7 @@ def is_buffer(param: torch.Tensor) -> bool:
 
 
 def read_state(
-    reader: ModelReader, optim: Optimizers, group: RankGroup, asked: Arguments, options: Options, about: str
+    reader: ModelReader, optim: Optimizers, group: RankGroup, asked: Arguments, options: CallArguments, about: str
 ) -> SavedHalf:
     """Agree with the other ranks on the optimizer's state. Called by all ranks."""
     everything = replace(options, collect="all")

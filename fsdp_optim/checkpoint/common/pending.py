@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.errors import CheckpointError, RankTimeoutError, StateError
+from fsdp_optim.results import SaveResult
 
 _LOGGED_WAIT = 0.01  # seconds
 
@@ -26,14 +26,14 @@ class SaveHandle:
     """
 
     def __init__(
-        self, path: Path | str, write: Callable[[], Saved], *, logs_waits: bool = False, owner: object = None
+        self, path: Path | str, write: Callable[[], SaveResult], *, logs_waits: bool = False, owner: object = None
     ) -> None:
         """`logs_waits`: log how long this process waits for the save; True on one rank. `owner`: the manager's, or None."""
         self.owner = owner
         self.path = path
         self._logs_waits = logs_waits
-        self._write: Callable[[], Saved] | None = write
-        self._saved: Saved | None = None
+        self._write: Callable[[], SaveResult] | None = write
+        self._saved: SaveResult | None = None
         self._error: BaseException | None = None
         self.is_reported = False  # whether the caller has seen the error
         # A daemon thread, because the interpreter joins other threads before it runs `settle` at exit, which reports errors.
@@ -43,7 +43,7 @@ class SaveHandle:
         """Whether the save is over, successfully or not."""
         return not self._thread.is_alive()
 
-    def wait(self, timeout: float | None = None) -> Saved:
+    def wait(self, timeout: float | None = None) -> SaveResult:
         """Wait until the checkpoint is there. Raises the error of any rank.
 
         Args:

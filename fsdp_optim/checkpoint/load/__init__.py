@@ -5,6 +5,8 @@ opening.py                    all ranks open the same checkpoint
 targets.py, matching.py       which stored tensor goes where, checked before memory is taken
 stored_state.py               the optimizer of a checkpoint as a `FullState`
 reading.py                    the bytes that each rank reads
-compare.py                    check="bitwise"
-installing.py, restored.py    into the live objects, on all ranks or on none; the result
+compare.py                    compare=True
+saved_state.py                the values of the trainer, as one rank has them
+loaded_objects.py             the objects in `state=`: their names are checked, then they are loaded
+installing.py                 into the live objects, on all ranks or on none
 """

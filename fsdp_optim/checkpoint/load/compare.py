@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.casting import castable
 from fsdp_optim.checkpoint.common.contents import weights_of
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue, elements_in, read_constants, stored_value
@@ -19,7 +20,6 @@ from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import dtype_name, flat_slice
 from fsdp_optim.move import End, Key, Slice, move
-from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.live.local import LocalParam, Optimizers
 from fsdp_optim.state.live.local_dict import opaque_values
 from fsdp_optim.state.values.kinds import is_scalar
@@ -39,7 +39,7 @@ def check_bitwise(
     loaded_from: Reader,
     weights: Weights,
     state: State | None,
-    options: LoadOptions,
+    options: LoadArguments,
 ) -> None:
     """Read the whole checkpoint again with verification, and compare it with the live model and optimizer.
 
@@ -78,7 +78,7 @@ def check_bitwise(
             )
             _check_scalars(state, loaded)
             _check_opaque(state, loaded)
-            _check_groups(state, loaded, options.keep)
+            _check_groups(state, loaded, options.keep_hyperparameters)
             _check_other_keys(state, loaded)
         target = _CompareEnd(group.rank, live, cast)
         budget = group.budget.share(

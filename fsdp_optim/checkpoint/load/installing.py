@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.checkpoint.load.restored import Restored
+from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.live.local_dict import Shard
@@ -23,39 +23,6 @@ from fsdp_optim.verbs.load_on_all import load_on_all
 from fsdp_optim.verbs.load_state import Before, LoadableOptimizer
 
 
-class TrainerObjects(Protocol):
-    """Objects of the trainer that are loaded together with the model and the optimizer."""
-
-    def check(self, restored: Restored) -> None:
-        """Raise an error if the values of the trainer are not those of these objects. Nothing is loaded yet."""
-
-    def before(self, restored: Restored) -> Any:
-        """Copies of the states that `install` replaces. All ranks call this, because a state_dict() may be a collective call."""
-
-    def install(self, restored: Restored) -> None:
-        """Load the objects, after all ranks have read the model and the optimizer, and before these are changed."""
-
-    def put_back(self, previous: Any) -> None:
-        """Load the states that `before` returned, because a rank has failed. Raises no error."""
-
-
-class Trainers:
-    """The trainer's objects of one load, with their states before it."""
-
-    def __init__(self, objects: TrainerObjects, restored: Restored) -> None:
-        self._objects, self._restored = objects, restored
-        objects.check(restored)
-        self._previous = objects.before(restored)
-
-    def install(self, group: RankGroup, undo: ExitStack) -> None:
-        """Load the objects on all ranks. `undo` gives them back their previous states."""
-        undo.callback(self._objects.put_back, self._previous)
-        failure = Failure()
-        with failure:
-            self._objects.install(self._restored)
-        agree(group, "objects loaded", failure.error)
-
-
 def install_all(
     group: RankGroup,
     weights: Weights,
@@ -63,19 +30,38 @@ def install_all(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     shard: Shard | list[Shard] | None,
     keep: Sequence[str],
-    trainers: Trainers | None,
+    objects: LoadedObjects | None,
 ) -> None:
     """Install everything. If a rank fails, all but the weights are as they were, on all ranks."""
     with ExitStack() as undo:
         undo.callback(weights.module_values.put_back, install_values(group, weights))
-        if trainers is not None:
-            trainers.install(group, undo)
+        if objects is not None and objects.has_names:
+            undo.callback(objects.put_back)
+            _install_objects(group, objects)
         if optim is not None and shard is not None:
             before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
             load_on_all(group, optim, shard, keep, before)
             undo.callback(before.put_back)
         _install_weights(group, weights, reader)
         undo.pop_all()
+
+
+def _install_objects(group: RankGroup, objects: LoadedObjects) -> None:
+    """Load the objects of the trainer on all ranks."""
+    failure = Failure()
+    with failure:
+        objects.install()
+    agree(group, "objects loaded", failure.error)
+
+
+def install_objects_alone(objects: LoadedObjects) -> None:
+    """Load the objects of the trainer on this rank alone. After a failure they have their previous states."""
+    objects.remember()
+    try:
+        objects.install()
+    except BaseException:
+        objects.put_back()
+        raise
 
 
 def install_values(group: RankGroup, weights: Weights) -> dict[str, Any]:

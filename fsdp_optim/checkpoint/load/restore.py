@@ -6,23 +6,26 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.paths import common_store
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.progress import Progress
-from fsdp_optim.checkpoint.common.results import LoadSummary
 from fsdp_optim.checkpoint.common.stores import Place, name_of, store_at, with_cache
 from fsdp_optim.checkpoint.load.compare import check_bitwise
-from fsdp_optim.checkpoint.load.installing import TrainerObjects, Trainers, install_all
+from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
+from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd
-from fsdp_optim.checkpoint.load.restored import Restored, read_extras
+from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
 from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
 from fsdp_optim.errors import ReplacedError, StateError, WrapperError, shortened
 from fsdp_optim.formats.base.protocols import Format, Reader
 from fsdp_optim.move import move
-from fsdp_optim.options import LoadOptions, Model
+from fsdp_optim.options import Model
+from fsdp_optim.results import LoadResult
 from fsdp_optim.speed import speed_of
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
@@ -40,11 +43,14 @@ def restore(
     path: Place,
     model: Model | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
-    options: LoadOptions,
+    options: LoadArguments,
     format: Format | None = None,
-    objects: TrainerObjects | None = None,
-) -> Restored:
-    """Load a checkpoint into a live model and optimizer. Called by all ranks of the model."""
+    objects: LoadedObjects | None = None,
+) -> LoadResult:
+    """Load a checkpoint into a live model and optimizer. Called by all ranks of the model.
+
+    `objects`: those of a CheckpointManager, with random states; None: those that the options have.
+    """
     for _ in range(_LOOKS - 1):
         try:
             return _restore(path, model, optim, options, format, objects)
@@ -59,10 +65,10 @@ def _restore(
     path: Place,
     model: Model | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
-    options: LoadOptions,
+    options: LoadArguments,
     format: Format | None,
-    objects: TrainerObjects | None,
-) -> Restored:
+    objects: LoadedObjects | None,
+) -> LoadResult:
     begun = time.monotonic()
     if model is None:
         if optim is not None:
@@ -71,11 +77,12 @@ def _restore(
         pending.settle()
         store = with_cache(store_at(path, options=options.storage_options), options.local_cache)
         with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
-            restored = read_extras(checkpoint, store, _position(options), options, format)
-            restored.summary = LoadSummary(
-                world_size=checkpoint.index.facts.world_size, step=checkpoint.index.facts.step
-            )
-            return restored
+            position = _position(options)
+            saved = read_state(checkpoint, store, position, options, format)
+            objects = objects or LoadedObjects(options.state, position, strict=options.strict)
+            objects.check(saved)
+            install_objects_alone(objects)
+            return _result(saved, objects, checkpoint)
     with (
         collective_call("load", [model], options, options.call, all_of_plain=True) as ((reader,), group),
         ExitStack() as stack,
@@ -88,8 +95,10 @@ def _restore(
         check_halves(checkpoint.index, optim, options.weights)
         weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
         state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
-        restored = read_extras(checkpoint, store, group.position, options, format)
-        trainers = Trainers(objects, restored) if objects is not None else None
+        saved = read_state(checkpoint, store, group.position, options, format)
+        objects = objects or LoadedObjects(options.state, group.position, strict=options.strict)
+        objects.check(saved)
+        objects.remember()
         values = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
         total = sum(value.nbytes_on(group.rank) for value in values)
         failure = Failure()
@@ -104,58 +113,68 @@ def _restore(
                     shard = state.dict_of() if state is not None else None
             agree(group, "read", failure.error, fatal=failure.fatal)
             progress.done()
-        install_all(group, weights, reader, optim, shard, options.keep, trainers)
-        if options.check == "bitwise":
+        install_all(group, weights, reader, optim, shard, options.keep_hyperparameters, objects)
+        if options.compare:
             check_bitwise(reader, optim, group, checkpoint, weights, state, options)
-    return _summarized(restored, checkpoint, weights, state, options, source.nbytes, group, len(values), begun)
+    result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, len(values))
+    _log_loaded(result, checkpoint, group, begun)
+    return result
 
 
-def _position(options: LoadOptions) -> int:
-    """The index of this process in process_group=, or in the whole job. It selects the `per_rank_extra` of the process."""
+def _position(options: LoadArguments) -> int:
+    """The index of this process in process_group=, or in the whole job. It selects the values that the process has of its own."""
     world = world_here()
     position = world.group_rank(options.call.process_group)
     if position < 0:
         raise WrapperError(
-            f"rank {world.rank} is not in process_group=, so it has no per_rank_extra there: give a group that contains this "
-            "rank, or none"
+            f"rank {world.rank} is not in process_group=, so it has no values of its own there: give a group that contains "
+            "this rank, or none"
         )
     return position
 
 
-def _summarized(
-    restored: Restored,
-    checkpoint: Reader,
-    weights: Weights,
-    state: State | None,
-    options: LoadOptions,
-    nbytes: int,
-    group: RankGroup,
-    num_tensors: int,
-    begun: float,
-) -> Restored:
-    absent = state.absent if state is not None else ()
-    if state is not None:
-        restored.unmatched_hyperparameters, restored.unmatched_values = (
-            state.fit.unmatched_hyperparameters,
-            state.fit.unmatched_values,
-        )
-    restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
-    restored.unexpected = _each_once(weights.unexpected, state.fit.unexpected if state is not None else ())
-    restored.summary = LoadSummary(
-        num_tensors, nbytes, absent, checkpoint.index.facts.world_size, checkpoint.index.facts.step
+def _result(saved: SavedState, objects: LoadedObjects, checkpoint: Reader) -> LoadResult:
+    """The result of a load of the trainer's values."""
+    return LoadResult(
+        saved.by_name,
+        checkpoint.index.facts.step,
+        checkpoint.index.facts.world_size,
+        objects.missing_keys,
+        objects.unexpected_keys,
+        read_all_ranks=saved.read_all_ranks,
     )
+
+
+def _summarized(result: LoadResult, weights: Weights, state: State | None, nbytes: int, num_tensors: int) -> LoadResult:
+    """The result of a load of a model, and of an optimizer."""
+    fit = state.fit if state is not None else None
+    return replace(
+        result,
+        missing_keys=_each_once(weights.missing, fit.missing if fit is not None else (), result.missing_keys),
+        unexpected_keys=_each_once(
+            weights.unexpected, fit.unexpected if fit is not None else (), result.unexpected_keys
+        ),
+        unmatched_hyperparameters=fit.unmatched_hyperparameters if fit is not None else (),
+        unmatched_values=fit.unmatched_values if fit is not None else (),
+        absent=state.absent if state is not None else (),
+        num_tensors=num_tensors,
+        nbytes=nbytes,
+    )
+
+
+def _log_loaded(result: LoadResult, checkpoint: Reader, group: RankGroup, begun: float) -> None:
+    """Log one line on the lowest rank."""
     if group.rank == group.ranks[0]:
         log.info(
             "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank, in %s; without optimizer state: %s",
             checkpoint.index.where,
-            restored.summary.world_size,
+            result.world_size,
             len(group.ranks),
-            num_tensors,
-            nbytes,
-            speed_of(nbytes, begun),
-            shortened(absent) or "none",
+            result.num_tensors,
+            result.nbytes,
+            speed_of(result.nbytes, begun),
+            shortened(result.absent) or "none",
         )
-    return restored
 
 
 def _each_once(*names: Sequence[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.checkpoint.common.module_values import StoredModuleValues
@@ -26,7 +27,7 @@ from fsdp_optim.formats.base.protocols import (
     TensorReader,
 )
 from fsdp_optim.memory import Slabs, dtype_name
-from fsdp_optim.options import LoadOptions, WhichWeights
+from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
@@ -65,7 +66,7 @@ class Weights:
         reader: ModelReader,
         group: RankGroup,
         checkpoint: TensorReader,
-        asked: LoadOptions,
+        asked: LoadArguments,
         about: str,
         *,
         readers: Sequence[int] | None = None,
@@ -296,7 +297,7 @@ class State:
         optim: Optimizers,
         group: RankGroup,
         checkpoint: Reader,
-        options: LoadOptions,
+        options: LoadArguments,
         weights: Weights,
     ) -> State:
         everything = replace(options.call, collect="all")
@@ -316,7 +317,7 @@ class State:
             rename=options.rename,
             off_mesh=live.off_mesh,
         )
-        full, fit = live.fit(found.full, strict=options.call.strict, groups=options.call.groups)
+        full, fit = live.fit(found.full, strict=options.call.strict, groups=options.call.param_groups)
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
         load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])

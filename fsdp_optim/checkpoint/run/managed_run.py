@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_optim.arguments import Arguments, check_at_least, is_integer
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first
 from fsdp_optim.checkpoint.catalog.listing import listed as all_listed
 from fsdp_optim.checkpoint.catalog.retention import (
@@ -24,29 +24,22 @@ from fsdp_optim.checkpoint.catalog.retention import (
     own_in,
 )
 from fsdp_optim.checkpoint.catalog.roots import begin_anew
+from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
+from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.checkpoint.run.meeting_interval import MeetingInterval
 from fsdp_optim.checkpoint.run.preemption import Signals
 from fsdp_optim.checkpoint.run.resuming import Candidate, candidates_on_all, load_newest
-from fsdp_optim.checkpoint.run.trainer_state import LoadedState, TrainerState
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.base.summary import ManagerRecord
-from fsdp_optim.options import (
-    Arguments,
-    Model,
-    ResumeOptions,
-    SaveOptions,
-    check_at_least,
-    compared_as,
-    is_integer,
-)
+from fsdp_optim.options import ManagerOptions, Model
 from fsdp_optim.registry import scheme_of
+from fsdp_optim.results import LoadResult
 from fsdp_optim.storage.posix.files import absolute, checkpoint_errors
 from fsdp_optim.transport.agree import agree, all_gather_bytes, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
@@ -61,26 +54,26 @@ log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
-class ManagerOptions(Arguments):
-    """The arguments of a CheckpointManager."""
+class ManagerArguments(Arguments):
+    """The arguments of a CheckpointManager. `saving`: those of its saves, with most of the options."""
 
-    saving: SaveOptions
+    saving: SaveArguments
     rules: KeepRules
     every: int | None
-    agree_every: int | None
-    signals: Collection[int] = field(metadata=compared_as(lambda numbers: sorted(map(int, numbers))))
-    objects: TrainerState = field(metadata=compared_as(lambda objects: objects.names))
+    options: ManagerOptions
 
     def validate(self) -> None:
         super().validate()
-        self.objects.validate()
-        for name in ("every", "agree_every"):
-            if getattr(self, name) is not None:
-                check_at_least(name, getattr(self, name), 1, " step")
-        known = {int(number) for number in signal.Signals}
-        numbers = self.signals if isinstance(self.signals, (list, tuple, set, frozenset)) else [None]
-        if not all(is_integer(number) and number in known for number in numbers):
-            raise StateError(f"signals must be a list of signals, as in [signal.SIGTERM], not {self.signals!r}")
+        if self.every is not None:
+            check_at_least("every", self.every, 1, " step")
+
+    def compared_text(self) -> str:
+        """The arguments that must be the same on all ranks, each once."""
+        signals = sorted(map(int, self.options.signals))
+        return (
+            f"{self.saving.compared_text()}, {self.rules.compared_text()}, every={self.every!r}, signals={signals}, "
+            f"agree_every={self.options.agree_every!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,8 @@ class _Saving:
 class ManagedRun:
     """The run behind a CheckpointManager. Made by all ranks of the model, which also make every call.
 
-    `should_stop`: whether a signal has come to any rank, and the ranks have agreed on it.
+    `should_stop`: whether a signal has come to any rank, and the ranks have agreed on it. `restored`: the result of the last
+    load.
     """
 
     def __init__(
@@ -102,7 +96,7 @@ class ManagedRun:
         root: str | os.PathLike[str],
         model: Model,
         optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
-        options: ManagerOptions,
+        options: ManagerArguments,
     ) -> None:
         call = options.saving.call
         with checkpoint_errors(root), collective_call(_CALL, [model], options, call, all_of_plain=True) as (_, group):
@@ -113,14 +107,15 @@ class ManagedRun:
             inside = store_at(f"{self._root}/_", options=options.saving.storage_options)
             check_shared(group, inside, self._root)
         self._model, self._optim, self._options, self._ranks = model, optim, options, group.ranks
-        self._rhythm = MeetingInterval(len(group.ranks), options.agree_every)
+        self._rhythm = MeetingInterval(len(group.ranks), options.options.agree_every)
         self._saving: _Saving | None = None
         self._known = KnownSaves()
         self._at: int | None = None  # the step of the checkpoint that this run goes on from
         self._last_step: int | None = None
         self._next_meeting = 0
         self._has_resumed = self._is_closed = self.should_stop = False
-        self._signals = Signals(options.signals)
+        self.restored: LoadResult | None = None
+        self._signals = Signals(options.options.signals)
 
     def step(self, step: int, metric: object) -> None:
         """The end of a training step."""
@@ -182,7 +177,7 @@ class ManagedRun:
         if own is not None:
             log.error("the save in the background has failed too: %s", own)
 
-    def load(self, to: int | None, options: ResumeOptions) -> int:
+    def load(self, to: int | None, options: ResumeArguments) -> int:
         """Load a checkpoint, the newest or that of a step; returns its step."""
         with self._meeting("resume" if to is None else "rollback") as group:
             options.validate()
@@ -191,9 +186,9 @@ class ManagedRun:
             self._settle(group)
             pending.settle(self._known)
             found = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
-        loaded = LoadedState(self._options.objects, group.position, options.call.strict)
+        loaded = LoadedObjects(options.state, group.position, strict=options.strict)
 
-        def load(where: str | Path) -> Restored:
+        def load(where: str | Path) -> LoadResult:
             return restore(where, self._model, self._optim, options, objects=loaded)
 
         with checkpoint_errors(self._root):
@@ -201,10 +196,10 @@ class ManagedRun:
         step = 0
         with self._meeting("random states") as group:
             if restored is not None:
-                loaded.install_random(restored)
-                step = restored.summary.step or 0
+                loaded.install_random()
+                step = restored.step or 0
             agree(group, "random states")
-        self._has_resumed = True
+        self._has_resumed, self.restored = True, restored
         self._at = step if restored is not None else None
         self._last_step, self._next_meeting = step, step + 1
         return step
@@ -227,7 +222,7 @@ class ManagedRun:
             return True
         if self._is_due(step):
             return True
-        meets = bool(self._options.signals) or self._options.agree_every is not None
+        meets = bool(self._options.options.signals) or self._options.options.agree_every is not None
         return meets and step >= self._next_meeting
 
     def _is_due(self, step: int) -> bool:
@@ -261,12 +256,9 @@ class ManagedRun:
             self._settle(group)
             if self._at == step:
                 return
-            objects, saving = self._options.objects, self._options.saving
             record = ManagerRecord(-1 if self._at is None else self._at, metric_of(metric))
-            options = replace(
-                saving, step=step, extra=objects.extra(), per_rank_extra=objects.per_rank_extra(group.position)
-            )
-            agree(group, "objects")
+            agree(group, "record")
+        options = replace(self._options.saving, step=step)
         managed = ManagedSave(record, self._options.rules, self._known, self._has_resumed or self._at is not None)
         place = f"{self._root}/{name_of_step(step)}"
         with checkpoint_errors(place):

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from datetime import timedelta
-from types import MappingProxyType, TracebackType
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
 from fsdp_optim.checkpoint.catalog.retention import Best, KeepRules
-from fsdp_optim.checkpoint.run.managed_run import ManagedRun, ManagerOptions
-from fsdp_optim.checkpoint.run.trainer_state import Stateful, TrainerState
+from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArguments
+from fsdp_optim.checkpoint.common.run_state import RunState
+from fsdp_optim.checkpoint.run.managed_run import ManagedRun, ManagerArguments
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import (
-    BUCKET_NBYTES,
-    Check,
-    GroupsFrom,
-    Model,
-    NameOf,
-    OnDamage,
-    OnReplicaMismatch,
-    Options,
-    Rename,
-    ResumeOptions,
-    SaveOptions,
-    Strategy,
-    WhichWeights,
-)
+from fsdp_optim.options import LoadOptions, ManagerOptions, Model, OnDamage, SaveOptions, WhichWeights, fields_of
+from fsdp_optim.results import LoadResult
 from fsdp_optim.verbs.load_state import LoadableOptimizer
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_MANAGER, _LOAD = ManagerOptions(), LoadOptions()
 
 
 class CheckpointManager:
@@ -49,18 +33,13 @@ class CheckpointManager:
         manager.close()
 
     All ranks of the model make every call except `should_stop`, with the same arguments. Every error is raised on all ranks.
-    The checkpoint of step 1000 is `root/step-00001000`; `load` loads it too, with the objects' state under `"state"`.
+    The checkpoint of step 1000 is `root/step-00001000`; `load` loads it too.
 
     Args:
         root: a folder for the checkpoints of one run, or a URL, as for `save`.
         model, optim: as for `save`.
-        state: objects of the trainer by name: anything with `state_dict()` and `load_state_dict()`, such as schedulers, scalers,
-            EMA models, `nn.ModuleDict`. Objects that the ranks have in common: all ranks load the lowest rank's state.
-            The values in a state are those that `extra` of save takes.
-        per_rank_state: as `state`, but every rank saves its own, and loads its own (a data loader, say). A rank that had none at
-            the save loads that of the lowest rank, and a warning says so.
-        rng: save and load the random states of each rank: those of Python, numpy, torch and the current accelerator. A rank that
-            had none at the save keeps its own, and a warning says so.
+        state: objects of the trainer and trees of values by name, as for `save`. Each save takes the state of that moment.
+            Objects are loaded by `resume` and `rollback`; values are in `restored.state`.
         every: save when a multiple of this number of steps is reached. None: only `save` and signals save.
         keep_last: the number of the newest checkpoints that stay. One that any of the three rules keeps stays, and the newest
             always stays; without a rule all stay. Only checkpoints that a manager made count and are removed: the manifest says
@@ -68,15 +47,11 @@ class CheckpointManager:
         keep_every: checkpoints whose step is a multiple of this number stay.
         keep_best: the number of checkpoints with the best metrics that stay.
         best: whether the lowest ("min") or the highest ("max") metric is the best.
-        signals: at the end of a step, the ranks save, wait for the save, and `should_stop` is True, if any rank has got one of
-            these. The handlers, which only the main thread can have, call those that were there before, and `close` puts those
-            back. (): no handlers.
-        agree_every: the number of steps after which the ranks look whether one of them has got a signal, or its save has
-            failed. All ranks meet for this. None: the lowest rank chooses the number, so that they meet about once a second,
-            and with more than 20 ranks less often, at most every 10 s. A step that saves is such a step too.
         weights: which weights are saved, and loaded again: "all", "trainable" or "none", as for save and load.
-        strategy, max_file_size, checksums, durable, allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes,
-            on_replica_mismatch, storage_options: as for `save`, and those that load has, also for the load.
+        options: a `ManagerOptions`, as in `options=ManagerOptions(durable=False, signals=())`.
+
+    Attributes:
+        restored: the `LoadResult` of the last `resume` or `rollback`; None before, and where there was nothing.
 
     Raises:
         StateError, CheckpointError: an argument is wrong.
@@ -90,53 +65,31 @@ class CheckpointManager:
         model: Model,
         optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
         *,
-        state: Mapping[str, Stateful] = _NOTHING,
-        per_rank_state: Mapping[str, Stateful] = _NOTHING,
-        rng: bool = True,
+        state: Mapping[str, Any] | None = None,
         every: int | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | None = None,
         best: Best = "min",
-        signals: Collection[int] = (signal.SIGTERM,),
-        agree_every: int | None = None,
         weights: WhichWeights = "all",
-        strategy: Strategy = "auto",
-        max_file_size: int = 4_000_000_000,
-        checksums: bool = True,
-        durable: bool = True,
-        allow_pickle: bool = False,
-        progress: bool | None = None,
-        name_of: NameOf | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        timeout: float | timedelta | None = None,
-        bucket_nbytes: int = BUCKET_NBYTES,
-        on_replica_mismatch: OnReplicaMismatch = "error",
-        storage_options: Mapping[str, Any] | None = None,
+        options: ManagerOptions = _MANAGER,
     ) -> None:
-        call = Options(
-            name_of=name_of,
-            process_group=process_group,
-            timeout=timeout,
-            bucket_nbytes=bucket_nbytes,
-            on_replica_mismatch=on_replica_mismatch,
-        )
-        self._saving = SaveOptions(
-            call,
+        is_right = isinstance(options, ManagerOptions)
+        self._options = options if is_right else _MANAGER
+        self._saving = SaveArguments(
+            **fields_of(SaveOptions, self._options),
+            state=RunState(state, rng=self._options.rng),
             overwrite=True,  # only of checkpoints that a manager made
-            strategy=strategy,
-            max_file_size=max_file_size,
-            checksums=checksums,
-            durable=durable,
-            allow_pickle=allow_pickle,
-            progress=progress,
             weights=weights,
-            storage_options=storage_options,
+            wrong_options="" if is_right else fields_of(ManagerOptions, options)["wrong_options"],
         )
-        objects = TrainerState(state, per_rank_state, rng)
         rules = KeepRules(keep_last, keep_every, keep_best, best)
-        options = ManagerOptions(self._saving, rules, every, agree_every, signals, objects)
-        self._run = ManagedRun(root, model, optim, options)
+        self._run = ManagedRun(root, model, optim, ManagerArguments(self._saving, rules, every, self._options))
+
+    @property
+    def restored(self) -> LoadResult | None:
+        """The result of the last `resume` or `rollback`; None before, and where there was nothing to load."""
+        return self._run.restored
 
     @property
     def should_stop(self) -> bool:
@@ -149,13 +102,7 @@ class CheckpointManager:
         *,
         on_damage: OnDamage = "error",
         strict: bool = True,
-        groups: GroupsFrom = "saved",
-        keep: Sequence[str] = (),
-        cast: bool = False,
-        rename: Rename | None = None,
-        verify: bool = True,
-        check: Check | None = None,
-        local_cache: str | os.PathLike[str] | None = None,
+        options: LoadOptions = _LOAD,
     ) -> int:
         """Load the newest checkpoint that a manager made in this folder; return its step, or 0 where that is empty, or missing
         in a folder that is there: the training begins anew, which one line says. A path that is a mistake is an error, as for
@@ -167,11 +114,11 @@ class CheckpointManager:
 
         Args:
             on_damage: as for `fsdp_optim.resume`: a damaged newest checkpoint is an error that names it, unless "previous".
-            strict: as for `load`, and for the names in `state` and `per_rank_state`.
-            groups, keep, cast, rename, verify, check, local_cache: as for `load`.
+            strict: as for `load`, also for the names in `state`.
+            options: a `LoadOptions`. What it leaves at its default is the manager's, where the manager has such an option
+                (`process_group`, `timeout`, `bucket_nbytes`, `name_of`, `allow_pickle`, `progress`, `storage_options`).
         """
-        options = self._load_options(strict, groups, keep, cast, rename, verify, check, local_cache, on_damage)
-        return self._run.load(None, options)
+        return self._run.load(None, self._arguments(options, strict, on_damage))
 
     @ordinary_tensors()
     def rollback(
@@ -179,13 +126,7 @@ class CheckpointManager:
         to: int,
         *,
         strict: bool = True,
-        groups: GroupsFrom = "saved",
-        keep: Sequence[str] = (),
-        cast: bool = False,
-        rename: Rename | None = None,
-        verify: bool = True,
-        check: Check | None = None,
-        local_cache: str | os.PathLike[str] | None = None,
+        options: LoadOptions = _LOAD,
     ) -> int:
         """Load the checkpoint of an earlier step, to train on from there; return the step.
 
@@ -194,13 +135,12 @@ class CheckpointManager:
 
         Args:
             to: the step of the checkpoint.
-            strict, groups, keep, cast, rename, verify, check, local_cache: as for `resume`.
+            strict, options: as for `resume`.
 
         Raises:
             CheckpointError: the folder has no checkpoint of this step; the message names those that it has.
         """
-        options = self._load_options(strict, groups, keep, cast, rename, verify, check, local_cache, "error")
-        return self._run.load(to, options)
+        return self._run.load(to, self._arguments(options, strict, "error"))
 
     @ordinary_tensors()
     def step(self, step: int, *, metric: float | None = None) -> None:
@@ -246,29 +186,20 @@ class CheckpointManager:
         else:
             self._run.close_after_error()
 
-    def _load_options(
-        self,
-        strict: bool,
-        groups: GroupsFrom,
-        keep: Sequence[str],
-        cast: bool,
-        rename: Rename | None,
-        verify: bool,
-        check: Check | None,
-        local_cache: str | os.PathLike[str] | None,
-        on_damage: OnDamage,
-    ) -> ResumeOptions:
-        return ResumeOptions(
-            replace(self._saving.call, strict=strict, groups=groups, on_replica_mismatch="error"),
-            keep=keep,
-            verify=verify,
-            check=check,
-            allow_pickle=self._saving.allow_pickle,
-            progress=self._saving.progress,
-            cast=cast,
-            rename=rename,
+    def _arguments(self, options: LoadOptions, strict: bool, on_damage: OnDamage) -> ResumeArguments:
+        """The arguments of a load: the options given there, and for the rest the manager's."""
+        given = fields_of(LoadOptions, options)
+        shared = {option.name for option in fields(SaveOptions)} - {"rename"}
+        defaults = {option.name: option.default for option in fields(LoadOptions) if option.name in shared}
+        own = {
+            name: getattr(self._options, name)
+            for name, default in defaults.items()
+            if name not in given or given[name] is default or given[name] == default
+        }
+        return ResumeArguments(
+            **{**given, **own},
+            state=self._saving.state,
+            strict=strict,
             weights=self._saving.weights,
-            local_cache=local_cache,
-            storage_options=self._saving.storage_options,
             on_damage=on_damage,
         )

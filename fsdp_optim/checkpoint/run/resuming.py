@@ -12,14 +12,15 @@ from pathlib import Path
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first
 from fsdp_optim.checkpoint.catalog.listing import listed as all_listed
 from fsdp_optim.checkpoint.catalog.roots import begin_anew
+from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
 from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.options import Model, OnDamage, ResumeOptions
+from fsdp_optim.options import Model, OnDamage
+from fsdp_optim.results import LoadResult
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import collective_call
@@ -47,8 +48,8 @@ def resume(
     root: Root,
     model: Model,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
-    options: ResumeOptions,
-) -> Restored | None:
+    options: ResumeArguments,
+) -> LoadResult | None:
     """Load the newest checkpoint of a folder. Called by all ranks of the model."""
 
     def listed() -> list[Candidate]:
@@ -77,8 +78,8 @@ def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Ca
 
 
 def load_newest(
-    root: str, found: Sequence[Candidate], on_damage: OnDamage, load: Callable[[str | Path], Restored]
-) -> Restored | None:
+    root: str, found: Sequence[Candidate], on_damage: OnDamage, load: Callable[[str | Path], LoadResult]
+) -> LoadResult | None:
     """Load the first of these checkpoints or, with on_damage="previous", the first that can be loaded; None if there are none.
 
     Raises CheckpointError that names the newest one, if it cannot be loaded.

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.local_extents import ExtentsByFile, is_all_of, snapshot_of
 from fsdp_optim.checkpoint.common.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.common.progress import Progress
-from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.seen_by_all import SEEN_WITHIN, is_there, waited_for
 from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
@@ -26,7 +26,8 @@ from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StoreLostError
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.move import Slice, move
-from fsdp_optim.options import Model, SaveOptions
+from fsdp_optim.options import Model
+from fsdp_optim.results import SaveResult
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.completion import Completion
@@ -43,7 +44,7 @@ def async_save(
     path: Place,
     model: Model,
     optim: Optimizers | None,
-    options: SaveOptions,
+    options: SaveArguments,
     format: Format | None = None,
     managed: ManagedSave | None = None,
 ) -> SaveHandle:
@@ -81,7 +82,7 @@ def async_save(
     return handle
 
 
-def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Completion) -> Saved:
+def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Completion) -> SaveResult:
     """Write this rank's part in the background, and wait for the end of the save."""
     with closing(completion):
         failed: str | None = None

@@ -7,9 +7,11 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
@@ -42,7 +44,6 @@ from fsdp_optim.formats.base.protocols import (
 )
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.move import End
-from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Staging, Store
 from fsdp_optim.transport.agree import agree, all_gather_bytes
@@ -58,7 +59,7 @@ def begin(
     reader: ModelReader,
     group: RankGroup,
     optim: Optimizers | None,
-    options: SaveOptions,
+    options: SaveArguments,
     format: Format | None,
     managed: ManagedSave | None = None,
 ) -> tuple[Job, End]:
@@ -157,11 +158,12 @@ class SaveDecision:
 class SaveContents:
     """The content that a rank saves, as all ranks read it together: weights and state under the saved names, and small files."""
 
-    options: SaveOptions
+    options: SaveArguments
     writer: Writer
     names: SavedNames
     weights: SavedHalf
     state: SavedHalf | None
+    common: Any  # of the values of state=, those that all ranks have in common; None: there are none
     small_files: Mapping[str, bytes]
 
     @classmethod
@@ -171,7 +173,7 @@ class SaveContents:
         reader: ModelReader,
         group: RankGroup,
         optim: Optimizers | None,
-        options: SaveOptions,
+        options: SaveArguments,
         writer: Writer,
     ) -> SaveContents:
         about = f"{name!r}, {'an' if optim is not None else 'no'} optimizer"
@@ -183,7 +185,8 @@ class SaveContents:
         state = read_state(reader, optim, group, options, options.call, about) if optim is not None else None
         names = SavedNames.of(group, options.rename, weights, state)
         weights, state = names.of_half(weights), names.of_half(state) if state is not None else None
-        return cls(options, writer, names, weights, state, _encode_per_rank(writer, options, group))
+        common, own = options.state.saved()  # on every rank: a state_dict() may be a collective call
+        return cls(options, writer, names, weights, state, common, _encode_per_rank(writer, own, options, group))
 
     @property
     def live(self) -> HalvesEnd:
@@ -211,8 +214,8 @@ class SaveContents:
             saved = self.names.of_optim(describe(self.state))
             optim = StoredOptim(stored_tensors(self.state), lambda *_: saved, read=small_values(self.state))
         extras: dict[str, StoredExtra] = {}
-        if self.options.extra is not None:
-            extras[COMMON] = KnownExtra(self.options.extra)
+        if self.common is not None:
+            extras[COMMON] = KnownExtra(self.common)
         if self.weights.module_values:
             extras[MODULES] = KnownExtra(dict(self.weights.module_values))
         which = SavedWeights(self.options.weights, dtype_name(dtype) if dtype is not None else None)
@@ -287,9 +290,8 @@ def _prepared(saved: SaveContents, world_size: int) -> tuple[Prepared, Mapping[s
     return prepared, {**saved.small_files, **prepared.files}
 
 
-def _encode_per_rank(writer: Writer, options: SaveOptions, group: RankGroup) -> dict[str, bytes]:
+def _encode_per_rank(writer: Writer, own: Any, options: SaveArguments, group: RankGroup) -> dict[str, bytes]:
     """The values of this rank alone as files. Raises CheckpointError for an unsavable value."""
-    if options.per_rank_extra is None:
+    if own is None:
         return {}
-    name = rank_extra_name(group.position)
-    return dict([writer.small(name, options.per_rank_extra, allow_pickle=options.allow_pickle)])
+    return dict([writer.small(rank_extra_name(group.position), own, allow_pickle=options.allow_pickle)])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.casting import cast_part, nbytes_to_cast
 from fsdp_optim.checkpoint.common.contents import SavedHalf, SavedValue
 from fsdp_optim.checkpoint.common.files import File, planned_files, written_cut
@@ -22,7 +23,6 @@ from fsdp_optim.formats.base.protocols import Half, Writer
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, in_batches
 from fsdp_optim.move import End, Key, Slice, StateValue
-from fsdp_optim.options import SaveOptions
 from fsdp_optim.storage.base import Capabilities, Staging, StoreWriter
 
 BY_MACHINES = "by machines"  # in place if all ranks are on one machine, else a file per rank
@@ -60,7 +60,7 @@ class FilePlan:
     def of(
         cls,
         writer: Writer,
-        options: SaveOptions,
+        options: SaveArguments,
         weights: SavedHalf,
         state: SavedHalf | None,
         ranks: Sequence[int],

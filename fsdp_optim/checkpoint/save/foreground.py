@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.progress import Progress
-from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
 from fsdp_optim.checkpoint.save.finish import finish
@@ -13,7 +13,8 @@ from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_wri
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.move import End, Slice, move
-from fsdp_optim.options import Model, SaveOptions
+from fsdp_optim.options import Model
+from fsdp_optim.results import SaveResult
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.transport.agree import MeetingResult, agree, all_gather_bytes
 from fsdp_optim.transport.failure import Failure
@@ -21,8 +22,8 @@ from fsdp_optim.verbs.call import collective_call
 
 
 def save(
-    path: Place, model: Model, optim: Optimizers | None, options: SaveOptions, format: Format | None = None
-) -> Saved:
+    path: Place, model: Model, optim: Optimizers | None, options: SaveArguments, format: Format | None = None
+) -> SaveResult:
     """Write one full checkpoint. Called by all ranks of the model. `format` None: that of the options."""
     with collective_call("save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
         job, live = begin(path, reader, group, optim, options, format)

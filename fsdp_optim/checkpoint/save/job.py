@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from fsdp_optim.checkpoint.catalog.newest import next_sequence
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.formats import listed_formats
-from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.stores import path_of
 from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
 from fsdp_optim.checkpoint.save.writing import RankWriter
@@ -26,7 +26,7 @@ from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.formats.base.protocols import Prepared, Writer, WrittenFormat
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
-from fsdp_optim.options import SaveOptions
+from fsdp_optim.results import SaveResult
 from fsdp_optim.speed import speed_of
 from fsdp_optim.storage.base import Staging, Store, StoreWriter
 from fsdp_optim.transport.base import RankGroup
@@ -43,7 +43,7 @@ class Job:
     """A save that all ranks have agreed on: its files, and the rank and place of each value."""
 
     group: RankGroup
-    options: SaveOptions
+    options: SaveArguments
     store: Store
     format: WrittenFormat
     address: str  # of the staging in the store
@@ -160,9 +160,9 @@ class Job:
         for name, data in self.extras.items():
             writer.put(name, data)
 
-    def saved(self, nbytes_written: int) -> Saved:
+    def saved(self, nbytes_written: int) -> SaveResult:
         nbytes = sum(file.plan.nbytes_of_data for file in self.files)
-        return Saved(self.path, len(self.values), nbytes, nbytes_written, self.absent)
+        return SaveResult(self.path, len(self.values), nbytes, nbytes_written, self.absent)
 
 
 @contextmanager

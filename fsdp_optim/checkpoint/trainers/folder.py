@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
+from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
 from fsdp_optim.checkpoint.common.stores import store_at
@@ -25,16 +26,7 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.manifest import NAME
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import (
-    BUCKET_NBYTES,
-    LoadOptions,
-    OnReplicaMismatch,
-    Options,
-    Rename,
-    SaveOptions,
-    Strategy,
-    WhichWeights,
-)
+from fsdp_optim.options import BUCKET_NBYTES, CallArguments, OnReplicaMismatch, Rename, Strategy, WhichWeights
 from fsdp_optim.storage.posix.files import absolute, checkpoint_errors
 from fsdp_optim.storage.posix.filled import FilledFolder
 from fsdp_optim.storage.posix.filling import Filling, complete_part, make_part
@@ -89,19 +81,20 @@ class Settings:
     timeout: float | timedelta | None = None
     bucket_nbytes: int = BUCKET_NBYTES
 
-    def call(self, *, strict: bool = True) -> Options:
+    def call(self) -> CallArguments:
         """The options of every call."""
-        return Options(
+        return CallArguments(
             timeout=self.timeout,
             bucket_nbytes=self.bucket_nbytes,
             on_replica_mismatch=self.on_replica_mismatch,
-            strict=strict,
         )
 
-    def saving(self, step: int | None, weights: WhichWeights = "all") -> SaveOptions:
+    def saving(self, step: int | None, weights: WhichWeights = "all") -> SaveArguments:
         """The options of a save."""
-        return SaveOptions(
-            self.call(),
+        return SaveArguments(
+            timeout=self.timeout,
+            bucket_nbytes=self.bucket_nbytes,
+            on_replica_mismatch=self.on_replica_mismatch,
             step=step,
             weights=weights,
             overwrite=True,
@@ -115,10 +108,12 @@ class Settings:
 
     def loading(
         self, weights: WhichWeights = "all", *, strict: bool = True, rename: Rename | None = None
-    ) -> LoadOptions:
+    ) -> LoadArguments:
         """The options of a load."""
-        return LoadOptions(
-            self.call(strict=strict),
+        return LoadArguments(
+            timeout=self.timeout,
+            bucket_nbytes=self.bucket_nbytes,
+            strict=strict,
             weights=weights,
             rename=rename,
             cast=self.cast,

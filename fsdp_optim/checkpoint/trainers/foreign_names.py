@@ -7,12 +7,12 @@ import os
 from torch import nn
 
 from fsdp_optim.adapters.known import is_wrapper_child
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
-from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as saving
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.options import SaveOptions
+from fsdp_optim.results import SaveResult
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
@@ -21,9 +21,9 @@ def save_as(
     path: str | os.PathLike[str],
     model: nn.Module,
     optim: Optimizers | None,
-    options: SaveOptions,
+    options: SaveArguments,
     format: Format,
-) -> Saved:
+) -> SaveResult:
     """As `save`, with the names and small files of `format`. Called by all ranks of the model."""
     with checkpoint_errors(path):
         return saving.save(path, model, optim, options, format)
@@ -33,7 +33,7 @@ def async_save_as(
     path: str | os.PathLike[str],
     model: nn.Module,
     optim: Optimizers | None,
-    options: SaveOptions,
+    options: SaveArguments,
     format: Format,
 ) -> SaveHandle:
     """As `async_save`, with the names and small files of `format`. Called by all ranks of the model."""

@@ -92,7 +92,7 @@ class DcpWriter(Writer):
         top_names = map(str, common) if isinstance(common, Mapping) else ["extra"]
         for name in sorted({*top_names} & {*taken, OPTIM, OF_RANKS, KEYS}):
             raise CheckpointError(
-                f"extra[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
+                f"state[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
             )
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras.items())
         values = ValueFile(allow_pickle)
@@ -146,11 +146,11 @@ class DcpWriter(Writer):
         if name == COMMON:
             given = value if isinstance(value, Mapping) else {"extra": value}
             for key, item in given.items():
-                _add(values, f"extra[{key!r}]", item, (str(key),))
-            _add_keys(values, "extra", given, name)
+                _add(values, f"state[{key!r}]", item, (str(key),))
+            _add_keys(values, "state", given, name)
             return "extra.distcp", values.encoded()
-        _add(values, "per_rank_extra", value, (OF_RANKS, str(int(name.removeprefix("rank-")))))
-        _add_keys(values, "per_rank_extra", value, name)
+        _add(values, "state", value, (OF_RANKS, str(int(name.removeprefix("rank-")))))
+        _add_keys(values, "state", value, name)
         return f"{name}.distcp", values.encoded()
 
     def info_of(self, data: bytes) -> Any:

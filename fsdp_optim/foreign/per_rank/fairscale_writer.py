@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fsdp_optim.arguments import check_at_least
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun, shortened
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
@@ -42,7 +43,6 @@ from fsdp_optim.formats.base.protocols import (
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
-from fsdp_optim.options import check_at_least
 from fsdp_optim.storage.base import CheckpointProbe, Opened
 
 log = logging.getLogger("fsdp_optim")

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fsdp_optim.arguments import check_one_of
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.safe_values import KINDS, Kinds, in_file, safe
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
@@ -45,7 +46,7 @@ from fsdp_optim.formats.base.protocols import (
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.memory import bytes_in_memory, dtype_name, dtype_named
-from fsdp_optim.options import KeyBy, check_one_of
+from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import CheckpointProbe, Opened
 
 _VERSION = 1

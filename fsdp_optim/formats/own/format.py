@@ -167,7 +167,7 @@ class OurWriter(Writer):
         return planned
 
     def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
-        where = {"common": "extra", "model": "state_dict()"}.get(name, "per_rank_extra")
+        where = "state_dict()" if name == "model" else "state"
         return file_of_extra(name), encode_extra(where, value, allow_pickle=allow_pickle)
 
     def info_of(self, data: bytes) -> Any:

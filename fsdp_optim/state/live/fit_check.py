@@ -37,12 +37,13 @@ class Fit:
 
     def as_plain(self) -> dict[str, list[str]]:
         """Return the differences as a dict of lists, without empty lists."""
-        return {name: list(names) for name, names in vars(self).items() if names and name != "kept"}
+        public = {"missing": "missing_keys", "unexpected": "unexpected_keys"}
+        return {public.get(name, name): list(names) for name, names in vars(self).items() if names and name != "kept"}
 
 
 LIVE_GROUPS = (
-    "build the optimizer with the saved groups, or give groups='live', which finds every parameter by its name and leaves the "
-    "optimizer's groups and hyperparameters as they are"
+    "build the optimizer with the saved groups, or give param_groups='live', which finds every parameter by its name and leaves "
+    "the optimizer's groups and hyperparameters as they are"
 )
 
 
@@ -105,7 +106,7 @@ def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | Non
             raise StateError(
                 f"{fqns[0]} is in {first} of the full dict and {fqn} is in {other}, and both lie in one flat parameter of this "
                 "model, which can be in one group only: wrap the two in different units, or without flattening, or call "
-                "get_shard_from_optim_state_dict(model, optim, full, groups='live')"
+                "get_shard_from_optim_state_dict(model, optim, full, param_groups='live')"
             )
     return groups[0] if groups else None
 

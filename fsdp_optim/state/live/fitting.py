@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import Shape
-from fsdp_optim.options import GroupsFrom
+from fsdp_optim.options import ParamGroups
 from fsdp_optim.state.dicts.full import FullState, following_params
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.live.class_fit import fit_class, lacking_values, live_groups
@@ -43,7 +43,7 @@ class LiveOptimizer:
         return frozenset(self.shapes) - self.on_mesh
 
     def fit(
-        self, full: FullState, *, strict: bool, groups: GroupsFrom = "saved", others: Collection[str] = ()
+        self, full: FullState, *, strict: bool, groups: ParamGroups = "saved", others: Collection[str] = ()
     ) -> tuple[FullState, Fit]:
         """Return the part of a full state that this optimizer can load. `strict`, `others`: as in `check_fits`.
 
@@ -108,7 +108,8 @@ def _check_hyperparameters(full: FullState, optim: LocalOptim) -> None:
         if fqns and lacking and not hyper:
             raise StateError(
                 f"param group {index}, of {fqns[0]}: the saved state has no hyperparameters, the optimizer has "
-                f"{', '.join(lacking)}: give groups='live', which leaves the optimizer's groups and hyperparameters as they are"
+                f"{', '.join(lacking)}: give param_groups='live', which leaves the optimizer's groups and "
+                "hyperparameters as they are"
             )
 
 

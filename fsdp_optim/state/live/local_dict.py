@@ -252,7 +252,7 @@ def _groups_of(
             if saved[fqn] is not saved[fqns[0]]:
                 raise StateError(
                     f"{fqns[0]} and {fqn} are in one param group of an optimizer, and in two groups of the saved state: build "
-                    "the optimizers with the saved groups, or give groups='live', which leaves the live groups as they are"
+                    "the optimizers with the saved groups, or give param_groups='live', which leaves the live groups as they are"
                 )
         hypers.append(saved[fqns[0]] if fqns else live)
     return hypers

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from kit.checkpoints import Whole, mine, scramble
 from kit.compare import check_same
 from kit.optimizers import OfModel, two_groups
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 
@@ -40,7 +41,7 @@ def check_loads(path: Path | str, steps: int) -> None:
     """Load at once into a model of other values, on all ranks; the values are those after so many steps."""
     fresh = trained(0)
     scramble(fresh)
-    fsdp_optim.load(path, fresh.model, fresh.optim, check="bitwise", **QUIET)
+    fsdp_optim.load(path, fresh.model, fresh.optim, **as_options(fsdp_optim.LoadOptions, **QUIET, compare=True))
     check_same(f"{path}", mine(fresh), mine(trained(steps)))
 
 
@@ -69,7 +70,12 @@ def save(root: Path) -> None:
             with timed(f"save {strategy} {steps}"):
                 one = trained(steps)
                 fsdp_optim.save(
-                    root / strategy, one.model, one.optim, overwrite=True, strategy=strategy, step=steps, **QUIET
+                    root / strategy,
+                    one.model,
+                    one.optim,
+                    overwrite=True,
+                    step=steps,
+                    **as_options(fsdp_optim.SaveOptions, **QUIET, strategy=strategy),
                 )
             check_loads(root / strategy, steps)
 
@@ -79,17 +85,25 @@ def background(root: Path) -> None:
     one = trained(1)
     for number in range(3):
         with timed(f"async_save {number}"):
-            fsdp_optim.async_save(root / f"step-{number}", one.model, one.optim, step=number, **QUIET).wait()
+            fsdp_optim.async_save(
+                root / f"step-{number}",
+                one.model,
+                one.optim,
+                step=number,
+                **as_options(fsdp_optim.SaveOptions, **QUIET),
+            ).wait()
         check_loads(root / f"step-{number}", 1)
     with timed("async_save over"):
         two = trained(2)
-        fsdp_optim.async_save(root / "step-0", two.model, two.optim, overwrite=True, step=9, **QUIET).wait()
+        fsdp_optim.async_save(
+            root / "step-0", two.model, two.optim, overwrite=True, step=9, **as_options(fsdp_optim.SaveOptions, **QUIET)
+        ).wait()
     check_loads(root / "step-0", 2)
     check_listed(root, [1, 2, 9])
     check_same("latest", str(fsdp_optim.latest(root)), str(root / "step-0"))
     with timed("async_save to a URL"):
         url = f"file://{root}/by-url"
-        fsdp_optim.async_save(url, one.model, one.optim, step=10, **QUIET).wait()
+        fsdp_optim.async_save(url, one.model, one.optim, step=10, **as_options(fsdp_optim.SaveOptions, **QUIET)).wait()
     check_loads(url, 1)
 
 
@@ -97,7 +111,9 @@ def manager(root: Path) -> None:
     """A managed run: saves, keeps, goes back, is closed, and resumes."""
     one = trained(0)
     options: dict[str, Any] = {"every": 2, "keep_last": 2, "signals": (), **QUIET}
-    with fsdp_optim.CheckpointManager(root, one.model, one.optim, **options) as managed:
+    with fsdp_optim.CheckpointManager(
+        root, one.model, one.optim, **as_options(fsdp_optim.ManagerOptions, **options)
+    ) as managed:
         check_same("fresh", managed.resume(), 0)
         for step in range(1, 8):
             one.step(range(step - 1, step))
@@ -110,7 +126,9 @@ def manager(root: Path) -> None:
         managed.save(5)
     check_listed(root, [4, 5])
     again = trained(0)
-    with fsdp_optim.CheckpointManager(root, again.model, again.optim, **options) as managed:
+    with fsdp_optim.CheckpointManager(
+        root, again.model, again.optim, **as_options(fsdp_optim.ManagerOptions, **options)
+    ) as managed:
         check_same("resumed", managed.resume(), 5)
     check_same("values", mine(again), mine(trained(5)))
 
@@ -118,9 +136,14 @@ def manager(root: Path) -> None:
 def offline(root: Path) -> None:
     """verify and convert, by all ranks together."""
     one = trained(2)
-    fsdp_optim.save(root / "saved", one.model, one.optim, **QUIET)
+    fsdp_optim.save(root / "saved", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
     with timed("convert"):
-        fsdp_optim.convert(root / "saved", root / "converted", format="dcp", progress=False, timeout=TIMEOUT)
+        fsdp_optim.convert(
+            root / "saved",
+            root / "converted",
+            format="dcp",
+            options=fsdp_optim.ConvertOptions(progress=False, timeout=TIMEOUT),
+        )
     check_loads(root / "converted", 2)
     fsdp_optim.verify(root / "converted")
 
@@ -129,7 +152,9 @@ def load(root: Path) -> None:
     """What another number of hosts has saved."""
     check_loads(root / "auto", 2)
     again = trained(0)
-    found = fsdp_optim.resume(root / "background", again.model, again.optim, **QUIET)
+    found = fsdp_optim.resume(
+        root / "background", again.model, again.optim, **as_options(fsdp_optim.LoadOptions, **QUIET)
+    )
     check_same("resumed", found is not None, True)
 
 
@@ -139,7 +164,12 @@ def rounds(root: Path) -> None:
     root.mkdir(exist_ok=True)
     for number in range(10_000):
         fsdp_optim.async_save(
-            root / f"step-{number % 3}", one.model, one.optim, overwrite=True, step=number, **QUIET
+            root / f"step-{number % 3}",
+            one.model,
+            one.optim,
+            overwrite=True,
+            step=number,
+            **as_options(fsdp_optim.SaveOptions, **QUIET),
         ).wait()
         say(f"round {number}")
 

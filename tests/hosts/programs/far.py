@@ -18,6 +18,7 @@ import torch.distributed as dist
 from kit.checkpoints import Whole, mine, scramble
 from kit.compare import check_same
 from kit.optimizers import OfModel, two_groups
+from kit.options import as_options
 from kit.round_trips import RoundTrips, counted
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -61,21 +62,33 @@ class Far:
     def save_and_load(self) -> None:
         for number in TWICE:
             with self.timed("save"):
-                fsdp_optim.save(self.root / f"saved-{number}", self.one.model, self.one.optim, **QUIET)
+                fsdp_optim.save(
+                    self.root / f"saved-{number}",
+                    self.one.model,
+                    self.one.optim,
+                    **as_options(fsdp_optim.SaveOptions, **QUIET),
+                )
             scramble(self.other)
             with self.timed("load"):
-                fsdp_optim.load(self.root / f"saved-{number}", self.other.model, self.other.optim, **QUIET)
+                fsdp_optim.load(
+                    self.root / f"saved-{number}",
+                    self.other.model,
+                    self.other.optim,
+                    **as_options(fsdp_optim.LoadOptions, **QUIET),
+                )
             self.check("loaded", self.other)
 
     def async_save(self) -> None:
         for number in TWICE:
             path = self.root / f"later-{number}"
             with self.timed("async_save"):
-                handle = fsdp_optim.async_save(path, self.one.model, self.one.optim, step=number, **QUIET)
+                handle = fsdp_optim.async_save(
+                    path, self.one.model, self.one.optim, step=number, **as_options(fsdp_optim.SaveOptions, **QUIET)
+                )
             with self.timed("its wait"):
                 handle.wait()
             scramble(self.other)
-            fsdp_optim.load(path, self.other.model, self.other.optim, **QUIET)
+            fsdp_optim.load(path, self.other.model, self.other.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
             self.check("saved in the background", self.other)
 
     def manager(self) -> None:
@@ -83,7 +96,10 @@ class Far:
         for number in TWICE:
             with self.timed("CheckpointManager()"):
                 manager = fsdp_optim.CheckpointManager(
-                    self.root / f"run-{number}", self.one.model, self.one.optim, **options
+                    self.root / f"run-{number}",
+                    self.one.model,
+                    self.one.optim,
+                    **as_options(fsdp_optim.ManagerOptions, **options),
                 )
             with self.timed("manager.resume, nothing there"):
                 manager.resume()
@@ -99,7 +115,12 @@ class Far:
             manager.close()
             scramble(self.other)
             with self.timed("resume"):
-                fsdp_optim.resume(self.root / f"run-{number}", self.other.model, self.other.optim, **QUIET)
+                fsdp_optim.resume(
+                    self.root / f"run-{number}",
+                    self.other.model,
+                    self.other.optim,
+                    **as_options(fsdp_optim.LoadOptions, **QUIET),
+                )
             self.check("resumed", self.other)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hosts.programs.numbered import QUIET, Numbered
+from kit.options import as_options
 
 import fsdp_optim
 from fsdp_optim.checkpoint.save import background, begin, foreground
@@ -109,7 +110,7 @@ def arm(phase: str) -> None:
 def save(call: str, phase: str, ranks: str, folder: str) -> None:
     """Save twice, and stop in the second save; what each rank hears of it."""
     root, one = Path(folder), Numbered()
-    fsdp_optim.save(root / "step-1", **one.arguments(1))
+    fsdp_optim.save(root / "step-1", **as_options(fsdp_optim.SaveOptions, **one.arguments(1)))
     say("saved 1")
     wait_for_file("armed")
     if str(dist.get_rank()) in ranks.split(","):
@@ -119,9 +120,13 @@ def save(call: str, phase: str, ranks: str, folder: str) -> None:
     path = root / ("step-1" if phase == "renames" else "step-2")
     try:
         if call == "save":
-            fsdp_optim.save(path, overwrite=phase == "renames", **one.arguments(2))
+            fsdp_optim.save(
+                path, overwrite=phase == "renames", **as_options(fsdp_optim.SaveOptions, **one.arguments(2))
+            )
         else:
-            handle = fsdp_optim.async_save(path, overwrite=phase == "renames", **one.arguments(2))
+            handle = fsdp_optim.async_save(
+                path, overwrite=phase == "renames", **as_options(fsdp_optim.SaveOptions, **one.arguments(2))
+            )
             one.set(3)  # the training goes on
             handle.wait()
     except Exception as error:
@@ -136,10 +141,10 @@ def resume(*folders: str) -> None:
     for root in map(Path, folders):
         one = Numbered()
         newest = fsdp_optim.latest(root)
-        restored = fsdp_optim.resume(root, one.model, one.optim, **QUIET)
+        restored = fsdp_optim.resume(root, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
         numbers = one.numbers() if restored is not None else []
         before = sorted(os.listdir(root))
-        fsdp_optim.save(root / f"step-{LAST}", **one.arguments(LAST))
+        fsdp_optim.save(root / f"step-{LAST}", **as_options(fsdp_optim.SaveOptions, **one.arguments(LAST)))
         tell(folder=root.name, newest=str(newest), numbers=numbers, before=before, after=sorted(os.listdir(root)))
 
 
@@ -157,17 +162,17 @@ def look(*folders: str) -> None:
 def train(folder: str, steps: str) -> None:
     """A job that its launcher starts again and again, until it has made all steps."""
     root, one = Path(folder), Numbered()
-    restored = fsdp_optim.resume(root, one.model, one.optim, **QUIET)
-    first = int(restored["number"]) + 1 if restored is not None else 1
+    restored = fsdp_optim.resume(root, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
+    first = int(restored.state["number"]) + 1 if restored is not None else 1
     if restored is not None and one.numbers() != [first - 1]:
         raise AssertionError(f"{first - 1} is a mixture of {one.numbers()}")
     tell(first=first, ranks=dist.get_world_size())
     for step in range(first, int(steps) + 1):
-        fsdp_optim.async_save(root / f"step-{step}", **one.arguments(step))
+        fsdp_optim.async_save(root / f"step-{step}", **as_options(fsdp_optim.SaveOptions, **one.arguments(step)))
         dist.all_reduce(torch.ones(1))  # as a training step does, which fails where a host is gone
         time.sleep(0.05)
         say(f"step {step}")
-    fsdp_optim.wait()
+    fsdp_optim.wait_for_saves()
     say("done")
 
 

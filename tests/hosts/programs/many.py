@@ -14,6 +14,7 @@ import torch.distributed as dist
 from kit.checkpoints import Whole, mine, scramble
 from kit.compare import check_same
 from kit.optimizers import OfModel, two_groups
+from kit.options import as_options
 from kit.trained import Trained
 from kit.wrapping import cpu
 
@@ -41,23 +42,27 @@ def main(folder: str) -> None:
         check_same("gathered", mine(other)["state"], wanted["state"])
 
         begun = time.monotonic()
-        fsdp_optim.save(root / "saved", one.model, one.optim, **QUIET)
+        fsdp_optim.save(root / "saved", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         say("save", begun)
         scramble(other)
         begun = time.monotonic()
-        fsdp_optim.load(root / "saved", other.model, other.optim, **QUIET)
+        fsdp_optim.load(root / "saved", other.model, other.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
         say("load", begun)
         check_same("loaded", mine(other), wanted)
 
         begun = time.monotonic()
         options: dict[str, Any] = {"every": 2, "keep_last": 1, "signals": (), **QUIET}
-        with fsdp_optim.CheckpointManager(root / "run", one.model, one.optim, **options) as manager:
+        with fsdp_optim.CheckpointManager(
+            root / "run", one.model, one.optim, **as_options(fsdp_optim.ManagerOptions, **options)
+        ) as manager:
             check_same("fresh", manager.resume(), 0)
             for step in range(1, 5):
                 manager.step(step)
         check_same("kept", [info.step for info in fsdp_optim.checkpoints(root / "run")], [4])
         scramble(other)
-        with fsdp_optim.CheckpointManager(root / "run", other.model, other.optim, **options) as manager:
+        with fsdp_optim.CheckpointManager(
+            root / "run", other.model, other.optim, **as_options(fsdp_optim.ManagerOptions, **options)
+        ) as manager:
             check_same("resumed at", manager.resume(), 4)
         say("manager", begun)
         check_same("resumed", mine(other), wanted)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.options import as_options
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -55,18 +56,18 @@ class Numbered:
             "optim": self.optim,
             "step": number,
             "extra": {"number": number},
-            "per_rank_extra": {"number": number, "rank": dist.get_rank()},
+            "per_rank_extra": {"own number": number, "rank": dist.get_rank()},
             **QUIET,
         }
 
     def load(self, path: Path | str) -> int:
         """Load a checkpoint into other values; its number. Raises `AssertionError` for a mixture of several."""
         self.set(-1)
-        restored = fsdp_optim.load(path, self.model, self.optim, **QUIET)
-        found = {*self.numbers(), restored["number"], restored.per_rank["number"], restored.summary.step}
+        restored = fsdp_optim.load(path, self.model, self.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
+        found = {*self.numbers(), restored.state["number"], restored.state["own number"], restored.step}
         if len(found) > 1:
             raise AssertionError(f"{path} is a mixture of {found}")
-        return int(restored["number"])
+        return int(restored.state["number"])
 
 
 def _local(value: Tensor) -> Tensor:

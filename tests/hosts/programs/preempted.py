@@ -19,7 +19,9 @@ def main(root: str, *words: str) -> None:
     dist.init_process_group("gloo")
     with cpu():
         one = Trained("FSDP2", steps=0, model=Whole, make=OfModel(two_groups))
-        with fsdp_optim.CheckpointManager(root, one.model, one.optim, every=50, progress=False, timeout=60) as manager:
+        with fsdp_optim.CheckpointManager(
+            root, one.model, one.optim, every=50, options=fsdp_optim.ManagerOptions(progress=False, timeout=60)
+        ) as manager:
             step = manager.resume()
             print(f"resumed at {step}", flush=True)
             while not words and not manager.should_stop:

@@ -13,72 +13,81 @@ from typing import Any
 
 import torch.distributed as dist
 from hosts.programs.numbered import QUIET, Numbered
+from kit.options import as_options
 
 import fsdp_optim
 
 
 def save(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "new", **one.arguments(2))
+    fsdp_optim.save(root / "new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
 
 
 def per_rank_files(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "new", strategy="per_rank_files", **one.arguments(2))
+    fsdp_optim.save(root / "new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2), strategy="per_rank_files"))
 
 
 def save_in_place(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "new", strategy="in_place", **one.arguments(2))
+    fsdp_optim.save(root / "new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2), strategy="in_place"))
 
 
 def overwrite(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "step-1", overwrite=True, **one.arguments(2))
+    fsdp_optim.save(root / "step-1", overwrite=True, **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
 
 
 def save_dcp(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "new", format="dcp", **one.arguments(2))
+    fsdp_optim.save(root / "new", format="dcp", **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
 
 
 def save_to_url(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(f"file://{root}/new", **one.arguments(2))
+    fsdp_optim.save(f"file://{root}/new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
 
 
 def async_save(root: Path, one: Numbered) -> None:
-    fsdp_optim.async_save(root / "new", **one.arguments(2)).wait()
+    fsdp_optim.async_save(root / "new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2))).wait()
 
 
 def async_save_to_url(root: Path, one: Numbered) -> None:
-    fsdp_optim.async_save(f"file://{root}/new", **one.arguments(2)).wait()
+    fsdp_optim.async_save(f"file://{root}/new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2))).wait()
 
 
 def manager(root: Path, one: Numbered) -> None:
-    with fsdp_optim.CheckpointManager(root, one.model, one.optim, signals=(), **QUIET):
+    with fsdp_optim.CheckpointManager(
+        root, one.model, one.optim, **as_options(fsdp_optim.ManagerOptions, **QUIET, signals=())
+    ):
         raise AssertionError("a manager was made")
 
 
 def manager_of_url(root: Path, one: Numbered) -> None:
-    with fsdp_optim.CheckpointManager(f"file://{root}", one.model, one.optim, signals=(), **QUIET):
+    with fsdp_optim.CheckpointManager(
+        f"file://{root}", one.model, one.optim, **as_options(fsdp_optim.ManagerOptions, **QUIET, signals=())
+    ):
         raise AssertionError("a manager was made")
 
 
 def resume(root: Path, one: Numbered) -> None:
-    fsdp_optim.resume(root, one.model, one.optim, **QUIET)
+    fsdp_optim.resume(root, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
 
 
 def resume_from_url(root: Path, one: Numbered) -> None:
-    fsdp_optim.resume(f"file://{root}", one.model, one.optim, **QUIET)
+    fsdp_optim.resume(f"file://{root}", one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
 
 
 def load(root: Path, one: Numbered) -> None:
-    fsdp_optim.load(root / "step-1", one.model, one.optim, **QUIET)
+    fsdp_optim.load(root / "step-1", one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
 
 
 def convert(root: Path, one: Numbered) -> None:
-    fsdp_optim.convert(root / "step-1", root / "converted", format="dcp", **QUIET)
+    fsdp_optim.convert(
+        root / "step-1", root / "converted", format="dcp", **as_options(fsdp_optim.ConvertOptions, **QUIET)
+    )
 
 
 def convert_here(root: Path, one: Numbered) -> None:
     """The source is in a folder that is shared."""
-    fsdp_optim.save(f"/bench/source-{root.name}", **one.arguments(2))
-    fsdp_optim.convert(f"/bench/source-{root.name}", root / "converted", format="dcp", **QUIET)
+    fsdp_optim.save(f"/bench/source-{root.name}", **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
+    fsdp_optim.convert(
+        f"/bench/source-{root.name}", root / "converted", format="dcp", **as_options(fsdp_optim.ConvertOptions, **QUIET)
+    )
 
 
 WRITING = (
@@ -101,8 +110,8 @@ def prepare(name: str, *roots: str) -> None:
     """Save in folders, and resume there."""
     one = Numbered()
     for root in map(Path, roots):
-        fsdp_optim.save(root / name, **one.arguments(1))
-        restored = fsdp_optim.resume(root, one.model, one.optim, **QUIET)
+        fsdp_optim.save(root / name, **as_options(fsdp_optim.SaveOptions, **one.arguments(1)))
+        restored = fsdp_optim.resume(root, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
         if restored is None or one.numbers() != [1]:
             raise AssertionError(f"{root} has {one.numbers()}")
 

@@ -1,0 +1,123 @@
+"""The parent of the options and arguments of a call, and the checks of their values. A wrong value raises on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from datetime import timedelta
+from numbers import Integral, Real
+from types import MappingProxyType
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError, StateError
+
+_MOST_SECONDS = 366 * 24 * 3600.0
+
+MAY_DIFFER: Mapping[str, Any] = MappingProxyType({"compared_as": None})
+"""The `metadata` of a field of `Arguments` whose value may differ between ranks."""
+
+
+def compared_as(function: Callable[[Any], object]) -> Mapping[str, Any]:
+    """The `metadata` of a field of `Arguments` that ranks compare by `function(value)` in place of the value's `repr`."""
+    return {"compared_as": function}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Parent of the dataclasses of a call's arguments.
+
+    The constructor never raises: the ranks have not met yet, and the others would wait for a rank that raised here.
+
+    A new option is a new field. Ranks compare the `repr` of its value, unless its metadata (`MAY_DIFFER`, `compared_as`)
+    says otherwise. `validate` checks the values.
+    """
+
+    def validate(self) -> None:
+        """Raise an error for a wrong argument. The caller sees to it that all ranks raise the error."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, Arguments):
+                value.validate()
+
+    def compared_text(self) -> str:
+        """The options that must be the same on all ranks, as text."""
+        return ", ".join(
+            text for option in fields(self) if (text := _compared_text(option, getattr(self, option.name)))
+        )
+
+
+def _compared_text(option: Field[Any], value: Any) -> str:
+    if isinstance(value, Arguments):
+        return value.compared_text()
+    if "compared_as" not in option.metadata:
+        return f"{option.name}={int(value)!r}" if is_integer(value) else f"{option.name}={value!r}"
+    function = option.metadata["compared_as"]
+    return f"{option.name}={function(value)!r}" if function is not None else ""
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is a whole number; True and False are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_one_of(name: str, value: object, choices: Sequence[object], error: type[Exception] = StateError) -> None:
+    """Raise an error for a value that is not among the choices."""
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        *most, last = map(repr, choices)
+        raise error(f"{name} must be {', '.join(most)} or {last}, not {value!r}")
+
+
+def check_at_least(name: str, value: object, least: int, what: str = "", error: type[Exception] = StateError) -> None:
+    """Raise an error for a value that is not a whole number of at least `least`."""
+    if not is_integer(value) or value < least:  # type: ignore[operator]  # is_integer does not narrow the type
+        raise error(f"{name} must be at least {least}{what}, a whole number, not {value!r}")
+
+
+def check_rank(name: str, value: object) -> None:
+    """Raise an error for a value that is not a whole number."""
+    if not is_integer(value):
+        raise StateError(f"{name} must be a global rank, a whole number, not {value!r}")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Raise an error for a value that is neither a function nor None."""
+    if value is not None and not callable(value):
+        raise StateError(f"{name} must be a function or None, not {value!r}")
+
+
+def check_which_weights(value: object) -> None:
+    """Raise an error for a value that is no `WhichWeights`."""
+    check_one_of("weights", value, ("all", "trainable", "none"), CheckpointError)
+
+
+def check_rename(rename: object) -> None:
+    """Raise an error for a value that is no `Rename`, nor None."""
+    if not isinstance(rename, Mapping):
+        check_callable("rename", rename)
+    elif not all(isinstance(old, str) and isinstance(new, str) for old, new in rename.items()):
+        raise StateError(f"rename must map beginnings of names to others, as in {{'model.': ''}}, not {rename!r}")
+
+
+def seconds_of(timeout: object) -> float | None:
+    """A timeout in seconds; None: the default timeout. Raises StateError for a value that is not a timeout."""
+    if timeout is None:
+        return None
+    seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    number = float(seconds) if isinstance(seconds, Real) else 0.0
+    if not 0 < number <= _MOST_SECONDS:
+        raise StateError(
+            f"timeout must be a number of seconds above 0 and at most {_MOST_SECONDS:.0f}, a timedelta or None, not {timeout!r}"
+        )
+    return number
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise an error for a value that is neither True nor False."""
+    check_one_of(name, value, (True, False))
+
+
+def check_names(name: str, value: object, example: str) -> None:
+    """Raise an error for a value that is not a list of names."""
+    names = value if isinstance(value, (list, tuple, set, frozenset)) else [None]
+    if not all(isinstance(listed, str) for listed in names):
+        raise StateError(f"{name} must be a list of names, as in {example}, not {value!r}")

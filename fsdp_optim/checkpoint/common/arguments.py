@@ -1,0 +1,108 @@
+"""The arguments of the calls on checkpoints, each together with its options. The ranks compare them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from fsdp_optim.arguments import MAY_DIFFER, check_at_least, check_one_of, check_which_weights, compared_as
+from fsdp_optim.checkpoint.common.run_state import RunState
+from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.options import (
+    CallArguments,
+    CallOptions,
+    LoadOptions,
+    OnDamage,
+    SaveOptions,
+    WhichWeights,
+    fields_of,
+    text_of_format,
+)
+
+_MOST_STEPS = 1 << 63
+_NOTHING = RunState()
+
+LoadArgumentsT = TypeVar("LoadArgumentsT", bound="LoadArguments")
+
+
+def call_of(options: CallOptions, **arguments: Any) -> CallArguments:
+    """The options of every call among those of a save or a load."""
+    return CallArguments(**{option.name: getattr(options, option.name) for option in fields(CallOptions)}, **arguments)
+
+
+@dataclass(frozen=True)
+class SaveArguments(SaveOptions):
+    """The arguments of `save` and `async_save`."""
+
+    state: RunState = _NOTHING
+    step: int | None = None
+    overwrite: bool = False
+    weights: WhichWeights = "all"
+    format: object = field(default="safetensors", metadata=compared_as(text_of_format))
+    wrong_options: str = field(default="", metadata=MAY_DIFFER)
+
+    @classmethod
+    def of(cls, options: SaveOptions, state: Any, **arguments: Any) -> SaveArguments:
+        """The arguments of a call that was given these options."""
+        return cls(**fields_of(SaveOptions, options), state=RunState(state), **arguments)
+
+    @property
+    def call(self) -> CallArguments:
+        """The options that say who makes the call, and how."""
+        return call_of(self)
+
+    def validate(self) -> None:
+        if self.wrong_options:
+            raise StateError(self.wrong_options)
+        super().validate()
+        self.state.validate()
+        check_which_weights(self.weights)
+        if self.upload_to is not None and self.format != "safetensors":
+            raise CheckpointError(
+                f'upload_to= takes checkpoints of the format "safetensors": save with format="{self.format}" to {self.upload_to} '
+                "itself"
+            )
+        if self.step is not None:
+            check_at_least("step", self.step, 0, error=CheckpointError)
+            if self.step >= _MOST_STEPS:
+                raise CheckpointError(f"step must be at most {_MOST_STEPS - 1}, not {self.step}")
+
+
+@dataclass(frozen=True)
+class LoadArguments(LoadOptions):
+    """The arguments of `load`."""
+
+    state: RunState = _NOTHING
+    strict: bool = True
+    weights: WhichWeights = "all"
+    wrong_options: str = field(default="", metadata=MAY_DIFFER)
+
+    @classmethod
+    def of(cls: type[LoadArgumentsT], options: LoadOptions, state: Any, **arguments: Any) -> LoadArgumentsT:
+        """The arguments of a call that was given these options."""
+        return cls(**fields_of(LoadOptions, options), state=RunState(state), **arguments)
+
+    @property
+    def call(self) -> CallArguments:
+        """The options that say who makes the call, and how. A load replaces all replicas, so none can be a mismatch."""
+        of_call = {option.name: getattr(self, option.name) for option in fields(CallOptions)}
+        of_call["on_replica_mismatch"] = "error"
+        return CallArguments(**of_call, strict=self.strict, param_groups=self.param_groups)
+
+    def validate(self) -> None:
+        if self.wrong_options:
+            raise StateError(self.wrong_options)
+        super().validate()
+        self.state.validate()
+        check_which_weights(self.weights)
+
+
+@dataclass(frozen=True)
+class ResumeArguments(LoadArguments):
+    """The arguments of `resume`."""
+
+    on_damage: OnDamage = "error"
+
+    def validate(self) -> None:
+        super().validate()
+        check_one_of("on_damage", self.on_damage, ("error", "previous"), CheckpointError)

@@ -1,0 +1,149 @@
+"""What `state=` was given: objects of the trainer, and trees of values, which are saved beside the model and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from fsdp_optim.arguments import Arguments
+from fsdp_optim.checkpoint.common.random_states import random_states
+from fsdp_optim.elements import MOST_DEEP
+from fsdp_optim.errors import StateError
+from fsdp_optim.memory import is_plain
+
+RESERVED = "fsdp_optim."
+"""The beginning of the names that no value of the trainer has."""
+
+RANDOM = f"{RESERVED}rng"
+"""The name of a rank's random states among its values."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Stateful(Protocol):
+    """A scheduler, a loader, a scaler, an EMA model: anything with these two methods."""
+
+    def state_dict(self) -> Any:
+        """The state as plain values."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take the state that `state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value or an object of which each rank has its own. `per_rank` makes it."""
+
+    value: Any
+
+
+def per_rank(value: Any) -> Any:
+    """Mark a value or an object in `state=` as each rank's own: every rank saves its own, and loads its own.
+
+        save(path, model, optim, state={"scheduler": scheduler, "loader": per_rank(loader)})
+
+    At another world size a rank gets the value of the same index. A rank that is new gets none, and `missing_keys` of the result
+    says so.
+
+    Args:
+        value: as an unmarked value in `state=`.
+    """
+    return value if isinstance(value, PerRank) else PerRank(value)
+
+
+def is_stateful(value: object) -> bool:
+    """Whether a value is an object with a state, in contrast to a tree of values."""
+    return callable(getattr(value, "state_dict", None)) or callable(getattr(value, "load_state_dict", None))
+
+
+@dataclass(frozen=True)
+class RunState(Arguments):
+    """What `state=` was given, or None. `rng`: each rank's random states belong to it too."""
+
+    given: Any = None
+    rng: bool = False
+
+    @property
+    def is_given(self) -> bool:
+        return self.given is not None
+
+    @property
+    def named(self) -> Mapping[str, Any]:
+        """The objects and values by name, each rank's own ones as `PerRank`."""
+        return self.given if isinstance(self.given, Mapping) else NOTHING
+
+    def compared_text(self) -> str:
+        """The names. The values of ranks may differ: those of the lowest rank count."""
+        kinds = sorted(
+            (str(name), "per rank" if isinstance(value, PerRank) else "") for name, value in self.named.items()
+        )
+        names = [f"{name} ({kind})" if kind else name for name, kind in kinds]
+        return f"state={names if self.is_given else None}, rng={self.rng}"
+
+    def validate(self) -> None:
+        """Raise StateError for what is no mapping of names, and for an object that has no complete state."""
+        if self.given is None:
+            return
+        if not isinstance(self.given, Mapping) or not all(isinstance(name, str) for name in self.given):
+            raise StateError(
+                "state must be a dict from names to objects or values, as in state={'scheduler': scheduler}, not "
+                f"{_shown(self.given)}"
+            )
+        for name, value in self.given.items():
+            if name.startswith(RESERVED):
+                raise StateError(f"state[{name!r}]: names that begin with {RESERVED!r} are the library's own")
+            inner = value.value if isinstance(value, PerRank) else value
+            lacking = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(inner, m, None))]
+            if lacking and is_stateful(inner):
+                raise StateError(f"state[{name!r}], a {type(inner).__name__}, does not have {lacking[0]}()")
+
+    def saved(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The values that ranks have in common, and those of this rank; None where there are none.
+
+        All ranks call this method, because a state_dict() may be a collective call.
+        """
+        values = {name: _state_of(f"state[{name!r}]", value) for name, value in self.named.items()}
+        own = {name: value.value for name, value in values.items() if isinstance(value, PerRank)}
+        common = {name: value for name, value in values.items() if not isinstance(value, PerRank)}
+        if self.rng:
+            own[RANDOM] = random_states()
+        return common or None, own or None
+
+
+def _state_of(where: str, value: Any) -> Any:
+    """The tree to save for an object or a value, as `PerRank` if it was given so."""
+    if isinstance(value, PerRank):
+        return PerRank(_state_of(where, value.value))
+    if not is_stateful(value):
+        return value
+    try:
+        state = value.state_dict()
+    except Exception as error:
+        raise StateError(f"{where}: its state_dict() failed: {type(error).__name__}: {error}") from error
+    _refuse_sharded(where, state)
+    return state
+
+
+def _refuse_sharded(where: str, value: Any, depth: int = 0) -> None:
+    """Name a value that is cut over ranks: the part of one rank is not the common state of the ranks."""
+    if depth > MOST_DEEP:  # which the encoder refuses
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _refuse_sharded(f"{where}[{key!r}]", item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _refuse_sharded(f"{where}[{index}]", item, depth + 1)
+    elif not is_plain(value) and (hasattr(value, "placements") or callable(getattr(value, "local_shards", None))):
+        raise StateError(
+            f"{where}: is a {type(value).__name__}, which is cut over ranks: give a sharded module with the model, as in "
+            "model=nn.ModuleDict({'model': model, 'ema': ema})"
+        )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict with the key {next(name for name in value if not isinstance(name, str))!r}"
+    return f"a {type(value).__name__}"

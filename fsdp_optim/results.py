@@ -1,0 +1,290 @@
+"""The results of the public calls: frozen records without code of their own but a representation that fits on a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdp_optim.errors import counted_noun, shortened
+
+_MOST_SHOWN = 4  # names of a list
+
+
+class UnderWay(Protocol):
+    """Work that continues in the background."""
+
+    def done(self) -> bool:
+        """Whether the work is over, successfully or not."""
+
+    def wait(self, timeout: float | None = None) -> SaveResult:
+        """Wait for the end; raises the error of a failure, and RankTimeoutError after `timeout` seconds."""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The result of a save.
+
+    Attributes:
+        path: the path of the checkpoint.
+        num_tensors: the number of saved tensors.
+        nbytes: the bytes of all tensors.
+        nbytes_written: the bytes that this rank wrote.
+        absent: the FQNs of the optimizer's parameters without state.
+        upload: the upload that continues in the background, if `upload_to` was given to `save`.
+    """
+
+    path: Path | str
+    num_tensors: int
+    nbytes: int
+    nbytes_written: int
+    absent: tuple[str, ...]
+    upload: UnderWay | None = None
+
+    def __repr__(self) -> str:
+        return _shown(
+            self,
+            path=repr(str(self.path)),
+            num_tensors=self.num_tensors,
+            nbytes=self.nbytes,
+            nbytes_written=self.nbytes_written,
+            absent=_names(self.absent),
+            upload=self.upload,
+        )
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """The result of a load.
+
+    Attributes:
+        state: everything that was saved by `state=`, by name, as this rank has it: a value of `per_rank` is this rank's own, and
+            so are the random states that a manager has saved, under the name "fsdp_optim.rng". The access to a value that is a
+            pickle and not allowed raises CheckpointError.
+        step: the `step` that was given to `save`.
+        world_size: the number of ranks that saved.
+        missing_keys: what the model, the optimizer or `state=` has and the checkpoint does not have, and keeps its live value:
+            FQNs, and names as `state['scheduler']` (`strict=False`); and, whatever `strict` says, values of `per_rank` that this
+            rank did not get, because there were fewer ranks at the save.
+        unexpected_keys: what the checkpoint has and the model, the optimizer or `state=` does not have (`strict=False`).
+        unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has
+            (`strict=False`).
+        absent: the FQNs of the optimizer's parameters without state in the checkpoint.
+        num_tensors: the number of loaded tensors.
+        nbytes: the bytes that this rank read.
+        read_all_ranks: reads what `all_ranks` returns.
+    """
+
+    state: dict[str, Any]
+    step: int | None = None
+    world_size: int = 0
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    unmatched_hyperparameters: tuple[str, ...] = ()
+    unmatched_values: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    num_tensors: int = 0
+    nbytes: int = 0
+    read_all_ranks: Callable[[], tuple[Mapping[str, Any], ...]] = field(default=tuple, repr=False, compare=False)
+
+    @cached_property
+    def all_ranks(self) -> tuple[Mapping[str, Any], ...]:
+        """The values of `per_rank` of every rank that saved, in the order of these ranks; empty if none was saved.
+
+        The first access reads them from the checkpoint, on this process alone. Raises CheckpointError if another checkpoint has
+        replaced the loaded one.
+        """
+        return self.read_all_ranks()
+
+    def __repr__(self) -> str:
+        """The names in the state; their values may be large."""
+        return _shown(
+            self,
+            state=f"<{', '.join(map(repr, self.state.keys())) or 'nothing'}>",
+            step=self.step,
+            world_size=self.world_size,
+            missing_keys=_names(self.missing_keys),
+            unexpected_keys=_names(self.unexpected_keys),
+            unmatched_hyperparameters=_names(self.unmatched_hyperparameters),
+            unmatched_values=_names(self.unmatched_values),
+            absent=_names(self.absent),
+            num_tensors=self.num_tensors,
+            nbytes=self.nbytes,
+        )
+
+
+@dataclass(frozen=True)
+class Incompatible:
+    """The differences that `strict=False` has passed over.
+
+    Attributes:
+        missing_keys: FQNs that the full dict does not have, and that keep their live state.
+        unexpected_keys: FQNs that the optimizer does not have, and that were not loaded.
+        unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has. The saved
+            ones were left out, the live ones stay.
+    """
+
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    unmatched_hyperparameters: tuple[str, ...] = ()
+    unmatched_values: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything was passed over."""
+        return bool(
+            self.missing_keys or self.unexpected_keys or self.unmatched_hyperparameters or self.unmatched_values
+        )
+
+    def __repr__(self) -> str:
+        return _shown(
+            self,
+            missing_keys=_names(self.missing_keys),
+            unexpected_keys=_names(self.unexpected_keys),
+            unmatched_hyperparameters=_names(self.unmatched_hyperparameters),
+            unmatched_values=_names(self.unmatched_values),
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint of a folder, as `checkpoints` lists it.
+
+    Attributes:
+        path: a Path in a folder, a URL (str) under a URL.
+        step: the `step` that was given to `save`; None without one, or where it cannot be read.
+        world_size: the number of ranks that saved; 0 where it cannot be read.
+        nbytes: the bytes of all files but the manifest; 0 where they cannot be read.
+        complete: whether all files are there in their sizes. Their bytes are verified by a load.
+        reason: why the checkpoint is not complete, or cannot be read just now.
+        metric: the `metric` that was given to `CheckpointManager.step`.
+    """
+
+    path: Path | str
+    step: int | None
+    world_size: int
+    nbytes: int
+    complete: bool
+    reason: str = ""
+    metric: float | None = None
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """The result of `verify`, which has found nothing wrong.
+
+    Attributes:
+        path: where the checkpoint is.
+        format: the name of its format.
+        num_tensors, nbytes: the tensors that were read, and their bytes.
+        has_checksums: whether every byte of the tensors was compared with a checksum: this library's own, or the CRC32 that files
+            of `torch.save` have. False: the format has none, or the save wrote none. Then everything is there and can be read,
+            but changed bytes do not show.
+        num_extras: the number of other values that were read: those of the trainer, of ranks and of modules.
+    """
+
+    path: str
+    format: str
+    num_tensors: int
+    nbytes: int
+    has_checksums: bool
+    num_extras: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        dtype: torch's name of the dtype.
+        shape: the shape.
+        nbytes: the number of bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One param group of a checkpoint.
+
+    Attributes:
+        hyperparameters: their values by name.
+        params: the parameters by FQN, or by id where there are no names.
+    """
+
+    hyperparameters: Mapping[str, Any]
+    params: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """The contents of a checkpoint, without the elements of its tensors, as `inspect` reads them.
+
+    Attributes:
+        path: the path or URL of the checkpoint.
+        format: the name of its format.
+        about: facts about the save, for users.
+        world_size: the number of ranks that saved; 0 if unknown.
+        step: the `step` that was given to `save`.
+        weights: which of the model's weights were saved: "all", "trainable" or "none"; None if unknown.
+        weights_dtype: torch's name of the dtype to which the save cast floating weights; None if it did not, or if unknown.
+        model: the weights and buffers by FQN.
+        aliases: other names of these, each with the FQN.
+        has_optim: whether an optimizer was saved.
+        state: the optimizer's state by FQN, or by id where there are no names: tensors, and the texts of other values.
+        groups: its param groups.
+        optimizer_class: the name of its class, or one for each group; empty if unknown.
+        extras: the names of other values, of the trainer and of modules: "common", "model", and "rank-00000" and so on.
+    """
+
+    path: str
+    format: str
+    about: Mapping[str, str]
+    world_size: int
+    step: int | None
+    weights: str | None
+    weights_dtype: str | None
+    model: Mapping[str, TensorInfo]
+    aliases: Mapping[str, str]
+    has_optim: bool
+    state: Mapping[Any, Mapping[Any, TensorInfo | str]]
+    groups: tuple[GroupInfo, ...]
+    optimizer_class: tuple[str, ...]
+    extras: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """The figures; a tree of all tensors would fill the screen."""
+        values = [value for by_name in self.state.values() for value in by_name.values()]
+        return _shown(
+            self,
+            path=repr(self.path),
+            format=repr(self.format),
+            world_size=self.world_size,
+            step=self.step,
+            weights=repr(self.weights),
+            model=f"<{counted_noun(len(self.model), 'tensor')}>",
+            state=f"<{counted_noun(len(values), 'value')} of {counted_noun(len(self.state), 'parameter')}>",
+            nbytes=self.nbytes,
+            extras=self.extras,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        tensors = [*self.model.values(), *(value for values in self.state.values() for value in values.values())]
+        return sum(value.nbytes for value in tensors if isinstance(value, TensorInfo))
+
+
+def _names(names: tuple[str, ...]) -> str | None:
+    """Names in a representation; None where there are none."""
+    return f"<{shortened(names, _MOST_SHOWN)}>" if names else None
+
+
+def _shown(result: object, **parts: object) -> str:
+    """A representation with these parts, but for those that are None."""
+    texts = [f"{name}={value}" for name, value in parts.items() if value is not None]
+    return f"{type(result).__name__}({', '.join(texts)})"
