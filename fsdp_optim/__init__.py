@@ -115,5 +115,4 @@ if not TYPE_CHECKING:  # type checkers take every name as there where a module h
         if name not in __all__ and name != _OF_FAIRSCALE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         room = "fairscale" if name == _OF_FAIRSCALE else "api"
-        value = globals()[name] = getattr(import_module(f"{__name__}.{room}"), name)
-        return value
+        return getattr(import_module(f"{__name__}.{room}"), name)  # not kept here, so that there is one place to patch
