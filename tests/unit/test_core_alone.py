@@ -13,7 +13,7 @@ PACKAGE = "fsdp_optim"
 NOT_CORE = ("foreign", "buckets", "offline", "dcp", "integrations", "testing", "cli")
 
 BEGIN = """
-import sys, tempfile
+import os, pathlib, sys, tempfile
 import torch
 import fsdp_optim
 
@@ -28,7 +28,8 @@ CALLS = {
     "import": "",
     "save and load": """
 fsdp_optim.save(f"{root}/1", model, optim, step=1, extra={"x": [torch.ones(2)]}, per_rank_extra=3)
-fsdp_optim.save(f"{root}/1", model, optim, step=1, overwrite=True, keep_last=1)
+saved = fsdp_optim.save(f"{root}/1", model, optim, step=1, overwrite=True, keep_last=1)
+assert saved.path == pathlib.Path(root) / "1", saved.path
 fsdp_optim.load(f"{root}/1", model, optim, check="bitwise")
 fsdp_optim.load(f"{root}/1")
 """,
@@ -37,6 +38,7 @@ fsdp_optim.async_save(f"{root}/2", model, optim).wait()
 fsdp_optim.wait()
 """,
     "manager": """
+os.mkdir(f"{root}/run")  # a launcher has made it
 for begin in (0, 4):
     with fsdp_optim.CheckpointManager(f"{root}/run", model, optim, every=2, keep_last=1) as manager:
         assert manager.resume() == begin
