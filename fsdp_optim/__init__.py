@@ -117,5 +117,4 @@ if not TYPE_CHECKING:  # type checkers take every name as there where a module h
         """Import a public name on first access, so that `import fsdp_optim` costs little."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.api"), name)
-        return value
+        return getattr(import_module(f"{__name__}.api"), name)  # not kept here, so that there is one place to patch

@@ -21,9 +21,8 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, WrapperError
 
 
-@functools.cache
 def named(where: str) -> Any:
-    """The object that `module:attribute` names. Imports the module at the first call."""
+    """The object that `module:attribute` names. Imports the module where that has not been done."""
     module, _, attribute = where.partition(":")
     return getattr(import_module(module), attribute)
 

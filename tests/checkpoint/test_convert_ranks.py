@@ -195,10 +195,8 @@ class ConvertRanksTest(SharedFolder):
             "bucket_nbytes must be at least 16777216 bytes": {"bucket_nbytes": 1 << 20},
             "max_file_size must be at least 1 byte": {"max_file_size": 0},
             "format must be one of 'safetensors'": {"format": "zip"},
-            "world_size must be at least 1": {"world_size": 0},
-            "world_size is for formats with a part for each rank": {"world_size": 2},
-            "key_by must be": {"key_by": "number"},
-            "leave key_by out": {"key_by": "id"},
+            "format must be .* not 3": {"format": 3},
+            "has options of its own that must be given": {"format": "fairscale_shards"},
             "param_names must be a list": {"param_names": "weight"},
             "timeout must be": {"timeout": -1},
         }

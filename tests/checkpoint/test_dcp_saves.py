@@ -219,10 +219,14 @@ class FolderTest(unittest.TestCase):
             self.save("a", extra={"0.weight": 1}, format="torchtitan")
         with self.assertRaisesRegex(CheckpointError, r"state\['x'\]\['y'\].*allow_pickle=True"):
             self.save("a", extra={"x": {"y": io.StringIO}})
-        with self.assertRaisesRegex(
-            CheckpointError, "format must be 'safetensors', 'dcp' or 'torchtitan', not 'pickle'"
-        ):
-            self.save("a", format="pickle")
+        for format in ("pickle", None):
+            with self.assertRaisesRegex(
+                CheckpointError,
+                f"format must be one of 'safetensors', 'dcp', 'torchtitan', or a Format .* not {format!r}",
+            ):
+                self.save("a", format=format)
+        with self.assertRaisesRegex(CheckpointError, "save does not write the format 'torch'"):
+            self.save("a", format="torch")
         self.assertEqual(list(self.root.iterdir()), [])
         self.save("a", extra={"x": {"y": io.StringIO}}, allow_pickle=True)
         values: dict[str, Any] = {"x": {"y": None}}

@@ -13,7 +13,7 @@ PACKAGE = "fsdp_optim"
 NOT_CORE = ("foreign", "buckets", "offline", "dcp", "integrations", "testing", "cli")
 
 BEGIN = """
-import sys, tempfile
+import os, pathlib, sys, tempfile
 import torch
 import fsdp_optim
 
@@ -27,9 +27,10 @@ optim.step()
 CALLS = {
     "import": "",
     "save and load": """
-fsdp_optim.save(f"{root}/1", model, optim, step=1, extra={"x": [torch.ones(2)]}, per_rank_extra=3)
-fsdp_optim.save(f"{root}/1", model, optim, step=1, overwrite=True)
-fsdp_optim.load(f"{root}/1", model, optim, check="bitwise")
+fsdp_optim.save(f"{root}/1", model, optim, step=1, state={"x": [torch.ones(2)], "own": fsdp_optim.per_rank(3)})
+saved = fsdp_optim.save(f"{root}/1", model, optim, step=1, overwrite=True)
+assert saved.path == pathlib.Path(root) / "1", saved.path
+fsdp_optim.load(f"{root}/1", model, optim, options=fsdp_optim.LoadOptions(compare=True))
 fsdp_optim.load(f"{root}/1")
 """,
     "async_save": """
@@ -37,6 +38,7 @@ fsdp_optim.async_save(f"{root}/2", model, optim).wait()
 fsdp_optim.wait_for_saves()
 """,
     "manager": """
+os.mkdir(f"{root}/run")  # a launcher has made it
 for begin in (0, 4):
     with fsdp_optim.CheckpointManager(f"{root}/run", model, optim, every=2, keep_last=1) as manager:
         assert manager.resume() == begin
@@ -48,7 +50,7 @@ for step in (1, 2):
     fsdp_optim.save(f"{root}/list/step-{step}", model, optim, step=step)
 assert [one.step for one in fsdp_optim.checkpoints(f"{root}/list")] == [2, 1]
 assert fsdp_optim.latest(f"{root}/list").name == "step-2"
-assert fsdp_optim.resume(f"{root}/list", model, optim).summary.step == 2
+assert fsdp_optim.resume(f"{root}/list", model, optim).step == 2
 """,
     "gather and load": """
 full = fsdp_optim.gather_full_optim_state_dict(model, optim)

@@ -97,7 +97,8 @@ class FormatNamesTest(unittest.TestCase):
 
         self.assertEqual(text(TorchFiles()), text(TorchFiles()))
         self.assertNotEqual(text(TorchFiles()), text(TorchFiles(key_by="name")))
-        self.assertEqual(text(Raw()), text(Raw()))  # two objects without a repr of their own
+        one, other = Raw(), Raw()  # without a repr of their own
+        self.assertEqual(text(one), text(other))
         self.assertNotEqual(text(Raw()), text("raw"))
 
 
