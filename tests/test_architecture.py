@@ -111,10 +111,10 @@ api: checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.
 (top): api errors
 cli: api errors options plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
-integrations: api checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    checkpoint.trainers errors formats.own memory options registry results state.live storage.base storage.posix
 testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
 __main__: cli
+integrations: (top) api checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
+    checkpoint.trainers errors formats.own memory options registry results state.live storage.base storage.posix
 """
 
 

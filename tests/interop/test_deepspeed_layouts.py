@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import ReaderConformance, WrittenSample
 

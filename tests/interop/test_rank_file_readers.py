@@ -27,7 +27,7 @@ from fsdp_optim.foreign.per_rank.olmo_local import OLMO_LOCAL
 from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
 from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample, run_on_ranks

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing.foreign_readers import read_elements

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
 from fsdp_optim.foreign.reader import ForeignReader
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing.foreign_readers import read_elements
 from kit.zero_runs import STEPS

@@ -34,8 +34,8 @@ from fsdp_optim.formats.base.index import SavedOptim, mapped
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.saved_optim import WORD_OF, description_of, saved_optim
 from fsdp_optim.formats.own import reader as own_reader
-from fsdp_optim.state.dicts.names import Names
-from fsdp_optim.state.values.kinds import Kind
+from fsdp_optim.state.dicts import Names
+from fsdp_optim.state.values import Kind
 
 TENSORS = {
     "m": StoredTensor("m", "float32", (3, 2), "optim.safetensors", 0),

@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, Source
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
 

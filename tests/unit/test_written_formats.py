@@ -15,7 +15,7 @@ from fsdp_optim.foreign.per_rank.fairscale_writer import FairscaleShards
 from fsdp_optim.foreign.torch.writer import TorchFiles
 from fsdp_optim.formats.base.description import SCALAR
 from fsdp_optim.formats.base.protocols import Format, Half, written
-from fsdp_optim.formats.own.probe import PROBE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.base import Opened, Store
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample
