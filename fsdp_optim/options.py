@@ -39,7 +39,6 @@ Strategy = Literal["auto", "in_place", "per_rank_files"]
 Check = Literal["bitwise"]
 OnDamage = Literal["error", "previous"]
 WhichWeights = Literal["all", "trainable", "none"]
-SavedFormat = Literal["safetensors", "dcp", "torchtitan"]
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
 
@@ -100,6 +99,16 @@ def name_of_group(group: dist.ProcessGroup | None) -> str:
     """The name of a process group, equal on all ranks of the group. None stands for the group of all ranks."""
     found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
     return str(getattr(found, "group_name", None))
+
+
+def text_of_format(format: object) -> str:
+    """The name of a format, or a `Format` with its options, as text that is equal on all ranks.
+
+    The `repr` of a class that has none of its own is the address of the object.
+    """
+    if isinstance(format, str) or type(format).__repr__ is not object.__repr__:
+        return repr(format)
+    return f"{type(format).__module__}.{type(format).__qualname__}"
 
 
 def is_integer(value: object) -> bool:
@@ -231,7 +240,7 @@ class SaveOptions(Arguments):
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
-    format: SavedFormat = "safetensors"
+    format: object = field(default="safetensors", metadata=compared_as(text_of_format))
     weights: WhichWeights = "all"
     rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
     weights_dtype: torch.dtype | None = None
@@ -241,7 +250,6 @@ class SaveOptions(Arguments):
         check_which_weights(self.weights)
         check_rename(self.rename)
         check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
-        check_one_of("format", self.format, ("safetensors", "dcp", "torchtitan"), CheckpointError)
         check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
         if self.step is not None:
@@ -281,9 +289,7 @@ class ConvertOptions(Arguments):
     """The options of convert."""
 
     call: Options
-    format: str = "safetensors"
-    world_size: int | None = None
-    key_by: KeyBy | None = None
+    format: object = field(default="safetensors", metadata=compared_as(text_of_format))
     memory: int = CONVERT_NBYTES
     names: Sequence[str] | None = None
     overwrite: bool = False
@@ -292,28 +298,14 @@ class ConvertOptions(Arguments):
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
-    units: Mapping[str, Sequence[str]] | None = None
-    flatten_parameters: bool | None = None
 
     def validate(self) -> None:
         super().validate()
         check_at_least("memory", self.memory, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
-        if self.world_size is not None:
-            check_at_least("world_size", self.world_size, 1, error=CheckpointError)
-        if self.key_by is not None:
-            check_one_of("key_by", self.key_by, ("id", "name"), CheckpointError)
         names = self.names if isinstance(self.names, (list, tuple, NoneType)) else [None]
         if not all(isinstance(name, str) for name in names or ()):
             raise StateError(f"names must be a list of FQNs in the order of the optimizer's ids, not {self.names!r}")
-        units = self.units if isinstance(self.units, (Mapping, NoneType)) else {None: None}
-        for path, fqns in (units or {}).items():
-            if (
-                not isinstance(path, str)
-                or not isinstance(fqns, (list, tuple))
-                or not all(isinstance(f, str) for f in fqns)
-            ):
-                raise StateError(f"units must be a dict from paths of modules to lists of FQNs, not {self.units!r}")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import unittest
 from collections.abc import Mapping, Set
@@ -18,6 +19,7 @@ from kit.source_tree import (
     floor_of,
     imports,
     imports_among,
+    is_for_type_checkers,
     nodes,
     nodes_of,
     owner_of,
@@ -46,65 +48,69 @@ errors:
 formats:
 machine:
 speed:
-wire:
 state:
 storage:
+wire:
 elements: errors
 layout: errors
 options: errors
+registry: errors
 storage.base: errors
 transport.job: errors machine
-buckets.objects: errors machine storage.base
+buckets.objects: errors storage.base
 plan: errors layout
 storage.posix: errors machine storage.base
 buckets.fsspec: buckets.objects errors storage.base
 buckets.s3: buckets.objects errors storage.base
 memory: plan
-buckets: buckets.fsspec buckets.objects buckets.s3 errors storage.base storage.posix
+buckets: buckets.fsspec buckets.objects buckets.s3 storage.base storage.posix
 dtensors: errors layout memory
 transport: errors layout memory options plan transport.job wire
 formats.base: dtensors elements errors layout memory storage.base
 move: errors layout memory plan transport
 view: dtensors errors layout memory
-adapters: dtensors elements errors layout memory options view
+adapters: dtensors elements errors layout memory options registry view
 foreign: errors formats.base storage.base
-formats.own: errors formats.base memory storage.base
+formats.own: errors formats.base memory registry storage.base
 state.values: dtensors elements errors layout memory view
 foreign.archive: errors foreign formats.base layout memory storage.base
 state.dicts: dtensors elements errors layout memory options state.values view
-foreign.dcp: elements errors foreign foreign.archive formats.base formats.own layout memory storage.base
+foreign.dcp: elements errors foreign foreign.archive formats.base layout memory registry storage.base
 state.live: errors layout memory options plan state.dicts state.values view
 foreign.hugging_face: errors foreign foreign.dcp formats.base formats.own storage.base
 state.merged: errors layout memory options state.dicts state.live state.values view
-foreign.torch: errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory storage.base
+foreign.torch: errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory options
+    registry storage.base
 verbs: adapters dtensors elements errors layout memory move options speed state.dicts state.live state.merged
     state.values transport view
+checkpoint.common: adapters elements errors formats.base formats.own layout memory move options plan registry
+    speed state.dicts state.live state.merged state.values storage.base storage.posix transport transport.job
+    verbs view
 foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
-foreign.per_rank: errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
-checkpoint.common: adapters buckets elements errors foreign.dcp foreign.deepspeed foreign.hugging_face
-    foreign.per_rank foreign.torch formats.base formats.own layout memory move options plan speed state.dicts
-    state.live state.merged state.values storage.base storage.posix transport transport.job verbs view
-checkpoint.catalog: buckets checkpoint.common errors foreign.torch formats.base options storage.base storage.posix
-checkpoint.load: adapters checkpoint.common errors foreign foreign.archive formats.base layout memory move options
-    plan speed state.dicts state.live state.merged state.values storage.base transport verbs view
-checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options state.merged
-    transport verbs
+foreign.per_rank: errors foreign foreign.archive foreign.torch formats.base layout memory options storage.base
+checkpoint.catalog: checkpoint.common errors formats.base options registry storage.base storage.posix
+checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan speed
+    state.dicts state.live state.merged state.values storage.base transport verbs view
+plugins: adapters buckets.objects foreign.dcp foreign.per_rank foreign.torch formats.base formats.own layout
+    memory registry storage.base view
+checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options
+    state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
-    move options plan speed state.dicts state.live storage.base storage.posix transport verbs
-checkpoint.run: buckets checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors formats.base
-    memory options storage.posix transport verbs
-checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save errors formats.own memory options
-    state.live storage.base storage.posix transport
-offline: adapters buckets checkpoint.common checkpoint.load checkpoint.save errors foreign foreign.archive
-    foreign.torch formats.base formats.own layout memory move options state.dicts state.live state.values
+    move options plan speed state.live storage.base transport verbs
+checkpoint.run: checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors formats.base memory
+    options registry storage.posix transport verbs
+checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save errors formats.base formats.own
+    memory options state.live storage.base storage.posix transport
+offline: adapters checkpoint.common checkpoint.load checkpoint.save errors foreign.archive foreign.torch
+    formats.base formats.own layout memory move options registry state.dicts state.live state.values
     storage.base storage.posix transport
-api: buckets checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save memory
-    offline options state.dicts state.live storage.posix verbs
-cli: api errors
+api: checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save formats.base
+    memory options registry state.dicts state.live storage.posix verbs
+cli: api errors plugins registry
 fairscale: api errors options state.dicts state.live
-integrations: (top) api buckets checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    checkpoint.trainers errors memory options state.live storage.base storage.posix
-testing: adapters api buckets.objects errors foreign formats.base layout memory plan storage.base transport view
+integrations: api checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
+    checkpoint.trainers errors formats.own memory options registry state.live storage.base storage.posix
+testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
 (top): api errors fairscale
 __main__: cli
 """
@@ -118,7 +124,10 @@ def read_arrows(text: str) -> dict[str, set[str]]:
 
 
 ARROWS = read_arrows(_USES)
-JOIN_THE_PARTS = {"verbs", "checkpoint", "offline", "api", "fairscale"}
+JOIN_THE_PARTS = {"verbs", "checkpoint", "offline", "api", "fairscale", "plugins"}
+NOT_CORE = {"foreign", "buckets", "offline", "dcp", "integrations", "testing", "cli"}
+"""What a save and a load in a folder do not need. The core reaches it by the registry, which has its dotted names."""
+DOORS = {"plugins", "__main__"}  # of other packages, and of the command line
 PARTS = {"adapters", "transport", "formats"}
 OF_DISTRIBUTED = {
     f"{PACKAGE}.foreign.dcp.writer": {
@@ -137,6 +146,7 @@ OF_CLIENTS = {  # packages of an object store's client; the process that its con
     f"{PACKAGE}.buckets.s3.client": {"boto3", "botocore", "os"},
     f"{PACKAGE}.buckets.s3.errors": {"botocore", "urllib3"},
     f"{PACKAGE}.buckets.blocks": {"xxhash", "os", "pathlib", "shutil"},  # a folder of this machine
+    f"{PACKAGE}.buckets.cached": {"os"},  # the type of a path
     f"{PACKAGE}.buckets.mounted": {"pathlib"},  # file://
 }
 FILE_SYSTEM = {"os", "fcntl", "shutil", "pathlib", "stat", "tempfile", "glob"}
@@ -163,6 +173,14 @@ class TestArrows(unittest.TestCase):
             room = room_of(module)
             assert room in ARROWS, f"{file}: a room that is not in the plan; add it here and in docs/concepts.md"
             wrong += [f"{module} imports {used}" for used in rooms_used(file) - ARROWS[room] - {room}]
+        assert not wrong, wrong
+
+    def test_the_core_imports_nothing_else(self) -> None:
+        """Not in a function either, nor for types; `tests/unit/test_core_alone.py` looks at what is loaded."""
+        core = {room: uses for room, uses in ARROWS.items() if room.split(".")[0] not in NOT_CORE | DOORS}
+        wrong = {
+            room: found for room, uses in core.items() if (found := {u for u in uses if u.split(".")[0] in NOT_CORE})
+        }
         assert not wrong, wrong
 
     def test_nothing_uses_the_integrations(self) -> None:
@@ -401,10 +419,42 @@ class TestImport(unittest.TestCase):
         more = ours - bare
         wrong = {name for name in more if f"{name}.".startswith(WRAPPERS)}
         assert not wrong, sorted(wrong)
-        assert f"{PACKAGE}.api" in ours
         assert f"{PACKAGE}.fairscale" not in ours
         assert f"{PACKAGE}.testing" not in ours
         assert not [name for name in ours if name.startswith(f"{PACKAGE}.integrations")]
+
+    def test_importing_the_package_is_cheap(self) -> None:
+        """What a name needs is imported when the name is asked for: importing all of it takes half a second after torch."""
+        for module, more in ((PACKAGE, []), (f"{PACKAGE}.plugins", ["plugins", "registry"])):
+            code = f"import sys, {module}\nprint(*sys.modules)"
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90)
+            loaded = {name for name in done.stdout.split() if name.split(".")[0] in (PACKAGE, "torch", "numpy", "tqdm")}
+            self.assertEqual(loaded, {PACKAGE, *(f"{PACKAGE}.{name}" for name in ["errors", *more])})
+
+    def test_names_are_there_before_they_are_asked_for(self) -> None:
+        code = f"import {PACKAGE}\nprint(*dir({PACKAGE}))\nassert not hasattr({PACKAGE}, 'nothing')\n"
+        done = run(f"{code}from {PACKAGE} import *\nload, CheckpointError")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        import fsdp_optim
+
+        self.assertEqual(done.stdout.split(), fsdp_optim.__all__)
+
+    def test_the_door_of_plugins_has_what_it_names(self) -> None:
+        """The table by which names are imported, the list, and what type checkers see."""
+        from fsdp_optim import plugins
+
+        file = ROOT / "plugins.py"
+        block = next(node for node in tree_of(file).body if is_for_type_checkers(node))
+        seen = {
+            alias.asname or alias.name: f"{node.module}:{alias.name}"
+            for node in ast.walk(block)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        self.assertEqual(plugins._WHERE, seen)
+        self.assertEqual(plugins.__all__, sorted(seen))
+        for name in plugins.__all__:
+            self.assertIsNotNone(getattr(plugins, name))
 
     def test_asking_for_the_drop_in_loads_fairscale(self) -> None:
         loaded = loaded_by(f"from {PACKAGE} import FullyShardedDataParallel")

@@ -1,8 +1,8 @@
 """One file per wrapper, with an `Adapter` that turns a model into Handles. `ModelReader` combines all adapters."""
 
 from fsdp_optim.adapters.base import Adapter
+from fsdp_optim.adapters.known import all_adapters, use_adapters
 from fsdp_optim.adapters.reader import ModelReader
-from fsdp_optim.adapters.registry import all_adapters, use_adapters
 from fsdp_optim.adapters.tree import ModuleTree
 
 __all__ = ["Adapter", "ModelReader", "ModuleTree", "all_adapters", "use_adapters"]

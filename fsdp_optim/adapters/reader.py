@@ -12,10 +12,10 @@ from torch import nn
 
 from fsdp_optim.adapters.base import Adapter, Place
 from fsdp_optim.adapters.buffers import Buffers, Rename, read_buffers
+from fsdp_optim.adapters.known import all_adapters
 from fsdp_optim.adapters.masters import with_masters
 from fsdp_optim.adapters.module_values import read_module_values
 from fsdp_optim.adapters.naming import Naming
-from fsdp_optim.adapters.registry import all_adapters
 from fsdp_optim.adapters.slices import as_declared, has_declared
 from fsdp_optim.adapters.transformers_names import StoredNames, stored_names_of
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, IsWrapperChild, ModuleTree

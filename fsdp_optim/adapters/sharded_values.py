@@ -7,7 +7,7 @@ from typing import TypeGuard
 import torch
 
 from fsdp_optim.adapters.base import Adapter
-from fsdp_optim.adapters.registry import all_adapters
+from fsdp_optim.adapters.known import all_adapters
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import is_plain

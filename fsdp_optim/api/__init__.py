@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_optim.api.folders import checkpoints, latest, resume, wait
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
-from fsdp_optim.api.offline import FORMATS_WRITTEN, convert, inspect, verify
+from fsdp_optim.api.offline import convert, inspect, verify
 from fsdp_optim.api.optim_dicts import (
     for_fairscale,
     gather_full_optim_state_dict,
@@ -18,17 +18,15 @@ from fsdp_optim.api.optim_dicts import (
 )
 from fsdp_optim.api.save_load import async_save, load, save
 from fsdp_optim.api.slices import declare_slice
+from fsdp_optim.checkpoint.common.offline_results import GroupInfo, Inspected, TensorInfo, Verified
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.results import CheckpointInfo, LoadSummary, Saved
 from fsdp_optim.checkpoint.common.single_rank_warning import launched_ranks
 from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
-from fsdp_optim.offline.inspecting import GroupInfo, Inspected, TensorInfo
-from fsdp_optim.offline.verifying import Verified
 from fsdp_optim.verbs.load_state import Incompatible
 
 __all__ = [
-    "FORMATS_WRITTEN",
     "CheckpointInfo",
     "CheckpointManager",
     "GroupInfo",

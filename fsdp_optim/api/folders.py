@@ -10,10 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.catalog import listing, roots
 from fsdp_optim.checkpoint.catalog import newest as catalog
-from fsdp_optim.checkpoint.common.formats import SAVED
+from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.results import CheckpointInfo
 from fsdp_optim.checkpoint.common.stores import shelf_at
@@ -32,6 +31,7 @@ from fsdp_optim.options import (
     ResumeOptions,
     WhichWeights,
 )
+from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.posix.files import checkpoint_errors
 from fsdp_optim.verbs.load_state import LoadableOptimizer
 
@@ -124,7 +124,7 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
             as for `resume`.
     """
     with checkpoint_errors(root):
-        found = catalog.latest(*(shelf_at(root, storage_options, format) for format in SAVED))
+        found = catalog.latest(*(shelf_at(root, storage_options, format) for format in listed_formats()))
         if found is None:
             roots.check_root(root, storage_options)
         return found if found is None or scheme_of(root) is not None else Path(found)
@@ -150,7 +150,7 @@ def checkpoints(
         CheckpointError: the folder cannot be listed, or the path is a mistake, as for `resume`.
     """
     with checkpoint_errors(root):
-        found = listing.checkpoints(*(shelf_at(root, storage_options, format) for format in SAVED))
+        found = listing.checkpoints(*(shelf_at(root, storage_options, format) for format in listed_formats()))
         if not found:
             roots.check_root(root, storage_options)
         return found

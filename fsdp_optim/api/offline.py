@@ -9,18 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_optim.checkpoint.common.formats import WRITTEN
+from fsdp_optim.checkpoint.common.offline_results import Inspected, Verified
 from fsdp_optim.checkpoint.common.results import Saved
+from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.offline import convert as conversion
-from fsdp_optim.offline import inspecting, verifying
-from fsdp_optim.offline.inspecting import Inspected
-from fsdp_optim.offline.verifying import Verified
-from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, KeyBy, Model, Options
+from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, Model, Options
+from fsdp_optim.registry import CONVERT, INSPECT, VERIFY, named
 from fsdp_optim.storage.posix.files import checkpoint_errors
-
-FORMATS_WRITTEN = tuple(WRITTEN)
-"""The names of the formats that `convert` writes."""
 
 
 @ordinary_tensors()
@@ -28,14 +23,10 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    format: str = "safetensors",
-    world_size: int | None = None,
-    key_by: KeyBy | None = None,
+    format: str | Format = "safetensors",
     memory: int = CONVERT_NBYTES,
     names: Sequence[str] | None = None,
     model: Model | None = None,
-    units: Mapping[str, Sequence[str]] | None = None,
-    flatten_parameters: bool | None = None,
     overwrite: bool = False,
     durable: bool = True,
     max_file_size: int = 4_000_000_000,
@@ -55,26 +46,21 @@ def convert(
     Args:
         src: the checkpoint: a path, or a URL as for `save`.
         dst: the place of the new checkpoint: a path, or a URL as for `save`.
-        format: "safetensors": this library's own; "dcp" and "torchtitan": as save writes these; "torch": a folder with
-            `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load; "torch_file": a folder with
-            `checkpoint.pt`, one file `{"model": ..., "optimizer": ...}` that also has the trainer's values; if `dst` ends
-            like a file (`out.pt`) and is no folder and no URL, this file alone; "fairscale": as
-            "torch", with the optimizer's dict for fairscale's own `get_shard_from_optim_state_dict`, if the root alone is
-            wrapped; "fairscale_shards": a file for each of `world_size` ranks, as fairseq and metaseq write it, for fairscale's
-            own `load_local_state_dict` and the rank's optimizer.
-        world_size: the number of ranks, for formats that have a part for each rank.
-        key_by: "id" or "name", for formats whose optimizer dict may have either.
+        format: the name of a format, or a format of `fsdp_optim.plugins` with its own options. "safetensors": this library's own;
+            "dcp" and "torchtitan": as save writes these; "torch": a folder with `model.pt` and `optim.pt`, the dicts that an
+            unwrapped model and its optimizer load; "torch_file": a folder with `checkpoint.pt`, one file
+            `{"model": ..., "optimizer": ...}` that also has the trainer's values; if `dst` ends like a file (`out.pt`) and is no
+            folder and no URL, this file alone; "fairscale": as "torch", with the optimizer's dict for fairscale's own
+            `get_shard_from_optim_state_dict`, if the root alone is wrapped; these three are `TorchFiles(key_by=...)` with
+            options. `FairscaleShards(world_size=8, units=..., flatten_parameters=...)`: a file for each rank, as fairseq and
+            metaseq write it, for fairscale's own `load_local_state_dict` and the rank's optimizer. Or the name of a format that
+            an installed package adds.
         memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint
             (names, shapes) comes on top, and for each thread one tensor of those that torch files have compressed, or not in
             row-major order.
         names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
         model: in the place of `names`: a model whose parameters have this order; it may be on the meta device. For several param
             groups, each in this order, the shapes of the state must leave one way to share the parameters out.
-        units: for "fairscale_shards", if `src` is of another format: the FQNs that each FSDP unit flattens, in order, by the
-            path of the module that is wrapped, in the order of the wrapped model's parameters(), such as
-            `{"": ["stem.weight"], "block.0": ["block.0.weight", "block.0.bias"]}`.
-        flatten_parameters: for "fairscale_shards": FSDP's argument of this name. False: `units` has the parameters that each FSDP
-            module wraps, and each is cut by itself. None: as in `src`, if that is of this format; else True.
         overwrite, durable, max_file_size: as for `save`.
         allow_pickle: read and write values that need pickle, which can run any code of the author of `src`.
         progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
@@ -92,12 +78,8 @@ def convert(
         options = ConvertOptions(
             Options(process_group=process_group, timeout=timeout),
             format=format,
-            world_size=world_size,
-            key_by=key_by,
             memory=memory,
             names=names,
-            units=units,
-            flatten_parameters=flatten_parameters,
             overwrite=overwrite,
             durable=durable,
             max_file_size=max_file_size,
@@ -105,7 +87,8 @@ def convert(
             progress=progress,
             storage_options=storage_options,
         )
-        return conversion.convert(src, dst, options, model)
+        saved: Saved = named(CONVERT)(src, dst, options, model)
+        return saved
 
 
 def verify(
@@ -135,7 +118,8 @@ def verify(
         CheckpointError: the checkpoint is damaged. The message names all places with damage, the first twenty if there are more.
     """
     with checkpoint_errors(path):
-        return verifying.verify(path, memory=memory, progress=progress, storage_options=storage_options)
+        verified: Verified = named(VERIFY)(path, memory=memory, progress=progress, storage_options=storage_options)
+        return verified
 
 
 def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspected:
@@ -154,4 +138,5 @@ def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] 
         CheckpointError: the checkpoint is incomplete, damaged or unknown.
     """
     with checkpoint_errors(path):
-        return inspecting.inspect(path, storage_options)
+        inspected: Inspected = named(INSPECT)(path, storage_options)
+        return inspected

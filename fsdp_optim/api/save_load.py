@@ -16,6 +16,7 @@ from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as saving
+from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
     BUCKET_NBYTES,
@@ -27,7 +28,6 @@ from fsdp_optim.options import (
     OnReplicaMismatch,
     Options,
     Rename,
-    SavedFormat,
     SaveOptions,
     Strategy,
     WhichWeights,
@@ -58,7 +58,7 @@ def save(
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
-    format: SavedFormat = "safetensors",
+    format: str | Format = "safetensors",
     weights: WhichWeights = "all",
     rename: Rename | None = None,
     weights_dtype: torch.dtype | None = None,
@@ -167,7 +167,7 @@ def async_save(
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
-    format: SavedFormat = "safetensors",
+    format: str | Format = "safetensors",
     weights: WhichWeights = "all",
     rename: Rename | None = None,
     weights_dtype: torch.dtype | None = None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 from fsdp_optim.buckets.blocks import BlockFolder, Blocks
-from fsdp_optim.storage.base import CheckpointDirectory, Opened, Staging, Store, StoreWriter
+from fsdp_optim.storage.base import CheckpointDirectory, CheckpointProbe, Opened, Staging, Store, StoreWriter
 
 BLOCK_NBYTES = 1 << 20
 """The size of a block. The store is asked for whole blocks only."""
@@ -57,6 +58,9 @@ class CachedStore(Store):
             opened.close()
             raise
 
+    def with_probe(self, probe: CheckpointProbe[Any]) -> Store:
+        return CachedStore(self.store.with_probe(probe), self._folder, probe.manifest, block_nbytes=self._block_nbytes)
+
     def begin(self, *, overwrite: bool, durable: bool) -> Staging:
         return self.store.begin(overwrite=overwrite, durable=durable)
 
@@ -75,8 +79,13 @@ class CachedStore(Store):
     def directory(self) -> CheckpointDirectory[Any]:
         return self.store.directory()
 
-    def siblings(self) -> Iterator[Opened]:
-        return self.store.siblings()
+    def siblings(self, known: Collection[str] = ()) -> Iterator[Opened]:
+        return self.store.siblings(known)
+
+
+def cached_in(store: Store, folder: str | PathLike[str], manifest: str) -> CachedStore:
+    """The same store, read through a cache in a folder of this machine."""
+    return CachedStore(store, BlockFolder(folder), manifest)
 
 
 @dataclass

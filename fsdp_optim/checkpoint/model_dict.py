@@ -19,7 +19,10 @@ from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra
-from fsdp_optim.formats.base.protocols import MODULES, StoredTensor
+from fsdp_optim.formats.base.protocols import (
+    MODULES,
+    StoredTensor,
+)
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move

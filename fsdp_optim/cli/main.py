@@ -9,13 +9,16 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_optim import api
 from fsdp_optim.cli.tree import shown
 from fsdp_optim.cli.units import counted, size_of, sized
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
+from fsdp_optim.plugins import FairscaleShards, Format, TorchFiles, Writer
+from fsdp_optim.registry import format_names
 
 _OPTION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
@@ -62,18 +65,14 @@ def _logging(*, quiet: bool) -> Iterator[None]:
 
 
 def _convert(options: argparse.Namespace, rank: int) -> None:
-    names, units = _names_and_units(options)
+    names, format = _names_and_format(options)
     begin = time.monotonic()
     done = api.convert(
         options.src,
         options.dst,
-        format=options.format,
-        world_size=options.world_size,
-        key_by=options.key_by,
+        format=format,
         memory=options.memory,
         names=names,
-        units=units,
-        flatten_parameters=False if options.not_flattened else None,
         overwrite=options.overwrite,
         durable=not options.not_durable,
         max_file_size=options.max_file_size,
@@ -115,8 +114,8 @@ def _inspect(options: argparse.Namespace, rank: int) -> None:
         print(line)
 
 
-def _names_and_units(options: argparse.Namespace) -> tuple[list[str] | None, Any]:
-    """The content of the two files, which each process reads; without names, and `_Unread`, where it cannot read one."""
+def _names_and_format(options: argparse.Namespace) -> tuple[list[str] | None, str | Format]:
+    """What the two files and the flags say; without names, and `_Unread`, where this process cannot read a file."""
     names, units = None, None
     try:
         if options.names is not None:
@@ -126,27 +125,42 @@ def _names_and_units(options: argparse.Namespace) -> tuple[list[str] | None, Any
             with _named_file("units", options.units) as file:
                 units = json.load(file)
     except CheckpointError as error:
-        return None, _Unread(error)
-    return names, units
+        return None, _Unread(why=error)
+    return names, _format(options, units)
 
 
-class _Unread(Mapping[str, Sequence[str]]):
-    """Units that raise why a file could not be read, when `convert` looks at them: there all processes hear of it.
+def _format(options: argparse.Namespace, units: Any) -> str | Format:
+    """The format that the flags name. Raises CheckpointError, on all processes alike, for a flag that it does not have."""
+    name, flattens = options.format, False if options.not_flattened else None
+    of_shards = {"--world-size": options.world_size, "--units": units, "--not-flattened": flattens}
+    given = [flag for flag, value in of_shards.items() if value is not None]
+    if name == FairscaleShards.name:
+        if options.world_size is None:
+            raise CheckpointError(f"the format {name} has a file for each rank: give --world-size, the number of ranks")
+        if options.key_by == "name":
+            raise CheckpointError("fairscale's shards call parameters by id: leave --key-by out")
+        return FairscaleShards(options.world_size, units, flattens)
+    if given:
+        raise CheckpointError(f"{', '.join(given)}: the format {name} has no such option; {FairscaleShards.name} has")
+    for format in (TorchFiles(), TorchFiles(one_file=True), TorchFiles(for_fairscale=True)):
+        if format.name == name and options.key_by is not None:
+            return replace(format, key_by=options.key_by)
+    if options.key_by == "id" and name in format_names():
+        raise CheckpointError(f"--key-by: a checkpoint of the format {name} calls parameters by name: leave it out")
+    return str(name)
+
+
+@dataclass(frozen=True)
+class _Unread(TorchFiles):
+    """A format that raises why a file could not be read, when `convert` asks for its writer: there all processes hear of it.
 
     A process that ended before the call would let the others wait for it.
     """
 
-    def __init__(self, why: CheckpointError) -> None:
-        self._why = why
+    why: CheckpointError = CheckpointError("a file cannot be read")  # noqa: RUF009  # a stand-in
 
-    def __getitem__(self, path: str) -> Sequence[str]:
-        raise self._why
-
-    def __iter__(self) -> Iterator[str]:
-        raise self._why
-
-    def __len__(self) -> int:
-        raise self._why
+    def writer(self) -> Writer:
+        raise self.why
 
 
 @contextlib.contextmanager
@@ -204,7 +218,7 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument("src", metavar="SRC", help="a checkpoint of any format that can be read: a path or a URL")
     convert.add_argument("dst", metavar="DST", help="the new checkpoint: a path or a URL")
     convert.add_argument(
-        "--format", default="safetensors", metavar="NAME", help=f"one of {', '.join(api.FORMATS_WRITTEN)} (safetensors)"
+        "--format", default="safetensors", metavar="NAME", help=f"one of {', '.join(format_names())} (safetensors)"
     )
     convert.add_argument(
         "--world-size", type=int, metavar="N", help="the number of ranks, for formats with a part for each"

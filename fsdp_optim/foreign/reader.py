@@ -28,7 +28,7 @@ from fsdp_optim.formats.base.protocols import (
     Writer,
     rank_extra_name,
 )
-from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened
+from fsdp_optim.storage.base import CheckpointProbe, Opened
 
 
 @dataclass(frozen=True)
@@ -72,32 +72,14 @@ class _LastMade(threading.local):
     data: memoryview | None = None
 
 
-class NoJudge(CheckpointProbe[Any]):
-    """The judge of formats that are only read: nothing in a place is this library's own."""
-
-    manifest = ""
-
-    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[Any]:
-        return CheckpointStatus(has_manifest=False, reason="is a checkpoint of another library")
-
-    def token_in(self, opened: Opened) -> str | None:
-        return None
-
-    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        return lambda name: False
-
-
-NO_JUDGE = NoJudge()
-
-
 class ForeignFormat(Format):
     """The parent of the formats of other libraries; a child gives `name`, `recognises` and `open`."""
 
-    is_foreign = True
-    probe: CheckpointProbe[Any] = NO_JUDGE
+    opens_any = True
+    probe: CheckpointProbe[Any] | None = None
 
-    def writer(self) -> Writer:
-        raise CheckpointError(f"checkpoints of the format {self.name} can be read, but not written")
+    def writer(self) -> Writer | None:
+        return None
 
     def sequence_in(self, opened: Opened) -> int:
         return 0

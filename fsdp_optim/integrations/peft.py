@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from fsdp_optim import api
-from fsdp_optim.checkpoint.common.formats import FormatChoices
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.load.restored import Restored
 from fsdp_optim.checkpoint.trainers.foreign_names import async_save_as, clean_name, module_inside, save_as
 from fsdp_optim.errors import StateError, WrapperError
+from fsdp_optim.formats.own.format import OwnFormat
 from fsdp_optim.integrations.needed import refusal
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import Options, SaveOptions
@@ -216,9 +216,7 @@ class AdapterNames:
         return lambda key: fqns.get(key, key)
 
 
-def _job_of(
-    model: nn.Module, adapter: str, base: bool, options: Mapping[str, Any]
-) -> tuple[SaveOptions, FormatChoices]:
+def _job_of(model: nn.Module, adapter: str, base: bool, options: Mapping[str, Any]) -> tuple[SaveOptions, OwnFormat]:
     """The options of one save, and the files that PEFT expects."""
     _refuse(options, _NOT_HERE)
     names = AdapterNames.of(model, adapter)
@@ -233,7 +231,7 @@ def _job_of(
         rename=names.key_of,
         max_file_size=_ONE_FILE,
     )
-    return asked, FormatChoices(weights_name=_WEIGHTS, beside=config)
+    return asked, OwnFormat(_WEIGHTS, config)
 
 
 def _peft_model(model: nn.Module, adapter: str | None = None) -> Any:

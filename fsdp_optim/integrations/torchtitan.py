@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim import api
-from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.common.stores import shelf_at
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, StateError, shortened
 from fsdp_optim.integrations.needed import needed
+from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.posix.trainer_files import copy_beside, make_folder
 
 __all__ = ["FsdpOptimCheckpointManager"]

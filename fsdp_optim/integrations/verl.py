@@ -21,7 +21,6 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_optim import api
-from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.seen_by_all import waited_for
 from fsdp_optim.checkpoint.load.restore import restore
@@ -33,6 +32,7 @@ from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.integrations.needed import needed
 from fsdp_optim.options import LoadOptions, Options, SaveOptions, WhichWeights
+from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.base import VISIBLE_WITHIN
 from fsdp_optim.storage.posix.beacon import refresh, sees
 from fsdp_optim.storage.posix.filesystem import is_of_one_machine

@@ -14,10 +14,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File, planned_files
-from fsdp_optim.checkpoint.common.formats import FormatChoices, format_named
+from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
@@ -37,7 +36,7 @@ from fsdp_optim.checkpoint.save.finish import finish
 from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.checksums import hex_of
-from fsdp_optim.formats.base.protocols import Format, Half, Reader, Writer
+from fsdp_optim.formats.base.protocols import Format, Half, Reader, Writer, WrittenFormat
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.convert_file import named, place_of
@@ -45,7 +44,11 @@ from fsdp_optim.offline.copy_ranges import CopyRange, plan_units
 from fsdp_optim.offline.source_contents import SourceContents, SourceNaming, describe_source
 from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
 from fsdp_optim.options import ConvertOptions, Model, Options, SaveOptions
-from fsdp_optim.storage.base import Staging, Store
+from fsdp_optim.registry import scheme_of
+from fsdp_optim.storage.base import (
+    Staging,
+    Store,
+)
 from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
@@ -71,10 +74,7 @@ def convert(
     group = _callers(options.call)
     with in_turn(group), all_hear(group):
         options.validate()
-        format = target_format or format_named(
-            options.format,
-            FormatChoices(options.world_size, options.key_by, units=options.units, flattens=options.flatten_parameters),
-        )
+        format = format_of_option(target_format if target_format is not None else options.format)
         its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
         with closing(open_on_all(group, its, "", verify=True, format=source_format)) as checkpoint:
             naming, writer = SourceNaming(options.names, model), format.writer()
@@ -126,7 +126,7 @@ class _Work:
     checkpoint: Reader
     transcript: SourceContents
     writer: Writer
-    format: Format
+    format: WrittenFormat
     options: ConvertOptions
     files: tuple[File, ...]
 
@@ -137,7 +137,7 @@ class _Work:
         checkpoint: Reader,
         transcript: SourceContents,
         writer: Writer,
-        format: Format,
+        format: WrittenFormat,
         options: ConvertOptions,
     ) -> _Work:
         shared, most = transcript.prepared.shared, options.max_file_size

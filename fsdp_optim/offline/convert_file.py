@@ -6,14 +6,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.foreign.torch.folder import ONE
 from fsdp_optim.foreign.torch.reader import SUFFIXES
-from fsdp_optim.foreign.torch.writer import WrittenTorchFiles
+from fsdp_optim.foreign.torch.writer import TorchFiles
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.options import ConvertOptions
+from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.posix.one_file import file_of, folder_for, is_folder, take_place
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
@@ -25,7 +25,7 @@ def place_of(target: Place, format: Format, options: ConvertOptions) -> tuple[Pl
 
     A path is one of a file if it ends like one, and is no folder already. Buckets have folders only.
     """
-    is_one = isinstance(format, WrittenTorchFiles) and format.in_one
+    is_one = isinstance(format, TorchFiles) and format.one_file
     if not is_one or not isinstance(target, (str, os.PathLike)) or (isinstance(target, str) and scheme_of(target)):
         return target, options
     if not os.fspath(target).endswith(SUFFIXES) or is_folder(target):

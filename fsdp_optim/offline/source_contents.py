@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.adapters.registry import wrapper_parts
+from fsdp_optim.adapters.known import wrapper_parts
 from fsdp_optim.checkpoint.common.contents import RECORDS, SavedValue
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.checkpoint.load.stored_state import StoredState

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 from fsdp_optim.checkpoint.common.contents import RECORDS, SavedValue, planned
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
+from fsdp_optim.checkpoint.common.offline_results import Verified
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
@@ -24,28 +24,6 @@ from fsdp_optim.storage.base import StoreWriter
 
 _NUM_THREADS = 4  # that compare torch's checksums; each checksum is of a complete tensor
 _MOST_NAMED = 20  # damaged places in an error
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The result of `verify`, which has found nothing wrong.
-
-    Attributes:
-        path: where the checkpoint is.
-        format: the name of its format.
-        num_tensors, nbytes: the tensors that were read, and their bytes.
-        has_checksums: whether every byte of the tensors was compared with a checksum: this library's own, or the CRC32 that files
-            of `torch.save` have. False: the format has none, or the save wrote none. Then everything is there and can be read,
-            but changed bytes do not show.
-        num_extras: the number of other values that were read: those of the trainer, of ranks and of modules.
-    """
-
-    path: str
-    format: str
-    num_tensors: int
-    nbytes: int
-    has_checksums: bool
-    num_extras: int
 
 
 def verify(

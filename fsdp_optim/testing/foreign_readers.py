@@ -9,7 +9,7 @@
             return Written(model=tensors, optim=[...])
 
         def open_any(self, folder):
-            return Folder(folder, NO_JUDGE).open_any()
+            return Folder(folder, PROBE).open_any()
 
 Everything runs in one process, on a folder.
 """

@@ -22,6 +22,7 @@ from fsdp_optim.formats.base.protocols import (
     StoredTensor,
     WrittenFiles,
     rank_extra_name,
+    written,
 )
 from fsdp_optim.formats.base.saved_optim import saved_optim
 from fsdp_optim.memory import dtype_name
@@ -59,7 +60,7 @@ def save_as(
     most_nbytes: int = 1 << 40,
 ) -> SavedSample:
     """Write a checkpoint as one rank, in the order of the calls of a conversion."""
-    writer = format.writer()
+    writer = written(format).writer()
     prepared = writer.prepare(_index_of(halves, description, extras), allow_pickle=False, records={})
     small = dict(prepared.files)
     planned = {half: _planned(half, its) for half, its in halves.items() if half == "model" or description is not None}
@@ -75,9 +76,9 @@ def save_as(
     for name, data in small.items():
         store_writer.put(name, data)
     staging.seal([file.name for file in files], [store_writer.finish()], durable=False)
-    written = WrittenFiles(rows, {name: writer.info_of(data) for name, data in small.items()})
+    results = WrittenFiles(rows, {name: writer.info_of(data) for name, data in small.items()})
     names = [*small, *(file.name for file in files)]
-    last = list(writer.last(prepared, files, written, Stamp(staging.token, 5, step=70)))
+    last = list(writer.last(prepared, files, results, Stamp(staging.token, 5, step=70)))
     for name, data in last[:-1]:
         staging.put(name, data, durable=False)
         names.append(name)

@@ -14,12 +14,14 @@ from unittest import mock
 
 import torch
 from kit.compare import check_refused, error_text
+from kit.installed import installed
 from kit.masters import Mixed, MixedAdapter
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import WrapperError
-from fsdp_optim.adapters import Adapter, ModelReader, all_adapters, registry, use_adapters
+from fsdp_optim import WrapperError, registry
+from fsdp_optim.adapters import Adapter, ModelReader, all_adapters, use_adapters
+from fsdp_optim.adapters.known import built_in_adapters
 from fsdp_optim.layout import Whole
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.view import Handle, Original
@@ -28,6 +30,7 @@ ADAPTERS = Path(fsdp_optim.__file__).parent / "adapters"
 WRAPPERS = {"fairscale", "fsdp1", "dtensor", "replicated", "checkpointable"}
 
 CODE = """
+from kit.installed import installed
 from kit.masters import MixedAdapter
 
 class Found(MixedAdapter):
@@ -79,7 +82,7 @@ class TestList(unittest.TestCase):
         """Added adapters come first, the last added before all others, until the block ends, also with an error."""
         first, second = Claims(), MixedAdapter()
         built_in = all_adapters()
-        self.assertEqual(built_in, registry.BUILT_IN)
+        self.assertEqual(built_in, built_in_adapters())
         with use_adapters([first]):
             with self.assertRaises(KeyError), use_adapters([second]):
                 self.assertEqual(all_adapters(), (second, first, *built_in))
@@ -110,7 +113,7 @@ class TestList(unittest.TestCase):
     def test_what_is_no_adapter(self) -> None:
         with self.assertRaisesRegex(WrapperError, "use_adapters.. was given a str, which is no"), use_adapters(["x"]):  # type: ignore[list-item]
             pass
-        self.assertEqual(all_adapters(), registry.BUILT_IN)
+        self.assertEqual(all_adapters(), built_in_adapters())
 
     def test_an_adapter_whose_wrapper_is_not_loaded_is_asked_nothing(self) -> None:
         with use_adapters([Absent()]):
@@ -119,9 +122,9 @@ class TestList(unittest.TestCase):
         self.assertEqual(full["param_groups"][0]["params"], [0, 1])
 
     def test_the_reader_knows_no_wrapper_by_name(self) -> None:
-        """Only the list does."""
+        """Only the registry does."""
         for file in sorted(ADAPTERS.glob("*.py")):
-            if file.stem not in WRAPPERS | {"registry"}:
+            if file.stem not in WRAPPERS:
                 named = {
                     alias.name.rpartition(".")[2]
                     for node in ast.walk(ast.parse(file.read_text()))
@@ -147,13 +150,13 @@ class TestEntryPoints(unittest.TestCase):
 
     def forget(self) -> None:
         registry.installed_points.cache_clear()
-        registry._loaded.cache_clear()
+        registry.Kind.made.cache_clear()
 
     def install(self, *lines: str) -> None:
         info = self.root / "found-1.2.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: found\nVersion: 1.2\n")
-        (info / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *lines]))
+        (info / "entry_points.txt").write_text("\n".join([f"[{registry.ADAPTERS.group}]", *lines]))
         self.forget()
 
     def load_wrapper(self) -> None:
@@ -162,7 +165,7 @@ class TestEntryPoints(unittest.TestCase):
     def test_a_package_that_the_user_has_not_loaded(self) -> None:
         """The adapter of an absent wrapper is not even imported; it is when the wrapper is loaded."""
         self.install("found_wrapper = found_adapters:Found")
-        self.assertEqual(all_adapters(), registry.BUILT_IN)
+        self.assertEqual(all_adapters(), built_in_adapters())
         self.assertNotIn("found_adapters", sys.modules)
         self.load_wrapper()
         self.assertEqual(type(all_adapters()[0]).__name__, "Found")
@@ -206,7 +209,12 @@ class TestEntryPoints(unittest.TestCase):
                     for _ in range(2):
                         name, text = error_text(lambda: ModelReader(nn.Linear(2, 3)))
                         self.assertEqual(name, "WrapperError")
-                        for word in (f"'found_wrapper' = '{value}'", f"'{registry.GROUP}'", "found 1.2", cause):
+                        for word in (
+                            f"'found_wrapper' = '{value}'",
+                            f"'{registry.ADAPTERS.group}'",
+                            "found 1.2",
+                            cause,
+                        ):
                             self.assertIn(word, text)
 
     def test_a_broken_one_on_one_rank(self) -> None:
@@ -216,14 +224,12 @@ class TestEntryPoints(unittest.TestCase):
 
 
 def broken_on_rank(broken: int) -> tuple[str, str]:
-    from importlib.metadata import EntryPoint
-
     import torch.distributed as dist
 
-    points = (EntryPoint("kit", "nowhere:X", registry.GROUP),) if dist.get_rank() == broken else ()
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 3))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mock.patch.object(registry, "installed_points", return_value=points):
+    where = {"kit": "nowhere:X"} if dist.get_rank() == broken else {}
+    with installed(registry.ADAPTERS, **where):
         return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))
 
 

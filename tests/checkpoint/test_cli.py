@@ -24,6 +24,7 @@ import fsdp_optim
 from fsdp_optim.cli.main import main
 from fsdp_optim.cli.tree import shown
 from fsdp_optim.cli.units import size_of, sized
+from fsdp_optim.plugins import FairscaleShards, TorchFiles
 
 
 class Block(nn.Module):
@@ -99,7 +100,7 @@ class CommandLineTest(SharedFolder):
         names.write_text("a.weight\n\nb.weight\n")
         units = self.folder / "units"
         units.write_text('{"": ["a.weight", "b.weight"]}')
-        given = ["--format", "dcp", "--world-size", "4", "--key-by", "id", "--memory", "1GiB"]
+        given = ["--format", "fairscale_shards", "--world-size", "4", "--key-by", "id", "--memory", "1GiB"]
         given += ["--overwrite", "--allow-pickle", "--quiet", "--not-flattened"]
         more = [
             "--units",
@@ -117,13 +118,9 @@ class CommandLineTest(SharedFolder):
         convert.assert_called_once_with(
             "s3://from",
             "s3://to",
-            format="dcp",
-            world_size=4,
-            key_by="id",
+            format=FairscaleShards(4, {"": ["a.weight", "b.weight"]}, flatten_parameters=False),
             memory=1 << 30,
             names=["a.weight", "b.weight"],
-            units={"": ["a.weight", "b.weight"]},
-            flatten_parameters=False,
             overwrite=True,
             durable=True,
             max_file_size=4_000_000_000,
@@ -131,6 +128,30 @@ class CommandLineTest(SharedFolder):
             progress=False,
             storage_options={"endpoint_url": "http://x", "part_nbytes": 5},
         )
+
+    def test_the_options_of_a_format(self) -> None:
+        """Flags make the format; one that it does not have is refused."""
+        for given, format in {
+            ("--format", "torch", "--key-by", "name"): TorchFiles(key_by="name"),
+            ("--format", "torch_file", "--key-by", "id"): TorchFiles(one_file=True),
+            ("--format", "fairscale"): "fairscale",
+            ("--format", "dcp", "--key-by", "name"): "dcp",
+        }.items():
+            with mock.patch("fsdp_optim.api.convert") as convert:
+                convert.return_value.num_tensors = convert.return_value.nbytes = 1
+                self.assertEqual(called("convert", "from", "to", *given)[0], 0)
+            self.assertEqual(convert.call_args.kwargs["format"], format)
+        for given, words in {
+            ("--format", "fairscale_shards"): "give --world-size",
+            ("--format", "torch", "--world-size", "2"): "--world-size: the format torch has no such option",
+            ("--not-flattened",): "--not-flattened: the format safetensors has no such option",
+            ("--key-by", "id"): "calls parameters by name",
+            ("--format", "fairscale", "--key-by", "name"): "calls parameters by id",
+            ("--format", "fairscale_shards", "--world-size", "2", "--key-by", "name"): "call parameters by id",
+        }.items():
+            code, _, err = called("convert", self.root / "source", self.folder / "to", *given)
+            self.assertEqual(code, 1)
+            self.assertIn(words, err)
 
     def test_an_interrupt(self) -> None:
         with mock.patch("fsdp_optim.api.convert", side_effect=KeyboardInterrupt):

@@ -17,7 +17,8 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
-from fsdp_optim.checkpoint.common.formats import WRITTEN
+from fsdp_optim.plugins import FairscaleShards
+from fsdp_optim.registry import format_names
 
 Parts = Any  # a model and its optimizer
 
@@ -154,12 +155,9 @@ class ConvertForeignTest(unittest.TestCase):
     def test_no_folder_is_left_empty(self) -> None:
         """Nor by a save."""
         save_file({"a": torch.ones(3)}, self.root / "model.safetensors")
-        units = {"units": {"": ["a"]}, "world_size": 2}
-        for format in WRITTEN:
-            options = units if format == "fairscale_shards" else {}
-            fsdp_optim.convert(
-                self.root / "model.safetensors", self.target / format, format=format, durable=False, **options
-            )
+        for name in format_names():
+            format = FairscaleShards(2, {"": ["a"]}) if name == "fairscale_shards" else name
+            fsdp_optim.convert(self.root / "model.safetensors", self.target / name, format=format, durable=False)
         fsdp_optim.save(self.target / "saved", self.model, durable=False)
         fsdp_optim.save(self.target / "with extra", self.model, extra={"epoch": 3}, durable=False)
         folders = [path for path in self.target.rglob("*") if path.is_dir()]

@@ -12,7 +12,8 @@ from kit.conversions import MEMORY
 from kit.forked import run
 from kit.large import NAMES, SOURCES, ours
 
-from fsdp_optim.checkpoint.common.formats import WRITTEN
+from fsdp_optim.plugins import FairscaleShards
+from fsdp_optim.registry import format_names
 
 SOON = ("torch transposed", "ZeRO 3", "fairscale_shards")
 ROWS = 2304
@@ -23,6 +24,7 @@ SLACK = 8  # MiB: the interpreter's, and those of threads
 SCRIPT = """
 from kit.peaks import Peak
 import torch, fsdp_optim
+from fsdp_optim.plugins import FairscaleShards
 root, options = {root!r}, {options!r}
 fsdp_optim.convert(root + "/small", root + "/small-to", durable=False, **options)
 torch.set_num_threads(4)
@@ -53,11 +55,11 @@ class ConvertMemoryTest(unittest.TestCase):
             SOURCES[source](self.root / name, rows)
         self.check()
 
-    @expand(*those([(name,) for name in WRITTEN], soon=lambda name: name in SOON))
+    @expand(*those([(name,) for name in format_names()], soon=lambda name: name in SOON))
     def test_to(self, target: str) -> None:
         for name, rows in (("small", 8), ("big", ROWS)):
             ours(self.root / name, rows)
-        self.check(format=target, **({"units": {"": NAMES}, "world_size": 2} if target == "fairscale_shards" else {}))
+        self.check(format=FairscaleShards(2, {"": NAMES}) if target == "fairscale_shards" else target)
 
 
 if __name__ == "__main__":

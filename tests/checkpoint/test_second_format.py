@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import unittest
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from kit.checkpoint_format import all_bytes, check_folder, extra, tensors_of
 from kit.compare import check_same
 from kit.folders import SharedFolder
+from kit.installed import installed as installed_format
+from kit.installed import nothing_asked_for
 from kit.raw_format import INDEX, RAW, encoded_index, index_in
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -21,12 +21,12 @@ from xxhash import xxh3_64_intdigest
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.common import formats
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
 from fsdp_optim.offline.convert import convert
 from fsdp_optim.options import ConvertOptions, LoadOptions, Options, SaveOptions
+from fsdp_optim.registry import FORMATS
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import run_on_ranks
 
@@ -52,9 +52,8 @@ def save_all(root: Path) -> None:
 
 def load_all(root: Path, names: tuple[str, ...], installed: bool) -> None:
     """On another number of ranks, into the other wrapper, and bit for bit; with `installed` the format is recognised."""
-    point = EntryPoint("raw", "kit.raw_format:RAW", formats.GROUP)
     for wrapper, name in zip(reversed(WRAPPERS), names, strict=True):
-        with cpu(), mock.patch.object(formats, "entry_points", return_value=[point]):
+        with cpu(), installed_format(FORMATS, raw="kit.raw_format:RAW"):
             one, wanted = Trained(wrapper, adam, 0), Trained(wrapper, adam)
             options = LoadOptions(Options(), check="bitwise")
             format = None if installed else RAW
@@ -108,13 +107,12 @@ class SecondFormatTest(SharedFolder):
         """The error says what is missing; nothing of what is installed is loaded where ours recognises it."""
         with self.assertRaisesRegex(CheckpointError, "has no fsdp_optim.json"):
             fsdp_optim.load(self.root / "raw-FSDP2")
-        with mock.patch.object(formats, "entry_points", side_effect=AssertionError("they were asked for")):
+        with nothing_asked_for():
             fsdp_optim.load(self.root / "ours-FSDP2")
 
     def test_a_package_that_cannot_be_loaded(self) -> None:
-        point = EntryPoint("broken", "kit.no_such_module:FORMAT", formats.GROUP)
         with (
-            mock.patch.object(formats, "entry_points", return_value=[point]),
+            installed_format(FORMATS, broken="kit.no_such_module:FORMAT"),
             self.assertRaisesRegex(CheckpointError, "broken.*kit.no_such_module"),
         ):
             fsdp_optim.load(self.root / "raw-FSDP2")

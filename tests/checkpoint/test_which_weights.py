@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 import fsdp_optim
+from fsdp_optim.plugins import TorchFiles
 from fsdp_optim.testing import run_on_ranks
 
 FROZEN = ("stem.", "block.")
@@ -326,7 +327,7 @@ class OneProcessTest(unittest.TestCase):
                 self.assertEqual(fsdp_optim.inspect(at).weights, which, at)
                 model, optim = made("embed", seed=1)
                 fsdp_optim.load(at, model, optim, weights=which, check="bitwise")
-        fsdp_optim.convert(self.folder / "none-ours", self.folder / "files", format="torch", key_by="name")
+        fsdp_optim.convert(self.folder / "none-ours", self.folder / "files", format=TorchFiles(key_by="name"))
         names = {path.name for path in (self.folder / "files").iterdir() if path.is_file()}
         self.assertEqual(names, {"optim.pt", "torch_files.json"})
 

@@ -23,7 +23,6 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.checkpoint.load import stored_state
-from fsdp_optim.checkpoint.save import loadable_check as proving
 from fsdp_optim.formats.base.json_text import parse_json
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
@@ -230,12 +229,12 @@ class SaidTest(InFolder):
         def mistaken(*args: Any) -> Any:
             raise AttributeError("a mistake in the library")
 
-        calls: dict[Any, Callable[[], Any]] = {
-            stored_state: lambda: fsdp_optim.load(self.path, model, optim),
-            proving: lambda: fsdp_optim.save(self.path, model, optim, overwrite=True, **QUIET),
+        calls: dict[str, Callable[[], Any]] = {
+            "load": lambda: fsdp_optim.load(self.path, model, optim),
+            "save": lambda: fsdp_optim.save(self.path, model, optim, overwrite=True, **QUIET),
         }
-        for module, call in calls.items():
-            with self.subTest(module.__name__), mock.patch.object(module, "normalize", mistaken):
+        for name, call in calls.items():
+            with self.subTest(name), mock.patch.object(stored_state, "normalize", mistaken):
                 self.assertEqual(error_text(call), ("AttributeError", "a mistake in the library"))
 
 

@@ -33,7 +33,7 @@ from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
-from fsdp_optim.foreign.reader import NO_JUDGE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import run_on_ranks
@@ -153,7 +153,7 @@ class TestRuns(unittest.TestCase):
                     bucket.put(f"runs/{name}/{file.relative_to(self.root / name)}", file.read_bytes())
             model = of_zeros()
             optim = optimizer(model)
-            store = ObjectStore(bucket, f"runs/{name}", NO_JUDGE)
+            store = ObjectStore(bucket, f"runs/{name}", PROBE)
             restore.restore(store, model, optim, LoadOptions(Options(), cast=True))
             check_loaded(model, optim, self.oracle, self.root / "live")
 
@@ -426,7 +426,7 @@ class Evil:
 
 def set_step(path: Path, tree: str, step: float) -> None:
     """Write another step into the file of a rank."""
-    with Folder(path.parent, NO_JUDGE).open_any() as files:
+    with Folder(path.parent, PROBE).open_any() as files:
         stored = read_archive(files, path.name).value["optimizer_state_dict"][tree]["state"][1]["step"]
     data = bytearray(path.read_bytes())
     data[stored.start : stored.start + 4] = torch.tensor(step).numpy().tobytes()

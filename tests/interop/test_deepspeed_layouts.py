@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
-from fsdp_optim.foreign.reader import NO_JUDGE
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import ReaderConformance, WrittenSample
 
@@ -135,7 +135,7 @@ class OfRun(ReaderConformance):
         return DEEPSPEED
 
     def open_any(self, folder: Path) -> Any:
-        return Folder(folder, NO_JUDGE).open_any()
+        return Folder(folder, PROBE).open_any()
 
     def write(self, folder: Path) -> WrittenSample:
         with tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""convert(format="fairscale_shards", flatten_parameters=False): files for a stock fairscale job that flattens nothing."""
+"""convert(format=FairscaleShards(flatten_parameters=False)): files for a stock fairscale job that flattens nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kit.wrapping import cpu
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim import CheckpointError
+from fsdp_optim.plugins import FairscaleShards
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -62,9 +62,7 @@ class UnflattenedTest(SharedFolder):
         run_on_ranks(save_all, 2, cls.root)
 
     def convert(self, name: str, target: str, **options: Any) -> Path:
-        fsdp_optim.convert(
-            self.root / name, self.root / target, **{"format": "fairscale_shards", "durable": False, **options}
-        )
+        fsdp_optim.convert(self.root / name, self.root / target, format=FairscaleShards(**options), durable=False)
         return self.root / target
 
     @parameterized.expand([("one group", 3), ("two groups", 2)])
@@ -99,7 +97,3 @@ class UnflattenedTest(SharedFolder):
         for world_size in (2, 3):
             with self.assertNoLogs("fsdp_optim", "WARNING"):
                 self.convert("flat one group", f"{world_size} ranks", world_size=world_size, units=UNITS)
-
-    def test_for_this_format_only(self) -> None:
-        with self.assertRaisesRegex(CheckpointError, "flatten_parameters= is for fairscale's shards"):
-            self.convert("flat one group", "x", format="torch", flatten_parameters=False)

@@ -1,4 +1,4 @@
-"""convert(format="fairscale_shards"): files of each rank, from which a stock fairscale job of that world size resumes."""
+"""convert(format=FairscaleShards(...)): files of each rank, from which a stock fairscale job of that world size resumes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
+from fsdp_optim.plugins import FairscaleShards
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -82,8 +83,8 @@ class FairscaleWriterTest(SharedFolder):
         run_on_ranks(save_all, 2, cls.root)
 
     def convert(self, name: str, target: str, **options: Any) -> Path:
-        options = {"format": "fairscale_shards", "world_size": 3, "units": UNITS, "overwrite": True, **options}
-        fsdp_optim.convert(self.root / name, self.root / target, **options)
+        format = FairscaleShards(**{"world_size": 3, "units": UNITS, **options})
+        fsdp_optim.convert(self.root / name, self.root / target, format=format, overwrite=True)
         return self.root / target
 
     @parameterized.expand([("one group", 3), ("two groups", 4), ("one group", 1)])
@@ -148,9 +149,7 @@ def convert_on_ranks(root: Path) -> None:
     fsdp_optim.convert(
         root / "ours two groups",
         root / "by ranks",
-        format="fairscale_shards",
-        world_size=3,
-        units=UNITS,
+        format=FairscaleShards(3, UNITS),
         memory=16 << 20,
     )
 
@@ -188,7 +187,8 @@ class RefusedTest(unittest.TestCase):
 
     def refused(self, error: type[Exception], *words: str, **options: Any) -> None:
         with self.assertRaises(error) as caught:
-            fsdp_optim.convert(self.root / "src", self.root / "dst", format="fairscale_shards", **options)
+            format = FairscaleShards(2, **options) if options else "fairscale_shards"
+            fsdp_optim.convert(self.root / "src", self.root / "dst", format=format)
         for word in words:
             self.assertIn(word, str(caught.exception))
         self.assertEqual([path.name for path in self.root.iterdir()], ["src"])
@@ -196,19 +196,15 @@ class RefusedTest(unittest.TestCase):
     def test_refused(self) -> None:
         a, b, c = (["weight", "bias"],) * 3
         full = {path: [f"{path}.{name}" for name in names] for path, names in (("a", a), ("b", b), ("c", c))}
-        self.refused(CheckpointError, "world_size=", units=full)
-        self.refused(StateError, "units=", world_size=2)
-        self.refused(StateError, "'step'", "a.weight and a.bias", world_size=2, units=full)
+        self.refused(CheckpointError, "FairscaleShards(...)", "world_size")
+        self.refused(StateError, "units=", units=None)
+        self.refused(StateError, "'step'", "a.weight and a.bias", units=full)
         apart = {"a": ["a.weight"], "a.bias": ["a.bias"]}
-        self.refused(StateError, "a.bias", "in the module", world_size=2, units=apart)
+        self.refused(StateError, "a.bias", "in the module", units=apart)
         rest = {"a": ["a.weight"], "": ["a.bias", "c.weight"], "c": ["c.bias"]}
-        self.refused(StateError, "float32", "float64", world_size=2, units={**rest, "b": full["b"]})
-        self.refused(StateError, "c.weight has state and c.bias has none", world_size=2, units={"c": full["c"]})
-        self.refused(StateError, "b.weight", "does not have", world_size=2, units={**rest, "b": ["b.bias"]})
-        self.refused(StateError, "e.weight", world_size=2, units={"e": ["e.weight"]})
-        self.refused(StateError, "twice", world_size=2, units={"": ["a.weight", "a.weight"]})
-        self.refused(StateError, "units must be", world_size=2, units={"": "a.weight"})
-
-    def test_units_are_for_this_format(self) -> None:
-        with self.assertRaisesRegex(CheckpointError, "units="):
-            fsdp_optim.convert(self.root / "src", self.root / "dst", units=UNITS)
+        self.refused(StateError, "float32", "float64", units={**rest, "b": full["b"]})
+        self.refused(StateError, "c.weight has state and c.bias has none", units={"c": full["c"]})
+        self.refused(StateError, "b.weight", "does not have", units={**rest, "b": ["b.bias"]})
+        self.refused(StateError, "e.weight", units={"e": ["e.weight"]})
+        self.refused(StateError, "twice", units={"": ["a.weight", "a.weight"]})
+        self.refused(StateError, "units must be", units={"": "a.weight"})

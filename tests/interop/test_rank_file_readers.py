@@ -25,9 +25,9 @@ from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.foreign.per_rank.olmo_local import OLMO_LOCAL
 from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
-from fsdp_optim.foreign.reader import NO_JUDGE
 from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample, run_on_ranks
@@ -77,7 +77,7 @@ class RankFilesConformance(VerifiedConformance):
     kind = ""
 
     def open_any(self, folder: Path) -> Opened:
-        return Folder(folder, NO_JUDGE).open_any()
+        return Folder(folder, PROBE).open_any()
 
     def write(self, folder: Path) -> WrittenSample:
         shutil.copytree(Path(tiny().name, self.kind), folder, dirs_exist_ok=True)

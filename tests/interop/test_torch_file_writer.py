@@ -19,6 +19,8 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
+from fsdp_optim.options import KeyBy
+from fsdp_optim.plugins import TorchFiles
 from fsdp_optim.testing import run_on_ranks
 
 MAKES = {"fairscale flat": adam, "FSDP2": adamw_tensor_lr}
@@ -75,9 +77,10 @@ class TorchFileWriterTest(SharedFolder):
     def fill(cls) -> None:
         run_on_ranks(save_all, 2, cls.root)
 
-    def converted(self, name: str, **options: Any) -> Path:
-        target = self.root / f"{name} {sorted(options.items())}.d"
-        fsdp_optim.convert(self.root / name, target, format="torch_file", durable=False, overwrite=True, **options)
+    def converted(self, name: str, key_by: KeyBy = "id") -> Path:
+        target = self.root / f"{name} {key_by}.d"
+        format = TorchFiles(key_by, one_file=True)
+        fsdp_optim.convert(self.root / name, target, format=format, durable=False, overwrite=True)
         check_same(
             "files",
             sorted(path.name for path in target.iterdir() if path.is_file()),

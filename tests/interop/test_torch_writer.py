@@ -24,6 +24,7 @@ from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.foreign.torch.writer import TorchFilesJudge
 from fsdp_optim.offline import convert as conversion
 from fsdp_optim.options import ConvertOptions, Options
+from fsdp_optim.plugins import TorchFiles
 from fsdp_optim.testing import run_on_ranks
 
 MAKES = {"fairscale flat": adam, "FSDP2": adamw_tensor_lr}
@@ -106,7 +107,7 @@ class TorchWriterTest(SharedFolder):
             fsdp_optim.convert(self.root / "groups", self.root / "x", format="fairscale", durable=False)
 
     def test_by_name(self) -> None:
-        fsdp_optim.convert(self.root / "FSDP2", self.root / "named", format="torch", key_by="name", durable=False)
+        fsdp_optim.convert(self.root / "FSDP2", self.root / "named", format=TorchFiles(key_by="name"), durable=False)
         found, wanted = load(self.root / "named" / "optim.pt"), Oracle(adamw_tensor_lr)
         check_same("names", found["param_groups"][0]["params"], wanted.names)
         state = {name: {key: found["state"][name][key] for key in its} for name, its in wanted.by_name().items()}
@@ -124,11 +125,6 @@ class TorchWriterTest(SharedFolder):
         name_of = {param: name for name, param in model.named_parameters()}
         state = {name_of[param]: values for param, values in optim.state.items()}
         check_same("state", {name: state[name] for name in wanted.names}, wanted.by_name())
-
-    def test_refused(self) -> None:
-        with self.assertRaisesRegex(CheckpointError, "world_size is for formats with a part for each rank"):
-            fsdp_optim.convert(self.root / "FSDP2", self.root / "x", format="torch", world_size=2)
-        self.assertFalse((self.root / "x").exists())
 
     def test_a_bucket_keeps_the_names(self) -> None:
         """Where new files would lie in a folder beside older objects, other tools would not find them: that is refused."""

@@ -11,7 +11,6 @@ import fsdp_optim
 from kit.checkpoint_format import all_bytes
 from kit.compare import check_same
 
-
 MEMORY = 16 << 20
 
 

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.dcp.reader import DCP
-from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
+from fsdp_optim.foreign.reader import ForeignReader
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing.foreign_readers import read_elements
@@ -146,7 +147,7 @@ MODEL = {
 
 
 def open_any(folder: Path) -> Opened:
-    return Folder(folder, NO_JUDGE).open_any()
+    return Folder(folder, PROBE).open_any()
 
 
 def opened(folder: Path) -> ForeignReader:

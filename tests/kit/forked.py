@@ -30,6 +30,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -235,10 +236,15 @@ def forked_ranks() -> contextlib.AbstractContextManager[Any]:
 class _ForkServer(forkserver.ForkServer):
     """A server process of `multiprocessing` that is no child of this one."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._starting = threading.Lock()  # two pools may start at the same time
+
     def ensure_running(self) -> None:
-        if self._forkserver_pid is None:  # type: ignore[attr-defined]  # it lasts as long as this process
-            with mock.patch("multiprocessing.util.spawnv_passfds", _start_forkserver):
-                super().ensure_running()
+        with self._starting:
+            if self._forkserver_pid is None:  # type: ignore[attr-defined]  # it lasts as long as this process
+                with mock.patch("multiprocessing.util.spawnv_passfds", _start_forkserver):
+                    super().ensure_running()
 
 
 def _start_forkserver(path: Any, command: Sequence[str], fds: Sequence[int]) -> int:

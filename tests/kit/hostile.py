@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fsdp_optim
+from fsdp_optim.plugins import FairscaleShards
 from kit.zero_files import write_universal, write_zero
 
 WEIGHTS: Mapping[str, Tensor] = {"w": torch.arange(6.0).reshape(3, 2), "b": torch.arange(3.0)}
@@ -49,8 +50,8 @@ def _fairscale_shards(folder: Path, *, flattens: bool) -> None:
     ours = folder.with_name(f"{folder.name}-ours")
     _torch_file(ours.with_name(f"{ours.name}-full"))
     fsdp_optim.convert(ours.with_name(f"{ours.name}-full"), ours, durable=False)
-    shards: dict[str, Any] = {"world_size": 2, "units": {"": ["w", "b"]}, "flatten_parameters": flattens}
-    fsdp_optim.convert(ours, folder, format="fairscale_shards", durable=False, **shards)
+    format = FairscaleShards(2, {"": ["w", "b"]}, flatten_parameters=flattens)
+    fsdp_optim.convert(ours, folder, format=format, durable=False)
     (folder / "torch_files.json").unlink()
 
 

@@ -8,7 +8,7 @@
             return Folder(folder, WRITTEN_FOR_THEM.judge)
 
         def open_any(self, folder):
-            return Folder(folder, NO_JUDGE).open_any()
+            return Folder(folder, PROBE).open_any()
 
 It has the promises of `ReaderConformance`, for checkpoints of the format's own writer, and those of a format that this library
 keeps: the number of a checkpoint, and that a judge calls it complete and damaged ones not.
@@ -31,7 +31,7 @@ from fsdp_optim.formats.base.description import (
     OptimDescription,
     ParamDescription,
 )
-from fsdp_optim.formats.base.protocols import COMMON, Half
+from fsdp_optim.formats.base.protocols import COMMON, Half, written
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import ReaderConformance, WrittenSample
 from fsdp_optim.testing.foreign_readers import Tensors
@@ -102,7 +102,7 @@ class WrittenConformance(ReaderConformance):
     def test_a_whole_one_is_complete_and_a_part_of_it_is_not(self) -> None:
         """Each file that is missing or short, by what stores ask before they remove or replace anything."""
         folder = self._new_place()
-        saved, format = self._saved(folder), self.make_format()
+        saved, format = self._saved(folder), written(self.make_format())
         with saved.store.open() as opened:
             self._case.assertTrue(format.recognises(opened))
             self._case.assertEqual(format.sequence_in(opened), 5)
@@ -122,5 +122,5 @@ class WrittenConformance(ReaderConformance):
         tokens = []
         for _ in range(2):
             with self._saved(self._new_place()).store.open() as opened:
-                tokens.append(self.make_format().probe.token_in(opened))
+                tokens.append(written(self.make_format()).probe.token_in(opened))
         self._case.assertEqual(len({*tokens, None}), 3)

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
-from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
+from fsdp_optim.foreign.reader import ForeignReader
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing.foreign_readers import read_elements
 from kit.zero_runs import STEPS
@@ -41,7 +42,7 @@ def state_of(oracle: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def opened(path: Path) -> ForeignReader:
-    return DEEPSPEED.open(Folder(path, NO_JUDGE).open_any(), verify=True)
+    return DEEPSPEED.open(Folder(path, PROBE).open_any(), verify=True)
 
 
 def elements(reader: ForeignReader, fqn: str, name: str = "") -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import tempfile
 import time
 import unittest
 from collections.abc import Iterator
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 from kit.proxy import Fault, Proxy
 from kit.servers import PART_NBYTES, Options, new_bucket, port_of, shared
@@ -120,6 +122,25 @@ class TestFaultsThatPass(unittest.TestCase):
                 bucket.put("run/object", data)
             self.assertEqual(bucket.read("run/object")[0], b"second")
             self.assertEqual(proxy.num_requests(method="PUT", key="run/object"), 3)
+
+    def test_credentials_of_a_file_that_was_written_again(self) -> None:
+        """The request after the expired one is signed with those that are there now."""
+        with (
+            tempfile.NamedTemporaryFile("w") as file,
+            through(Fault("ExpiredToken", method="PUT", skip=1)) as (_, proxy),
+        ):
+            options = {name: value for name, value in proxy.options(OPTIONS).items() if not name.startswith("aws_")}
+            name, keys = new_bucket(OPTIONS), list[str]()
+            with mock.patch.dict(os.environ, {"AWS_SHARED_CREDENTIALS_FILE": file.name}):
+                bucket = S3Bucket(name, options)
+                for key in ("first", "second"):
+                    file.seek(0)
+                    file.write(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n".ljust(100))
+                    file.flush()
+                    bucket.put("run/object", b"data")
+                    client: Any = bucket._requests._clients.get().client
+                    keys.append(client._request_signer._credentials.access_key)
+            self.assertEqual(keys, ["first", "second"])
 
     def test_a_lost_answer_does_not_hide_another_process(self) -> None:
         fault = Fault("ResetRequest", method="PUT", where=0.5)

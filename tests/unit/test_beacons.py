@@ -199,7 +199,7 @@ class HostTest(InFolder):
         with mock.patch.object(Path, "read_text", read_text):
             mine = filesystem.this_host(self.root)
             self.assertEqual(filesystem.this_host(self.root), mine)
-            filesystem._nobody_else.cache_clear()  # as in another process
+            filesystem._unique_name.cache_clear()  # as in another process
             self.assertNotEqual(filesystem.this_host(self.root), mine)
 
     @parameterized.expand(

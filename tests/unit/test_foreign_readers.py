@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE
-from fsdp_optim.foreign.reader import NO_JUDGE
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample
@@ -43,7 +43,7 @@ class InFolders(VerifiedConformance):
             self.test_damage_is_an_error_and_no_crash()
 
     def open_any(self, folder: Path) -> Opened:
-        return Folder(folder, NO_JUDGE).open_any()
+        return Folder(folder, PROBE).open_any()
 
 
 class SafetensorsTest(InFolders, unittest.TestCase):

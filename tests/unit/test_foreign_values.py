@@ -12,9 +12,10 @@ import torch
 from kit.compare import check_same
 
 from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.foreign.reader import NO_JUDGE, ForeignFormat, ForeignReader, Source
+from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, Source
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
@@ -75,7 +76,7 @@ class ForeignValueTest(unittest.TestCase):
             return memoryview(name.encode() * 8)
 
         sources = {name: Source(memory=partial(make, name)) for name in "ab"}
-        with tempfile.TemporaryDirectory() as folder, Folder(folder, NO_JUDGE).open_any() as opened:
+        with tempfile.TemporaryDirectory() as folder, Folder(folder, PROBE).open_any() as opened:
             reader = ForeignReader(opened, "raw", {}, sources=sources)
             found = bytearray(8)
             for name, start in (("a", 0), ("a", 4), ("b", 2), ("b", 6), ("a", 4)):

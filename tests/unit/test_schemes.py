@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import unittest
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint
 from typing import Any
-from unittest import mock
 
 import torch
 from kit.compare import check_same, error_text
+from kit.installed import installed
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.buckets import schemes
 from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
+from fsdp_optim.registry import STORES, use_stores
 from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Store
 
 MEMORY = Memory()
@@ -43,27 +42,25 @@ class SchemeTest(unittest.TestCase):
         MEMORY.delete([key for key, *_ in MEMORY.listed("")])
 
     def test_a_program_handles_a_scheme(self) -> None:
-        with schemes.use_stores({"MINE": open_store}):
+        with use_stores({"MINE": open_store}):
             save_and_load()
         kind, text = error_text(lambda: fsdp_optim.latest("mine://x/run"))
         self.assertEqual(kind, "CheckpointError")
         self.assertIn("mine", text)
 
     def test_an_installed_package_handles_a_scheme(self) -> None:
-        point = EntryPoint("mine", f"{__name__}:open_store", schemes.GROUP)
-        with mock.patch.object(schemes, "entry_points", return_value=[point]):
+        with installed(STORES, mine=f"{__name__}:open_store"):
             save_and_load()
 
     def test_a_package_that_cannot_be_loaded(self) -> None:
-        point = EntryPoint("mine", "kit.no_such_module:open_store", schemes.GROUP)
-        with mock.patch.object(schemes, "entry_points", return_value=[point]):
+        with installed(STORES, mine="kit.no_such_module:open_store"):
             kind, text = error_text(lambda: fsdp_optim.latest("mine://x/run"))
         self.assertEqual(kind, "CheckpointError")
         for words in ("mine://", "kit.no_such_module"):
             self.assertIn(words, text)
 
     def test_a_bucket_without_a_name_in_it(self) -> None:
-        with schemes.use_stores({"mine": open_store}):
+        with use_stores({"mine": open_store}):
             kind, text = error_text(lambda: fsdp_optim.load("mine://x/", torch.nn.Linear(3, 2)))
         self.assertEqual(kind, "CheckpointError", text)
 

@@ -11,11 +11,11 @@ import torch
 from kit.written_conformance import WrittenConformance
 
 from fsdp_optim.foreign.dcp.format import DCP_FOLDER, TORCHTITAN_FOLDER
-from fsdp_optim.foreign.per_rank.fairscale_writer import WrittenFairscaleShards
-from fsdp_optim.foreign.reader import NO_JUDGE
-from fsdp_optim.foreign.torch.writer import WrittenTorchFiles
+from fsdp_optim.foreign.per_rank.fairscale_writer import FairscaleShards
+from fsdp_optim.foreign.torch.writer import TorchFiles
 from fsdp_optim.formats.base.description import SCALAR
-from fsdp_optim.formats.base.protocols import Format, Half
+from fsdp_optim.formats.base.protocols import Format, Half, written
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.base import Opened, Store
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample
@@ -28,10 +28,10 @@ class InFolders(WrittenConformance):
     num_flips, num_cuts = 40, 6
 
     def make_store(self, folder: Path) -> Store:
-        return Folder(folder, self.make_format().probe)
+        return Folder(folder, written(self.make_format()).probe)
 
     def open_any(self, folder: Path) -> Opened:
-        return Folder(folder, NO_JUDGE).open_any()
+        return Folder(folder, PROBE).open_any()
 
 
 class DcpTest(InFolders, unittest.TestCase):
@@ -46,29 +46,29 @@ class TorchtitanTest(InFolders, unittest.TestCase):
 
 class TorchFilesTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
-        return WrittenTorchFiles()
+        return TorchFiles()
 
 
 class TorchFilesByNameTest(TorchFilesTest):
     def make_format(self) -> Format:
-        return WrittenTorchFiles(by_id=False)
+        return TorchFiles(key_by="name")
 
 
 class OneTorchFileTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
-        return WrittenTorchFiles(in_one=True)
+        return TorchFiles(one_file=True)
 
 
 class FairscaleTest(TorchFilesTest):
     def make_format(self) -> Format:
-        return WrittenTorchFiles(is_fairscales=True)
+        return TorchFiles(for_fairscale=True)
 
 
 class FairscaleShardsTest(InFolders, unittest.TestCase):
     """Files of two ranks, in which one weight is flattened. 0-dim tensors of the state are in each of them."""
 
     def make_format(self) -> Format:
-        return WrittenFairscaleShards(2, {"": ["große"]})
+        return FairscaleShards(2, {"": ["große"]})
 
     def write(self, folder: Path) -> WrittenSample:
         written = super().write(folder)

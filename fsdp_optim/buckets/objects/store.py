@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
@@ -67,6 +68,11 @@ class ObjectStore(Store):
     def open_any(self) -> OpenedAny:
         return OpenedAny.at(self.bucket, self.place)
 
+    def with_probe(self, probe: CheckpointProbe[Any]) -> ObjectStore:
+        other = copy.copy(self)
+        other._judge = probe
+        return other
+
     def begin(self, *, overwrite: bool, durable: bool) -> ObjectStaging:
         """As a Store does. An object store knows no durability: an object is stored when the store has answered."""
         check_not_reserved(self.where, self.where.split("/"))
@@ -89,9 +95,10 @@ class ObjectStore(Store):
     def directory(self) -> ObjectShelf[Any]:
         return ObjectShelf(self.bucket, self.place.parent, self._judge)
 
-    def siblings(self) -> Iterator[Opened]:
+    def siblings(self, known: Collection[str] = ()) -> Iterator[Opened]:
         directory = self.directory()
-        without = {place.where: place for place in directory.places()}
+        places = (place for place in directory.places() if place.where.rpartition("/")[2] not in known)
+        without = {place.where: place for place in places}
         for opened in directory.opened(tuple(without.values())):
             if not isinstance(opened, CheckpointError):
                 del without[opened.where]

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.common.results import CheckpointInfo
 from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.base import CheckpointDirectory, CheckpointEntry, names_checkpoint
 
 ListedCheckpoint = CheckpointEntry[ManifestSummary]
@@ -37,7 +37,7 @@ def listed_with_shelves(
             key = one.where, "" if one.where != directory.where else one.status.reason
             if key not in found or (found[key][0].summary is None and one.summary is not None):
                 found[key] = one, directory
-    ours = [(one, directory) for one, directory in found.values() if one.summary is None or not one.summary.is_foreign]
+    ours = [(one, directory) for one, directory in found.values() if one.summary is None or not one.summary.is_stand_in]
     stems = {stem_of(one.base) for one, _ in ours if one.summary is not None}
     return [(one, directory) for one, directory in ours if not stems or _counts(one, stems)]
 

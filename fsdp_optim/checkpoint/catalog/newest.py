@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from fsdp_optim.checkpoint.catalog.listing import listed_with_shelves
+from fsdp_optim.checkpoint.common.formats import HasSequence
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.storage.base import CheckpointDirectory, Store
-from fsdp_optim.storage.posix.store import Folder
 
 _ATTEMPTS = 10
 
@@ -53,15 +52,15 @@ def latest(*directories: CheckpointDirectory[ManifestSummary]) -> str | None:
     return None
 
 
-def next_sequence(store: Store, formats: Collection[Format]) -> int:
+def next_sequence(store: Store, formats: Iterable[HasSequence]) -> int:
     """One more than the highest sequence number of all that has a manifest beside a place, complete or not.
 
     The listing of a bucket may be old, so the number there is that of this millisecond at least: a save that does not see the one
     before it must not be taken for older, and be removed by the manager.
     """
-    highest = 0 if isinstance(store, Folder) else time.time_ns() // 1_000_000 - 1
+    highest = 0 if store.on_file_system else time.time_ns() // 1_000_000 - 1
     siblings = store.siblings()
-    if isinstance(store, Folder):
+    if store.on_file_system:
         briefs = {one.where: one.summary for one in store.directory().listed() if one.summary is not None}
         highest = max((summary.order[0] for summary in briefs.values()), default=0)
         siblings = store.siblings({where.rpartition("/")[2] for where in briefs})

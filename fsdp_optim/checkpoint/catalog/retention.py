@@ -14,8 +14,6 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary
 from fsdp_optim.options import Arguments, check_at_least, check_one_of
 from fsdp_optim.storage.base import CheckpointDirectory, Store
-from fsdp_optim.storage.posix.directory import FolderDirectory
-from fsdp_optim.storage.posix.store import Folder
 
 Best: TypeAlias = Literal["min", "max"]
 
@@ -135,14 +133,13 @@ class KnownSaves:
     tokens: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
     sequence: int = 0  # the highest of them: a later listing may still be one of before them
-    directory: FolderDirectory[ManifestSummary] | None = None  # of a folder, as the last save has looked at it
+    directory: CheckpointDirectory[ManifestSummary] | None = None  # as the last save has looked at it
 
     def look_as_before(self, store: Store) -> None:
         """Let a save look only at what is new in the folder since the one before."""
-        if isinstance(store, Folder):
-            if self.directory is not None:
-                store.share_directory(self.directory)
-            self.directory = store.directory()
+        if self.directory is not None:
+            store.share_looks(self.directory)
+        self.directory = store.directory()
 
     def see(self, listed: Iterable[ListedCheckpoint]) -> None:
         """The run resumes, and knows the checkpoints in the folder."""

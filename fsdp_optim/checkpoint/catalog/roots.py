@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_optim.checkpoint.catalog.listing import last_number
-from fsdp_optim.checkpoint.common.formats import SAVED, format_of
+from fsdp_optim.checkpoint.common.formats import format_of, listed_formats
 from fsdp_optim.checkpoint.common.stores import StorageOptions, is_url, shelf_at, store_at
 from fsdp_optim.errors import CheckpointError, shortened
-from fsdp_optim.foreign.torch.reader import TORCH_FILE
-from fsdp_optim.storage.base import is_reserved, names_checkpoint
+from fsdp_optim.storage.base import Opened, is_reserved, names_checkpoint
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.path_status import is_root, names_in
 
@@ -51,7 +50,7 @@ def check_root(root: str | os.PathLike[str], options: StorageOptions = None) -> 
 
 def _format_of_manifest(root: str | os.PathLike[str], options: StorageOptions) -> str:
     """The name of the format of the checkpoint that a path is, by its manifest; empty if it has none."""
-    for format in SAVED:
+    for format in listed_formats():
         with contextlib.suppress(CheckpointError), store_at(_as_place(root), format, options).open() as opened:
             if opened.has(format.probe.manifest):
                 return format.name
@@ -64,19 +63,26 @@ def _foreign_format(root: str | os.PathLike[str], options: StorageOptions) -> st
     A folder with files of torch.save in it may be anything.
     """
     with contextlib.suppress(CheckpointError), store_at(_as_place(root), options=options).open_any() as files:
-        found = format_of(files)
-        if found is not None and found is not TORCH_FILE:
+        found = format_of(files) if not _is_empty(files) else None
+        if found is not None and found.claims_folders:
             return found.name
     return ""
+
+
+def _is_empty(files: Opened) -> bool:
+    """Whether a place has no files: no format needs to be asked, and imported."""
+    with contextlib.suppress(CheckpointError):
+        return not files.selected and not files.names()
+    return False
 
 
 def _passed_by(root: str | os.PathLike[str], options: StorageOptions) -> Iterator[str]:
     """The checkpoints of other programs that a resume does not look at."""
     seen = set()
-    for format in SAVED:
+    for format in listed_formats():
         for one in shelf_at(root, options, format).listed():
             seen.add(one.where)
-            if one.summary is not None and one.summary.is_foreign:
+            if one.summary is not None and one.summary.is_stand_in:
                 yield one.where
     if is_url(str(root)):
         return

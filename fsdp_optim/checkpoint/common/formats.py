@@ -1,151 +1,143 @@
-"""The formats that can be read: built-in formats are asked first whether they recognise a checkpoint, then installed ones."""
+"""The formats that there are, as the registry knows them: by name, by the files of a checkpoint, and as listings ask them.
+
+A checkpoint of this library's own format is recognised first, and nothing else is imported for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import entry_points
+from functools import cached_property, partial
+from itertools import chain
+from typing import Protocol
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
-from fsdp_optim.foreign.dcp.format import DCP_FOLDER, TORCHTITAN_FOLDER
-from fsdp_optim.foreign.dcp.reader import DCP
-from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
-from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE
-from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
-from fsdp_optim.foreign.per_rank.fairscale_units import Units
-from fsdp_optim.foreign.per_rank.fairscale_writer import WrittenFairscaleShards
-from fsdp_optim.foreign.per_rank.olmo_local import OLMO_LOCAL
-from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
-from fsdp_optim.foreign.torch.reader import TORCH_FILE
-from fsdp_optim.foreign.torch.writer import WrittenTorchFiles
-from fsdp_optim.formats.base.protocols import Format, Reader, replaced_error
-from fsdp_optim.formats.own.format import OURS, OwnFormat
-from fsdp_optim.options import KeyBy
-from fsdp_optim.storage.base import Opened, Store, is_sure_that_not
+from fsdp_optim.formats.base.protocols import Format, Reader, WrittenFormat, replaced_error, written
+from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.registry import (
+    BUILT_IN_FORMATS,
+    READ_ONLY_FORMATS,
+    BuiltInFormat,
+    format_factory,
+    format_names,
+    is_format,
+    manifests_but,
+    named,
+    other_formats,
+)
+from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, Store, is_sure_that_not
 
-GROUP = "fsdp_optim.formats"
-"""The group of entry points by which other packages add formats. Each names an object that is a `Format`."""
 
-FORMATS: tuple[Format, ...] = (OURS,)
+def format_of_option(format: object, *, of_save: bool = False) -> WrittenFormat:
+    """The format that a caller has given: a name, or a `Format` with its own options. `of_save`: it is for `save`.
 
-SAVED: tuple[Format, ...] = (OURS, DCP_FOLDER)
-"""The formats that `save` writes, one for each manifest. Their checkpoints in one folder are numbered together."""
+    Raises CheckpointError for an unknown name, for a format that is only read, and for one that `save` does not write.
+    """
+    found = format
+    if isinstance(format, str):
+        factory = format_factory(format)
+        found = factory() if factory is not None else None
+    if not is_format(found):
+        names = ", ".join(map(repr, format_names(of_save=of_save)))
+        raise CheckpointError(f"format must be one of {names}, or a Format of fsdp_optim.plugins, not {format!r}")
+    given: Format = found  # type: ignore[assignment]  # is_format has looked at its members
+    if of_save and not given.saves:
+        names = ", ".join(map(repr, format_names(of_save=True)))
+        raise CheckpointError(
+            f"save does not write the format {given.name!r}: format must be one of {names}; convert writes {given.name!r} from a "
+            "saved checkpoint"
+        )
+    return written(given)
 
-FOREIGN: tuple[Format, ...] = (DCP, DEEPSPEED, FAIRSCALE_SHARDS, OLMO_LOCAL, RANK_TENSORS, TORCH_FILE, HUGGING_FACE)
-"""The formats of other libraries, in the order in which they are asked whether they recognise the files of a place.
 
-TORCH_FILE recognises any file of torch.save, so formats of which such files are a part come before it.
-"""
+class HasSequence(Protocol):
+    """A format, as far as the numbers of checkpoints need it."""
+
+    def sequence_in(self, opened: Opened) -> int: ...
+
+
+class ListedFormat(HasSequence, Protocol):
+    """A format whose checkpoints are listed, as far as listings need it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def probe(self) -> CheckpointProbe[ManifestSummary]: ...
+
+
+def listed_formats() -> list[ListedFormat]:
+    """The formats whose checkpoints in one folder are listed, and numbered, together: one for each manifest.
+
+    Those of this package are imported when a manifest of theirs is there. Raises CheckpointError for an installed format that
+    cannot be loaded: its checkpoints would be passed by.
+    """
+    built_in = [_NotYetLoaded(known) for known in BUILT_IN_FORMATS if known.traces]
+    others = [format for format in other_formats() if format.probe is not None]
+    return [OURS, *built_in, *others]
 
 
 @dataclass(frozen=True)
-class FormatChoices:
-    """The choices of a caller about the format that is written.
+class _NotYetLoaded(ListedFormat):
+    """A format of this package by what the registry says about it."""
 
-    Attributes:
-        world_size: the number of ranks whose shards are written; None for a format with one copy of each tensor.
-        key_by: whether parameters of the optimizer are called by "id" or by "name"; None: as the format does it by itself.
-        weights_name, beside: as for `OwnFormat`, for that format.
-        units, flattens: how parameters are flattened, for a format with flat parameters; None: as the source says.
-    """
+    known: BuiltInFormat
 
-    world_size: int | None = None
-    key_by: KeyBy | None = None
-    weights_name: str = OURS.weights_name
-    beside: tuple[tuple[str, bytes], ...] = ()
-    units: Units | None = None
-    flattens: bool | None = None
+    @property
+    def name(self) -> str:
+        return self.known.name
 
+    @cached_property
+    def probe(self) -> CheckpointProbe[ManifestSummary]:
+        return _ProbeNotYetLoaded(self.known)
 
-def _shards(wanted: FormatChoices) -> Format:
-    if wanted.world_size is None:
-        raise CheckpointError(
-            'the format "fairscale_shards" has a file for each rank: give world_size=, the number of ranks that will load it'
-        )
-    if wanted.key_by is not None:
-        raise CheckpointError("fairscale's shards call parameters by id: leave key_by out")
-    return WrittenFairscaleShards(wanted.world_size, wanted.units, wanted.flattens)
+    def sequence_in(self, opened: Opened) -> int:
+        number: int = named(self.known.where).sequence_in(opened) if opened.has(self.known.manifest) else 0
+        return number
 
 
-def _ours(wanted: FormatChoices) -> Format:
-    if wanted.world_size is not None:
-        raise CheckpointError(
-            'world_size is for formats with a part for each rank: the format "safetensors" has one copy of each tensor, which '
-            "loads at any world size"
-        )
-    if wanted.key_by == "id":
-        raise CheckpointError('a checkpoint of the format "safetensors" calls parameters by name: leave key_by out')
-    return OwnFormat(wanted.weights_name, wanted.beside)
+class _ProbeNotYetLoaded(CheckpointProbe[ManifestSummary]):
+    """The probe of such a format: only what needs the bytes of a checkpoint imports it."""
 
+    def __init__(self, known: BuiltInFormat) -> None:
+        self._known, self.manifest = known, known.manifest
+        self._traces = re.compile(known.traces)
 
-def _dcp(wanted: FormatChoices, format: Format) -> Format:
-    if wanted.world_size is not None:
-        raise CheckpointError(
-            f'world_size is for formats with a part for each rank: the format "{format.name}" has one copy of each tensor, which '
-            "loads at any world size"
-        )
-    if wanted.key_by == "id":
-        raise CheckpointError(f'a checkpoint of the format "{format.name}" calls parameters by name: leave key_by out')
-    return format
+    @property
+    def others(self) -> tuple[str, ...]:
+        return manifests_but(self.manifest)
 
+    @property
+    def _loaded(self) -> CheckpointProbe[ManifestSummary]:
+        probe: CheckpointProbe[ManifestSummary] = named(self._known.where).probe
+        return probe
 
-def _torch(wanted: FormatChoices, is_fairscales: bool = False, in_one: bool = False) -> Format:
-    made = WrittenTorchFiles(by_id=wanted.key_by != "name", is_fairscales=is_fairscales, in_one=in_one)
-    if wanted.world_size is not None:
-        raise CheckpointError(
-            f'world_size is for formats with a part for each rank: the format "{made.name}" has full dicts'
-        )
-    if is_fairscales and not made.by_id:
-        raise CheckpointError("fairscale's full dict calls parameters by id: leave key_by out")
-    return made
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
+        return self._loaded.status_in(opened, whole=whole)
 
+    def token_in(self, opened: Opened) -> str | None:
+        return self._loaded.token_in(opened)
 
-WRITTEN: Mapping[str, Callable[[FormatChoices], Format]] = {
-    "safetensors": _ours,
-    "dcp": partial(_dcp, format=DCP_FOLDER),
-    "torchtitan": partial(_dcp, format=TORCHTITAN_FOLDER),
-    "torch": _torch,
-    "torch_file": partial(_torch, in_one=True),
-    "fairscale": partial(_torch, is_fairscales=True),
-    "fairscale_shards": _shards,
-}
-"""The formats that can be written, by the names that callers give."""
+    def is_trace(self, name: str) -> bool:
+        return self._traces.fullmatch(name) is not None
 
-
-def format_named(name: str, wanted: FormatChoices = FormatChoices()) -> Format:
-    """The format that a caller has named. Raises CheckpointError for an unknown name, and for choices it does not have."""
-    if not isinstance(name, str) or name not in WRITTEN:
-        raise CheckpointError(f"format must be one of {', '.join(map(repr, WRITTEN))}, not {name!r}")
-    if wanted.units is not None and WRITTEN[name] is not _shards:
-        raise CheckpointError(f'units= is for formats with flat parameters ("fairscale_shards"), not for {name!r}')
-    if wanted.flattens is not None and WRITTEN[name] is not _shards:
-        raise CheckpointError(f'flatten_parameters= is for fairscale\'s shards ("fairscale_shards"), not for {name!r}')
-    return WRITTEN[name](wanted)
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        return self._loaded.is_own(opened)
 
 
 _LOOKS = 5  # times, for a place where another checkpoint replaces the one that is being opened
 
 
 def format_of(opened: Opened) -> Format | None:
-    """The format that recognises an open checkpoint; None if no format does."""
-    is_any = opened.is_any
-    for built_in in FOREIGN if is_any else FORMATS:
-        if built_in.recognises(opened):
-            return built_in
-    return next((one for one in _installed() if one.is_foreign == is_any and one.recognises(opened)), None)
+    """The format that recognises files that any program may have written, those of this package first; None if no format does.
 
-
-def _installed() -> Iterator[Format]:
-    """The formats of other packages, each loaded when the iteration reaches it."""
-    for point in entry_points(group=GROUP):
-        try:
-            installed: Format = point.load()
-        except Exception as error:
-            raise CheckpointError(
-                f"the format {point.name} of {point.value} cannot be loaded: {type(error).__name__}: {error}"
-            ) from error
-        yield installed
+    Each is imported when it is asked.
+    """
+    installed = (format for format in other_formats() if format.opens_any)
+    return next(
+        (format for format in chain(map(named, READ_ONLY_FORMATS), installed) if format.recognises(opened)), None
+    )
 
 
 def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None) -> Reader:
@@ -180,34 +172,49 @@ def _is_replaced(opened: Opened) -> bool:
 def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
     """The files of a store, and their format. If no format recognises them, this library's own names the missing files."""
     if format is not None:
-        return (store.open_any() if format.is_foreign else store.open()), format
+        return (store.open_any() if format.opens_any else store.open()), format
     try:
         opened = store.open()
-    except CheckpointError as error:  # there may be a file, or objects of another library
-        foreign = _foreign(store) if is_sure_that_not(error) else None
-        if foreign is None:
+    except CheckpointError as error:  # there may be a file, or objects of another format
+        other = _of_another_format(store) if is_sure_that_not(error) else None
+        if other is None:
             raise
-        return foreign
+        return other
     try:
-        found = format_of(opened)
-        foreign = _foreign(store) if found is None else None
+        other = _of_another_format(store) if not OURS.recognises(opened) else None
     except BaseException:
         opened.close()
         raise
-    if foreign is None:
-        return opened, found or OURS
+    if other is None:
+        return opened, OURS
     try:
         opened.close()
     except BaseException:
-        foreign[0].close()
+        other[0].close()
         raise
-    return foreign
+    return other
 
 
-def _foreign(store: Store) -> tuple[Opened, Format] | None:
-    """The files of another library's checkpoint, and their format; None if no format recognises them."""
+def _of_another_format(store: Store) -> tuple[Opened, Format] | None:
+    """The files of a checkpoint of another format than this library's own, and the format; None if none recognises them."""
+    for format in other_formats():
+        if not format.opens_any and format.probe is not None:
+            found = _recognised(store.with_probe(format.probe).open, partial(_if_recognised, format))
+            if found is not None:
+                return found
+    return _recognised(store.open_any, format_of)
+
+
+def _if_recognised(format: Format, opened: Opened) -> Format | None:
+    return format if format.recognises(opened) else None
+
+
+def _recognised(
+    open: Callable[[], Opened], format_of: Callable[[Opened], Format | None]
+) -> tuple[Opened, Format] | None:
+    """The files that `open` opens, and their format; None if there are none, or if no format recognises them."""
     try:
-        opened = store.open_any()
+        opened = open()
     except CheckpointError as error:
         if is_sure_that_not(error):
             return None

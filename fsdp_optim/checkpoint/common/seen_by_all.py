@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.formats.base.protocols import WrittenFormat
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
@@ -57,7 +57,7 @@ def check_shared(group: RankGroup, store: Store, where: str = "") -> None:
             check_seen_by_all(group, store, found, where)
 
 
-def is_there(store: Store, format: Format, token: str) -> bool:
+def is_there(store: Store, format: WrittenFormat, token: str) -> bool:
     """Whether a place has the checkpoint with this token, as far as this rank can see."""
     with contextlib.suppress(CheckpointError), store.open() as opened:
         return format.probe.token_in(opened) == token

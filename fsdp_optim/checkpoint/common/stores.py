@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from fsdp_optim.buckets.blocks import BlockFolder
-from fsdp_optim.buckets.cached import CachedStore
-from fsdp_optim.buckets.schemes import scheme_of, store_of_url
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.storage.base import CheckpointDirectory, Store
+from fsdp_optim.registry import CACHED_STORE, named, opener_of, scheme_of
+from fsdp_optim.storage.base import CheckpointDirectory, CheckpointProbe, Store
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.store import Folder
 
@@ -23,15 +20,25 @@ Place: TypeAlias = "str | os.PathLike[str] | Store"
 StorageOptions: TypeAlias = "Mapping[str, Any] | None"
 
 
-def store_at(place: Place, format: Format = OURS, options: StorageOptions = None) -> Store:
+class HasProbe(Protocol):
+    """A format, as far as its store must know it."""
+
+    @property
+    def probe(self) -> CheckpointProbe[Any] | None: ...
+
+
+def store_at(place: Place, format: HasProbe = OURS, options: StorageOptions = None) -> Store:
     """The store of a place. Raises CheckpointError for a path that no file system takes, and for a URL that nothing handles."""
     if options is not None and not isinstance(options, Mapping):
         raise CheckpointError(f"storage_options must be a dict of options for the store, not {type(options).__name__}")
-    if isinstance(place, str) and scheme_of(place) is not None:
-        return store_of_url(place.rstrip("/"), format.probe, dict(options or {}))
+    probe = format.probe if format.probe is not None else OURS.probe  # a format without a probe is read, not written
+    scheme = scheme_of(place)
+    if isinstance(place, str) and scheme is not None:
+        store: Store = opener_of(scheme)(place.rstrip("/"), probe, dict(options or {}))
+        return store
     if options:
         raise CheckpointError(f"{name_of(place)}: storage_options are for URLs (s3://...): a path has none")
-    return Folder(place, format.probe) if _is_path(place) else place  # type: ignore[arg-type, return-value]
+    return Folder(place, probe) if _is_path(place) else place  # type: ignore[arg-type, return-value]
 
 
 def is_url(place: Place) -> bool:
@@ -40,7 +47,7 @@ def is_url(place: Place) -> bool:
 
 
 def store_of_leader(
-    place: Place, mine: Store, where: str, format: Format = OURS, options: StorageOptions = None
+    place: Place, mine: Store, where: str, format: HasProbe = OURS, options: StorageOptions = None
 ) -> Store:
     """The store that the lowest rank calls `where`: a relative path counts from the working directory of that rank."""
     if not _is_path(place) or where == mine.where:
@@ -48,15 +55,16 @@ def store_of_leader(
     return store_at(where, format, options if scheme_of(where) is not None else None)
 
 
-def with_cache(store: Store, folder: str | os.PathLike[str] | None, format: Format = OURS) -> Store:
+def with_cache(store: Store, folder: str | os.PathLike[str] | None) -> Store:
     """The same store, read through a cache in a folder of this machine; a folder's checkpoints need none."""
-    if folder is None or isinstance(store, Folder):
+    if folder is None or store.on_file_system:
         return store
-    return CachedStore(store, BlockFolder(folder), format.probe.manifest)
+    cached: Store = named(CACHED_STORE)(store, folder, OURS.probe.manifest)
+    return cached
 
 
 def shelf_at(
-    root: str | os.PathLike[str], options: StorageOptions = None, format: Format = OURS
+    root: str | os.PathLike[str], options: StorageOptions = None, format: HasProbe = OURS
 ) -> CheckpointDirectory[Any]:
     """The shelf that a folder, or a prefix of a bucket, is."""
     inside = f"{root}/_" if isinstance(root, str) and scheme_of(root) is not None else absolute(root) / "_"
@@ -70,7 +78,7 @@ def name_of(place: Place) -> str:
 
 def path_of(store: Store) -> Path | str:
     """The place of a store as results have it: a path for a folder, a URL for everything else."""
-    return store.path if isinstance(store, Folder) else store.where
+    return Path(store.where) if store.on_file_system else store.where
 
 
 def _is_path(place: Place) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -82,7 +83,10 @@ class StoredState:
         """
         where = f"{where}: the optimizer"
         with as_checkpoint_error(where):
-            full = normalize(_as_dict(saved, read), names)
+            as_dict = _as_dict(saved, read)
+        with nullcontext() if saved.is_checked else as_checkpoint_error(where):
+            full = normalize(as_dict, names)
+        with as_checkpoint_error(where):
             _check_read(where, full)
             metas = _with_metas(full)
             if off_mesh:

@@ -19,7 +19,12 @@ from fsdp_optim.checkpoint.load.stored_state import StoredState
 from fsdp_optim.checkpoint.load.unfilled import check_memory, warn_of_unfilled
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.formats.base.index import CheckpointIndex
-from fsdp_optim.formats.base.protocols import COMMON, Reader, StoredTensor, TensorReader
+from fsdp_optim.formats.base.protocols import (
+    COMMON,
+    Reader,
+    StoredTensor,
+    TensorReader,
+)
 from fsdp_optim.memory import Slabs, dtype_name
 from fsdp_optim.options import LoadOptions, WhichWeights
 from fsdp_optim.state.dicts.full import FullState

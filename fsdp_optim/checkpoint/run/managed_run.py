@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_optim.buckets.schemes import scheme_of
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first
 from fsdp_optim.checkpoint.catalog.listing import listed as all_listed
 from fsdp_optim.checkpoint.catalog.retention import (
@@ -25,7 +24,7 @@ from fsdp_optim.checkpoint.catalog.retention import (
     own_in,
 )
 from fsdp_optim.checkpoint.catalog.roots import begin_anew
-from fsdp_optim.checkpoint.common.formats import SAVED
+from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
@@ -47,6 +46,7 @@ from fsdp_optim.options import (
     compared_as,
     is_integer,
 )
+from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.posix.files import absolute, checkpoint_errors
 from fsdp_optim.transport.agree import agree, all_gather_bytes, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
@@ -276,7 +276,7 @@ class ManagedRun:
     def _candidates(self, to: int | None) -> list[Candidate]:
         """The checkpoints of a manager in the folder that a load may take, the newest first."""
         storage = self._options.saving.storage_options
-        listed = all_listed([shelf_at(self._root, storage, format) for format in SAVED])
+        listed = all_listed([shelf_at(self._root, storage, format) for format in listed_formats()])
         self._known.see(filter(is_own, listed))
         own = newest_first(own_in(listed))
         if to is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first
 from fsdp_optim.checkpoint.catalog.listing import listed as all_listed
 from fsdp_optim.checkpoint.catalog.roots import begin_anew
-from fsdp_optim.checkpoint.common.formats import SAVED
+from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
@@ -52,7 +52,7 @@ def resume(
     """Load the newest checkpoint of a folder. Called by all ranks of the model."""
 
     def listed() -> list[Candidate]:
-        directories = [shelf_at(root, options.storage_options, format) for format in SAVED]
+        directories = [shelf_at(root, options.storage_options, format) for format in listed_formats()]
         found = [Candidate.of(one) for one in newest_first(all_listed(directories))]
         if not found:
             begin_anew(root, options.storage_options)

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
-from fsdp_optim.checkpoint.common.formats import format_named
+from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
@@ -66,8 +66,7 @@ def begin(
 
     Returns the save, and the live tensors as the source of a move. `managed`: the additions of a CheckpointManager.
     """
-    if format is None:
-        format = format_named(options.format)
+    format = format_of_option(format if format is not None else options.format, of_save=True)
     store = store_at(path, format, options.storage_options)
     warn_if_alone(group, store.where, has_group=options.call.process_group is not None)
     pending.settle(managed.known if managed is not None else None)

@@ -16,14 +16,14 @@ from fsdp_optim.checkpoint.catalog.newest import next_sequence
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File
-from fsdp_optim.checkpoint.common.formats import SAVED
+from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.common.stores import path_of
 from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
-from fsdp_optim.formats.base.protocols import Format, Prepared, Writer
+from fsdp_optim.formats.base.protocols import Prepared, Writer, WrittenFormat
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.options import SaveOptions
@@ -45,7 +45,7 @@ class Job:
     group: RankGroup
     options: SaveOptions
     store: Store
-    format: Format
+    format: WrittenFormat
     address: str  # of the staging in the store
     token: str  # of the checkpoint
     plan: FilePlan
@@ -104,7 +104,7 @@ class Job:
         """
         if not self._sequence:  # no cached_property, which lets saves of other threads wait for this one's listing
             known = self.managed.known.sequence + 1 if self.managed is not None else 0
-            sequence = max(known, next_sequence(self.store, {self.format, *SAVED}))
+            sequence = max(known, next_sequence(self.store, [self.format, *listed_formats()]))
             if self.managed is not None:
                 self.managed.known.sequence = sequence
             self._sequence.append(sequence)

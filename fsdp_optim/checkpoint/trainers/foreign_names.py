@@ -6,12 +6,12 @@ import os
 
 from torch import nn
 
-from fsdp_optim.adapters.registry import is_wrapper_child
-from fsdp_optim.checkpoint.common.formats import FormatChoices, format_named
+from fsdp_optim.adapters.known import is_wrapper_child
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as saving
+from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.posix.files import checkpoint_errors
@@ -22,11 +22,11 @@ def save_as(
     model: nn.Module,
     optim: Optimizers | None,
     options: SaveOptions,
-    wanted: FormatChoices,
+    format: Format,
 ) -> Saved:
-    """As `save`, with the names and small files of `wanted`. Called by all ranks of the model."""
+    """As `save`, with the names and small files of `format`. Called by all ranks of the model."""
     with checkpoint_errors(path):
-        return saving.save(path, model, optim, options, format_named(options.format, wanted))
+        return saving.save(path, model, optim, options, format)
 
 
 def async_save_as(
@@ -34,11 +34,11 @@ def async_save_as(
     model: nn.Module,
     optim: Optimizers | None,
     options: SaveOptions,
-    wanted: FormatChoices,
+    format: Format,
 ) -> SaveHandle:
-    """As `async_save`, with the names and small files of `wanted`. Called by all ranks of the model."""
+    """As `async_save`, with the names and small files of `format`. Called by all ranks of the model."""
     with checkpoint_errors(path):
-        return background.async_save(path, model, optim, options, format_named(options.format, wanted))
+        return background.async_save(path, model, optim, options, format)
 
 
 def clean_name(model: nn.Module, name: str) -> str:

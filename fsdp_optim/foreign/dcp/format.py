@@ -13,7 +13,7 @@ from fsdp_optim.storage.base import Opened
 
 
 @dataclass(frozen=True)
-class WrittenDcp(Format):
+class DcpFolder(Format):
     """A folder of torch.distributed.checkpoint. `is_flat`: with the weights at the top level, as torchtitan has them."""
 
     is_flat: bool = False
@@ -39,4 +39,4 @@ class WrittenDcp(Format):
         return 0
 
 
-DCP_FOLDER, TORCHTITAN_FOLDER = WrittenDcp(), WrittenDcp(is_flat=True)
+DCP_FOLDER, TORCHTITAN_FOLDER = DcpFolder(), DcpFolder(is_flat=True)

@@ -20,10 +20,10 @@ from fsdp_optim.formats.base.checksums import Digest, hex_of
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.summary import ManifestSummary
-from fsdp_optim.formats.own.manifest import NAME as OUR_NAME
+from fsdp_optim.registry import DCP, manifests_but
 from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, is_sure_that_not
 
-NAME = ".metadata"
+NAME = DCP.manifest
 VERSION = 1
 _BEGIN, _POP = b"\x80\x02X", b"0"
 _LENGTH = 4  # bytes
@@ -31,7 +31,7 @@ _FIRST_NBYTES = 4096
 _PIECE_NBYTES = 8 << 20  # that are read at once
 _MOST_NBYTES = 1 << 20  # in a brief
 _IS_TORCHS = b"torch.distributed.checkpoint"
-_OWN = re.compile(r"(model|optim)(-\d{5}-of-\d{5})?\.distcp|(values|extra|modules|rank-\d{5})\.distcp")
+_OWN = re.compile(DCP.traces)
 _OF_TORCH = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -87,7 +87,10 @@ class DcpJudge(CheckpointProbe[ManifestSummary]):
     """The `CheckpointProbe` of DCP checkpoints. Those of other writers count as complete; their token is empty."""
 
     manifest = NAME
-    others: tuple[str, ...] = (OUR_NAME, "torch_files.json")
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return manifests_but(NAME)
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:

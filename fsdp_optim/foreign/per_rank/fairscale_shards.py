@@ -37,7 +37,7 @@ _OPTIM = "last_optimizer_state"
 _NOT_EXTRA = frozenset({"model", _OPTIM, *_METADATA})
 
 
-class FairscaleShards(ForeignFormat):
+class FairscaleShardFiles(ForeignFormat):
     """One file of each rank, with fairscale's flat shards and their description."""
 
     name = "fairscale shards"
@@ -76,7 +76,7 @@ class FairscaleShards(ForeignFormat):
             )
 
 
-FAIRSCALE_SHARDS = FairscaleShards()
+FAIRSCALE_SHARDS = FairscaleShardFiles()
 
 
 def _of_stem(opened: Opened, selected: str) -> list[re.Match[str]]:

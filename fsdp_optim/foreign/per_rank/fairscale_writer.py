@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,6 +42,7 @@ from fsdp_optim.formats.base.protocols import (
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
+from fsdp_optim.options import check_at_least
 from fsdp_optim.storage.base import CheckpointProbe, Opened
 
 log = logging.getLogger("fsdp_optim")
@@ -58,18 +59,34 @@ class FairscaleFilesJudge(TorchFilesJudge):
 
 
 @dataclass(frozen=True)
-class WrittenFairscaleShards(Format):
-    """Files of fairscale's shards for `world_size` ranks.
+class FairscaleShards(Format):
+    """A file for each rank, as fairseq and metaseq write it, for fairscale's own `load_local_state_dict` and each optimizer.
 
-    `units`: None if the source says them. `flattens`: FSDP's `flatten_parameters`; None: as the source, or True.
+    Attributes:
+        world_size: the number of ranks that will load the files.
+        units: the FQNs that each FSDP unit flattens, in the order of the wrapped model's parameters(), by the path of the module
+            that is wrapped, such as `{"": ["stem.weight"], "block.0": ["block.0.weight", "block.0.bias"]}`. None: as the source
+            says, if that is of this format.
+        flatten_parameters: FSDP's argument of this name. False: `units` has the parameters that each FSDP module wraps, and each
+            is cut by itself. None: as in the source, if that is of this format; else True.
     """
 
     world_size: int
     units: Units | None = field(default=None, hash=False)
-    flattens: bool | None = None
-    name: str = "fairscale_shards"
-    probe: CheckpointProbe[Any] = FairscaleFilesJudge()  # noqa: RUF009  # it has no state
-    needs_names: bool = True
+    flatten_parameters: bool | None = None
+
+    name: ClassVar[str] = "fairscale_shards"
+    needs_names: ClassVar[bool] = True
+    saves: ClassVar[bool] = False
+    probe: ClassVar[CheckpointProbe[Any]] = FairscaleFilesJudge()
+
+    def __post_init__(self) -> None:
+        check_at_least("world_size", self.world_size, 1, error=CheckpointError)
+        units = self.units if self.units is None or isinstance(self.units, Mapping) else {None: None}
+        for path, fqns in (units or {}).items():
+            is_list = isinstance(fqns, (list, tuple)) and all(isinstance(fqn, str) for fqn in fqns)
+            if not isinstance(path, str) or not is_list:
+                raise StateError(f"units must be a dict from paths of modules to lists of FQNs, not {self.units!r}")
 
     def recognises(self, opened: Opened) -> bool:
         return opened.has(self.probe.manifest) and opened.has(f"{STEM}-shard0.pt")
@@ -78,7 +95,7 @@ class WrittenFairscaleShards(Format):
         return FAIRSCALE_SHARDS.open(opened, verify=verify)
 
     def writer(self) -> Writer:
-        return FairscaleShardsWriter(self.world_size, self.units, self.flattens)
+        return FairscaleShardsWriter(self.world_size, self.units, self.flatten_parameters)
 
     def sequence_in(self, opened: Opened) -> int:
         return sequence_of(opened)
@@ -93,6 +110,8 @@ class FairscaleShardsWriter(Writer):
     flattens: bool | None = None
     _contents: CheckpointContents | None = None
     _units: tuple[FlatUnit, ...] = ()
+    _source_units: Units | None = None
+    _source_flattens: bool = True
     _extras: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:

@@ -10,7 +10,7 @@ from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import COMMON
 from fsdp_optim.formats.base.summary import ManifestSummary
-from fsdp_optim.formats.own.manifest import NAME as OUR_NAME
+from fsdp_optim.registry import manifests_but
 from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, is_sure_that_not
 
 NAME = "torch_files.json"
@@ -38,7 +38,10 @@ class TorchFilesJudge(CheckpointProbe[ManifestSummary]):
     """The `CheckpointProbe` of folders of torch files, whose manifest has the sizes of the files."""
 
     manifest = NAME
-    others: tuple[str, ...] = (OUR_NAME, ".metadata")
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return manifests_but(NAME)
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:

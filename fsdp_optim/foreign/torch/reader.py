@@ -45,6 +45,7 @@ class TorchFile(ForeignFormat):
     """Full checkpoints in files of `torch.save`."""
 
     name = "torch"
+    claims_folders = False
 
     def recognises(self, opened: Opened) -> bool:
         if opened.selected:

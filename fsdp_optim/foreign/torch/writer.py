@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,6 +45,7 @@ from fsdp_optim.formats.base.protocols import (
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.memory import bytes_in_memory, dtype_name, dtype_named
+from fsdp_optim.options import KeyBy, check_one_of
 from fsdp_optim.storage.base import CheckpointProbe, Opened
 
 _VERSION = 1
@@ -52,22 +53,32 @@ _KEYS: Mapping[Half, str] = {"model": "model", "optim": "optimizer"}
 
 
 @dataclass(frozen=True)
-class WrittenTorchFiles(Format):
-    """Plain torch files.
+class TorchFiles(Format):
+    """Plain torch files, `model.pt` and `optim.pt`, whose dicts an unwrapped model and its optimizer load.
 
-    `by_id`: the optimizer's dict calls parameters by id, else by name. `is_fairscales`: the dict is one that fairscale's own
-    `get_shard_from_optim_state_dict` takes, for a model whose root alone is wrapped. `in_one`: one file has everything.
+    Attributes:
+        key_by: whether the optimizer's dict calls parameters by "id" or by "name".
+        one_file: whether one file, `checkpoint.pt`, has everything, as `{"model": ..., "optimizer": ...}`.
+        for_fairscale: whether the optimizer's dict is for fairscale's own `get_shard_from_optim_state_dict`, which calls
+            parameters by id, for a model whose root alone is wrapped.
     """
 
-    by_id: bool = True
-    is_fairscales: bool = False
-    in_one: bool = False
-    probe: CheckpointProbe[Any] = TorchFilesJudge()  # noqa: RUF009  # it has no state
-    needs_names: bool = True
+    key_by: KeyBy = "id"
+    one_file: bool = False
+    for_fairscale: bool = False
+
+    needs_names: ClassVar[bool] = True
+    saves: ClassVar[bool] = False
+    probe: ClassVar[CheckpointProbe[Any]] = TorchFilesJudge()
+
+    def __post_init__(self) -> None:
+        check_one_of("key_by", self.key_by, ("id", "name"), CheckpointError)
+        if self.for_fairscale and self.key_by == "name":
+            raise CheckpointError("fairscale's full dict calls parameters by id: leave key_by out")
 
     @property
     def name(self) -> str:
-        return "fairscale" if self.is_fairscales else "torch_file" if self.in_one else "torch"
+        return "fairscale" if self.for_fairscale else "torch_file" if self.one_file else "torch"
 
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
@@ -76,10 +87,13 @@ class WrittenTorchFiles(Format):
         return TORCH_FILE.open(opened, verify=verify)
 
     def writer(self) -> Writer:
-        return TorchWriter(self.by_id, self.is_fairscales, self.in_one)
+        return TorchWriter(self.key_by == "id", self.for_fairscale, self.one_file)
 
     def sequence_in(self, opened: Opened) -> int:
         return sequence_of(opened)
+
+
+TORCH_FILES, ONE_TORCH_FILE, FAIRSCALE_FILES = TorchFiles(), TorchFiles(one_file=True), TorchFiles(for_fairscale=True)
 
 
 @dataclass

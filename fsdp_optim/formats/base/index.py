@@ -53,11 +53,13 @@ class SavedOptim:
             the place of each tensor in files. Under "kinds" it has the kinds of its values, if the save has recorded them.
         other_keys: those keys of the optimizer's own dict that are recorded apart from `full`.
         shapes: the shapes of its parameters by FQN, where they are recorded.
+        is_checked: whether `full` is known to be written as a full dict is, so that an error in reading it is no damage.
     """
 
     full: Mapping[str, Any]
     other_keys: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
+    is_checked: bool = False
 
 
 @dataclass(frozen=True)

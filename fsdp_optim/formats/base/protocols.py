@@ -13,7 +13,7 @@ Writing. One rank leads, and prepares the index that a reader of the new checkpo
 `prepared.shared`, a string. Every rank plans the same files and writes its own bytes into them. At the end the leader puts the
 files that depend on all others:
 
-    writer = format.writer()
+    writer = format.writer()                      # None: the format can only be read
     prepared = writer.prepare(index, ...)         # the leader, before anything is written; refuses unreadable values
     files = writer.files({half: tensors}, shared) # every rank: of both halves together, or of one after the other
     name, data = writer.small(name, value, ...)   # every rank: small files of its own
@@ -26,9 +26,9 @@ elements of each such rank are one range of bytes of one file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from fsdp_optim.errors import ReplacedError
+from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.records import (
@@ -67,8 +67,10 @@ __all__ = [
     "TensorReader",
     "Writer",
     "WrittenFiles",
+    "WrittenFormat",
     "rank_extra_name",
     "replaced_error",
+    "written",
 ]
 
 
@@ -138,19 +140,28 @@ class Writer(Protocol):
 
 
 class Format(Protocol):
-    """One format of checkpoints. `name`: its name for users; `judge`: the object that stores ask before they remove anything.
+    """One format of checkpoints; its options are the fields of the class.
 
-    `is_foreign`: whether other libraries write it, so that it is opened by `Store.open_any`. `needs_names`: whether other tools
-    find its files by their names alone, so that a store must not keep them in a folder of the save.
+    Attributes:
+        name: the name of the format, for users.
+        probe: the answers about its files that stores ask for before they remove anything, and listings; None for a format that
+            is only read, whose checkpoints are not listed. A format that is listed gives summaries that are `ManifestSummary`.
+        opens_any: whether its files may have been written by any program, so that `Store.open_any` opens them.
+        needs_names: whether other tools find its files by their names alone, so that a store must not keep them in a folder of
+            the save.
+        saves: whether `save` can write it. False: only `convert` does, because its files have parts of several tensors, say.
+        claims_folders: whether a folder that it recognises surely is one checkpoint, and no folder of checkpoints.
     """
 
-    is_foreign: bool = False
-    needs_names: bool = False
+    opens_any: ClassVar[bool] = False
+    needs_names: ClassVar[bool] = False
+    saves: ClassVar[bool] = True
+    claims_folders: ClassVar[bool] = True
 
     @property
     def name(self) -> str: ...
     @property
-    def probe(self) -> CheckpointProbe[Any]: ...
+    def probe(self) -> CheckpointProbe[Any] | None: ...
 
     def recognises(self, opened: Opened) -> bool:
         """Whether an open checkpoint is of this format, damaged or not. Raises nothing."""
@@ -158,8 +169,25 @@ class Format(Protocol):
     def open(self, opened: Opened, *, verify: bool) -> Reader:
         """Open a checkpoint for reading. Raises CheckpointError if it is damaged or is not a checkpoint."""
 
-    def writer(self) -> Writer:
-        """The writer for one save. Raises CheckpointError if the format can only be read."""
+    def writer(self) -> Writer | None:
+        """The writer for one save; None if the format can only be read."""
 
     def sequence_in(self, opened: Opened) -> int:
         """The number of a checkpoint among those of its folder; 0 if unknown. Raises nothing."""
+
+
+class WrittenFormat(Format, Protocol):
+    """A format that is written, as saves and conversions use it."""
+
+    @property
+    def probe(self) -> CheckpointProbe[Any]: ...
+
+    def writer(self) -> Writer:
+        """The writer for one save."""
+
+
+def written(format: Format) -> WrittenFormat:
+    """The same format. Raises CheckpointError if it can only be read."""
+    if format.probe is None or format.writer() is None:
+        raise CheckpointError(f"checkpoints of the format {format.name!r} can be read, but not written")
+    return format  # type: ignore[return-value]  # both members are there

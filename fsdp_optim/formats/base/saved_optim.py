@@ -48,7 +48,7 @@ def saved_optim(where: str, description: OptimDescription, tensors: Mapping[str,
     if description.optimizer_class is not None:
         full["optimizer_class"] = description.optimizer_class
     shapes = {fqn: param.shape for fqn, param in description.params.items()}
-    return SavedOptim(full, description.other_keys, shapes)
+    return SavedOptim(full, description.other_keys, shapes, is_checked=True)
 
 
 def _stored(

@@ -72,8 +72,8 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
     weights_dtype: str | None = None
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether this brief stands for a checkpoint that another library has written."""
+    def is_stand_in(self) -> bool:
+        """Whether this summary stands for that of a checkpoint whose writer left none: such a checkpoint is not listed."""
         return not self.world_size
 
     @property

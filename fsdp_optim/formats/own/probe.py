@@ -9,6 +9,7 @@ from collections.abc import Callable
 from fsdp_optim.formats.base.checksums import sums_of
 from fsdp_optim.formats.base.summary import MOST_NBYTES, ManifestSummary, summary_in
 from fsdp_optim.formats.own.manifest import NAME, VERSION, manifest_in
+from fsdp_optim.registry import manifests_but
 from fsdp_optim.storage.base import CheckpointStatus, Opened, is_sure_that_not
 
 _FIRST_NBYTES = 4096  # of a manifest, read first for its brief
@@ -26,7 +27,10 @@ class OwnProbe:
     """The `Judge` of this library's own format."""
 
     manifest = NAME
-    others: tuple[str, ...] = (".metadata", "torch_files.json")
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return manifests_but(NAME)
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         """Whether the place has all files of the manifest with their sizes."""

@@ -72,9 +72,8 @@ class _StateTraits(NamedTuple):
         """Yield the observations that the values give about their names."""
         for name, traits in self.values if self.shape else ():
             if traits.fits or not traits.is_marked:  # a DTensor with a cut of its own is no evidence
-                yield Observation(
-                    name, self.shape, traits.fits, traits.is_scalar, traits.is_tensor and not traits.is_scalar
-                )
+                is_tensor = traits.is_tensor and not traits.is_scalar
+                yield Observation(name, self.shape, traits.fits, traits.is_scalar, is_tensor)
 
     @property
     def is_marked(self) -> bool:
@@ -343,11 +342,7 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
         group_ids=tuple(tuple(group["params"]) for group in packed),
         group_param_names=tuple(group.get("param_names") for group in packed),
         other_keys={
-            **{
-                key: copyable(f"{key} of state_dict()", value)
-                for key, value in saved.items()
-                if key not in RESERVED_KEYS
-            },
+            **{key: copyable(f"{key} of state_dict()", saved[key]) for key in saved if key not in RESERVED_KEYS},
             **({NON_PARAM_STATE: copyable("the state of no parameter", non_param)} if non_param else {}),
         },
         classes=(OptimizerClass.of(optim),) * len(packed),

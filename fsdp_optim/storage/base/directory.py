@@ -121,7 +121,10 @@ class CheckpointProbe(Protocol[SummaryT]):
     """
 
     manifest: str
-    others: tuple[str, ...] = ()
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return ()
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[SummaryT]:
         """Return whether the checkpoint is complete. `whole`: verify the complete manifest, not only its beginning."""

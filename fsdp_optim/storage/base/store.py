@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base.directory import CheckpointDirectory
+from fsdp_optim.storage.base.directory import CheckpointDirectory, CheckpointProbe
 from fsdp_optim.storage.base.opened import Opened
 from fsdp_optim.storage.base.staging import Staging, StoreWriter
 
@@ -16,7 +16,13 @@ VISIBLE_WITHIN = 30.0
 
 
 class Store(Protocol):
-    """One place for one checkpoint. `where`: the name of the place, for errors and for comparing places."""
+    """One place for one checkpoint.
+
+    `where`: the name of the place, for errors and for comparing places. `on_file_system`: whether the place is a folder of a file
+    system, and `where` its path: reads need no cache, and a listing shows at once what this process has changed.
+    """
+
+    on_file_system: bool = False
 
     @property
     def where(self) -> str: ...
@@ -31,6 +37,10 @@ class Store(Protocol):
         Raises CheckpointError where there is nothing.
         """
         raise CheckpointError(f"{self.where}: this store opens no files of other libraries")
+
+    def with_probe(self, probe: CheckpointProbe[Any]) -> Store:
+        """The same place for checkpoints of another format. A store that asks nothing of the format returns itself."""
+        return self
 
     def begin(self, *, overwrite: bool, durable: bool) -> Staging:
         """Begin a save, and remove the leftovers of saves that died.
@@ -66,5 +76,12 @@ class Store(Protocol):
     def directory(self) -> CheckpointDirectory[Any]:
         """Return the folder, or the prefix, that this place and its siblings are in."""
 
-    def siblings(self) -> Iterator[Opened]:
-        """Return all possible checkpoints in the same folder or under the same prefix, including this. The caller closes each."""
+    def share_looks(self, directory: CheckpointDirectory[Any]) -> None:
+        """Look at the siblings by a directory that has looked at them before, and keeps what it saw. Does nothing by default."""
+        return
+
+    def siblings(self, known: Collection[str] = ()) -> Iterator[Opened]:
+        """Return all possible checkpoints in the same folder or under the same prefix, including this. The caller closes each.
+
+        `known`: the names of those that are left out.
+        """

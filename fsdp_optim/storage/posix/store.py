@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, causes_of
-from fsdp_optim.storage.base import CheckpointProbe, Store
+from fsdp_optim.storage.base import CheckpointDirectory, CheckpointProbe, Store
 from fsdp_optim.storage.posix.beacon import beacon_above, sees
 from fsdp_optim.storage.posix.directory import FolderDirectory
 from fsdp_optim.storage.posix.files import absolute
@@ -28,6 +28,8 @@ _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two r
 
 class Folder(Store):
     """The checkpoint of a path. `probe`: answers of the format about the files there."""
+
+    on_file_system = True
 
     def __init__(self, path: str | os.PathLike[str], probe: CheckpointProbe[Any]) -> None:
         self.path = absolute(path)
@@ -54,6 +56,9 @@ class Folder(Store):
 
     def open_any(self) -> OpenFiles:
         return OpenFiles.at(self.path)
+
+    def with_probe(self, probe: CheckpointProbe[Any]) -> Folder:
+        return Folder(self.path, probe)
 
     def begin(self, *, overwrite: bool, durable: bool) -> FolderStaging:
         return self.begun(overwrite=overwrite, durable=durable)
@@ -85,9 +90,9 @@ class Folder(Store):
     def directory(self) -> FolderDirectory[Any]:
         return self._directory
 
-    def share_directory(self, directory: FolderDirectory[Any]) -> None:
-        """Use a directory that has probed the siblings before. Does nothing for the directory of another folder."""
-        if directory.where == self._directory.where:
+    def share_looks(self, directory: CheckpointDirectory[Any]) -> None:
+        """As a Store does. Does nothing for the directory of another folder."""
+        if isinstance(directory, FolderDirectory) and directory.where == self._directory.where:
             self._directory = directory
 
     def siblings(self, known: Collection[str] = ()) -> Iterator[OpenFolder]:

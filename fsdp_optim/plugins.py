@@ -1,0 +1,238 @@
+"""The door for other packages, and for this one's integrations: what a wrapper, a store or a format of their own needs.
+
+A **wrapper** is read by an `Adapter`, which turns a model into `Handle`s, each with a `Placement`. A **store** is a `Store`, with
+an `Opened` to read, a `Staging` and a `StoreWriter` to write; or less, a `Bucket`, of which an `ObjectStore` makes a store. A
+**format** is a `Format`, with a `Reader`, a `Writer` and a `CheckpointProbe`, whose summaries are `ManifestSummary`.
+The order of calls is in the docstring of each. `fsdp_optim.testing` has a conformance suite for each.
+
+A package registers its own by entry points, in the groups `fsdp_optim.adapters` (the name is the module whose wrapper is read),
+`fsdp_optim.stores` (the name is the scheme of URLs) and `fsdp_optim.formats` (the name is what `format=` takes); a program does
+so for a while by `use_adapters`, `use_stores` and `use_formats`.
+
+Formats of this package that have options of their own, for `format=` of `save`, `async_save` and `convert`: `TorchFiles`,
+`FairscaleShards`, `DcpFolder`.
+
+Everything is imported when it is asked for, so that importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdp_optim.registry import named
+
+if TYPE_CHECKING:
+    from fsdp_optim.adapters.base import Adapter, Place
+    from fsdp_optim.adapters.known import use_adapters
+    from fsdp_optim.adapters.tree import ModuleTree
+    from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
+    from fsdp_optim.buckets.objects.store import ObjectStore
+    from fsdp_optim.foreign.dcp.format import DcpFolder
+    from fsdp_optim.foreign.per_rank.fairscale_writer import FairscaleShards
+    from fsdp_optim.foreign.torch.writer import TorchFiles
+    from fsdp_optim.formats.base.bools import check_bytes as check_bools
+    from fsdp_optim.formats.base.checksums import Sums, hash_of, hex_of, join_tables
+    from fsdp_optim.formats.base.description import GroupDescription, OptimDescription, ParamDescription
+    from fsdp_optim.formats.base.description import decoded as decoded_optim
+    from fsdp_optim.formats.base.description import to_plain as plain_optim
+    from fsdp_optim.formats.base.distrust import as_checkpoint_error
+    from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents, write_extents
+    from fsdp_optim.formats.base.json_text import parse_json
+    from fsdp_optim.formats.base.protocols import (
+        COMMON,
+        MODULES,
+        CheckpointContents,
+        Chunks,
+        Format,
+        Half,
+        PlannedFile,
+        PlannedTensor,
+        Prepared,
+        Reader,
+        SavedWeights,
+        Stamp,
+        StoredTensor,
+        Writer,
+        WrittenFiles,
+        rank_extra_name,
+        replaced_error,
+    )
+    from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary
+    from fsdp_optim.formats.own.extras import Extra as ValuesFile
+    from fsdp_optim.formats.own.extras import encode_extra as encode_values
+    from fsdp_optim.formats.own.extras import info_of as info_of_values
+    from fsdp_optim.formats.own.extras import read_extra as read_values
+    from fsdp_optim.formats.own.format import OwnFormat
+    from fsdp_optim.formats.own.manifest import FileInfo
+    from fsdp_optim.layout import Boxes, FlatChunks, MeshBoxes, Placement, Ranks, Shape, Whole
+    from fsdp_optim.memory import dtype_name, dtype_named
+    from fsdp_optim.registry import use_formats, use_stores
+    from fsdp_optim.storage.base import (
+        Capabilities,
+        CheckpointDirectory,
+        CheckpointEntry,
+        CheckpointProbe,
+        CheckpointStatus,
+        CompleteCheckpoint,
+        Opened,
+        Staging,
+        Store,
+        StoreWriter,
+        check_inside,
+        check_name,
+        check_not_reserved,
+        is_reserved,
+        is_sure_that_not,
+        names_checkpoint,
+    )
+    from fsdp_optim.view import Handle, Original
+
+__all__ = [
+    "ABSENT",
+    "COMMON",
+    "MODULES",
+    "Adapter",
+    "Boxes",
+    "Bucket",
+    "BucketCan",
+    "Capabilities",
+    "CheckpointContents",
+    "CheckpointDirectory",
+    "CheckpointEntry",
+    "CheckpointProbe",
+    "CheckpointStatus",
+    "Chunks",
+    "CompleteCheckpoint",
+    "DataSection",
+    "DcpFolder",
+    "Extent",
+    "FairscaleShards",
+    "FileInfo",
+    "FlatChunks",
+    "Format",
+    "Found",
+    "GroupDescription",
+    "Half",
+    "Handle",
+    "ManagerRecord",
+    "ManifestSummary",
+    "MeshBoxes",
+    "MissingObjectError",
+    "ModuleTree",
+    "ObjectStore",
+    "Opened",
+    "OptimDescription",
+    "Original",
+    "OvertakenError",
+    "OwnFormat",
+    "ParamDescription",
+    "Place",
+    "Placement",
+    "PlannedFile",
+    "PlannedTensor",
+    "Prepared",
+    "Ranks",
+    "Reader",
+    "SavedWeights",
+    "Shape",
+    "Staging",
+    "Stamp",
+    "Store",
+    "StoreWriter",
+    "StoredTensor",
+    "Sums",
+    "TorchFiles",
+    "ValuesFile",
+    "Whole",
+    "Writer",
+    "WrittenFiles",
+    "as_checkpoint_error",
+    "check_bools",
+    "check_inside",
+    "check_name",
+    "check_not_reserved",
+    "decoded_optim",
+    "dtype_name",
+    "dtype_named",
+    "encode_values",
+    "hash_of",
+    "hex_of",
+    "info_of_values",
+    "is_reserved",
+    "is_sure_that_not",
+    "join_tables",
+    "names_checkpoint",
+    "parse_json",
+    "plain_optim",
+    "rank_extra_name",
+    "read_extents",
+    "read_values",
+    "replaced_error",
+    "use_adapters",
+    "use_formats",
+    "use_stores",
+    "write_extents",
+]
+
+_PLACES = {
+    "fsdp_optim.adapters.base": "Adapter Place",
+    "fsdp_optim.adapters.known": "use_adapters",
+    "fsdp_optim.adapters.tree": "ModuleTree",
+    "fsdp_optim.buckets.objects.base": "ABSENT Bucket BucketCan Found MissingObjectError OvertakenError",
+    "fsdp_optim.buckets.objects.store": "ObjectStore",
+    "fsdp_optim.foreign.dcp.format": "DcpFolder",
+    "fsdp_optim.foreign.per_rank.fairscale_writer": "FairscaleShards",
+    "fsdp_optim.foreign.torch.writer": "TorchFiles",
+    "fsdp_optim.formats.base.bools": "check_bytes=check_bools",
+    "fsdp_optim.formats.base.checksums": "Sums hash_of hex_of join_tables",
+    "fsdp_optim.formats.base.description": (
+        "GroupDescription OptimDescription ParamDescription decoded=decoded_optim to_plain=plain_optim"
+    ),
+    "fsdp_optim.formats.base.distrust": "as_checkpoint_error",
+    "fsdp_optim.formats.base.extents": "DataSection Extent read_extents write_extents",
+    "fsdp_optim.formats.base.index": "CheckpointIndex Facts SavedOptim StoredExtra StoredOptim",
+    "fsdp_optim.formats.base.json_text": "parse_json",
+    "fsdp_optim.formats.base.protocols": (
+        "COMMON MODULES CheckpointContents Chunks Format Half "
+        "PlannedFile PlannedTensor Prepared Reader SavedWeights Stamp StoredTensor Writer WrittenFiles "
+        "rank_extra_name replaced_error"
+    ),
+    "fsdp_optim.formats.base.summary": "ManagerRecord ManifestSummary",
+    "fsdp_optim.formats.own.extras": "Extra=ValuesFile encode_extra=encode_values info_of=info_of_values read_extra=read_values",
+    "fsdp_optim.formats.own.format": "OwnFormat",
+    "fsdp_optim.formats.own.manifest": "FileInfo",
+    "fsdp_optim.layout": "Boxes FlatChunks MeshBoxes Placement Ranks Shape Whole",
+    "fsdp_optim.memory": "dtype_name dtype_named",
+    "fsdp_optim.registry": "use_formats use_stores",
+    "fsdp_optim.storage.base": (
+        "Capabilities CheckpointDirectory CheckpointEntry CheckpointProbe CheckpointStatus CompleteCheckpoint "
+        "Opened Staging Store StoreWriter check_inside check_name check_not_reserved is_reserved "
+        "is_sure_that_not names_checkpoint"
+    ),
+    "fsdp_optim.view": "Handle Original",
+}
+"""By module, its public names; `name=public name` where the name says too little elsewhere."""
+
+
+def _where() -> dict[str, str]:
+    """By public name, its place."""
+    listed = [(module, *name.partition("=")[::2]) for module, names in _PLACES.items() for name in names.split()]
+    return {public or name: f"{module}:{name}" for module, name, public in listed}
+
+
+_WHERE = _where()
+
+__all__ = sorted(_WHERE)  # the names are in the table above
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+if not TYPE_CHECKING:  # type checkers take every name as there where a module has __getattr__
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first access."""
+        if name not in _WHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return named(_WHERE[name])

@@ -1,0 +1,97 @@
+"""The core alone: `import fsdp_optim`, saves, loads and managed runs in a folder load nothing of what they do not need."""
+
+from __future__ import annotations
+
+import functools
+import unittest
+from collections.abc import Mapping
+
+from kit.forked import run
+from parameterized import parameterized
+
+PACKAGE = "fsdp_optim"
+NOT_CORE = ("foreign", "buckets", "offline", "dcp", "integrations", "testing", "cli")
+
+BEGIN = """
+import sys, tempfile
+import torch
+import fsdp_optim
+
+root = tempfile.mkdtemp()
+model = torch.nn.Linear(3, 2)
+optim = torch.optim.Adam(model.parameters())
+model(torch.ones(1, 3)).sum().backward()
+optim.step()
+"""
+
+CALLS = {
+    "import": "",
+    "save and load": """
+fsdp_optim.save(f"{root}/1", model, optim, step=1, extra={"x": [torch.ones(2)]}, per_rank_extra=3)
+fsdp_optim.save(f"{root}/1", model, optim, step=1, overwrite=True)
+fsdp_optim.load(f"{root}/1", model, optim, check="bitwise")
+fsdp_optim.load(f"{root}/1")
+""",
+    "async_save": """
+fsdp_optim.async_save(f"{root}/2", model, optim).wait()
+fsdp_optim.wait()
+""",
+    "manager": """
+for begin in (0, 4):
+    with fsdp_optim.CheckpointManager(f"{root}/run", model, optim, every=2, keep_last=1) as manager:
+        assert manager.resume() == begin
+        for step in range(begin + 1, begin + 5):
+            manager.step(step)
+""",
+    "listing": """
+for step in (1, 2):
+    fsdp_optim.save(f"{root}/list/step-{step}", model, optim, step=step)
+assert [one.step for one in fsdp_optim.checkpoints(f"{root}/list")] == [2, 1]
+assert fsdp_optim.latest(f"{root}/list").name == "step-2"
+assert fsdp_optim.resume(f"{root}/list", model, optim).summary.step == 2
+""",
+    "gather and load": """
+full = fsdp_optim.gather_full_optim_state_dict(model, optim)
+fsdp_optim.load_optim_state_dict(optim, fsdp_optim.get_shard_from_optim_state_dict(model, optim, full))
+""",
+}
+
+
+ASKED_FOR = {
+    "foreign.dcp": 'fsdp_optim.save(f"{root}/dcp", model, optim, format="dcp")',
+    "buckets.fsspec": 'fsdp_optim.save(f"file://{root}/url", model, optim)',
+    "offline": 'fsdp_optim.save(f"{root}/seen", model)\nfsdp_optim.inspect(f"{root}/seen")',
+    "foreign.torch": 'torch.save(model.state_dict(), f"{root}/a.pt")\nfsdp_optim.load(f"{root}/a.pt", model)',
+}
+"""By room, a call that needs it."""
+
+LOOK = f"""
+def look(what):
+    found = [name for name in sys.modules if f"{{name}}.".startswith({tuple(f"{PACKAGE}.{room}." for room in NOT_CORE)!r})]
+    print(f"{{what}}:", *found)
+"""
+
+
+@functools.cache
+def loaded() -> Mapping[str, list[str]]:
+    """By call, one after the other in a fresh process, all modules of the other rooms that are loaded after it."""
+    calls = [code + f"\nlook({what!r})\n" for what, code in [*CALLS.items(), *ASKED_FOR.items()]]
+    done = run("\n".join([LOOK, BEGIN, *calls]))
+    assert done.returncode == 0, done.stderr
+    return {what: names.split() for what, _, names in (line.partition(":") for line in done.stdout.splitlines())}
+
+
+class CoreAloneTest(unittest.TestCase):
+    @parameterized.expand(list(CALLS))
+    def test_nothing_else_is_loaded(self, what: str) -> None:
+        self.assertEqual(loaded()[what], [])
+
+    @parameterized.expand(list(ASKED_FOR))
+    def test_what_is_asked_for_is_loaded(self, room: str) -> None:
+        before = loaded()[{"foreign.dcp": list(CALLS)[-1]}.get(room, "foreign.dcp")]
+        self.assertEqual([name for name in before if name.startswith(f"{PACKAGE}.{room}")], [])
+        self.assertTrue([name for name in loaded()[room] if name.startswith(f"{PACKAGE}.{room}")])
+
+
+if __name__ == "__main__":
+    unittest.main()
