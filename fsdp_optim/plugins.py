@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fsdp_optim.formats.base.description import to_plain as plain_optim
     from fsdp_optim.formats.base.distrust import as_checkpoint_error
     from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents, write_extents
+    from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim
     from fsdp_optim.formats.base.json_text import parse_json
     from fsdp_optim.formats.base.protocols import (
         COMMON,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         rank_extra_name,
         replaced_error,
     )
+    from fsdp_optim.formats.base.saved_optim import contents_of, extras_in, saved_optim
     from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary
     from fsdp_optim.formats.own.extras import Extra as ValuesFile
     from fsdp_optim.formats.own.extras import encode_extra as encode_values
@@ -99,6 +101,7 @@ __all__ = [
     "CheckpointContents",
     "CheckpointDirectory",
     "CheckpointEntry",
+    "CheckpointIndex",
     "CheckpointProbe",
     "CheckpointStatus",
     "Chunks",
@@ -106,6 +109,7 @@ __all__ = [
     "DataSection",
     "DcpFolder",
     "Extent",
+    "Facts",
     "FairscaleShards",
     "FileInfo",
     "FlatChunks",
@@ -133,12 +137,15 @@ __all__ = [
     "Prepared",
     "Ranks",
     "Reader",
+    "SavedOptim",
     "SavedWeights",
     "Shape",
     "Staging",
     "Stamp",
     "Store",
     "StoreWriter",
+    "StoredExtra",
+    "StoredOptim",
     "StoredTensor",
     "Sums",
     "TorchFiles",
@@ -151,10 +158,12 @@ __all__ = [
     "check_inside",
     "check_name",
     "check_not_reserved",
+    "contents_of",
     "decoded_optim",
     "dtype_name",
     "dtype_named",
     "encode_values",
+    "extras_in",
     "hash_of",
     "hex_of",
     "info_of_values",
@@ -168,6 +177,7 @@ __all__ = [
     "read_extents",
     "read_values",
     "replaced_error",
+    "saved_optim",
     "use_adapters",
     "use_formats",
     "use_stores",
@@ -197,6 +207,7 @@ _PLACES = {
         "PlannedFile PlannedTensor Prepared Reader SavedWeights Stamp StoredTensor Writer WrittenFiles "
         "rank_extra_name replaced_error"
     ),
+    "fsdp_optim.formats.base.saved_optim": "contents_of extras_in saved_optim",
     "fsdp_optim.formats.base.summary": "ManagerRecord ManifestSummary",
     "fsdp_optim.formats.own.extras": "Extra=ValuesFile encode_extra=encode_values info_of=info_of_values read_extra=read_values",
     "fsdp_optim.formats.own.format": "OwnFormat",

@@ -220,7 +220,11 @@ class FormatConformance(MixIn):
         """Files of another program are not recognised, and opening them raises a CheckpointError."""
         format = self.make_format()
         store = self._put({_FOREIGN: b"{}", "model.bin": b"1234"}, _FOREIGN)
-        with store.open() as opened:
+        try:
+            files = store.open()
+        except CheckpointError:  # a store that finds a checkpoint by its manifest
+            files = store.open_any()
+        with files as opened:
             self._case.assertFalse(format.recognises(opened))
             self._case.assertEqual(format.sequence_in(opened), 0)
             with self._case.assertRaises(CheckpointError):
