@@ -16,10 +16,10 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.load.stored_state import StoredState
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.description import (
     OPAQUE,
     PLACED,

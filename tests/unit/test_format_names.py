@@ -9,6 +9,7 @@ from kit.installed import installed
 from kit.raw_format import RAW, Raw
 from parameterized import parameterized
 
+from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.own import OURS
