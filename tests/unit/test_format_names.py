@@ -11,7 +11,6 @@ from parameterized import parameterized
 
 from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.checkpoint.common.formats import format_of_option
-from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.plugins import DcpFolder, FairscaleShards, TorchFiles
