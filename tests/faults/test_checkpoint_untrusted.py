@@ -160,9 +160,9 @@ class OptimizerTest(InFolder):
             kind, text = error_text(
                 lambda: fsdp_optim.save(
                     self.path,
-                    model,
-                    optim,
-                    state=state_for(extra),
+                    model,  # noqa: B023
+                    optim,  # noqa: B023
+                    state=state_for(extra),  # noqa: B023
                     **as_options(fsdp_optim.SaveOptions, **QUIET),
                 )
             )

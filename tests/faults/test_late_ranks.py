@@ -84,7 +84,7 @@ sys.path.insert(0, {tests!r})
 from datetime import timedelta
 import torch.distributed as dist
 import fsdp_optim
-from fsdp_optim.checkpoint import background
+from fsdp_optim.checkpoint.save import background
 from kit.wrapping import Trained, adam
 rank, folder, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)

@@ -145,7 +145,7 @@ def refuse_all(root: Path, cases: list[tuple[str, str]]) -> None:
     for name, wanted in cases:
         kind, text = error_text(
             lambda: fsdp_optim.load(
-                root / name,
+                root / name,  # noqa: B023
                 model,
                 optim,
                 options=fsdp_optim.LoadOptions(cast=True, progress=False),

@@ -154,7 +154,7 @@ class WithoutElementsTest(unittest.TestCase):
                             model,
                             optim,
                             format=format,
-                            **as_options(fsdp_optim.SaveOptions, **{key: value}, **QUIET),
+                            **as_options(fsdp_optim.SaveOptions, **{key: value}, **QUIET),  # noqa: B023
                         )
                     )
                     self.assertEqual(kind, "CheckpointError", text[:500])
@@ -240,7 +240,7 @@ class ModelsWithoutElementsTest(unittest.TestCase):
                 "save": lambda: fsdp_optim.save(self.root / "a", model, **as_options(fsdp_optim.SaveOptions, **QUIET)),  # noqa: B023
                 "save dcp": lambda: fsdp_optim.save(
                     self.root / "a",
-                    model,
+                    model,  # noqa: B023
                     format="dcp",
                     **as_options(fsdp_optim.SaveOptions, **QUIET),
                 ),
@@ -275,8 +275,8 @@ def on_ranks(root: str) -> list[tuple[str, str]]:
                 error_text(
                     lambda: fsdp_optim.save(
                         root,
-                        model,
-                        optim,
+                        model,  # noqa: B023
+                        optim,  # noqa: B023
                         **as_options(fsdp_optim.SaveOptions, **QUIET, timeout=60.0),
                     )
                 )

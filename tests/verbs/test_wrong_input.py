@@ -298,7 +298,7 @@ def other_groups(fulls: list[Any]) -> list[list[Error]]:
                     lambda: fsdp_optim.scatter_full_optim_state_dict(
                         model,
                         optim,
-                        mine,
+                        mine,  # noqa: B023
                         options=fsdp_optim.CallOptions(timeout=15),
                     )
                 ),
