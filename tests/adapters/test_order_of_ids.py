@@ -272,9 +272,9 @@ def pipeline(kind: str) -> list[tuple[str, str]]:
             check_same(f"{kind} to {recipient}", _by_key(full["state"]), _by_key(oracle.by_name()))
     target, target_optim = stage_of_this_rank(kind, 0)
     bare = oracle.optim.state_dict()
-    scatter = fsdp_optim.scatter_full_optim_state_dict
-    errors.append(error_text(lambda: scatter(target, target_optim, bare, 1, **whole)))
-    fsdp_optim.load_optim_state_dict(target_optim, scatter(target, target_optim, full, 1, **whole))
+    scatter, given = fsdp_optim.scatter_full_optim_state_dict, as_options(fsdp_optim.CallOptions, **whole)
+    errors.append(error_text(lambda: scatter(target, target_optim, bare, 1, **given)))
+    fsdp_optim.load_optim_state_dict(target_optim, scatter(target, target_optim, full, 1, **given))
     again = fsdp_optim.gather_full_optim_state_dict(
         target, target_optim, None, "name", **as_options(fsdp_optim.CallOptions, **whole)
     )

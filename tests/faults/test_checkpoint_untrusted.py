@@ -70,7 +70,7 @@ class ProcessTest(InFolder):
                 self.path,
                 model,
                 optim,
-                state=state_for(extra, extra),
+                state=state_for(extra, [extra]),
                 **as_options(fsdp_optim.SaveOptions, **QUIET),
             )
             restored = fsdp_optim.load(self.path, other, its, options=fsdp_optim.LoadOptions(compare=True))
@@ -89,7 +89,8 @@ class ProcessTest(InFolder):
         finally:
             torch.set_default_device(None)
         check_same("loaded", contents(other, its), contents(model, optim))
-        for found in (dict(restored.state), dict(restored.per_rank)):
+        values = dict(restored.state)
+        for found in (values.pop("per_rank_extra")[0], values):
             found["array"] = torch.from_numpy(found["array"])
             check_same("extra", found, {**extra, "array": torch.arange(4)})
 
@@ -141,7 +142,7 @@ class OptimizerTest(InFolder):
         other, its = stepped(**dict.fromkeys(options))
         restored = fsdp_optim.load(self.path, other, its)
         for key, value in options.items():
-            check_same(key, [its.param_groups[0][key], restored[key]], [value, value])
+            check_same(key, [its.param_groups[0][key], restored.state[key]], [value, value])
 
     @parameterized.expand(
         (

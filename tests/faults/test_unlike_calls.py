@@ -33,7 +33,8 @@ def different_calls() -> list[tuple[str, Error]]:
     model, optim, full = calls.model, calls.optim, calls.full
 
     def gather(**kwargs: Any) -> Any:
-        return fsdp_optim.gather_full_optim_state_dict(
+        door: Any = fsdp_optim.fairscale if "collect" in kwargs else fsdp_optim
+        return door.gather_full_optim_state_dict(
             model, optim, **as_options(fsdp_optim.CallOptions, **kwargs, timeout=PATIENCE)
         )
 

@@ -95,7 +95,7 @@ def move(source_kind: str, make: Any, targets: tuple[str, ...]) -> dict[str, tup
                     )
                 sent, other, need = counter.sent, counter.collective, lacking(source, target)
                 again = target.gather(None, process_group=world)
-                if any(result):
+                if result:
                     raise Differs(f"transfer_optim_state left something out: {result}")
                 check_same("the source", snapshot(source), before)
                 check_same("the target's parameters", [local_of(p).detach() for p in target.params], params)
