@@ -146,12 +146,6 @@ class SaveOptions(CallOptions):
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
-        keep_last: remove older complete checkpoints in the same folder until this number is left. Only checkpoints of one series
-            with the same content count: names that differ only in their digits, or both saved with `step` and `keep_last`; the
-            same names of parameters, and both with or both without an optimizer. Each removal is logged.
-        upload_to: a URL to which all ranks upload the finished folder in the background. `result.upload.wait()` waits for the
-            end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`,
-            `keep_last` and `storage_options` count for the URL too.
     """
 
     strategy: Strategy = "auto"
@@ -163,8 +157,6 @@ class SaveOptions(CallOptions):
     rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
     weights_dtype: torch.dtype | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
-    keep_last: int | None = None
-    upload_to: str | None = None
 
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""
@@ -173,8 +165,6 @@ class SaveOptions(CallOptions):
         check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
         check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
-        if self.keep_last is not None:
-            check_at_least("keep_last", self.keep_last, 1, error=CheckpointError)
 
 
 @dataclass(frozen=True)
@@ -288,7 +278,7 @@ class ManagerOptions(SaveOptions):
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""
         super().validate()
-        for name in ("rename", "weights_dtype", "keep_last", "upload_to"):
+        for name in ("rename", "weights_dtype"):
             if getattr(self, name) is not None:
                 raise StateError(
                     f"{name}={getattr(self, name)!r} cannot be an option of a CheckpointManager: leave it out"

@@ -6,21 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fsdp_optim.errors import counted_noun, shortened
 
 _MOST_SHOWN = 4  # names of a list
-
-
-class UnderWay(Protocol):
-    """Work that continues in the background."""
-
-    def done(self) -> bool:
-        """Whether the work is over, successfully or not."""
-
-    def wait(self, timeout: float | None = None) -> SaveResult:
-        """Wait for the end; raises the error of a failure, and RankTimeoutError after `timeout` seconds."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +23,6 @@ class SaveResult:
         nbytes: the bytes of all tensors.
         nbytes_written: the bytes that this rank wrote.
         absent: the FQNs of the optimizer's parameters without state.
-        upload: the upload that continues in the background, if `upload_to` was given to `save`.
     """
 
     path: Path | str
@@ -41,7 +30,6 @@ class SaveResult:
     nbytes: int
     nbytes_written: int
     absent: tuple[str, ...]
-    upload: UnderWay | None = None
 
     def __repr__(self) -> str:
         return _shown(
@@ -51,7 +39,6 @@ class SaveResult:
             nbytes=self.nbytes,
             nbytes_written=self.nbytes_written,
             absent=_names(self.absent),
-            upload=self.upload,
         )
 
 

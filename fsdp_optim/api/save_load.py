@@ -64,7 +64,7 @@ def save(
             argument of the same name.
         format: the form of the files. "safetensors": this library's own. "dcp": a folder of torch.distributed.checkpoint, which
             a job without this library resumes by `dcp.load({"model": ..., "optimizer": ...})` and `set_state_dict`;
-            "torchtitan": the same with the weights at the top level. These two have no checksums, take no `upload_to`, and
+            "torchtitan": the same with the weights at the top level. These two have no checksums, and
             `state` is flattened as torch flattens dicts: keys become str for other readers, and come back in `load`.
         options: a `SaveOptions`, as in `options=SaveOptions(durable=False, timeout=60)`.
 

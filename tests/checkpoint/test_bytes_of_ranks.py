@@ -109,7 +109,7 @@ def bytes_read(root: Path, size: int, wrappers: Sequence[str]) -> dict[str, tupl
             target = Trained(wrapper, steps=0, model=Wide)
             with counted() as counts:
                 restored = load(root / f"{wrapper} {size}", target)
-            found[wrapper] = (tensor_bytes(counts["read"]), restored.summary.nbytes)
+            found[wrapper] = (tensor_bytes(counts["read"]), restored.nbytes)
     return found
 
 

@@ -252,7 +252,7 @@ def load_not_strict(path: Path, wrapper: str, kwargs: Mapping[str, Any]) -> tupl
         restored = load(path, target, strict=False)
         save(path.parent / "after", target)
         target.step([7])
-        return sorted(restored.missing), sorted(restored.unexpected)
+        return sorted(restored.missing_keys), sorted(restored.unexpected_keys)
 
 
 def refused_not_strict(path: Path, wrapper: str, kwargs: Mapping[str, Any]) -> tuple[str, str]:

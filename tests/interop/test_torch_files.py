@@ -87,7 +87,7 @@ def load_all(root: Path, loads: Sequence[tuple[str, str]]) -> None:
             restored = load(root / name, target, compare=True)
             what = f"{name} -> {wrapper} on {dist.get_world_size()} ranks"
             check_same(what, mine(target), mine(alike))
-            check_same(f"{what}: names", (restored.missing, restored.unexpected), ((), ()))
+            check_same(f"{what}: names", (restored.missing_keys, restored.unexpected_keys), ((), ()))
             if name in EXTRAS:
                 check_same(f"{what}: extra", dict(restored), EXTRAS[name])
             for one in (target, alike):

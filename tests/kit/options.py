@@ -15,8 +15,6 @@ def as_options(kind: type, **given: Any) -> dict[str, Any]:
     `extra` and `per_rank_extra`: values for `state=`, those of all ranks and those of each.
     """
     names = {field.name for field in fields(kind)}
-    if kind.__name__ == "ManagerOptions":
-        names -= {"keep_last", "upload_to"}  # the first is an argument of a manager
     options = {name: value for name, value in given.items() if name in names}
     rest = {name: value for name, value in given.items() if name not in {*names, "extra", "per_rank_extra"}}
     whole = rest.pop("options", None)

@@ -57,11 +57,6 @@ class SaveArguments(SaveOptions):
         super().validate()
         self.state.validate()
         check_which_weights(self.weights)
-        if self.upload_to is not None and self.format != "safetensors":
-            raise CheckpointError(
-                f'upload_to= takes checkpoints of the format "safetensors": save with format="{self.format}" to {self.upload_to} '
-                "itself"
-            )
         if self.step is not None:
             check_at_least("step", self.step, 0, error=CheckpointError)
             if self.step >= _MOST_STEPS:
