@@ -110,7 +110,7 @@ def check(wheel: Path, sdist: Path, root: Path = ROOT) -> None:
     needed = wanted | {"LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "Makefile", "requirements-dev.txt"}
     needed |= {
         "tests/conftest.py",
-        "tests/kit/scripts.py",
+        "tests/kit/forked.py",
         "docs/concepts.md",
         "docs/concepts.svg",
         "tests/data/golden",

@@ -62,7 +62,8 @@ def save(
             gradients (adapters, say), and all buffers and values of modules, because training changes these too. "none": the
             optimizer alone, beside model files that the trainer has elsewhere. The checkpoint records the choice; `load` has an
             argument of the same name.
-        format: the form of the files. "safetensors": this library's own. "dcp": a folder of torch.distributed.checkpoint, which
+        format: the form of the files: a name, or a format of `fsdp_optim.plugins` with options of its own. "safetensors": this
+            library's own. "dcp": a folder of torch.distributed.checkpoint, which
             a job without this library resumes by `dcp.load({"model": ..., "optimizer": ...})` and `set_state_dict`;
             "torchtitan": the same with the weights at the top level. These two have no checksums, and
             `state` is flattened as torch flattens dicts: keys become str for other readers, and come back in `load`.

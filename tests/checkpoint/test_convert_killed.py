@@ -39,7 +39,7 @@ def die(self, *args, **options):
     return before(self, *args, **options)
 
 FolderWriter.write, FolderStaging.{at} = write, die
-fsdp_optim.convert({source!r}, {target!r}, memory={memory}, durable=False, **{options})
+fsdp_optim.convert({source!r}, {target!r}, options=fsdp_optim.ConvertOptions(bucket_nbytes={memory}, durable=False), **{options})
 """
 
 

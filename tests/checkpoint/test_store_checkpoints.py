@@ -99,7 +99,7 @@ class InOneProcessTest(unittest.TestCase):
         extra = {"step": 7, "tensor": torch.arange(3)}
         save_to(store, self.trained, max_file_size=max_file_size, extra=extra, per_rank_extra=[1.5], step=3)
         restored = self.check_loads(self.store())
-        check_same("extra", dict(restored.state), extra)
+        check_same("values", dict(restored.state), {**extra, "per_rank_extra": [1.5]})
         check_same(
             "per rank", (restored.state["per_rank_extra"], restored.all_ranks), ([1.5], ({"per_rank_extra": [1.5]},))
         )

@@ -89,7 +89,7 @@ def load_all(root: Path, loads: Sequence[tuple[str, str]]) -> None:
             check_same(what, mine(target), mine(alike))
             check_same(f"{what}: names", (restored.missing_keys, restored.unexpected_keys), ((), ()))
             if name in EXTRAS:
-                check_same(f"{what}: extra", dict(restored), EXTRAS[name])
+                check_same(f"{what}: extra", dict(restored.state), EXTRAS[name])
             for one in (target, alike):
                 one.step([STEPS])
             check_same(f"{what}: trained on", mine(target), mine(alike))
@@ -157,8 +157,8 @@ def load_what_only_its_class_can_make(root: Path) -> None:
     with cpu():
         target = whole("FSDP2", 0)
         restored = load(root / "ddp.ckpt", target)
-        check_same("a plain value", restored["scheduler"], {"last_epoch": 2})
-        kind, text = error_text(lambda: restored["args"])
+        check_same("a plain value", restored.state["scheduler"], {"last_epoch": 2})
+        kind, text = error_text(lambda: restored.state["args"])
         if kind != "CheckpointError" or "argparse.Namespace" not in text or "allow_pickle=True" not in text:
             raise Differs(f"{kind}: {text}")
         again = load(root / "ddp.ckpt", target, allow_pickle=True)

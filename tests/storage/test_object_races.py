@@ -77,7 +77,7 @@ class RaceTest(unittest.TestCase):
         scramble(self.reader)
         store = ObjectStore(bucket, prefix, OURS.probe)
         options = LoadArguments(progress=False, compare=True)
-        number = int(restore(store, self.reader.model, self.reader.optim, options)["number"])
+        number = int(restore(store, self.reader.model, self.reader.optim, options).state["number"])
         check_same(f"{prefix}, save {number}", mine(self.reader), mine(self.trained[number]))
         return number
 
