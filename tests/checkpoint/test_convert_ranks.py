@@ -153,7 +153,7 @@ class ConvertRanksTest(SharedFolder):
         big, small = self.folder / "big", self.folder / "small"
         save_some(big, num_layers=3, width=2048)
         save_some(small, num_layers=1, width=8)
-        place = {"source": str(big), "target": str(self.folder / "to"), "small": str(small), "bucket_nbytes": MEMORY}
+        place = {"source": str(big), "target": str(self.folder / "to"), "small": str(small), "memory": MEMORY}
         done = run(IN_LITTLE_MEMORY.format(**place, size=10**9), preload=("torch", "fsdp_optim"))
         self.assertEqual(done.returncode, 0, done.stderr)
         nbytes, mib = map(float, done.stdout.split())
