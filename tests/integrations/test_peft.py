@@ -237,12 +237,15 @@ class OneProcessTest(unittest.TestCase):
         text = error_text(partial(fsdp_peft.save, self.folder / "a", nn.Linear(2, 2)))
         self.assertEqual(text[0], "WrapperError")
         self.assertIn("the Linear that was given is neither a PeftModel nor a wrapper around one", text[1])
-        for name in ("weights", "rename", "format", "max_file_size"):
+        for name, value in {"rename": {"": "x."}, "max_file_size": 1}.items():
+            options: Any = as_options(fsdp_optim.SaveOptions, **{name: value})
             with self.assertRaisesRegex(TypeError, f"{name}= cannot be chosen here"):
-                fsdp_peft.save(self.folder / "a", self.model, **as_options(fsdp_optim.SaveOptions, **{name: None}))
-        for name in ("weights", "rename"):
-            with self.assertRaisesRegex(TypeError, f"{name}= cannot be chosen here"):
-                fsdp_peft.load(self.folder / "a", self.model, **as_options(fsdp_optim.LoadOptions, **{name: None}))
+                fsdp_peft.save(self.folder / "a", self.model, **options)
+        with self.assertRaisesRegex(TypeError, "rename= cannot be chosen here"):
+            fsdp_peft.load(self.folder / "a", self.model, options=fsdp_optim.LoadOptions(rename={"": "x."}))
+        for name in ("weights", "format"):
+            with self.assertRaisesRegex(TypeError, name):
+                fsdp_peft.save(self.folder / "a", self.model, **{name: None})
         with self.assertRaisesRegex(TypeError, "colour"):
             fsdp_peft.save(self.folder / "a", self.model, colour="red")
         fsdp_peft.save(self.folder / "a", self.model, self.optim)
