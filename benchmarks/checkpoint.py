@@ -188,7 +188,8 @@ def saves(folder: Path, kind: str, rounds: int) -> dict[str, Series]:
         handles: list[Any] = []
 
         def ours(subject: Subject, name: str, **options: Any) -> object:
-            return fsdp_optim.save(folder / name, subject.model, subject.optim, overwrite=True, **options)
+            asked = fsdp_optim.SaveOptions(**options)
+            return fsdp_optim.save(folder / name, subject.model, subject.optim, overwrite=True, options=asked)
 
         def stall() -> None:
             handles.append(fsdp_optim.async_save(folder / "async", fsdp2.model, fsdp2.optim, overwrite=True))
@@ -243,7 +244,8 @@ def loads(folder: Path, kind: str, rounds: int) -> dict[str, Series]:
         optims = [new.optim, fsdp1.optim, fairscale.optim]
 
         def ours(**options: Any) -> object:
-            return fsdp_optim.load(folder / "ours", new.model, new.optim, **options)
+            asked = fsdp_optim.LoadOptions(**options)
+            return fsdp_optim.load(folder / "ours", new.model, new.optim, options=asked)
 
         def resumed(name: str) -> None:
             """Bring the optimizers into their state after a restart: only the one that is loaded has state."""

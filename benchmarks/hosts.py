@@ -84,7 +84,8 @@ def saves(blocks: int, rounds: int) -> dict[str, Series]:
         handles.append(fsdp_optim.async_save(ROOT / "async", subject.model, subject.optim, overwrite=True))
 
     def ours(**options: Any) -> object:
-        return fsdp_optim.save(ROOT / "ours", subject.model, subject.optim, overwrite=True, **options)
+        asked = fsdp_optim.SaveOptions(**options)
+        return fsdp_optim.save(ROOT / "ours", subject.model, subject.optim, overwrite=True, options=asked)
 
     contestants: Calls = {
         "fsdp_optim": ours,

@@ -176,8 +176,7 @@ def contest(
                 one.model,
                 one.optim,
                 overwrite=True,
-                options=fsdp_optim.SaveOptions(storage_options=options, progress=False),
-                **more,
+                options=fsdp_optim.SaveOptions(storage_options=options, progress=False, **more),
             )
 
         def load(**more: Any) -> None:
@@ -186,8 +185,7 @@ def contest(
                 url,
                 new.model,
                 new.optim,
-                options=fsdp_optim.LoadOptions(storage_options=options, progress=False),
-                **more,
+                options=fsdp_optim.LoadOptions(storage_options=options, progress=False, **more),
             )
 
         peers = dcp_calls(new, subject, options, bucket)
