@@ -17,7 +17,7 @@ from fsdp_optim.layout import Shape
 _MOST_WAYS = 4096  # that are followed at once, before they are too many to be one
 
 _ASK = (
-    "give names=[...], the FQNs in the order of the ids, as [name_of[param] for group in optim.param_groups for param in "
+    "give param_names=[...], the FQNs in the order of the ids, as [name_of[param] for group in optim.param_groups for param in "
     "group['params']] lists them in the training"
 )
 

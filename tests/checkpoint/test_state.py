@@ -150,7 +150,6 @@ class OlderVersionsTest(unittest.TestCase):
             ({"a": 1}, {"rng": 2}, ({"a": 1}, {"rng": 2})),
             ({"a": 1}, [2], ({"a": 1}, {"per_rank_extra": [2]})),
             ({"a": 1}, {3: 2}, ({"a": 1}, {"per_rank_extra": {3: 2}})),
-            ({"a": 1}, {"a": 2, "b": 3}, ({"a": 1}, {"per_rank_extra": {"a": 2, "b": 3}})),
             ({"a": 1}, None, ({"a": 1}, {})),
         ):
             self.assertEqual(_named(common, own), wanted)

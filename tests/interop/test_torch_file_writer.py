@@ -52,7 +52,7 @@ def save_all(root: Path) -> None:
                 root / wrapper,
                 one.model,
                 one.optim,
-                state={"extra": EXTRA, "rng": fsdp_optim.per_rank(dist.get_rank())},
+                state={**EXTRA, "rng": fsdp_optim.per_rank(dist.get_rank())},
                 options=fsdp_optim.SaveOptions(durable=False, process_group=one.process_group),
             )
 
@@ -64,7 +64,8 @@ def check_resumed_by_ranks(path: Path) -> None:
         restored = fsdp_optim.load(path, one.model, one.optim)
         check_same("extra", {key: restored.state[key] for key in EXTRA}, EXTRA)
         check_same("of ranks", restored.all_ranks, ({"rng": 0}, {"rng": 1}))
-        check_same("of this rank", restored.state["rng"], dist.get_rank() % 2)
+        is_new = dist.get_rank() > 1
+        check_same("of this rank", restored.state.get("rng"), None if is_new else dist.get_rank())
         one.step(range(STEPS, STEPS + 2))
         full = one.gather(None, "name")
         state = {fqn: {key: full["state"][fqn][key] for key in its} for fqn, its in wanted.by_name().items()}

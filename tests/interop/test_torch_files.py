@@ -162,10 +162,10 @@ def load_what_only_its_class_can_make(root: Path) -> None:
         if kind != "CheckpointError" or "argparse.Namespace" not in text or "allow_pickle=True" not in text:
             raise Differs(f"{kind}: {text}")
         again = load(root / "ddp.ckpt", target, allow_pickle=True)
-        check_same("with allow_pickle", again["args"], argparse.Namespace(lr=0.5))
-        check_same("with allow_pickle", again["scheduler"], {"last_epoch": 2})
+        check_same("with allow_pickle", again.state["args"], argparse.Namespace(lr=0.5))
+        check_same("with allow_pickle", again.state["scheduler"], {"last_epoch": 2})
         of_folder = load(root / "hugging", target, allow_pickle=True)
-        check_same("a file", of_folder["training_args"], argparse.Namespace(lr=0.5))
+        check_same("a file", of_folder.state["training_args"], argparse.Namespace(lr=0.5))
 
 
 # ------------------------------------------------------------------------------------------- damage

@@ -105,6 +105,8 @@ def read_state(
     has_own = mine in names
     example = read(mine) if has_own else read(first) if first in names else None
     common, of_example = _named(common, example)
+    if common.keys() & of_example.keys():  # of older versions and other libraries: neither hides the other
+        of_example = {_PER_RANK_EXTRA: example}
     random = of_example.pop(RANDOM, None)
     shown = {name: value for name, value in of_example.items() if not name.startswith(RESERVED)}
     state = SavedState(
@@ -163,17 +165,12 @@ def _by_name(name: str, value: Any) -> dict[str, Any]:
 
 
 def _named(common: dict[str, Any], own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of all ranks and those of one rank by name, whatever version has saved them.
-
-    A name is one of both in files of older versions only, and in those of other libraries: then the rank's values stay together
-    under the name `per_rank_extra`.
-    """
+    """The values of all ranks and those of one rank by name, whatever version has saved them."""
     if _is_old_managers(common, own):
         in_common = common[_OLD_STATE] if isinstance(common.get(_OLD_STATE), dict) and len(common) == 1 else common
         random = {RANDOM: own[_OLD_RANDOM]} if _OLD_RANDOM in own else {}
         return dict(in_common), {**own[_OLD_STATE], **random}
-    by_name = _by_name(_PER_RANK_EXTRA, own)
-    return common, by_name if not common.keys() & by_name.keys() else {_PER_RANK_EXTRA: own}
+    return common, _by_name(_PER_RANK_EXTRA, own)
 
 
 def _is_old_managers(common: Mapping[str, Any], own: Any) -> bool:
