@@ -78,7 +78,7 @@ class ConvertKilledTest(SharedFolder):
         done = fsdp_optim.convert(
             self.source,
             self.target,
-            **as_options(fsdp_optim.ConvertOptions, **{"memory": MEMORY, "durable": False, **options}),
+            **as_options(fsdp_optim.ConvertOptions, **{"bucket_nbytes": MEMORY, "durable": False, **options}),
         )
         check_same("written", (done.nbytes, done.nbytes_written), (self.nbytes, self.nbytes))
         check_same("left", leftovers(self.target), [])

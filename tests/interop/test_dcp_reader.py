@@ -34,7 +34,7 @@ import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.foreign.dcp.reader import DCP
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import OpenFolder
 from fsdp_optim.testing import run_on_ranks
 
@@ -302,7 +302,7 @@ class BytesTest(unittest.TestCase):
                 model = Large()
                 optim = adam(model.parameters())
                 options = LoadArguments()
-                restore.restore(ObjectStore(bucket, "run", DCP.probe), model, optim, options)
+                restore.restore(ObjectStore(bucket, "run", PROBE), model, optim, options)
             check_same("weights", dict(model.named_parameters()), trained[0])
             check_same("moments", [dict(sorted(one.items())) for one in optim.state.values()], trained[1])
             data = [nbytes for key, nbytes in requests if key.endswith(".distcp")]

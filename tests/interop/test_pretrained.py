@@ -27,8 +27,8 @@ import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE
 from fsdp_optim.foreign.reader import ForeignReader
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
@@ -285,7 +285,7 @@ class PretrainedTest(SharedFolder):
             bucket.put(f"models/bert/{file.name}", file.read_bytes())
         for place in ("models/bert", "models/bert/model.safetensors.index.json"):
             model = of_zeros("bert")
-            store = ObjectStore(bucket, place, HUGGING_FACE.probe)
+            store = ObjectStore(bucket, place, PROBE)
             restore.restore(store, model, None, LoadArguments(compare=True))
             check_same(place, tensors_of(model), tensors_of(build("bert")))
 

@@ -28,8 +28,8 @@ from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
-from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.formats.base.index import stored_in
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import OpenFiles
 from fsdp_optim.testing import run_on_ranks
 
@@ -305,7 +305,7 @@ class TorchFilesTest(SharedFolder):
         for place in ("run/last.pt", "run"):
             target = whole("plain", 0)
             scramble(target)
-            store = ObjectStore(bucket, place, TORCH_FILE.probe)
+            store = ObjectStore(bucket, place, PROBE)
             restore.restore(store, target.model, target.optim, LoadArguments(compare=True))
             check_same(place, dict(target.model.state_dict()), dict(wanted.model.state_dict()))
             check_same(place, target.optim.state_dict()["state"], wanted.optim.state_dict()["state"])

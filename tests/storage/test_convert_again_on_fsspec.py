@@ -62,7 +62,7 @@ class FsspecTest(SharedFolder):
         """The next call writes everything, what comes back is what was converted, and nothing else is there."""
         bucket, prefix = FsspecBucket.at(url)
         place = ObjectStore(bucket, prefix, OURS.probe, dead_after=DEAD_AFTER)
-        options: dict[str, Any] = {"memory": MEMORY, "max_file_size": 1 << 16}
+        options: dict[str, Any] = {"bucket_nbytes": MEMORY, "max_file_size": 1 << 16}
         done = conversion.convert(self.source, place, ConvertArguments(**options))
         self.assertEqual(done.nbytes_written, done.nbytes)
         check_same("left", left_over(bucket, prefix, OURS.probe), [])

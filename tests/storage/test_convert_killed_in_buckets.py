@@ -74,7 +74,7 @@ class Stopped(BaseException):
 
 def converted(source: Path, bucket: MemoryBucket, *, dead_after: float = DEAD_AFTER, **options: Any) -> int:
     place = ObjectStore(bucket, "run/to", OURS.probe, part_nbytes=PART, dead_after=dead_after)
-    wanted = {"memory": MEMORY, "max_file_size": 64 << 10, **options}
+    wanted = {"bucket_nbytes": MEMORY, "max_file_size": 64 << 10, **options}
     return conversion.convert(source, place, ConvertArguments(**wanted)).nbytes_written
 
 
