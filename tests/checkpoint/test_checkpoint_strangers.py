@@ -50,8 +50,7 @@ def save_on_ranks(path: Path, number: int, in_background: bool) -> None:
                 path,
                 one.model,
                 one.optim,
-                state={"rank": fsdp_optim.per_rank(1)},
-                **as_options(fsdp_optim.SaveOptions, **options),
+                **as_options(fsdp_optim.SaveOptions, **options, per_rank_extra={"rank": 1}),
             )
 
 

@@ -55,7 +55,7 @@ class HostileTest(unittest.TestCase):
     def check(self, what: str) -> None:
         """Every call ends by itself, with a result or with an error of this library, and leaves all or nothing."""
         target = self.root / "ours"
-        by_id: dict[str, Any] = {"format": "torch_file", "names": ["w", "b"]}
+        by_id: dict[str, Any] = {"format": "torch_file", "param_names": ["w", "b"]}
         calls: dict[str, Callable[[], object]] = {
             "verify": lambda: fsdp_optim.verify(self.place, progress=False),
             "inspect": lambda: repr(fsdp_optim.inspect(self.place)),

@@ -57,7 +57,7 @@ def peak_of(code: str, *arguments: object, most_nbytes: int) -> str:
     """What a process of its own prints, whose memory may grow by so many bytes after the imports."""
     program = f"""
         import resource, sys
-        import fsdp_optim
+        import fsdp_optim.api  # with torch, before memory is scarce
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + {most_nbytes}, now + {most_nbytes}))

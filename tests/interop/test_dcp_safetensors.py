@@ -35,7 +35,7 @@ from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.foreign.dcp.reader import DCP
+from fsdp_optim.formats.own import PROBE
 from fsdp_optim.testing import run_on_ranks
 
 pytest.importorskip(
@@ -430,7 +430,7 @@ class DcpSafetensorsTest(SharedFolder):
             for file in (file for file in (self.root / name).rglob("*") if file.is_file()):
                 bucket.put(f"run/{file.relative_to(self.root / name)}", file.read_bytes())
             model: Any = Whole() if name == "3-dcp" else Holder(names_in(name))
-            restore.restore(ObjectStore(bucket, "run", DCP.probe), model, None, LoadArguments())
+            restore.restore(ObjectStore(bucket, "run", PROBE), model, None, LoadArguments())
             alike: Any = Whole() if name == "3-dcp" else Holder(names_in(name))
             fsdp_optim.load(self.root / name, alike, options=fsdp_optim.LoadOptions(progress=False))
             check_same(name, {**model.state_dict()}, {**alike.state_dict()})

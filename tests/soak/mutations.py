@@ -362,7 +362,7 @@ def _look(subject: Subject, change: Change, figures: Any) -> None:
         if isinstance(extra, Exception):
             _check_error(f"extras alone: {change.said}", extra)
         elif change.covered:
-            _compare(f"extras alone: {change.said}", dict(extra), subject.extra)
+            _compare(f"extras alone: {change.said}", dict(extra.state), subject.extra)
 
 
 def _others(subject: Subject) -> list[Path]:

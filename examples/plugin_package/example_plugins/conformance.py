@@ -80,8 +80,7 @@ def save_some(url: str) -> None:
         values: dict[str, Any] = {
             "format": "raw",
             "step": step,
-            "extra": {"epoch": step},
-            "per_rank_extra": dist.get_rank(),
+            "state": {"epoch": step, "rank": fsdp_optim.per_rank(dist.get_rank())},
         }
         if step == 1:
             fsdp_optim.save(place, model, optim, **values)
@@ -92,6 +91,7 @@ def save_some(url: str) -> None:
 def check_some(url: str) -> None:
     """List them, resume from the newest and load the other one. Called by all ranks, of any number."""
     options = options_of(url)
+    loading = fsdp_optim.LoadOptions(compare=True, **options)
     assert [(one.step, one.complete, one.world_size) for one in fsdp_optim.checkpoints(url, **options)] == [
         (2, True, 2),
         (1, True, 2),
@@ -100,13 +100,12 @@ def check_some(url: str) -> None:
     for step in (2, 1):
         model, optim = trained(0)
         if step == 2:
-            restored = fsdp_optim.resume(url, model, optim, options=fsdp_optim.LoadOptions(compare=True), **options)
+            restored = fsdp_optim.resume(url, model, optim, options=loading)
         else:
-            restored = fsdp_optim.load(
-                f"{url}/step-1", model, optim, options=fsdp_optim.LoadOptions(compare=True), **options
-            )
+            restored = fsdp_optim.load(f"{url}/step-1", model, optim, options=loading)
         assert restored is not None
-        assert (restored.step, dict(restored.state)) == (step, {"epoch": step})
+        own = {"rank": dist.get_rank()} if dist.get_rank() < 2 else {}  # two ranks have saved
+        assert (restored.step, dict(restored.state)) == (step, {"epoch": step, **own})
         wanted = fsdp_optim.gather_full_optim_state_dict(*trained(step), recipient_rank=None)
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None)
         assert all(torch.equal(full["state"][0][name], value) for name, value in wanted["state"][0].items())

@@ -113,6 +113,7 @@ class Settings:
         return LoadArguments(
             timeout=self.timeout,
             bucket_nbytes=self.bucket_nbytes,
+            on_replica_mismatch=self.on_replica_mismatch,
             strict=strict,
             weights=weights,
             rename=rename,
