@@ -103,8 +103,9 @@ class Subject:
     def __init__(self, root: Path, kind: Kind) -> None:
         self.kind, self.folder, self.outside = kind, root / "changed", root / "outside"
         one = Trained("plain", kind.make, 3, Tiny)
-        extras = {"extra": EXTRA, "per_rank_extra": {"rng": torch.arange(4)}} if kind.extra else {}
-        self.extra: Any = EXTRA if kind.extra else {}
+        own = {"rng": torch.arange(4)}
+        extras = {"extra": EXTRA, "per_rank_extra": own} if kind.extra else {}
+        self.extra: Any = {**EXTRA, **own} if kind.extra else {}
         with _without_chance():
             fsdp_optim.save(
                 root / "good",
@@ -248,7 +249,7 @@ def probe(subject: Subject, change: Change, figures: Any) -> None:
         figures["loaded"] += 1
         if change.covered:
             _compare(f"{what}: loaded what was not saved", now, subject.saved)
-            _compare(f"{what}: loaded an extra that was not saved", dict(outcome), subject.extra)
+            _compare(f"{what}: loaded an extra that was not saved", dict(outcome.state), subject.extra)
             subject.scrambled = subject.scramble(1)
             return
         first = _copied(now)

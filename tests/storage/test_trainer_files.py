@@ -183,7 +183,7 @@ class SettingsTest(unittest.TestCase):
             self.assertEqual(getattr(saving, name), value, name)
         for one in (saving, loading):
             for name, value in call.items():
-                self.assertEqual(getattr(one.call, name), value, name)
+                self.assertEqual(getattr(one, name), value, name)
             self.assertEqual((one.allow_pickle, one.progress), (True, True))
         self.assertEqual((saving.step, saving.weights, saving.overwrite), (3, "trainable", True))
         self.assertEqual((loading.cast, loading.weights, loading.call.strict), (True, "none", False))
