@@ -41,7 +41,7 @@ OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, and nam
 
 # torch has no public name for these.
 PRIVATE_OF_TORCH = {
-    "fsdp_optim.transport.job.rendezvous": {"_get_process_group_store"},
+    "fsdp_optim.transport.job.job_store": {"_get_process_group_store"},
     "fsdp_optim.memory": {"_foreach_copy_"},
     "fsdp_optim.dtensors": {"_local_tensor"},  # to_local() costs ten times as much
     "fsdp_optim.verbs.iterate": {"_version"},
