@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -87,7 +86,6 @@ class OpenedObjects(VersionedObjects):
         self._place, self._judge, self._manifest = place, probe, manifest
         self._found[probe.manifest] = manifest
         self._heads: dict[str, bytes] = {}
-        self._lock = threading.Lock()
 
     @property
     def where(self) -> str:
