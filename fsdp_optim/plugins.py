@@ -75,7 +75,6 @@ if TYPE_CHECKING:
         CheckpointEntry,
         CheckpointProbe,
         CheckpointStatus,
-        CompleteCheckpoint,
         Opened,
         Staging,
         Store,
@@ -106,7 +105,6 @@ __all__ = [
     "CheckpointProbe",
     "CheckpointStatus",
     "Chunks",
-    "CompleteCheckpoint",
     "DataSection",
     "DcpFolder",
     "Extent",
@@ -218,7 +216,7 @@ _PLACES = {
     "fsdp_optim.memory": "dtype_name dtype_named",
     "fsdp_optim.registry": "use_formats use_stores",
     "fsdp_optim.storage.base": (
-        "Capabilities CheckpointDirectory CheckpointEntry CheckpointProbe CheckpointStatus CompleteCheckpoint "
+        "Capabilities CheckpointDirectory CheckpointEntry CheckpointProbe CheckpointStatus "
         "Opened Staging Store StoreWriter check_inside check_name check_not_reserved is_reserved "
         "is_sure_that_not names_checkpoint"
     ),

@@ -106,8 +106,8 @@ checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save 
 offline: adapters arguments checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
     foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
     state.values storage.base storage.posix transport
-api: checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save formats.base
-    memory options registry results state.dicts state.live storage.posix verbs
+api: adapters checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save formats.base
+    memory options registry results state.dicts state.live storage.posix transport verbs
 (top): api errors
 cli: api errors options plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
@@ -149,7 +149,7 @@ OF_CLIENTS = {  # packages of an object store's client; the process that its con
     f"{PACKAGE}.buckets.s3.errors": {"botocore", "urllib3"},
     f"{PACKAGE}.buckets.blocks": {"xxhash", "os", "pathlib", "shutil"},  # a folder of this machine
     f"{PACKAGE}.buckets.cached": {"os"},  # the type of a path
-    f"{PACKAGE}.buckets.mounted": {"pathlib"},  # file://
+    f"{PACKAGE}.buckets.schemes": {"pathlib"},  # file://
 }
 FILE_SYSTEM = {"os", "fcntl", "shutil", "pathlib", "stat", "tempfile", "glob"}
 OF_OS = {"PathLike", "environ", "fspath", "fsencode", "fsdecode", "getpid"}  # none of them asks the file system

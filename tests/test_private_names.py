@@ -35,13 +35,13 @@ def private_names_used(file: Path) -> Iterator[tuple[str, int]]:
 
 IN_SEVERAL_ADAPTERS = {
     *("_fsdp_wrapped_module", "_param_infos", "_shared_param_infos"),  # of fairscale's FSDP, and of torch's
-    *("_buffers", "_non_persistent_buffers_set", "_local_tensor"),  # of nn.Module and of DTensor
+    *("_buffers", "_parameters", "_non_persistent_buffers_set", "_local_tensor"),  # of nn.Module and of DTensor
 }
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, and named so that no field is called alike
 
 # torch has no public name for these.
 PRIVATE_OF_TORCH = {
-    "fsdp_optim.transport.job.rendezvous": {"_get_process_group_store"},
+    "fsdp_optim.transport.job.job_store": {"_get_process_group_store"},
     "fsdp_optim.memory": {"_foreach_copy_"},
     "fsdp_optim.dtensors": {"_local_tensor"},  # to_local() costs ten times as much
     "fsdp_optim.verbs.iterate": {"_version"},

@@ -1,4 +1,7 @@
-"""The adapters that there are: built-in adapters, those of installed packages, and those that a program adds."""
+"""The adapters that there are: built-in adapters, those of installed packages, and those that a program adds.
+
+What only one of them can say, whose wrapper it is, is asked here of all.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
+import torch
 from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, is_transparent
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.layout import Placement
+from fsdp_optim.memory import is_plain
 from fsdp_optim.registry import ADAPTERS, BUILT_IN_ADAPTERS, named
 
 
@@ -61,3 +68,20 @@ def is_wrapper_child(module: nn.Module, name: str) -> bool:
 
 def _is_adapter(value: object) -> bool:
     return isinstance(value, Adapter)
+
+
+def is_sharded_value(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether a state value is cut over ranks."""
+    return isinstance(value, torch.Tensor) and not is_plain(value) and _adapter_of(value) is not None
+
+
+def read_sharded_value(fqn: str, value: torch.Tensor) -> tuple[Placement, torch.Tensor]:
+    """Return the placement of a value, and this rank's elements as a 1-D tensor."""
+    adapter = _adapter_of(value)
+    if adapter is None:
+        raise WrapperError(f"{fqn}: no adapter knows how this {type(value).__name__} is cut over ranks")
+    return adapter.read_sharded_value(fqn, value)
+
+
+def _adapter_of(value: torch.Tensor) -> Adapter | None:
+    return next((a for a in all_adapters() if a.is_present() and a.is_sharded_value(value)), None)

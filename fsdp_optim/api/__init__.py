@@ -20,7 +20,6 @@ from fsdp_optim.api.save_load import async_save, load, save
 from fsdp_optim.api.slices import declare_slice
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import per_rank
-from fsdp_optim.checkpoint.common.single_rank_warning import launched_ranks
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
 from fsdp_optim.results import (
@@ -33,6 +32,7 @@ from fsdp_optim.results import (
     TensorInfo,
     VerifyResult,
 )
+from fsdp_optim.transport.launched import launched_ranks
 
 __all__ = [
     "CallOptions",

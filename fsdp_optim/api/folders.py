@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.checkpoint.catalog import listing, roots
-from fsdp_optim.checkpoint.catalog import newest as catalog
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
@@ -83,7 +82,7 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
             as for `resume`.
     """
     with checkpoint_errors(root):
-        found = catalog.latest(*(shelf_at(root, storage_options, format) for format in listed_formats()))
+        found = listing.latest(*(shelf_at(root, storage_options, format) for format in listed_formats()))
         if found is None:
             roots.check_root(root, storage_options)
         return found if found is None or scheme_of(root) is not None else Path(found)

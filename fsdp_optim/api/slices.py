@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fsdp_optim.verbs import declare
+from fsdp_optim.adapters import slices
 
 
 def declare_slice(module: nn.Module, name: str, *, global_shape: Sequence[int], offset: Sequence[int]) -> None:
@@ -29,4 +29,4 @@ def declare_slice(module: nn.Module, name: str, *, global_shape: Sequence[int], 
         WrapperError: the arguments are no module, name, shape and index, or the slice does not fit into the shape. Where the
             slices of the ranks overlap or leave a gap, the calls raise StateError.
     """
-    declare.declare_slice(module, name, global_shape, offset)
+    slices.declare(module, name, global_shape, offset)

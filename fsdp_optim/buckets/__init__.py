@@ -2,7 +2,6 @@
 
 objects/                     any `Bucket` as a `Store`: leases, parts, versions; and a bucket in memory
 s3/, fsspec/                 buckets of S3 and of every file system of fsspec
-schemes.py                   the scheme of a URL -> a bucket; boto3 and fsspec are imported when a URL needs them
-mounted.py                   `file://`
+schemes.py                   the scheme of a URL -> a bucket, `file://` too; boto3 and fsspec are imported when a URL needs them
 cached.py, blocks.py         local_cache=: blocks of remote files, kept in a folder of this machine
 """

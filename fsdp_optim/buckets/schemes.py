@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
-from fsdp_optim.buckets.mounted import MountedObjects
+from fsdp_optim.buckets.objects.base import Bucket
 from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.objects.writer import Address
 from fsdp_optim.storage.base import CheckpointProbe, Store
+from fsdp_optim.storage.posix.beacon import beacon_above, sees
+from fsdp_optim.storage.posix.filesystem import this_host
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -38,3 +43,22 @@ def open_fsspec(url: str, probe: CheckpointProbe[Any], options: Mapping[str, Any
     if bucket.local_folder is not None:
         return MountedObjects(bucket, prefix, probe, bucket.local_folder, **own)
     return ObjectStore(bucket, prefix, probe, **own)
+
+
+class MountedObjects(ObjectStore):
+    """One place in a folder, as an `ObjectStore`. `folder`: where the bucket's objects are files."""
+
+    def __init__(self, bucket: Bucket, prefix: str, probe: CheckpointProbe[Any], folder: str, **options: Any) -> None:
+        super().__init__(bucket, prefix, probe, **options)
+        self._folder = Path(folder)
+
+    def machine_id(self) -> str:
+        return f"{self.where} {this_host(self._folder)}"
+
+    def sees(self, address: str) -> bool:
+        """As a Store does. The address is that of a save, whose claim must be visible, or the path of a beacon."""
+        is_save = address.startswith("{")
+        return sees(self._folder / self.place.claim(Address.decoded(address).token) if is_save else Path(address))
+
+    def beacon(self) -> AbstractContextManager[str]:
+        return beacon_above(self._folder / self.place.prefix)

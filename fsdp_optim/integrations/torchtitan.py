@@ -205,7 +205,7 @@ class FsdpOptimCheckpointManager(_Base):
     def _remove_older_hf(self) -> None:
         """Remove the oldest exports until `keep_latest_k` are left. Called on one rank."""
         directory = shelf_at(f"{self.folder}/{_HF}")
-        complete, _ = directory.complete()
+        complete = directory.complete()
         if self._config.keep_latest_k:
             directory.remove(complete[: -self._config.keep_latest_k], f"keep_latest_k={self._config.keep_latest_k}")
 

@@ -1,13 +1,12 @@
-"""Where every element of every original parameter lives: Box, Piece, Placement, Layout. No torch, no processes, no files.
+"""Where every element of every original parameter lives: Box, Block, Placement. No torch, no processes, no files.
 
-A `Placement` describes where one parameter lives: arithmetic on a few integers gives the Pieces of any rank. A `Layout` is
-one Placement per parameter. All numbers count elements; rank numbers are global ranks.
+A `Placement` describes where one parameter lives: arithmetic on a few integers gives the Blocks of any rank. A Layout is one
+Placement per parameter. All numbers count elements; rank numbers are global ranks.
 """
 
 from fsdp_optim.layout.boxes import (
     Block,
     Box,
-    Piece,
     Run,
     Shape,
     bounds_of_box,
@@ -16,11 +15,9 @@ from fsdp_optim.layout.boxes import (
 )
 from fsdp_optim.layout.chunks import FlatChunks, flat_chunks
 from fsdp_optim.layout.flat_runs import FlatRuns
-from fsdp_optim.layout.holders import RankSet
-from fsdp_optim.layout.layout import Layout
 from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, OnMesh, cut_named, cut_of
-from fsdp_optim.layout.placement import Placement, Whole
+from fsdp_optim.layout.placement import Placement, RankSet, Whole
 from fsdp_optim.layout.ranks import STORAGE, Ranks, number_array, ranks_in_order, sorted_ranks
 from fsdp_optim.layout.strided import StridedBoxes, contiguous_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Mask, Numbers, along, at
@@ -34,12 +31,10 @@ __all__ = [
     "Columns",
     "FlatChunks",
     "FlatRuns",
-    "Layout",
     "Mask",
     "MeshBoxes",
     "Numbers",
     "OnMesh",
-    "Piece",
     "Placement",
     "RankSet",
     "Ranks",

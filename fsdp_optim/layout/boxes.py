@@ -94,17 +94,6 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A Block with its owner: one Box of parameter `fqn` held by global rank `rank`."""
-
-    fqn: str
-    box: Box
-    rank: int
-    offset: int
-    strides: Shape | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """Elements [start, stop) of a parameter in row-major order, `offset` elements into a rank's local tensor."""
 

@@ -12,8 +12,7 @@ import numpy
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Run, Shape, boxes_of_run
 from fsdp_optim.layout.placement import Placement
-from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_at, ranks_in_order
-from fsdp_optim.layout.replicas import join_replicas
+from fsdp_optim.layout.ranks import Ranks, check_distinct, join_replicas, ranks_at, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 

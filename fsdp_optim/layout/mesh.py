@@ -14,8 +14,7 @@ import numpy
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box, row_major_strides
 from fsdp_optim.layout.placement import Placement
-from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_at, ranks_in_order
-from fsdp_optim.layout.replicas import join_replicas
+from fsdp_optim.layout.ranks import Ranks, check_distinct, join_replicas, ranks_at, ranks_in_order
 from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 

@@ -1,4 +1,4 @@
-"""Where one parameter lives: the parent of all Placements, and the Placement of a parameter that is not cut."""
+"""Where one parameter lives: the parent of all Placements, the Placement of a parameter that is not cut, and who holds it."""
 
 from __future__ import annotations
 
@@ -275,3 +275,28 @@ class Whole(Placement):
 
     def __str__(self) -> str:
         return f"whole, of shape {list(self.shape)},"
+
+
+class RankSet:
+    """A set of ranks, compared with the holders of parameters. Parameters share the groups of ranks that hold them."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks, self._set = ranks, frozenset(ranks)
+        self._equal: dict[tuple[Ranks, ...], bool] = {}
+        self._include: dict[tuple[Ranks, ...], bool] = {}
+
+    def is_all_holders_of(self, placement: Placement) -> bool:
+        """Whether exactly these ranks hold a parameter."""
+        groups = placement.rank_groups
+        known = self._equal.get(groups)
+        if known is None:
+            known = self._equal[groups] = placement.ranks == self._ranks
+        return known
+
+    def includes_holders_of(self, placement: Placement) -> bool:
+        """Whether only ranks of this set hold a parameter."""
+        groups = placement.rank_groups
+        known = self._include.get(groups)
+        if known is None:
+            known = self._include[groups] = all(self._set.issuperset(group) for group in groups)
+        return known

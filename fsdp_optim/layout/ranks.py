@@ -1,9 +1,11 @@
-"""Ranks in the order of their group."""
+"""Ranks in the order of their group, and replicas: groups of ranks that are cut equally."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import numpy
 from numpy.typing import NDArray
@@ -58,3 +60,20 @@ def number_array(numbers: Sequence[int]) -> NDArray[numpy.int64]:
     if isinstance(numbers, range):
         return numpy.arange(numbers.start, numbers.stop, numbers.step)
     return numpy.array(numbers, numpy.int64)
+
+
+class _HasReplicas(Protocol):
+    @property
+    def replicas(self) -> tuple[Ranks, ...]: ...
+
+
+_Replicated = TypeVar("_Replicated", bound=_HasReplicas)
+
+
+def join_replicas(first: _Replicated, other: _Replicated) -> _Replicated | None:
+    """A Placement with the replicas of both; None where a rank would be in two replicas."""
+    groups = tuple(dict.fromkeys((*first.replicas, *other.replicas)))
+    if len({rank for group in groups for rank in group}) != sum(map(len, groups)):
+        return None
+    joined: _Replicated = replace(first, replicas=tuple(sorted(groups, key=lambda group: group[0])))  # type: ignore[type-var]
+    return joined

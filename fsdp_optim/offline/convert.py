@@ -20,7 +20,6 @@ from fsdp_optim.checkpoint.common.files import File, planned_files
 from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
-from fsdp_optim.checkpoint.common.single_rank_warning import warn_if_alone
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at, store_of_leader
 from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.checkpoint.save.file_plan import (
@@ -55,6 +54,7 @@ from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes, all_h
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.launched import warn_if_alone
 from fsdp_optim.transport.world import world_here
 
 log = logging.getLogger("fsdp_optim")

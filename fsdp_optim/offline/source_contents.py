@@ -32,8 +32,7 @@ from fsdp_optim.move import Key
 from fsdp_optim.offline.group_order import by_group
 from fsdp_optim.options import Model, WhichWeights
 from fsdp_optim.state.dicts.full import FullState, names_in, num_listed
-from fsdp_optim.state.dicts.names import Names
-from fsdp_optim.state.dicts.wrapped_names import cut
+from fsdp_optim.state.dicts.names import Names, cut
 from fsdp_optim.state.live.fit_check import check_shapes
 from fsdp_optim.state.values.classes import class_names_written
 from fsdp_optim.state.values.kinds import Kind

@@ -1,11 +1,10 @@
-"""The copies that redistribute parameters from one Layout to another, planned by arithmetic for any rank. No torch."""
+"""The copies that redistribute parameters from one Placement to another, planned by arithmetic for any rank. No torch."""
 
 from fsdp_optim.plan.copies import Copy, clip_to_source, clip_to_target
-from fsdp_optim.plan.planner import copies_into, copies_of, plan, replica_of
-from fsdp_optim.plan.rank_plan import Plans, RankPlan
+from fsdp_optim.plan.planner import copies_into, copies_of, replica_of
+from fsdp_optim.plan.rank_plan import Plans, RankPlan, Way, Ways
 from fsdp_optim.plan.request import Request
 from fsdp_optim.plan.table import CopyTable, has_from, num_into
-from fsdp_optim.plan.ways import Way, Ways
 
 __all__ = [
     "Copy",
@@ -21,6 +20,5 @@ __all__ = [
     "copies_of",
     "has_from",
     "num_into",
-    "plan",
     "replica_of",
 ]

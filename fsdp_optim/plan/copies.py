@@ -11,14 +11,13 @@ from fsdp_optim.layout import Shape
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One strided block of elements of `fqn`, from the local tensor of `source_rank` into the local tensor of `target_rank`.
+    """One strided block of elements, from the local tensor of `source_rank` into the local tensor of `target_rank`.
 
     Element `i` (an index into `sizes`) moves from `source_offset + i . source_strides` to
     `target_offset + i . target_strides`, in elements of the flattened local tensors. Dimensions that are contiguous on
     both sides are merged, so a block that is contiguous on both sides has a single size and is called a run.
     """
 
-    fqn: str
     source_rank: int
     target_rank: int
     sizes: Shape
@@ -64,7 +63,6 @@ def _run(copy: Copy, at: int, start: int, stop: int, *, in_target: bool) -> Iter
         return
     source, target = copy.source_offset + first - at, copy.target_offset + first - at
     yield Copy(
-        copy.fqn,
         copy.source_rank,
         copy.target_rank,
         (last - first,),
@@ -78,7 +76,6 @@ def _run(copy: Copy, at: int, start: int, stop: int, *, in_target: bool) -> Iter
 def _reversed(copy: Copy) -> Copy:
     """Return the copy with source and target swapped."""
     return Copy(
-        copy.fqn,
         copy.target_rank,
         copy.source_rank,
         copy.sizes,

@@ -1,4 +1,4 @@
-"""The copies from one Layout to another, as plain values. No torch: one process can plan for any world size."""
+"""The copies from one Placement of a parameter to another, as plain values. No torch: one process plans for any world size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape
+from fsdp_optim.layout import Block, Box, Placement, Run, Shape
 from fsdp_optim.plan.bulk import copies_of_kind
 from fsdp_optim.plan.copies import Copy
 from fsdp_optim.plan.request import Request, ShardPair
@@ -18,22 +18,12 @@ RUNS_FROM, BOXES_FROM = 48, 4
 """The number of pairs of shards from which arrays are quicker than single copies: pairs of runs, and pairs with Boxes."""
 
 
-def plan(source: Layout, target: Layout, *, rank: int | None = None) -> tuple[Copy, ...]:
-    """Return the copies that fill every Piece of `target` from `source`.
+def copies_of(source: Placement, target: Placement, *, rank: int | None = None, replica: int = 0) -> Sequence[Copy]:
+    """Return the copies that fill `target` from `source`, all of them or those that one rank sends or receives.
 
     Each target element is filled exactly once: from the target rank itself where that rank holds the element, else from one
-    of the replicas (`replica_of`). Padding is never copied. With `rank`, the result has only the copies that this rank sends
-    or receives, and takes time in proportion to their number; the copies between any two ranks are the same, in the same
-    order, as in the complete plan. `source` may have more parameters than `target`.
-
-    Raises:
-        LayoutError: a parameter of `target` is missing from `source`, or has another shape in `source`.
-    """
-    return tuple(copy for parameter in _parameters(source, target) for copy in parameter.copies(rank))
-
-
-def copies_of(source: Placement, target: Placement, *, rank: int | None = None, replica: int = 0) -> Sequence[Copy]:
-    """Plan a single parameter as `plan` does; the copies have no FQN.
+    of the replicas. Padding is never copied. With `rank`, it takes time in proportion to the copies of that rank; the copies
+    between any two ranks are the same, in the same order, as in the complete plan.
 
     Args:
         replica: the number of the replica (modulo the number of replicas) that sends to ranks which do not hold an element
@@ -41,8 +31,8 @@ def copies_of(source: Placement, target: Placement, *, rank: int | None = None, 
     """
     if rank is not None:
         return copies_of_parts([part_of(Request(source, target, rank, replica))])[0]
-    _check_shapes("", source, target)
-    return tuple(_Parameter("", source, target, replica).copies(None)) if source.numel else ()
+    _check_shapes(source, target)
+    return tuple(_Parameter(source, target, replica).of_all()) if source.numel else ()
 
 
 def copies_into(source: Placement, target: Placement, rank: int, replica: int = 0) -> Sequence[Copy]:
@@ -57,7 +47,7 @@ def part_of(request: Request) -> ShardPair:
         LayoutError: source and target have different shapes.
     """
     source, target, rank, _, sends = request
-    _check_shapes("", source, target)
+    _check_shapes(source, target)
     target_shard, source_shard = target.shard_of(rank), source.shard_of(rank) if sends else None
     if source.overlapping or not source.numel:
         return ShardPair(request, target_shard, (), source_shard, ())
@@ -101,7 +91,7 @@ def _are_many(parts: Sequence[ShardPair]) -> bool:
 
 def _one_by_one(part: ShardPair) -> tuple[Copy, ...]:
     source, target, _, replica, _ = part.request
-    return tuple(_Parameter("", source, target, replica).of_part(part)) if source.numel else ()
+    return tuple(_Parameter(source, target, replica).of_part(part)) if source.numel else ()
 
 
 def replica_of(name: str) -> int:
@@ -113,42 +103,24 @@ def replica_of(name: str) -> int:
     return zlib.crc32(name.encode(errors="surrogatepass"))
 
 
-def _parameters(source: Layout, target: Layout) -> Iterator[_Parameter]:
-    for fqn, to in target.placements.items():
-        from_ = source.placements.get(fqn)
-        if from_ is None:
-            raise LayoutError(f"{fqn}: the target has this parameter, the source does not")
-        _check_shapes(fqn, from_, to)
-        if from_.numel:
-            yield _Parameter(fqn, from_, to, replica_of(fqn))
-
-
-def _check_shapes(fqn: str, source: Placement, target: Placement) -> None:
+def _check_shapes(source: Placement, target: Placement) -> None:
     if source.shape != target.shape:
-        where = f"{fqn}: " if fqn else ""
-        raise LayoutError(f"{where}shape {list(source.shape)} in the source, {list(target.shape)} in the target")
+        raise LayoutError(f"shape {list(source.shape)} in the source, {list(target.shape)} in the target")
 
 
 @dataclass(frozen=True)
 class _Parameter:
     """The copies of one parameter, from `source` to `target`."""
 
-    fqn: str
     source: Placement
     target: Placement
     replica: int
-
-    def copies(self, rank: int | None) -> Iterator[Copy]:
-        """Return all copies; with `rank`, only the copies that this rank sends or receives."""
-        if rank is None:
-            return self._of_all()
-        return self.of_part(part_of(Request(self.source, self.target, rank, self.replica)))
 
     def of_part(self, part: ShardPair) -> Iterator[Copy]:
         """Yield the copies of a part, one by one: first what the rank receives, then what it sends to other ranks."""
         rank = part.request.rank
         if self.source.overlapping and part.request.sends:
-            yield from (copy for copy in self._of_all() if rank in (copy.source_rank, copy.target_rank))
+            yield from (copy for copy in self.of_all() if rank in (copy.source_rank, copy.target_rank))
         elif self.source.overlapping:
             yield from self._into_from_overlapping(part.target_shard, rank) if part.target_shard is not None else ()
         else:
@@ -157,7 +129,8 @@ class _Parameter:
             if part.source_shard is not None:
                 yield from self._out_of(part.source_shard, rank, part.out)
 
-    def _of_all(self) -> Iterator[Copy]:
+    def of_all(self) -> Iterator[Copy]:
+        """Yield the copies between all ranks."""
         for shard in range(self.target.num_shards):
             for rank in self.target.holders(shard):
                 if self.source.overlapping:
@@ -196,12 +169,12 @@ class _Parameter:
     def _between(self, source_shard: int, source_rank: int, target_shard: int, target_rank: int) -> Iterator[Copy]:
         source_run, target_run = self.source.run(source_shard), self.target.run(target_shard)
         if source_run is not None and target_run is not None:
-            copy = _run_copy(self.fqn, source_run, source_rank, target_run, target_rank)
+            copy = _run_copy(source_run, source_rank, target_run, target_rank)
             if copy is not None:
                 yield copy
             return
         copies = [
-            _block_copy(self.fqn, common, source, source_rank, target, target_rank)
+            _block_copy(common, source, source_rank, target, target_rank)
             for target in self.target.blocks(target_shard)
             for source in self.source.blocks(source_shard)
             if (common := source.box.intersect(target.box)) is not None
@@ -219,21 +192,21 @@ class _Parameter:
                 source_rank = self._sender(source_shard, target_rank)
                 for source in self.source.blocks(source_shard):
                     overlaps = [common for box in missing if (common := box.intersect(source.box)) is not None]
-                    copies += [_block_copy(self.fqn, box, source, source_rank, target, target_rank) for box in overlaps]
+                    copies += [_block_copy(box, source, source_rank, target, target_rank) for box in overlaps]
                     missing = tuple(rest for box in missing for rest in box.subtract(source.box))
         yield from sorted(copies, key=lambda copy: (copy.target_offset, copy.source_offset))
 
 
-def _run_copy(fqn: str, source: Run, source_rank: int, target: Run, target_rank: int) -> Copy | None:
+def _run_copy(source: Run, source_rank: int, target: Run, target_rank: int) -> Copy | None:
     start, stop = max(source.start, target.start), min(source.stop, target.stop)
     if start >= stop:
         return None
     source_offset = source.offset + start - source.start
     target_offset = target.offset + start - target.start
-    return Copy(fqn, source_rank, target_rank, (stop - start,), source_offset, (1,), target_offset, (1,))
+    return Copy(source_rank, target_rank, (stop - start,), source_offset, (1,), target_offset, (1,))
 
 
-def _block_copy(fqn: str, common: Box, source: Block, source_rank: int, target: Block, target_rank: int) -> Copy:
+def _block_copy(common: Box, source: Block, source_rank: int, target: Block, target_rank: int) -> Copy:
     """Return the copy of one common Box; dimensions over which both sides are contiguous are merged."""
     source_strides, target_strides = source.local_strides, target.local_strides
     source_offset = source.offset + _index(common, source.box, source_strides)
@@ -247,7 +220,7 @@ def _block_copy(fqn: str, common: Box, source: Block, source_rank: int, target: 
         else:
             joined.append((size, s, t))
     sizes, s_strides, t_strides = zip(*(joined or [(1, 1, 1)]), strict=True)
-    return Copy(fqn, source_rank, target_rank, sizes, source_offset, s_strides, target_offset, t_strides)
+    return Copy(source_rank, target_rank, sizes, source_offset, s_strides, target_offset, t_strides)
 
 
 def _index(common: Box, box: Box, strides: Shape) -> int:

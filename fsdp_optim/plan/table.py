@@ -130,9 +130,7 @@ class CopyTable(Sequence[Copy]):
         ends = zip(source, target, source_offset, target_offset, strict=True)
         if self.are_runs:
             numels = self.columns[4].tolist()
-            return (
-                Copy("", s, t, (num,), at, (1,), to, (1,)) for (s, t, at, to), num in zip(ends, numels, strict=True)
-            )
+            return (Copy(s, t, (num,), at, (1,), to, (1,)) for (s, t, at, to), num in zip(ends, numels, strict=True))
         return (
             _strided(*columns, *dims)
             for columns, dims in zip(ends, self._dims.transpose(2, 0, 1).tolist(), strict=True)
@@ -163,7 +161,7 @@ def _strided(
     """Return the Copy of one row of a table, without its dimensions of one element."""
     dims = [dim for dim in zip(sizes, source_strides, target_strides, strict=True) if dim[0] > 1]
     size, source, target = zip(*(dims or [(1, 1, 1)]), strict=True)
-    return Copy("", source_rank, target_rank, size, source_offset, source, target_offset, target)
+    return Copy(source_rank, target_rank, size, source_offset, source, target_offset, target)
 
 
 def has_from(copies: Sequence[Copy], rank: int) -> bool:

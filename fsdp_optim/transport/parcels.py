@@ -12,11 +12,10 @@ import torch
 from fsdp_optim import memory
 from fsdp_optim.layout import Whole
 from fsdp_optim.plan import copies_of
-from fsdp_optim.transport.agree import exchange
+from fsdp_optim.transport.agree import exchange, exchange_reports
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.packing import Packed, pack, unpack
-from fsdp_optim.transport.reports import exchange_reports
 
 _ALIGNED = 16  # bytes of one element of the widest dtype
 NOTHING = object()

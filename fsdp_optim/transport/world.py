@@ -14,10 +14,9 @@ from fsdp_optim.errors import WrapperError
 from fsdp_optim.plan import Plans
 from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.collective import CollectiveTransport
-from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim.transport.job.job_store import JobStore, rendezvous_store
 from fsdp_optim.transport.job.leaving import Leaving
 from fsdp_optim.transport.job.pulse import Pulse
-from fsdp_optim.transport.job.rendezvous import rendezvous_store
 from fsdp_optim.transport.store_control import StoreControl
 from fsdp_optim.transport.turns import Turns
 

@@ -29,10 +29,9 @@ from fsdp_optim.state.merged.replicas import STATE, print_of_state
 from fsdp_optim.state.merged.reports import LiveParam, RankReport
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of, same
 from fsdp_optim.state.values.summary import Summary
-from fsdp_optim.transport.agree import agree, all_equal, all_hear, in_turn
+from fsdp_optim.transport.agree import agree, all_equal, all_hear, exchange_reports, in_turn
 from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure, is_interrupt
-from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.view import ModelView, ModuleValues, NamedHandle, check_materialized

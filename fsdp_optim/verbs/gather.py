@@ -23,8 +23,7 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, agree_on_state, collective_call, log_summary, read_local
 from fsdp_optim.verbs.ends import LiveEnd, WholeEnd
 from fsdp_optim.verbs.gather_opaque import OpaqueValues, gather_opaque
-from fsdp_optim.verbs.replicas import compare_unsharded
-from fsdp_optim.verbs.synchronize import synchronize
+from fsdp_optim.verbs.replicas import compare_unsharded, synchronize
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Load a shard into a live optimizer. Every value keeps its saved dtype."""
+"""Load a shard into a live optimizer, on this rank or on all of them. Every value keeps its saved dtype."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from fsdp_optim.results import Incompatible
 from fsdp_optim.state.dicts.full import RESERVED_KEYS
 from fsdp_optim.state.live.class_fit import lacking_values
 from fsdp_optim.state.live.local import OptimizerLike
-from fsdp_optim.state.live.local_dict import INCOMPATIBLE
+from fsdp_optim.state.live.local_dict import INCOMPATIBLE, Shard
 from fsdp_optim.state.values.classes import OptimizerClass, has_own_form
 from fsdp_optim.state.values.same import same
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.arguments import check_optimizers, check_shard
 from fsdp_optim.verbs.own_load import WAYS_OUT, OwnLoad, names_in
 from fsdp_optim.verbs.widening import in_words, widened
@@ -233,3 +236,27 @@ def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[
             )
         groups.append({**saved, **{key: live[key] for key in keep}})
     return groups
+
+
+def load_on_all(
+    group: RankGroup,
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer],
+    shard: Shard | list[Shard],
+    keep: Sequence[str] = (),
+    before: Before | None = None,
+) -> Incompatible:
+    """Load the optimizer on all ranks. If one fails, the optimizers of all ranks get back their previous state.
+
+    `before`: that of the caller, who can put the state back later too.
+    """
+    before = before or Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
+    failure, incompatible = Failure(), Incompatible()
+    with failure:  # on an error, load_shard itself restores the optimizer of this rank
+        incompatible = load_shard(optim, shard, keep, logs=group.rank == group.ranks[0])
+    try:
+        agree(group, "optimizer loaded", failure.error)
+    except BaseException:
+        if failure.error is None:
+            before.put_back()
+        raise
+    return incompatible

@@ -2,6 +2,8 @@
 
 Fingerprints differ from shard to shard, so the reports of ranks do not contain them. Instead the lowest rank that holds a shard
 sends a digest of each of its parameters, and the other ranks that hold the shard read only that digest.
+
+Optimizers whose replicas differ between steps make them equal first (`synchronize`).
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from dataclasses import dataclass, replace
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement
 from fsdp_optim.options import OnReplicaMismatch
+from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.merged.global_state import GlobalState, Param
 from fsdp_optim.state.merged.replicas import STATE, not_replicas, print_of_state, print_of_value
+from fsdp_optim.state.values.classes import innermost
 from fsdp_optim.state.values.summary import Summary
-from fsdp_optim.transport.agree import MeetingResult, all_equal, all_gather_bytes
+from fsdp_optim.transport.agree import MeetingResult, agree, all_equal, all_gather_bytes, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, warn_of_mismatch
 
 _NBYTES = 16  # in a digest
 _NONE = bytes(_NBYTES)  # the digest of a rank that holds nothing
+_METHOD = "synchronize_for_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -171,3 +175,16 @@ def _on_lowest(param: Param, value: str | None) -> Param:
         for name, (dtype, where) in param.summary.placed
     )
     return replace(param, summary=replace(param.summary, placed=placed))
+
+
+def synchronize(group: RankGroup, optim: Optimizers) -> None:
+    """Call `synchronize_for_checkpoint()` of the optimizers that have this method, as Dion does. Called by all ranks.
+
+    The method may communicate, so all ranks first agree to call it.
+    """
+    listed = optim if isinstance(optim, (list, tuple)) else [optim]
+    methods = [method for one in listed if callable(method := getattr(innermost(one), _METHOD, None))]
+    if methods:
+        agree(group, f"before {_METHOD}")
+        for method in methods:
+            method()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.adapters.sharded_values import is_sharded_value
+from fsdp_optim.adapters.known import is_sharded_value
 from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Slabs, detached_copy

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.adapters.sharded_values import is_sharded_value, read_sharded_value
+from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
 from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Whole
@@ -22,10 +22,9 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, Summaries, summarize
 from fsdp_optim.state.merged.sharded_dict import WHOLE_HERE, DictPart, PartsByRanks, ValuePart, join
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of
-from fsdp_optim.transport.agree import agree, all_equal
+from fsdp_optim.transport.agree import agree, all_equal, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import agree_on_state, collective_call, read_local
 from fsdp_optim.verbs.ends import DictEnd, WholeEnd
 from fsdp_optim.verbs.scatter import FullContents, deliver

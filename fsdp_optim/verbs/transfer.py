@@ -24,11 +24,9 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, agree_on_state, collective_call, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_unsharded
-from fsdp_optim.verbs.load_on_all import load_on_all
-from fsdp_optim.verbs.load_state import LoadableOptimizer
-from fsdp_optim.verbs.replicas import compare_unsharded
+from fsdp_optim.verbs.load_state import LoadableOptimizer, load_on_all
+from fsdp_optim.verbs.replicas import compare_unsharded, synchronize
 from fsdp_optim.verbs.scatter import FullContents, deliver
-from fsdp_optim.verbs.synchronize import synchronize
 
 
 def transfer(

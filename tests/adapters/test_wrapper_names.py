@@ -20,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import fsdp_optim
 from fsdp_optim.foreign.per_rank import olmo_local
-from fsdp_optim.state.dicts.wrapped_names import WrappedNames
+from fsdp_optim.state.dicts.names import WrappedNames
 from fsdp_optim.testing import run_on_ranks
 
 NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module")

@@ -59,7 +59,7 @@ def lossy(name: str) -> Any:
             values[name] *= 2
         return found
 
-    return mock.patch("fsdp_optim.verbs.load_on_all.load_shard", load_and_lose)
+    return mock.patch("fsdp_optim.verbs.load_state.load_shard", load_and_lose)
 
 
 def load_and_lose(path: Path, wrapper: str) -> dict[str, list[tuple[str, str]]]:

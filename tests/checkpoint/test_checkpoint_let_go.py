@@ -144,7 +144,7 @@ class LetGoTest(unittest.TestCase):
         check_same("whole", [(path / "fsdp_optim.json").exists() for path in gone], [True, True])
         check_same(
             "no checkpoint",
-            [Path(one.base).name for one in FolderDirectory(self.root, OURS.probe).complete()[0]],
+            [Path(one.base).name for one in FolderDirectory(self.root, OURS.probe).complete()],
             [name_of_step(3)],
         )
         self.keep(4, 2)

@@ -18,7 +18,6 @@ from fsdp_optim.layout import (
     Boxes,
     FlatChunks,
     FlatRuns,
-    Layout,
     MeshBoxes,
     OnMesh,
     Placement,
@@ -27,6 +26,7 @@ from fsdp_optim.layout import (
     Whole,
 )
 from fsdp_optim.plan import Copy
+from kit.layouts import Layout, NamedCopy
 
 HOLE = -1  # an element of a local tensor that no parameter owns: padding, or another parameter's
 UNSET = -2
@@ -132,7 +132,7 @@ def addresses(copy: Copy) -> list[tuple[int, int]]:
     return found
 
 
-def execute(copies: Iterable[Copy], source: Arrays, target: Arrays) -> Arrays:
+def execute(copies: Iterable[NamedCopy], source: Arrays, target: Arrays) -> Arrays:
     """Make the copies, one element at a time, into new arrays like the target's: its HOLEs, else UNSET."""
     result = {key: np.where(array == HOLE, HOLE, UNSET) for key, array in target.items()}
     for copy in copies:

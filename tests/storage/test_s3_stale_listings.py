@@ -24,7 +24,7 @@ from kit.wrapping import cpu
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import Found, MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.catalog import newest as catalog
+from fsdp_optim.checkpoint.catalog import listing as catalog
 from fsdp_optim.checkpoint.catalog.retention import KnownSaves
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.save.foreground import save

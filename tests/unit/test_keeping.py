@@ -17,8 +17,8 @@ from kit.compare import check_refused, error_text
 from parameterized import parameterized
 
 from fsdp_optim.checkpoint.catalog.retention import KeepRules, ManagedCheckpoint, left_behind, metric_of, name_of_step
-from fsdp_optim.checkpoint.run import meeting_interval as agreeing
-from fsdp_optim.checkpoint.run.meeting_interval import MeetingInterval
+from fsdp_optim.checkpoint.run import managed_run
+from fsdp_optim.checkpoint.run.managed_run import MeetingInterval
 from fsdp_optim.checkpoint.run.preemption import Signals
 
 COUNTS = st.one_of(st.none(), st.integers(1, 4))
@@ -159,7 +159,7 @@ class RhythmTest(unittest.TestCase):
         """How far meetings are apart in the end, and how many steps the first three of them are apart in all."""
         clock, step, gaps = itertools.count(), 0, []
         rhythm = MeetingInterval(num_ranks, None)
-        with mock.patch.object(agreeing.time, "monotonic", side_effect=lambda: step * seconds_per_step):
+        with mock.patch.object(managed_run.time, "monotonic", side_effect=lambda: step * seconds_per_step):
             while step < num_steps and next(clock) < 200:
                 gaps.append(rhythm.steps_to_next(step))
                 step += gaps[-1]
@@ -180,7 +180,7 @@ class RhythmTest(unittest.TestCase):
 
     def test_a_clock_that_stands_still(self) -> None:
         rhythm = MeetingInterval(2, None)
-        with mock.patch.object(agreeing.time, "monotonic", return_value=5.0):
+        with mock.patch.object(managed_run.time, "monotonic", return_value=5.0):
             gaps = [rhythm.steps_to_next(step) for step in range(40)]
         self.assertEqual(gaps[:4], [1, 2, 4, 8])
         self.assertLessEqual(max(gaps), 1_000_000)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import oracle
 from kit.cases import examples
+from kit.layouts import Layout, Piece
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import (
@@ -23,10 +24,8 @@ from fsdp_optim.layout import (
     BoxTable,
     FlatChunks,
     FlatRuns,
-    Layout,
     MeshBoxes,
     OnMesh,
-    Piece,
     Placement,
     Run,
     Shape,
@@ -353,7 +352,7 @@ def test_strided_boxes_by_hand() -> None:
 
 def test_a_mesh_without_ranks_holds_nothing() -> None:
     with pytest.raises(LayoutError):
-        Layout({"w": MeshBoxes((3, 4), (2,), ((0, 0),), ())})
+        MeshBoxes((3, 4), (2,), ((0, 0),), ())
 
 
 # ----------------------------------------------------------------------------------------------------- Boxes

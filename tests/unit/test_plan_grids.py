@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kit import oracle
 from kit.cases import some
+from kit.layouts import Layout, named
 
 from fsdp_optim.layout import (
     Block,
@@ -18,7 +19,6 @@ from fsdp_optim.layout import (
     BoxTable,
     FlatChunks,
     FlatRuns,
-    Layout,
     MeshBoxes,
     Placement,
     Run,
@@ -184,7 +184,7 @@ def check_plan(source: Placement, target: Placement) -> Sequence[Copy]:
     layouts = [Layout({"": placement}) for placement in (source, target)]
     before, wanted = (oracle.local_arrays(layout, {"": 1}) for layout in layouts)
     copies = copies_of(source, target, replica=5)
-    after = oracle.execute(copies, before, wanted)
+    after = oracle.execute(named("", copies), before, wanted)
     assert {key: array.tolist() for key, array in after.items()} == {key: its.tolist() for key, its in wanted.items()}
     return copies
 

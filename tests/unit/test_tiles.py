@@ -72,7 +72,7 @@ def test_all_elements_arrive(name: str, longer: int) -> None:
 
 def test_runs_in_another_order_than_in_the_target() -> None:
     elements, taken = torch.arange(7.0), torch.full((7,), -2.0)
-    copies = [Copy("a", 0, 0, (4,), 0, (1,), 3, (1,)), Copy("a", 0, 0, (3,), 4, (1,), 0, (1,))]
+    copies = [Copy(0, 0, (4,), 0, (1,), 3, (1,)), Copy(0, 0, (3,), 4, (1,), 0, (1,))]
     streams, failure = Streams(0, 1 << 10), Failure()
     streams.add(Item(copies, torch.float32, elements, taken), failure)
     streams.copy_here()

@@ -30,7 +30,7 @@ from fsdp_optim.checkpoint.save import background
 from fsdp_optim.testing import run_on_threads, thread_rank
 from fsdp_optim.transport import RankGroup, world_here
 from fsdp_optim.transport.in_process import InProcessTransport
-from fsdp_optim.verbs import load_on_all
+from fsdp_optim.verbs import load_state
 
 MAKES: dict[str, Callable[[Any], Any]] = {"Adam": adam, "SGD": sgd}
 CASES = [
@@ -264,14 +264,14 @@ class VerbsOnThreadsTest(unittest.TestCase):
                     self.assertIn(f"rank {bad}: {why}", errors[0][1])
 
     def test_a_transfer_that_cannot_be_loaded_on_each_rank_in_turn(self) -> None:
-        real = load_on_all.load_shard
+        real = load_state.load_shard
 
         def load(*args: Any, **kwargs: Any) -> Any:
             if thread_rank() == bad:
                 raise OSError("the device is gone")
             return real(*args, **kwargs)
 
-        with mock.patch.object(load_on_all, "load_shard", load):
+        with mock.patch.object(load_state, "load_shard", load):
             for bad in range(3):
                 errors = run_on_threads(with_lost_messages, 3, "transfer")
                 self.assertEqual(len(set(errors)), 1, errors)

@@ -74,7 +74,7 @@ class FsspecBucket(Bucket):
 
     @property
     def can(self) -> BucketCan:
-        return BucketCan(parts_by_many=False, least_part_nbytes=1, replaces_at_once=not self._has_folders)
+        return BucketCan(parts_by_many=False, least_part_nbytes=1)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

@@ -60,8 +60,6 @@ class BucketCan:
         parts_by_many: whether several processes can put the parts of one upload.
         least_part_nbytes, most_part_nbytes: the size of a part, all of them equal but the last one, which may be shorter.
         most_parts: how many parts an object can have.
-        replaces_at_once: whether a `put` over an object is seen whole or not at all. A store of files may show a file that
-            is being written.
         most_reads: how many `read_into` are best under way at the same time; each may hold a copy of the bytes that it reads.
     """
 
@@ -69,7 +67,6 @@ class BucketCan:
     least_part_nbytes: int = 5 << 20
     most_part_nbytes: int = 5 << 30
     most_parts: int = 10_000
-    replaces_at_once: bool = True
     most_reads: int = 8
 
 

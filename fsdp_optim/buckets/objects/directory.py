@@ -17,7 +17,6 @@ from fsdp_optim.storage.base import (
     CheckpointEntry,
     CheckpointProbe,
     CheckpointStatus,
-    CompleteCheckpoint,
     SummaryT,
     is_sure_that_not,
 )
@@ -91,19 +90,6 @@ class ObjectShelf(CheckpointDirectory[SummaryT]):
             else None
         )
 
-    def complete(self) -> tuple[list[CompleteCheckpoint[SummaryT]], list[str]]:
-        found, unread = [], []
-        for one in self.listed():
-            status = one.status
-            if status.summary is not None:
-                found.append(CompleteCheckpoint(one.where, one.base, status.summary))
-                continue
-            if status.has_manifest:
-                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", one.where, status.reason)
-            if not status.is_sure:
-                unread.append(status.reason)
-        return sorted(found, key=lambda one: one.summary.order), unread
-
     def listed(self) -> list[CheckpointEntry[SummaryT]]:
         found = []
         for place, opened in self._looks(self.places()):
@@ -129,10 +115,10 @@ class ObjectShelf(CheckpointDirectory[SummaryT]):
             return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error))
         return status
 
-    def _place_of(self, one: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> Place:
+    def _place_of(self, one: CheckpointEntry[SummaryT]) -> Place:
         return Place(one.where, one.where.removeprefix(f"{self._bucket.name}/"))
 
-    def status_of(self, one: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
+    def status_of(self, one: CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
         try:
             opened = open_place(self._bucket, self._place_of(one), self._judge)
         except MissingObjectError as error:
@@ -141,7 +127,7 @@ class ObjectShelf(CheckpointDirectory[SummaryT]):
             return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error))
         return self._standing_in(opened, whole=True)
 
-    def remove(self, ones: Sequence[CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]], reason: str) -> None:
+    def remove(self, ones: Sequence[CheckpointEntry[SummaryT]], reason: str) -> None:
         for one in ones:
             place = self._place_of(one)
             try:

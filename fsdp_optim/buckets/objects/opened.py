@@ -1,16 +1,75 @@
-"""A checkpoint in a bucket, open for reading."""
+"""Objects of a bucket as the files of a place, each in the version that it had when it was first asked for."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from fsdp_optim.buckets.objects.base import Bucket, Found, MissingObjectError
+from fsdp_optim.buckets.objects.base import Bucket, Found, MissingObjectError, OvertakenError
 from fsdp_optim.buckets.objects.keys import KeyedFiles, Place, own_token
-from fsdp_optim.buckets.objects.versioned import VersionedObjects
-from fsdp_optim.storage.base import CheckpointProbe
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import MOST_DEPTH, MOST_FILES, CheckpointProbe, Opened, check_inside
+
+
+class VersionedObjects(Opened):
+    """The parent of classes that open objects for reading; a child gives the key of each file."""
+
+    request_nbytes = 1 << 20
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket, self.num_requests = bucket, bucket.can.most_reads
+        self._found: dict[str, Found | None] = {}
+
+    def _key(self, name: str) -> str:
+        """The key of a file. Raises CheckpointError for a name that leaves the place."""
+        raise NotImplementedError
+
+    def _look(self, name: str) -> Found | None:
+        if name not in self._found:
+            self._found[name] = self._bucket.look(self._key(name))
+        return self._found[name]
+
+    def has(self, name: str) -> bool:
+        try:
+            return self._look(name) is not None
+        except CheckpointError:
+            return True
+
+    def version_of(self, name: str) -> tuple[object, ...] | None:
+        found = self._bucket.look(self._key(name))
+        return None if found is None else (found.version,)
+
+    def size_of(self, name: str) -> int:
+        nbytes = self.nbytes_of(name)
+        if nbytes < 0:
+            raise CheckpointError(f"{self.named(name)}: is missing; the checkpoint is not whole")
+        return nbytes
+
+    def nbytes_of(self, name: str) -> int:
+        found = self._look(name)
+        return -1 if found is None else found.nbytes
+
+    def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
+        nbytes = sum(map(len, pieces))
+        if not nbytes:
+            return
+        size = self.size_of(name)
+        if offset + nbytes > size:
+            raise CheckpointError(f"{self.named(name)}: ends at byte {size}: it was cut short")
+        self._fill(name, pieces, offset, offset + nbytes)
+
+    def _fill(self, name: str, pieces: Sequence[memoryview], offset: int, stop: int) -> None:
+        """Fill pieces of memory with the bytes [offset, stop) of a file, which has them."""
+        found = self._look(name)
+        try:
+            self._bucket.read_into(self._key(name), pieces, offset, version=found.version if found else None)
+        except OvertakenError as error:
+            raise CheckpointError(f"{self.named(name)}: was written again while it was read") from error
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
 
 _HEAD_NBYTES = 64 << 10
 """The beginning of an object is read at once: headers, manifests and small files need one request."""
@@ -27,7 +86,6 @@ class OpenedObjects(VersionedObjects):
         self._place, self._judge, self._manifest = place, probe, manifest
         self._found[probe.manifest] = manifest
         self._heads: dict[str, bytes] = {}
-        self._lock = threading.Lock()
 
     @property
     def where(self) -> str:
@@ -87,3 +145,60 @@ def open_place(bucket: Bucket, place: Place, probe: CheckpointProbe[Any]) -> Ope
     if opened is None:
         raise MissingObjectError(f"{place.where}: there is no checkpoint: no object {probe.manifest}")
     return opened
+
+
+class OpenedAny(VersionedObjects):
+    """The objects under a prefix, in the versions that they had when they were listed or first asked for."""
+
+    is_any = True
+
+    def __init__(self, bucket: Bucket, prefix: str, selected: str = "") -> None:
+        super().__init__(bucket)
+        self._prefix, self.selected = prefix, selected
+        self._names: list[str] | None = None
+
+    @classmethod
+    def at(cls, bucket: Bucket, place: Place) -> OpenedAny:
+        """The objects of a place; where the place is an object, or the beginning of the names of objects, these alone."""
+        if next(iter(bucket.list(place.inside)), None) is not None:
+            return cls(bucket, place.inside)
+        name = place.prefix[len(place.parent) :]
+        stem, dot, suffix = name.rpartition(".")
+        begin, end = (f"{stem}-", f".{suffix}") if dot else (f"{name}-", "")
+        if bucket.look(place.prefix) is not None or any(
+            found.key.endswith(end) for found in bucket.list(f"{place.parent}{begin}")
+        ):
+            return cls(bucket, place.parent, name)
+        raise MissingObjectError(f"{place.where}: there are no objects")
+
+    @property
+    def where(self) -> str:
+        return f"{self._bucket.name}/{self._prefix}{self.selected}".rstrip("/")
+
+    def named(self, name: str) -> str:
+        return f"{self._bucket.name}/{self._prefix}{name}"
+
+    def names(self) -> list[str]:
+        if self._names is None:
+            self._names = []
+            for num, found in enumerate(self._bucket.list(self._prefix)):
+                if num >= MOST_FILES:
+                    raise CheckpointError(
+                        f"{self.where}: has more than {MOST_FILES} objects: give the prefix of one checkpoint"
+                    )
+                name = found.key[len(self._prefix) :]
+                if name and not name.endswith("/") and name.count("/") <= MOST_DEPTH:
+                    self._names.append(name)
+                    self._found.setdefault(name, found)
+            self._names.sort()
+        return self._names
+
+    def versions(self) -> list[tuple[str, tuple[object, ...] | None]]:
+        listed = ((name, self._look(name)) for name in self.names())
+        return [(name, None if found is None else (found.version,)) for name, found in listed]
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}{check_inside(self.where, name)}"
+
+    def was_replaced(self) -> bool:
+        return False

@@ -9,8 +9,7 @@ from typing import Any
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
 from fsdp_optim.buckets.objects.directory import ObjectShelf
 from fsdp_optim.buckets.objects.keys import Place
-from fsdp_optim.buckets.objects.opened import OpenedObjects, open_place
-from fsdp_optim.buckets.objects.opened_any import OpenedAny
+from fsdp_optim.buckets.objects.opened import OpenedAny, OpenedObjects, open_place
 from fsdp_optim.buckets.objects.staging import ObjectStaging
 from fsdp_optim.buckets.objects.writer import Address, ObjectWriter
 from fsdp_optim.errors import CheckpointError

@@ -30,8 +30,7 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, agree_on_state, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather_opaque import OpaqueValues, gather_opaque
-from fsdp_optim.verbs.replicas import compare_shards
-from fsdp_optim.verbs.synchronize import synchronize
+from fsdp_optim.verbs.replicas import compare_shards, synchronize
 from fsdp_optim.view import LocalPart, ModelView, ModuleValues, check_materialized
 
 WEIGHT = "weight"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common.random_states import random_states
@@ -20,16 +20,6 @@ RANDOM = f"{RESERVED}rng"
 """The name of a rank's random states among its values."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class Stateful(Protocol):
-    """A scheduler, a loader, a scaler, an EMA model: anything with these two methods."""
-
-    def state_dict(self) -> Any:
-        """The state as plain values."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Take the state that `state_dict` returned."""
 
 
 @dataclass(frozen=True)

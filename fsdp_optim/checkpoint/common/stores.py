@@ -13,6 +13,8 @@ from fsdp_optim.registry import CACHED_STORE, named, opener_of, scheme_of
 from fsdp_optim.storage.base import CheckpointDirectory, CheckpointProbe, Store
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.transport.agree import all_gather_bytes
+from fsdp_optim.transport.base import RankGroup
 
 Place: TypeAlias = "str | os.PathLike[str] | Store"
 """A user's path or URL, or a store that somebody has made."""
@@ -84,3 +86,16 @@ def path_of(store: Store) -> Path | str:
 def _is_path(place: Place) -> bool:
     """Whatever has none of a store's methods is meant as a path, and refused by name where it is none."""
     return not hasattr(place, "begin")
+
+
+def common_store(group: RankGroup, place: Place, options: StorageOptions = None) -> Store:
+    """The store of a place, the same on all ranks: a relative path counts from the working directory of the lowest rank.
+
+    Called by all ranks.
+    """
+    mine = store_at(place, options=options)
+    content = os.fsencode(mine.where)
+    result = all_gather_bytes(group, "path", content if group.rank == group.ranks[0] else b"", compared=content)
+    if result.all_equal:
+        return mine
+    return store_of_leader(place, mine, os.fsdecode(result.content_of(group.ranks[0])), options=options)

@@ -25,10 +25,9 @@ from fsdp_optim.state.live.local_dict import opaque_values
 from fsdp_optim.state.values.kinds import is_scalar
 from fsdp_optim.state.values.same import same
 from fsdp_optim.state.values.summary import Scalar
-from fsdp_optim.transport.agree import all_equal
+from fsdp_optim.transport.agree import all_equal, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, read_local
 
 

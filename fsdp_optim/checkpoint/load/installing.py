@@ -19,8 +19,7 @@ from fsdp_optim.state.live.local_dict import Shard
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure
-from fsdp_optim.verbs.load_on_all import load_on_all
-from fsdp_optim.verbs.load_state import Before, LoadableOptimizer
+from fsdp_optim.verbs.load_state import Before, LoadableOptimizer, load_on_all
 
 
 def install_all(

@@ -1,4 +1,7 @@
-"""Which stored tensor belongs to which parameter: by its name, by other names of the parameter, or renamed by the caller."""
+"""Which stored tensor belongs to which parameter: by its name, by other names of the parameter, or renamed by the caller.
+
+And why names do not match, for the errors of loads.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Any
 
 import torch
 
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.checkpoint.load.reading import elements_in
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
@@ -23,6 +27,7 @@ _COMPARED_NBYTES = 8 << 20  # at once
 
 TiedCopies = Sequence[tuple[StoredTensor, StoredTensor]]
 """Stored tensors of one tied parameter, each with the one that is loaded."""
+_MOST_PAIRS = 4
 
 
 def renamed_names(
@@ -142,3 +147,23 @@ def _elements(checkpoint: TensorReader, stored: StoredTensor, start: int, num: i
         extents.setdefault(file, []).append(Extent(at + stored_offset * size, part))
     checkpoint.read(extents)
     return data
+
+
+def why_names_differ(
+    reader: ModelReader, index: CheckpointIndex, missing: Sequence[str], unexpected: Sequence[str]
+) -> str:
+    """How transformers renames the weights of this model, and the fix; "" where it keeps them.
+
+    `missing`, `unexpected`: names that only the model has, and only the checkpoint.
+    """
+    if not missing or not unexpected:
+        return ""
+    found = reader.stored_names() if not index.facts.names_are_fqns else None
+    if found is None:
+        return ""
+    pairs = shortened((f"{stored} -> {live}" for stored, live in found.pairs), _MOST_PAIRS)
+    return (
+        f"transformers 5 stores a {found.class_name} under other names than its state_dict() has, and may split or join its "
+        f"tensors ({pairs}; {unexpected[0]} is in the checkpoint, {missing[0]} in the model): read the folder once with "
+        f"{found.class_name}.from_pretrained, write it with save_pretrained(NEW, save_original_format=False), and load NEW"
+    )

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
-from fsdp_optim.checkpoint.common.paths import common_store
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.progress import Progress
-from fsdp_optim.checkpoint.common.stores import Place, name_of, store_at, with_cache
+from fsdp_optim.checkpoint.common.stores import Place, common_store, name_of, store_at, with_cache
 from fsdp_optim.checkpoint.load.compare import check_bitwise
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects

@@ -13,9 +13,14 @@ from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.checkpoint.common.module_values import StoredModuleValues
-from fsdp_optim.checkpoint.load.matching import differing_tied_copies, find_stored, renamed_names, renamer
+from fsdp_optim.checkpoint.load.matching import (
+    differing_tied_copies,
+    find_stored,
+    renamed_names,
+    renamer,
+    why_names_differ,
+)
 from fsdp_optim.checkpoint.load.reading import StoredValue
-from fsdp_optim.checkpoint.load.stored_names import why_names_differ
 from fsdp_optim.checkpoint.load.stored_state import StoredState
 from fsdp_optim.checkpoint.load.unfilled import check_memory, warn_of_unfilled
 from fsdp_optim.errors import StateError, counted_noun, shortened

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +32,6 @@ from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.run.meeting_interval import MeetingInterval
 from fsdp_optim.checkpoint.run.preemption import Signals
 from fsdp_optim.checkpoint.run.resuming import Candidate, candidates_on_all, load_newest
 from fsdp_optim.checkpoint.save.background import async_save
@@ -51,6 +51,8 @@ from fsdp_optim.verbs.load_state import LoadableOptimizer
 _CALL = "CheckpointManager"
 
 log = logging.getLogger("fsdp_optim")
+_SECONDS, _SECONDS_PER_RANK, _MOST_SECONDS = 1.0, 0.05, 10.0
+_MOST_STEPS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -293,3 +295,28 @@ class ManagedRun:
                 f"{others[0].where}, and a manager resumes from its own only: fsdp_optim.resume({self._root!r}, ...) loads it; "
                 "give the manager a folder of its own"
             )
+
+
+class MeetingInterval:
+    """The number of steps to the next meeting, which the lowest rank chooses by its clock and tells the others.
+
+    A meeting takes about half a millisecond for each rank, because all ranks talk to one store. So they meet about once a second
+    or, with more than 20 ranks, about every 50 ms for each rank, at most every 10 s: about 1 % of the time.
+    """
+
+    def __init__(self, num_ranks: int, fixed: int | None) -> None:
+        self._goal = min(max(_SECONDS, _SECONDS_PER_RANK * num_ranks), _MOST_SECONDS)
+        self._fixed = 1 if num_ranks == 1 else fixed
+        self._num_steps = 1
+        self._last: tuple[int, float] | None = None
+
+    def steps_to_next(self, step: int) -> int:
+        """How many steps after this one the ranks meet again. The number at most doubles, because steps differ in length."""
+        if self._fixed is not None:
+            return self._fixed
+        now = time.monotonic()
+        last, self._last = self._last, (step, now)
+        if last is not None and step > last[0]:
+            seconds_per_step = max((now - last[1]) / (step - last[0]), self._goal / _MOST_STEPS)
+            self._num_steps = max(1, min(int(self._goal / seconds_per_step), 2 * self._num_steps))
+        return self._num_steps

@@ -17,7 +17,6 @@ from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
-from fsdp_optim.checkpoint.common.single_rank_warning import warn_if_alone
 from fsdp_optim.checkpoint.common.stores import Place, name_of, store_at, store_of_leader
 from fsdp_optim.checkpoint.save.file_plan import (
     BY_MACHINES,
@@ -49,6 +48,7 @@ from fsdp_optim.storage.base import Capabilities, Staging, Store
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
+from fsdp_optim.transport.launched import warn_if_alone
 from fsdp_optim.verbs.ends import LiveEnd
 
 log = logging.getLogger("fsdp_optim")

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsdp_optim.checkpoint.catalog.newest import next_sequence
+from fsdp_optim.checkpoint.catalog.listing import next_sequence
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import SavedValue

@@ -110,8 +110,6 @@ class FairscaleShardsWriter(Writer):
     flattens: bool | None = None
     _contents: CheckpointContents | None = None
     _units: tuple[FlatUnit, ...] = ()
-    _source_units: Units | None = None
-    _source_flattens: bool = True
     _extras: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:

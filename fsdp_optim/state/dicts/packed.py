@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.state.dicts.wrapped_names import WrappedNames
+from fsdp_optim.state.dicts.names import WrappedNames
 from fsdp_optim.view import ModelView, NamedHandle
 
 LocalId = int | str

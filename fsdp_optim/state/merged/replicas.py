@@ -8,8 +8,7 @@ import torch
 
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.state.live.local import LocalParam
-from fsdp_optim.state.values.digest import fold_of, is_folded
-from fsdp_optim.state.values.same import Incomparable, fingerprint_of
+from fsdp_optim.state.values.same import Incomparable, fingerprint_of, fold_of, is_folded
 from fsdp_optim.view import Handle
 
 NAME_OF = (

@@ -30,7 +30,6 @@ from fsdp_optim.storage.base.directory import (
     CheckpointEntry,
     CheckpointProbe,
     CheckpointStatus,
-    CompleteCheckpoint,
     SummaryLike,
     SummaryT,
 )
@@ -69,7 +68,6 @@ __all__ = [
     "CheckpointEntry",
     "CheckpointProbe",
     "CheckpointStatus",
-    "CompleteCheckpoint",
     "Opened",
     "Staging",
     "Store",

@@ -47,24 +47,15 @@ class CheckpointStatus(Generic[SummaryT]):
 
 
 @dataclass(frozen=True)
-class CompleteCheckpoint(Generic[SummaryT]):
-    """A complete checkpoint in a directory, as far as the beginning of its manifest shows.
+class CheckpointEntry(Generic[SummaryT]):
+    """A place in a directory that is, or may be, a checkpoint, complete or not.
 
     Attributes:
         where: its place now: the path or the URL from which it is loaded.
         base: the place for which it was saved, which differs from `where` after a save that was killed between two renames.
+        status: its state, as far as the beginning of its manifest shows.
         can_go: False where `remove` would not remove the checkpoint itself, as of a symbolic link.
     """
-
-    where: str
-    base: str
-    summary: SummaryT
-    can_go: bool = True
-
-
-@dataclass(frozen=True)
-class CheckpointEntry(Generic[SummaryT]):
-    """A place in a directory that is, or may be, a checkpoint, complete or not. Other attributes: as `CompleteCheckpoint`."""
 
     where: str
     base: str
@@ -76,10 +67,6 @@ class CheckpointEntry(Generic[SummaryT]):
         """The summary, also of a checkpoint that is not complete; None where it cannot be read."""
         return self.status.summary or self.status.partial
 
-    @classmethod
-    def of_complete(cls, complete: CompleteCheckpoint[SummaryT]) -> CheckpointEntry[SummaryT]:
-        return cls(complete.where, complete.base, CheckpointStatus(complete.summary), complete.can_go)
-
 
 class CheckpointDirectory(Protocol[SummaryT]):
     """All checkpoints of one folder, or under one prefix. `where`: its name, for errors."""
@@ -87,29 +74,23 @@ class CheckpointDirectory(Protocol[SummaryT]):
     @property
     def where(self) -> str: ...
 
-    def complete(self) -> tuple[list[CompleteCheckpoint[SummaryT]], list[str]]:
-        """Return the complete checkpoints, the oldest first, and why others that have a manifest could not be read just now.
-
-        Raises CheckpointError where the directory cannot be listed.
-        """
-
     def listed(self) -> list[CheckpointEntry[SummaryT]]:
         """Return all places with a manifest, in no order.
 
         Where the directory can recognise them, damaged checkpoints are included: places that have lost their manifest, and places
         that cannot be entered. Raises CheckpointError where the directory cannot be listed.
         """
-        complete, unread = self.complete()
-        undecided = [
-            CheckpointEntry[SummaryT](self.where, self.where, CheckpointStatus(is_sure=False, reason=why))
-            for why in unread
-        ]
-        return [*map(CheckpointEntry.of_complete, complete), *undecided]
 
-    def status_of(self, entry: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
+    def complete(self) -> list[CheckpointEntry[SummaryT]]:
+        """Return the complete checkpoints, the oldest first."""
+        found = [(entry.status.summary, entry) for entry in self.listed()]
+        complete = [(summary.order, entry) for summary, entry in found if summary is not None]
+        return [entry for _, entry in sorted(complete, key=lambda pair: pair[0])]
+
+    def status_of(self, entry: CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
         """Return the status of a checkpoint by its complete manifest."""
 
-    def remove(self, entries: Sequence[CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]], reason: str) -> None:
+    def remove(self, entries: Sequence[CheckpointEntry[SummaryT]], reason: str) -> None:
         """Remove checkpoints. Each removal is logged with the reason; a checkpoint that cannot be removed is warned about."""
 
 

@@ -5,8 +5,7 @@ from fsdp_optim.storage.posix.claim import LOCK, is_held
 from fsdp_optim.storage.posix.directory import FolderDirectory
 from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.opened import OpenFolder
-from fsdp_optim.storage.posix.opened_any import OpenFiles
+from fsdp_optim.storage.posix.opened import OpenFiles, OpenFolder
 from fsdp_optim.storage.posix.path_status import names_in
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.storage.posix.writer import FolderWriter

@@ -13,7 +13,6 @@ from fsdp_optim.storage.base import (
     CheckpointEntry,
     CheckpointProbe,
     CheckpointStatus,
-    CompleteCheckpoint,
     SummaryT,
 )
 from fsdp_optim.storage.posix.beacon import refresh
@@ -41,20 +40,6 @@ class FolderDirectory(CheckpointDirectory[SummaryT]):
     @property
     def where(self) -> str:
         return str(self._root)
-
-    def complete(self) -> tuple[list[CompleteCheckpoint[SummaryT]], list[str]]:
-        complete: list[CompleteCheckpoint[SummaryT]] = []
-        unread: list[str] = []
-        for entry in self.listed():
-            status = entry.status
-            if status.summary is not None:
-                complete.append(CompleteCheckpoint(entry.where, entry.base, status.summary, entry.can_go))
-                continue
-            if status.has_manifest:
-                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", entry.where, status.reason)
-                if not status.is_sure:
-                    unread.append(status.reason)
-        return sorted(complete, key=lambda entry: entry.summary.order), unread
 
     def listed(self) -> list[CheckpointEntry[SummaryT]]:
         """Return all places with a manifest, as `CheckpointDirectory.listed` says.
@@ -98,10 +83,10 @@ class FolderDirectory(CheckpointDirectory[SummaryT]):
                 entries.append(CheckpointEntry(str(folder), str(base), status, _can_go(folder)))
         return entries, moved
 
-    def status_of(self, entry: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
+    def status_of(self, entry: CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
         return status_of(Path(entry.where), self._probe)
 
-    def remove(self, entries: Sequence[CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]], reason: str) -> None:
+    def remove(self, entries: Sequence[CheckpointEntry[SummaryT]], reason: str) -> None:
         gone = []
         for folder in (Path(entry.where) for entry in entries):
             strangers = self._strangers_in(folder)

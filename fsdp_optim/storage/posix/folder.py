@@ -32,9 +32,8 @@ from fsdp_optim.storage.posix.leftovers import (
     remove_leftovers,
     restore_old,
 )
-from fsdp_optim.storage.posix.path_status import is_nothing, is_there, may_be_there, token_of
+from fsdp_optim.storage.posix.path_status import check_free, check_name, is_nothing, is_there, may_be_there, token_of
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
-from fsdp_optim.storage.posix.target_check import check_free, check_name
 
 _ATTEMPTS = 10  # times
 _EXTRA = "extra"  # the folder of small files, which is removed where a save has written none

@@ -19,8 +19,7 @@ from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.filling import Filling
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.leftovers import existing
-from fsdp_optim.storage.posix.opened import OpenFolder
-from fsdp_optim.storage.posix.opened_any import OpenFiles
+from fsdp_optim.storage.posix.opened import OpenFiles, OpenFolder
 from fsdp_optim.storage.posix.writer import FolderWriter
 
 _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two renames

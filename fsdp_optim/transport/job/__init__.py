@@ -1,8 +1,7 @@
 """The rendezvous store of a job: connections of our own to it, signs of life of ranks, and the last rank that leaves."""
 
-from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim.transport.job.job_store import JobStore, rendezvous_store
 from fsdp_optim.transport.job.pulse import Pulse, Watch, lost_ranks
-from fsdp_optim.transport.job.rendezvous import rendezvous_store
 
 __all__ = [
     "JobStore",

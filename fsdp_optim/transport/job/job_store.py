@@ -11,17 +11,17 @@ import contextlib
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not re-exported
 
-from fsdp_optim.errors import StoreLostError
+from fsdp_optim.errors import StoreLostError, WrapperError
 from fsdp_optim.machine import connections_to, limit_silence
-from fsdp_optim.transport.job.attempt import Attempt
 from fsdp_optim.transport.job.leaving import Leaving
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ _AGAIN_WITHIN = 7.0  # seconds for a new connection to a host that did not answe
 
 _OWN, _NEIGHBOURS = "fsdp_optim/own", "fsdp_optim/at the store"
 _NO_VALUE = "fsdp_optim: there is no value"  # which no key has
+T = TypeVar("T")
 
 
 class JobStore:
@@ -226,3 +227,56 @@ class JobStore:
             self._leaving.joins(origin, dist.get_rank(), dist.get_world_size(), root.port)
             self._leaving.use(store)
         return store
+
+
+class Attempt(Generic[T]):
+    """A call in a thread of its own, which begins at once.
+
+    Args:
+        patience: seconds from now on, after which `result` does not wait any more.
+    """
+
+    def __init__(self, call: Callable[[], T], patience: float) -> None:
+        self._call = call
+        self._until = time.monotonic() + patience
+        self._made: list[T] = []
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="fsdp_optim: connecting", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._made.append(self._call())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the call has returned or raised."""
+        return self._ended.is_set()
+
+    def result(self) -> T:
+        """Return the result of the call. Raises its error, or TimeoutError where it has not ended in time; the call continues."""
+        if not self._ended.wait(max(self._until - time.monotonic(), 0.0)):
+            raise TimeoutError("no answer yet")
+        if self._error is not None:
+            raise self._error
+        return self._made[0]
+
+
+def rendezvous_store() -> Store:
+    """Return the store in which any ranks of the job can meet without a collective call.
+
+    The store of a user's process group would not do: ranks with different values of `process_group=` must find each other,
+    so that all of them raise the error.
+
+    Raises WrapperError where torch.distributed is not initialized.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise WrapperError("torch.distributed is not initialized, and this model lives on several ranks")
+    if hasattr(world, "get_group_store"):
+        return world.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(world)  # torch < 2.8 has no public way

@@ -1,12 +1,30 @@
-"""A warning for a process that saves alone although several processes were launched."""
+"""The ranks that a launcher (torchrun) has started: joined where the program does not do it, and missed where one saves alone."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
+
+import torch.distributed as dist
 
 from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.job.launched import launched_ranks as launched_ranks
+
+
+@contextlib.contextmanager
+def launched_ranks() -> Iterator[int]:
+    """Yield this process's rank. Processes that a launcher has started are the default group inside the context."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_initialized() or not launched.isdecimal() or int(launched) <= 1:
+        yield dist.get_rank() if dist.is_initialized() else 0
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
 
 log = logging.getLogger("fsdp_optim")
 
