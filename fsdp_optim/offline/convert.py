@@ -19,6 +19,7 @@ from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File, planned_files
 from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.progress import Progress
+from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
 from fsdp_optim.checkpoint.common.single_rank_warning import warn_if_alone
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at, store_of_leader
@@ -77,8 +78,13 @@ def convert(
     with in_turn(group), all_hear(group):
         options.validate()
         format = format_of_option(target_format if target_format is not None else options.format)
-        its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
-        with closing(open_on_all(group, its, "", verify=True, format=source_format)) as checkpoint:
+        source_store = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
+
+        def open_source() -> Reader:
+            return open_on_all(group, source_store, "", verify=True, format=source_format)
+
+        # Only the open is retried: files that are written already would mix two checkpoints, so a later replacement raises.
+        with closing(retry_if_replaced(open_source)) as checkpoint:
             naming, writer = SourceNaming(options.param_names, model), format.writer()
             transcript = describe_source(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
             work = _Work.of(group, checkpoint, transcript, writer, format, options)
