@@ -58,7 +58,7 @@ registry: errors
 results: errors
 storage.base: errors
 transport.job: errors machine
-buckets.objects: errors storage.base
+buckets.objects: errors storage.base wire
 options: arguments errors
 plan: errors layout
 storage.posix: errors machine storage.base
@@ -98,14 +98,14 @@ plugins: adapters buckets.objects foreign.dcp foreign.per_rank foreign.torch for
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
-    move options plan results speed state.live storage.base transport verbs
+    move options plan results speed state.live storage.base transport verbs wire
 checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
-    formats.base memory options registry results storage.posix transport verbs
+    formats.base memory options registry results storage.posix transport verbs wire
 checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save errors formats.base formats.own
-    memory options results state.live storage.base storage.posix transport
+    memory options results state.live storage.base storage.posix transport wire
 offline: adapters arguments checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
     foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
-    state.values storage.base storage.posix transport
+    state.values storage.base storage.posix transport wire
 api: checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save formats.base
     memory options registry results state.dicts state.live storage.posix verbs
 (top): api errors

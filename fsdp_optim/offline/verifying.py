@@ -110,7 +110,16 @@ def _files(checkpoint: Reader) -> tuple[list[File], dict[Key, StoredTensor]]:
             values.append(value)
             starts.append(at)
             at += value.nbytes
-        plan = PlannedFile(half, half, b"", tuple(map(planned, values)), tuple(starts), at, 0, _unnamed)
+        plan = PlannedFile(
+            name=half,
+            half=half,
+            head=b"",
+            tensors=tuple(map(planned, values)),
+            starts=tuple(starts),
+            nbytes_of_data=at,
+            segment_nbytes=0,
+            tensors_in=_unnamed,
+        )
         files.append(File(plan, tuple(values)))
     return files, stored
 

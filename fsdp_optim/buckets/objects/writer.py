@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-
-from msgspec import Struct
+from typing import NamedTuple
 
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket
 from fsdp_optim.buckets.objects.keys import KeyedFiles, Place
@@ -21,7 +20,7 @@ _CLIENT_NBYTES = 6 << 20
 """The most bytes that threads, connections and requests of a process take of the budget, besides the parts."""
 
 
-class SharedFile(Struct, array_like=True, frozen=True):
+class SharedFile(NamedTuple):
     """A file whose parts several processes put. `upload`: its id; empty for a file of one part, which is put by one request."""
 
     nbytes: int
@@ -29,7 +28,7 @@ class SharedFile(Struct, array_like=True, frozen=True):
     upload: str
 
 
-class Receipt(Struct, array_like=True, frozen=True):
+class Receipt(NamedTuple):
     """The parts of shared files that a process has put: by file, the number of each part, and what the bucket says of it."""
 
     parts: dict[str, tuple[tuple[int, str], ...]]
@@ -44,7 +43,7 @@ class Receipt(Struct, array_like=True, frozen=True):
         return decode(cls, data)
 
 
-class Address(Struct, array_like=True, frozen=True):
+class Address(NamedTuple):
     """The facts that a process needs to take part in a save.
 
     `token`: of the save; `has_folder`: whether its files have a folder of their own; `shared`: files of several processes.

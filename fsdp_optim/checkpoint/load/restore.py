@@ -106,9 +106,9 @@ def _restore(
                     shard = state.dict_of() if state is not None else None
             agree(group, "read", failure.error, fatal=failure.fatal)
             progress.done()
-        install_all(group, weights, reader, optim, shard, options.keep_hyperparameters, objects)
+        install_all(group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects)
         if options.compare:
-            check_bitwise(reader, optim, group, checkpoint, weights, state, options)
+            check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
     result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, len(values))
     _log_loaded(result, checkpoint, group, begun)
     return result
