@@ -307,16 +307,16 @@ class _Work:
         num, position = len(self.group.ranks), self.group.position
         owners = job.plan.owners
         if owners:
-            mine: Sequence[CopyRange] = [unit for unit in units if owners[unit.file.name] == self.group.rank]
+            own_units: Sequence[CopyRange] = [unit for unit in units if owners[unit.file.name] == self.group.rank]
         else:
-            mine = units[len(units) * position // num : len(units) * (position + 1) // num]
+            own_units = units[len(units) * position // num : len(units) * (position + 1) // num]
         return RankWork(
             self.checkpoint,
             self.transcript.stored,
             self.files,
-            mine,
+            own_units,
             join=lambda: self._join(begun),
-            unit_nbytes=max((unit.nbytes for unit in mine), default=0),
+            unit_nbytes=max((unit.nbytes for unit in own_units), default=0),
             shown=lambda nbytes: progress.up_to(nbytes * num),
         )
 

@@ -144,8 +144,8 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> None:
         except StoreLostError as error:
             raise CheckpointError(_lost(job, error)) from error
     except RANK_ERRORS as error:
-        ours = isinstance(error, FsdpOptimError)
-        text = str(error) if ours else f"rank {job.group.rank}: {type(error).__name__}: {error}"
+        is_own_error = isinstance(error, FsdpOptimError)
+        text = str(error) if is_own_error else f"rank {job.group.rank}: {type(error).__name__}: {error}"
         all_have_stopped = completion.not_saved(text)
         _clean_up(job, late=not all_have_stopped)
         raise CheckpointError(text) from error

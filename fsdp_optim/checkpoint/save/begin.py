@@ -16,21 +16,10 @@ from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.single_rank_warning import warn_if_alone
 from fsdp_optim.checkpoint.common.stores import Place, name_of, store_at
 from fsdp_optim.checkpoint.save.decision import Agreement, SaveDecision
-from fsdp_optim.checkpoint.save.file_plan import (
-    BY_MACHINES,
-    IN_PARTS,
-    IN_PLACE,
-    FilePlan,
-    make_files,
-    strategy_for,
-)
+from fsdp_optim.checkpoint.save.file_plan import BY_MACHINES, IN_PARTS, IN_PLACE, FilePlan, make_files, strategy_for
 from fsdp_optim.checkpoint.save.job import Job, LeaderSide
 from fsdp_optim.checkpoint.save.save_contents import SaveContents
-from fsdp_optim.formats.base.protocols import (
-    Format,
-    Prepared,
-    WrittenFormat,
-)
+from fsdp_optim.formats.base.protocols import Format, Prepared, WrittenFormat
 from fsdp_optim.move import End
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Staging, Store

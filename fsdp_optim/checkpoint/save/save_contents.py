@@ -10,21 +10,12 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
-from fsdp_optim.checkpoint.save.file_plan import (
-    FilePlan,
-)
+from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
 from fsdp_optim.checkpoint.save.renaming import SavedNames
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, StoredExtra, StoredOptim
-from fsdp_optim.formats.base.protocols import (
-    COMMON,
-    MODULES,
-    Prepared,
-    SavedWeights,
-    Writer,
-    rank_extra_name,
-)
+from fsdp_optim.formats.base.protocols import COMMON, MODULES, Prepared, SavedWeights, Writer, rank_extra_name
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities
