@@ -130,7 +130,7 @@ def move(
     staged = [(route, route.staged.most_numel) for route in routes if not route.is_direct]
     for batch in _batches(staged, staging.nbytes):
         for window in _windows(batch, max(route.staged.most_numel for route in batch), staging.nbytes):
-            _move_window(batch, window, source, target, plans, group, staging, failure)
+            _move_window(batch, window, source, target, plans=plans, group=group, budget=staging, failure=failure)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ registry: errors
 results: errors
 storage.base: errors
 transport.job: errors machine
-buckets.objects: errors storage.base
+buckets.objects: errors storage.base wire
 options: arguments errors
 plan: errors layout
 storage.posix: errors machine storage.base
@@ -87,7 +87,7 @@ verbs: adapters arguments dtensors elements errors layout memory move options re
     state.live state.merged state.values transport view
 checkpoint.common: adapters arguments elements errors formats.base formats.own layout memory move options plan
     registry results speed state.dicts state.live state.merged state.values storage.base storage.posix transport
-    transport.job verbs view
+    verbs view
 foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 checkpoint.catalog: arguments checkpoint.common errors formats.base registry results storage.base storage.posix
@@ -98,16 +98,16 @@ plugins: adapters buckets.objects foreign.dcp foreign.per_rank foreign.torch for
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
-    move options plan results speed state.live storage.base transport verbs
+    move options plan results speed state.live storage.base transport verbs wire
 checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
-    formats.base memory options registry results storage.posix transport verbs
+    formats.base memory options registry results storage.posix transport verbs wire
 checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save errors formats.base formats.own
-    memory options results state.live storage.base storage.posix transport
+    memory options results state.live storage.base storage.posix transport wire
 offline: adapters arguments checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
     foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
-    state.values storage.base storage.posix transport
-api: adapters checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save formats.base
-    memory options registry results state.dicts state.live storage.posix transport verbs
+    state.values storage.base storage.posix transport wire
+api: adapters checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
+    formats.base memory options registry results state.dicts state.live storage.posix transport verbs
 (top): api errors
 cli: api errors options plugins registry
 fairscale: api errors memory options state.dicts state.live verbs

@@ -37,6 +37,7 @@ READ_BY_USERS = (
 )  # there methods need a docstring too
 MOST_LINES, MOST_LINES_OF_FUNCTION = 400, 60
 MOST_LINES_OF_TESTS = 600
+MOST_POSITIONAL = 6  # arguments of one call
 EXAMPLES = {f"{PACKAGE}.foreign.torch.roles"}  # "a key such as model, net or module"
 
 
@@ -82,6 +83,21 @@ class TestHouse(unittest.TestCase):
         assert protocols, place
         long = {node.name: lines for node in protocols if (lines := (node.end_lineno or 0) - node.lineno + 1) > 100}
         assert not long, long
+
+    def test_calls_have_few_positional_arguments(self) -> None:
+        """A reader cannot tell which of many values is which. A log line, a packed struct and a `Copy` are rows of values."""
+        rows = (re.compile(r"log\.(debug|info|warning|error)"), re.compile(r".*\.pack"), re.compile("Copy"))
+        many, num_rows = [], 0
+        for module, file in MODULES.items():
+            for node in nodes_of(file):
+                if isinstance(node, ast.Call) and len(node.args) > MOST_POSITIONAL:
+                    name = ast.unparse(node.func)
+                    if any(row.fullmatch(name) for row in rows):
+                        num_rows += 1
+                    else:
+                        many.append(f"{module}, line {node.lineno}: {name} gets {len(node.args)}")
+        assert not many, many
+        assert num_rows, "nothing was looked at"
 
     def test_lists_are_shortened_by_one_function(self) -> None:
         """Which names the number that it leaves out; a list that is cut in silence looks whole."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -129,11 +129,11 @@ def _saved(path: str, module: nn.Module) -> dict[str, Any]:
         return {_EXTRA: _of_module(path, module, "get_extra_state")}
     entries: OrderedDict[str, Any] = OrderedDict()
     entries._metadata = OrderedDict()  # type: ignore[attr-defined]  # some modules read this attribute
-    _of_module(path, module, "_save_to_state_dict", entries, "", True)
+    _of_module(path, module, "_save_to_state_dict", [entries, "", True])
     return dict(entries)
 
 
-def _of_module(path: str, module: nn.Module, name: str, *args: Any) -> Any:
+def _of_module(path: str, module: nn.Module, name: str, args: Sequence[Any] = ()) -> Any:
     """Return the result of a method of a module. Raises StateError where the method fails."""
     try:
         with torch.no_grad():
@@ -151,15 +151,14 @@ def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> N
     `version`: the version of the saved module's code.
     """
     if set(values) == {_EXTRA} and not _overrides(module, "_load_from_state_dict"):
-        _of_module(path, module, "set_extra_state", values[_EXTRA])
+        _of_module(path, module, "set_extra_state", [values[_EXTRA]])
         return
     metadata = {} if version is None else {"version": version}
     missing: list[str] = []
     unexpected: list[str] = []
     errors: list[str] = []
-    _of_module(
-        path, module, "_load_from_state_dict", OrderedDict(values), "", metadata, True, missing, unexpected, errors
-    )
+    args = [OrderedDict(values), "", metadata, True, missing, unexpected, errors]
+    _of_module(path, module, "_load_from_state_dict", args)
     refused = [key for key in unexpected if key in values]
     if errors or refused:
         why = "; ".join(errors) or f"{refused[0]!r} is unknown"

@@ -87,7 +87,7 @@ def scatter_model(
         failure = Failure()
         move(list(weights.stored_values()), _GivenEnd(given, source_rank), FlatsEnd(), group, group.budget, failure)
         agree(group, "received", failure.error, fatal=failure.fatal)
-        install_all(group, weights, reader, None, None, (), None)
+        install_all(group, weights, reader, None, shard=None, keep=(), objects=None)
     return Incompatible(weights.missing, weights.unexpected)
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
 
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File, planned_files
 from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.progress import Progress
+from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at, store_of_leader
 from fsdp_optim.checkpoint.load.opening import open_on_all
@@ -32,7 +35,7 @@ from fsdp_optim.checkpoint.save.file_plan import (
     strategy_for,
 )
 from fsdp_optim.checkpoint.save.finish import finish
-from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written
+from fsdp_optim.checkpoint.save.job import Job, LeaderSide, abandoned_on_failure, encode_written
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.protocols import Format, Half, Reader, Writer, WrittenFormat
@@ -56,6 +59,7 @@ from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.launched import warn_if_alone
 from fsdp_optim.transport.world import world_here
+from fsdp_optim.wire import decode, encode
 
 log = logging.getLogger("fsdp_optim")
 
@@ -77,8 +81,13 @@ def convert(
     with in_turn(group), all_hear(group):
         options.validate()
         format = format_of_option(target_format if target_format is not None else options.format)
-        its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
-        with closing(open_on_all(group, its, "", verify=True, format=source_format)) as checkpoint:
+        source_store = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
+
+        def open_source() -> Reader:
+            return open_on_all(group, source_store, "", verify=True, format=source_format)
+
+        # Only the open is retried: files that are written already would mix two checkpoints, so a later replacement raises.
+        with closing(retry_if_replaced(open_source)) as checkpoint:
             naming, writer = SourceNaming(options.param_names, model), format.writer()
             transcript = describe_source(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
             work = _Work.of(group, checkpoint, transcript, writer, format, options)
@@ -107,17 +116,23 @@ def _options_of(place: Place, options: StorageOptions) -> StorageOptions:
     return options if isinstance(place, str) and scheme_of(place) is not None else None
 
 
+class _Decision(Struct, array_like=True, frozen=True, kw_only=True):
+    """The decision of the leader about the new files, as it is sent to the other ranks. `part_nbytes`: of files in parts."""
+
+    place: str
+    address: str
+    strategy: str
+    durable: bool
+    part_nbytes: dict[str, int]
+
+
 @dataclass(frozen=True)
 class _Begun:
-    """The place of the new files, on every rank. `staging`, `claim`: on the leader."""
+    """The place of the new files, on every rank. `leader`: on the leader."""
 
     store: Store
-    strategy: str
-    address: str
-    durable: bool
-    part_nbytes: Mapping[str, int]
-    staging: Staging | None = None
-    claim: Claim | None = None
+    decision: _Decision
+    leader: LeaderSide | None
 
 
 @dataclass(frozen=True)
@@ -149,7 +164,15 @@ class _Work:
         if transcript.has_optim:
             halves["optim"] = transcript.optim
         files = planned_files(writer, halves, shared, most_nbytes=most, num_ranks=1)
-        return cls(group, checkpoint, transcript, writer, format, options, tuple(files))
+        return cls(
+            group=group,
+            checkpoint=checkpoint,
+            transcript=transcript,
+            writer=writer,
+            format=format,
+            options=options,
+            files=tuple(files),
+        )
 
     @property
     def compared(self) -> str:
@@ -207,48 +230,46 @@ class _Work:
         store = store_at(target, self.format, for_target)
         warn_if_alone(group, store.where, has_group=self.options.call.process_group is not None)
         is_one_machine = all_equal(group, "machines", store.machine_id().encode())
-        staging: Staging | None = None
-        claim: Claim | None = None
-        content = b""
-        try:
+        with ExitStack() as undo:
+            leader, content = None, b""
             if self.leads:
+                # The claim comes before the staging, which removes leftovers: those of a live save of this job are none.
                 claim = Claim.acquire(group, store.where)
-                staging, strategy = self._stage(store, is_one_machine=is_one_machine)
-                can = staging.capabilities
-                durable = self.options.durable or staging.replaces
-                parts = {file.name: can.part_nbytes_of(file.plan.nbytes) for file in self.files if strategy == IN_PARTS}
-                content = json.dumps([store.where, staging.address, strategy, durable, parts]).encode()
+                undo.callback(claim.release)
+                staging = store.begin(overwrite=self.options.overwrite, durable=self.options.durable)
+                undo.callback(staging.abandon)
+                leader = LeaderSide(self.transcript.prepared, staging, claim)
+                content = encode(self._decide(store, staging, is_one_machine=is_one_machine)).encode()
             result = all_gather_bytes(group, "folder", content)
-            where, address, strategy, durable, parts = json.loads(result.content_of(group.ranks[0]))
-            store = store_of_leader(target, store, where, self.format, for_target)
+            decision = decode(_Decision, result.content_of(group.ranks[0]))
+            store = store_of_leader(target, store, decision.place, self.format, for_target)
             if not is_one_machine:
-                check_seen_by_all(group, store, address)
-            return _Begun(store, strategy, address, durable, parts, staging, claim)
-        except BaseException:
-            if staging is not None:
-                staging.abandon()
-            if claim is not None:
-                claim.release()
-            raise
+                check_seen_by_all(group, store, decision.address)
+            undo.pop_all()
+            return _Begun(store, decision, leader)
 
-    def _stage(self, store: Store, *, is_one_machine: bool) -> tuple[Staging, str]:
-        """Begin the save of the new files, on the leader. Returns the save and the strategy."""
-        staging = store.begin(overwrite=self.options.overwrite, durable=self.options.durable)
-        try:
-            if self.format.needs_names and staging.replaces and not staging.capabilities.renames:
-                raise CheckpointError(
-                    f"{store.where}: has objects, and this store would keep the new files of the format {self.format.name} in a "
-                    "folder beside them, where no other tool looks: convert into a new place, or remove the objects first"
-                )
-            strategy = strategy_for(staging.capabilities, "auto")
-            if strategy == BY_MACHINES:
-                strategy = IN_PLACE if is_one_machine else PER_RANK
-            if strategy in (IN_PLACE, IN_PARTS):
-                make_files(staging, self.files)
-        except BaseException:
-            staging.abandon()
-            raise
-        return staging, strategy
+    def _decide(self, store: Store, staging: Staging, *, is_one_machine: bool) -> _Decision:
+        """Decide how the ranks write, and create the files that several of them write. On the leader."""
+        can = staging.capabilities
+        if self.format.needs_names and staging.replaces and not can.renames:
+            raise CheckpointError(
+                f"{store.where}: has objects, and this store would keep the new files of the format {self.format.name} in a "
+                "folder beside them, where no other tool looks: convert into a new place, or remove the objects first"
+            )
+        strategy = strategy_for(can, "auto")
+        if strategy == BY_MACHINES:
+            strategy = IN_PLACE if is_one_machine else PER_RANK
+        if strategy in (IN_PLACE, IN_PARTS):
+            make_files(staging, self.files)
+        return _Decision(
+            place=store.where,
+            address=staging.address,  # after the files are made: it names their uploads
+            strategy=strategy,
+            durable=self.options.durable or staging.replaces,
+            part_nbytes={
+                file.name: can.part_nbytes_of(file.plan.nbytes) for file in self.files if strategy == IN_PARTS
+            },
+        )
 
     # --------------------------------------------------------------------------------------- this rank's share
 
@@ -256,7 +277,7 @@ class _Work:
         """The conversion as a save, which ends like any other."""
         ranks, options = self.group.ranks, self.options
         loads, owners = dict.fromkeys(ranks, 0), {}
-        for file in self.files if begun.strategy not in (IN_PLACE, IN_PARTS) else ():
+        for file in self.files if begun.decision.strategy not in (IN_PLACE, IN_PARTS) else ():
             owner = owners[file.name] = min(loads, key=lambda rank: (loads[rank], rank))
             loads[owner] += file.plan.nbytes
         as_save = SaveArguments(
@@ -265,49 +286,48 @@ class _Work:
             step=self.checkpoint.index.facts.step,
             max_file_size=options.max_file_size,
             overwrite=options.overwrite,
-            durable=begun.durable,
+            durable=begun.decision.durable,
         )
         return Job(
             group=self.group,
             options=as_save,
             store=begun.store,
             format=self.format,
-            address=begun.address,
+            address=begun.decision.address,
             token="",
             plan=FilePlan(self.files, owners, is_alone=len(ranks) == 1),
             absent=(),
             writer=self.writer,
             extras=self.transcript.prepared.files if self.leads else {},
-            prepared=self.transcript.prepared if self.leads else None,
-            staging=begun.staging,
-            claim=begun.claim,
+            leader=begun.leader,
         )
 
     def _share(self, job: Job, begun: _Begun, progress: Progress) -> RankWork:
-        units = plan_units(self.files, self.unit_nbytes, begun.part_nbytes)
+        units = plan_units(self.files, self.unit_nbytes, begun.decision.part_nbytes)
         num, position = len(self.group.ranks), self.group.position
         owners = job.plan.owners
         if owners:
-            mine: Sequence[CopyRange] = [unit for unit in units if owners[unit.file.name] == self.group.rank]
+            own_units: Sequence[CopyRange] = [unit for unit in units if owners[unit.file.name] == self.group.rank]
         else:
-            mine = units[len(units) * position // num : len(units) * (position + 1) // num]
+            own_units = units[len(units) * position // num : len(units) * (position + 1) // num]
         return RankWork(
             self.checkpoint,
             self.transcript.stored,
             self.files,
-            mine,
+            own_units,
             join=lambda: self._join(begun),
-            unit_nbytes=max((unit.nbytes for unit in mine), default=0),
+            unit_nbytes=max((unit.nbytes for unit in own_units), default=0),
             shown=lambda nbytes: progress.up_to(nbytes * num),
         )
 
     def _join(self, begun: _Begun) -> Any:
         who = f"rank {self.group.rank}"
         budget = self.budget.share(2, "units, and their bytes that the store keeps")
-        return begun.store.join(begun.address, durable=begun.durable, who=who, budget_nbytes=budget.nbytes)
+        address, durable = begun.decision.address, begun.decision.durable
+        return begun.store.join(address, durable=durable, who=who, budget_nbytes=budget.nbytes)
 
     def _num_lanes(self, begun: _Begun) -> int:
         """The number of threads of this rank: several only where the store takes ranges of one file from several writers."""
-        if begun.strategy != IN_PLACE:
+        if begun.decision.strategy != IN_PLACE:
             return 1
         return num_lanes_in(self.budget, self.unit_nbytes, self.transcript.stored)

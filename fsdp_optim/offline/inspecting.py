@@ -10,6 +10,7 @@ import torch
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
+from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
@@ -21,7 +22,8 @@ from fsdp_optim.results import CheckpointSummary, GroupInfo, TensorInfo
 
 def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointSummary:
     """Read the content of a checkpoint. No communication."""
-    with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
+    store = store_at(place, options=storage_options)
+    with closing(retry_if_replaced(lambda: open_checkpoint(store, verify=True))) as checkpoint:
         index = checkpoint.index
         state, groups, classes = _optimizer(index)
         return CheckpointSummary(

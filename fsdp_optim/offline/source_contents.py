@@ -100,7 +100,15 @@ def describe_source(checkpoint: Reader, writer: Writer, naming: SourceNaming, *,
         prepared = writer.prepare(new, allow_pickle=allow_pickle, records=RECORDS)
     stored = {**_stored(weights, {}), **optim.stored}
     its = _values(weights, is_state=False)
-    return SourceContents(its, optim.values, stored, prepared, index.optim is not None, which, tuple(left_out))
+    return SourceContents(
+        model=its,
+        optim=optim.values,
+        stored=stored,
+        prepared=prepared,
+        has_optim=index.optim is not None,
+        weights=which,
+        left_out=tuple(left_out),
+    )
 
 
 @dataclass(frozen=True)

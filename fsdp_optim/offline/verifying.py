@@ -10,6 +10,7 @@ from fsdp_optim.checkpoint.common.contents import RECORDS, SavedValue, planned
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.progress import Progress
+from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
 from fsdp_optim.foreign.archive.record_sums import RecordSums
@@ -36,7 +37,8 @@ def verify(
 ) -> VerifyResult:
     """Read everything. Raises CheckpointError that names all places with damage."""
     check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
-    with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
+    store = store_at(place, options=storage_options)
+    with closing(retry_if_replaced(lambda: open_checkpoint(store, verify=True))) as checkpoint:
         budget = Budget(bucket_nbytes, "the elements of a checkpoint that a process verifies")
         unit_nbytes = unit_nbytes_in(budget)
         files, stored = _files(checkpoint)
@@ -108,7 +110,16 @@ def _files(checkpoint: Reader) -> tuple[list[File], dict[Key, StoredTensor]]:
             values.append(value)
             starts.append(at)
             at += value.nbytes
-        plan = PlannedFile(half, half, b"", tuple(map(planned, values)), tuple(starts), at, 0, _unnamed)
+        plan = PlannedFile(
+            name=half,
+            half=half,
+            head=b"",
+            tensors=tuple(map(planned, values)),
+            starts=tuple(starts),
+            nbytes_of_data=at,
+            segment_nbytes=0,
+            tensors_in=_unnamed,
+        )
         files.append(File(plan, tuple(values)))
     return files, stored
 

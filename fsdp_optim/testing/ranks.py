@@ -277,8 +277,9 @@ class _Call:
 
     def start(self, payload: bytes, backend: str, call_id: int) -> None:
         self._deadline = time.monotonic() + self.timeout
+        size, cwd = len(self.workers), os.getcwd()
         for rank, worker in enumerate(self.workers):
-            task = Task(rank, len(self.workers), backend, call_id, self.timeout, sys.path, os.getcwd(), payload)
+            task = Task(rank, size, backend, call_id, self.timeout, sys_path=sys.path, cwd=cwd, payload=payload)
             try:
                 worker.connection.send_bytes(pickle.dumps(task))
             except OSError:

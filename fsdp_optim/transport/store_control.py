@@ -31,13 +31,13 @@ class StoreControl:
         except INTERRUPTS as error:
             interrupt = interrupt or error
         return Verdict(
-            record.all_equal,
-            record.reasons,
-            record.missing,
-            record.text,
-            record.is_early,
-            meeting.reader(record),
-            interrupt,
+            all_equal=record.all_equal,
+            reasons=record.reasons,
+            missing=record.missing,
+            text=record.text,
+            is_early=record.is_early,
+            content_of=meeting.reader(record),
+            interrupt=interrupt,
         )
 
     def claim(self, who: str, place: str) -> str:

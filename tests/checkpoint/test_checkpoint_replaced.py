@@ -33,7 +33,7 @@ from parameterized import parameterized
 import fsdp_optim
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.offline.workers import RankWork
-from fsdp_optim.storage.posix import opened
+from fsdp_optim.storage.posix import Folder, opened
 from fsdp_optim.testing import run_on_ranks
 
 CALLS = ("open", "stat", "fstat", "preadv")
@@ -280,7 +280,11 @@ class ReplacedTest(unittest.TestCase):
         save_two(self.root, {"max_file_size": 100})
         place, target = Place(self.root), Trained("plain", steps=1)
         place.reset()
-        real = opened.OpenFolder.file
+        real, open_folder, opens = opened.OpenFolder.file, Folder.open, [0]
+
+        def counted(store: Folder) -> Any:
+            opens[0] += 1
+            return open_folder(store)
 
         def replaced_first(folder: Any, name: str) -> int:
             if name.startswith("model-"):
@@ -288,11 +292,15 @@ class ReplacedTest(unittest.TestCase):
                 place.reset()
             return real(folder, name)
 
-        with mock.patch.object(opened.OpenFolder, "file", replaced_first):
+        with (
+            mock.patch.object(opened.OpenFolder, "file", replaced_first),
+            mock.patch.object(Folder, "open", counted),
+        ):
             kind, text = error_text(lambda: load(place.path, target, {}))
         self.assertIn(kind, ("ReplacedError", "CheckpointError"))
         self.assertIn("was replaced", text)
         self.assertIn(str(place.path), text)
+        self.assertEqual(opens[0], 5, "retries must not be nested")
 
     @parameterized.expand(((1,), (2,), (3,), (4,)))
     def test_replaced_in_succession(self, times: int) -> None:

@@ -168,11 +168,11 @@ class TestRefused(Folder):
         """A value whose recorded kind is wrong is refused by the save, not by the load, whatever made it so."""
         from unittest import mock
 
-        from fsdp_optim.checkpoint.save import begin as begin_of_save
+        from fsdp_optim.checkpoint.save import save_contents
 
         model = nn.Linear(2, 2)
         optim = trained(model, sgd)
-        describe = begin_of_save.describe
+        describe = save_contents.describe
 
         def wrong(state: Any) -> Any:
             made = describe(state)
@@ -180,7 +180,7 @@ class TestRefused(Folder):
             state["weight"] = dict.fromkeys(state["weight"], state["bias"].get("momentum_buffer"))
             return made
 
-        with mock.patch.object(begin_of_save, "describe", wrong):
+        with mock.patch.object(save_contents, "describe", wrong):
             self.check_refused("could not be loaded.*state.bias.momentum_buffer has shape", model, optim)
 
 

@@ -37,7 +37,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 import fsdp_optim
 from fsdp_optim.checkpoint.catalog.retention import name_of_step
-from fsdp_optim.checkpoint.load.restore import _LOOKS as LOOKS
+from fsdp_optim.checkpoint.common.retry import ATTEMPTS
 from soak.torture import PATIENCE
 
 WORLD = 2
@@ -192,7 +192,7 @@ def least_replaced(mode: str) -> int:
     An overwritten path was replaced once during each attempt of the load; a path that a manager removed was followed by as many
     saves as it keeps. The last of these saves may not have noted its end yet.
     """
-    return (LOOKS if mode.endswith("overwrite") else KEPT) - 1
+    return (ATTEMPTS if mode.endswith("overwrite") else KEPT) - 1
 
 
 def saves_ended(notes: str) -> int:

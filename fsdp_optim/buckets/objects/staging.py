@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from fsdp_optim.buckets.objects.saves import (
     remove_dead,
     taken_for_dead,
 )
-from fsdp_optim.buckets.objects.writer import Address, SharedFile
+from fsdp_optim.buckets.objects.writer import Address, Receipt, SharedFile
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Staging
 
@@ -120,19 +119,19 @@ class ObjectStaging(Staging):
         self._shared[name] = SharedFile(nbytes, part_nbytes, upload)
 
     def seal(self, names: Sequence[str], receipts: Sequence[bytes], *, durable: bool) -> None:
-        found: dict[str, dict[int, str]] = {}
+        put: dict[str, dict[int, str]] = {}
         for receipt in receipts:
-            for name, its in json.loads(receipt).items():
-                found.setdefault(name, {}).update({int(number): one for number, one in its.items()})
+            for name, parts_put in Receipt.decoded(receipt).parts.items():
+                put.setdefault(name, {}).update(parts_put)
         for name, file in self._shared.items():
-            its, num = found.get(name, {}), -(-file.nbytes // file.part_nbytes)
-            missing = [number for number in range(num) if number not in its]
+            of_file, num = put.get(name, {}), -(-file.nbytes // file.part_nbytes)
+            missing = [number for number in range(num) if number not in of_file]
             if missing:
                 raise CheckpointError(
                     f"{self._place.where}/{name}: nobody has put part {missing[0]} of its {num} parts"
                 )
             if file.upload:
-                parts = [its[number] for number in range(num)]
+                parts = [of_file[number] for number in range(num)]
                 self._bucket.end_upload(self._key(name), file.upload, parts, only_if=self._address.only_if)
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket
 from fsdp_optim.buckets.objects.keys import KeyedFiles, Place
@@ -16,22 +14,36 @@ from fsdp_optim.buckets.objects.multipart import MultipartFile
 from fsdp_optim.buckets.objects.uploads import Uploads
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Capabilities, StoreWriter
+from fsdp_optim.wire import decode, encode
 
 _CLIENT_NBYTES = 6 << 20
 """The most bytes that threads, connections and requests of a process take of the budget, besides the parts."""
 
 
-@dataclass(frozen=True)
-class SharedFile:
-    """A file whose parts several processes put. `upload`: its id; empty for a file of one part, which is put whole."""
+class SharedFile(NamedTuple):
+    """A file whose parts several processes put. `upload`: its id; empty for a file of one part, which is put by one request."""
 
     nbytes: int
     part_nbytes: int
     upload: str
 
 
-@dataclass(frozen=True)
-class Address:
+class Receipt(NamedTuple):
+    """The parts of shared files that a process has put: by file, the number of each part, and what the bucket says of it."""
+
+    parts: dict[str, tuple[tuple[int, str], ...]]
+
+    def encoded(self) -> bytes:
+        """Return the receipt as bytes."""
+        return encode(self).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Receipt:
+        """Decode a receipt, the inverse of `encoded`."""
+        return decode(cls, data)
+
+
+class Address(NamedTuple):
     """The facts that a process needs to take part in a save.
 
     `token`: of the save; `has_folder`: whether its files have a folder of their own; `shared`: files of several processes.
@@ -57,16 +69,13 @@ class Address:
         return KeyedFiles(place, self.token if self.has_folder else None)
 
     def encoded(self) -> str:
-        """The address as text."""
-        return json.dumps(
-            {**vars(self), "shared": {name: list(vars(one).values()) for name, one in self.shared.items()}}
-        )
+        """Return the address as text."""
+        return encode(self)
 
     @classmethod
     def decoded(cls, text: str) -> Address:
-        """The inverse of `encoded`."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(**{**values, "shared": {name: SharedFile(*one) for name, one in values["shared"].items()}})
+        """Decode an address, the inverse of `encoded`."""
+        return decode(cls, text)
 
 
 def _nbytes_for_parts(budget_nbytes: int) -> int:
@@ -126,14 +135,18 @@ class ObjectWriter(StoreWriter):
             else:
                 opened.check_whole()
         self._uploads.wait()
-        found = {name: {number: one.result() for number, one in its.items()} for name, its in self._receipts.items()}
+        put = {
+            name: {number: receipt.result() for number, receipt in receipts.items()}
+            for name, receipts in self._receipts.items()
+        }
         for name, upload in list(self._own.items()):
-            its = found.pop(name)
-            parts = [its[number] for number in range(len(its))]
+            receipts = put.pop(name)
+            parts = [receipts[number] for number in range(len(receipts))]
             self._bucket.end_upload(self._files.key(name), upload, parts, only_if=self._address.only_if)
             del self._own[name]
         self._uploads.close()
-        return json.dumps({name: found[name] for name in found.keys() & self._address.shared.keys()}).encode()
+        shared = put.keys() & self._address.shared.keys()
+        return Receipt({name: tuple(put[name].items()) for name in shared}).encoded()
 
     def discard(self) -> None:
         self._uploads.close()

@@ -66,7 +66,13 @@ def info_of(one: ListedCheckpoint) -> CheckpointInfo:
         return CheckpointInfo(path, None, 0, 0, False, one.status.reason)
     nbytes, metric = sum(summary.files.values()), summary.manager.metric if summary.manager is not None else None
     return CheckpointInfo(
-        path, summary.step, summary.world_size, nbytes, one.status.is_complete, one.status.reason, metric
+        path=path,
+        step=summary.step,
+        world_size=summary.world_size,
+        nbytes=nbytes,
+        complete=one.status.is_complete,
+        reason=one.status.reason,
+        metric=metric,
     )
 
 

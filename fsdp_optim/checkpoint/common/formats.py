@@ -126,9 +126,6 @@ class _ProbeNotYetLoaded(CheckpointProbe[ManifestSummary]):
         return self._loaded.is_own(opened)
 
 
-_LOOKS = 5  # times, for a place where another checkpoint replaces the one that is being opened
-
-
 def format_of(opened: Opened) -> Format | None:
     """The format that recognises files that any program may have written, those of this package first; None if no format does.
 
@@ -141,24 +138,23 @@ def format_of(opened: Opened) -> Format | None:
 
 
 def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None) -> Reader:
-    """Open the checkpoint in a store, and try again if another save replaces it meanwhile. `format` None: it is recognised.
+    """Open the checkpoint in a store. `format` None: it is recognised.
 
-    Raises CheckpointError that names the damaged file.
+    Raises CheckpointError that names the damaged file; ReplacedError if another save replaces the checkpoint meanwhile, for
+    `retry_if_replaced`.
     """
-    for attempt in range(1, _LOOKS + 1):
-        opened, found = _opened(store, format)
+    opened, recognised = _opened(store, format)
+    try:
+        return recognised.open(opened, verify=verify)
+    except BaseException as error:
         try:
-            return found.open(opened, verify=verify)
-        except BaseException as error:
-            try:
-                was_replaced = isinstance(error, CheckpointError) and _is_replaced(opened)
-            finally:
-                opened.close()
-            if not was_replaced:
-                raise
-            if attempt == _LOOKS:
-                raise replaced_error(opened.where) from error
-    raise ReplacedError(f"{store.where}: unreachable")
+            # Files of two saves do not fit together, which looks like damage: ask the store before that is reported.
+            was_replaced = isinstance(error, CheckpointError) and _is_replaced(opened)
+        finally:
+            opened.close()
+        if was_replaced and not isinstance(error, ReplacedError):
+            raise replaced_error(opened.where) from error
+        raise
 
 
 def _is_replaced(opened: Opened) -> bool:

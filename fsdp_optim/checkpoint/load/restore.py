@@ -12,6 +12,7 @@ from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.progress import Progress
+from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, common_store, name_of, store_at, with_cache
 from fsdp_optim.checkpoint.load.compare import check_bitwise
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
@@ -20,7 +21,7 @@ from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
 from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
-from fsdp_optim.errors import ReplacedError, StateError, WrapperError, shortened
+from fsdp_optim.errors import StateError, WrapperError, shortened
 from fsdp_optim.formats.base.protocols import Format, Reader
 from fsdp_optim.move import move
 from fsdp_optim.options import Model
@@ -32,8 +33,6 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import collective_call
 from fsdp_optim.verbs.load_state import LoadableOptimizer
-
-_LOOKS = 5  # times, for a path where another checkpoint replaces the one that is being loaded
 
 log = logging.getLogger("fsdp_optim")
 
@@ -50,14 +49,8 @@ def restore(
 
     `objects`: those of a CheckpointManager, with random states; None: those that the options have.
     """
-    for _ in range(_LOOKS - 1):
-        try:
-            return _restore(path, model, optim, options, format, objects)
-        except (
-            ReplacedError
-        ) as error:  # the same on all ranks, which now load the checkpoint that replaced the first one
-            log.info("loading again: %s", error)
-    return _restore(path, model, optim, options, format, objects)
+    # The only retry of a load. The error is the same on all ranks, which now load the checkpoint that replaced the first one.
+    return retry_if_replaced(lambda: _restore(path, model, optim, options, format, objects))
 
 
 def _restore(
@@ -112,9 +105,9 @@ def _restore(
                     shard = state.dict_of() if state is not None else None
             agree(group, "read", failure.error, fatal=failure.fatal)
             progress.done()
-        install_all(group, weights, reader, optim, shard, options.keep_hyperparameters, objects)
+        install_all(group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects)
         if options.compare:
-            check_bitwise(reader, optim, group, checkpoint, weights, state, options)
+            check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
     result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, len(values))
     _log_loaded(result, checkpoint, group, begun)
     return result

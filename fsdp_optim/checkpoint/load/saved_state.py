@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
+from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.run_state import RANDOM, RESERVED
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.codec import Withheld
@@ -139,8 +140,11 @@ class _OfAllRanks:
     allow_pickle: bool
     format: Format | None
 
+    def _open(self) -> Reader:
+        return open_checkpoint(self.store, verify=self.verify, format=self.format)
+
     def read(self) -> tuple[Mapping[str, Any], ...]:
-        with closing(open_checkpoint(self.store, verify=self.verify, format=self.format)) as checkpoint:
+        with closing(retry_if_replaced(self._open)) as checkpoint:
             if checkpoint.index.identity != self.identity:
                 raise CheckpointError(
                     f"{self.store.where}: was replaced by another checkpoint after the load: read all_ranks before the next save"

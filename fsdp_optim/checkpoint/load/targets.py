@@ -85,17 +85,11 @@ class Weights:
             check_memory(unsaved, group.rank)
             return found
 
-        local, global_state = agree_on_state(
-            group,
-            read,
-            asked,
-            f"the model, {about}",
-            with_state=False,
-            what=ELEMENTS,
-        )
+        local, global_state = agree_on_state(group, read, asked, f"the model, {about}", with_state=False, what=ELEMENTS)
         check_not_empty(global_state, reader)
         if asked.weights == "none":
-            return cls(local, global_state, {}, {}, (), (), StoredModuleValues(local.module_values))
+            module_values = StoredModuleValues(local.module_values)
+            return cls(local, global_state, {}, {}, missing=(), unexpected=(), module_values=module_values)
         index = checkpoint.index
         names = renamed_names(names_of_global_state(global_state, local.view), index, asked.rename)
         stored, tied_copies = find_stored(global_state.params, names, local.view.aliases, index)
@@ -134,7 +128,8 @@ class Weights:
                 flat = allocate(param, summary, group.rank, frozenset(missing), slabs)[WEIGHT]
                 flats[param.local_id][dtype] = flat
         warn_of_unfilled(unsaved, local.view.handles, group.rank)
-        return cls(local, global_state, stored, flats, lacking, tuple(unexpected), values)
+        extra = tuple(unexpected)
+        return cls(local, global_state, stored, flats, missing=lacking, unexpected=extra, module_values=values)
 
     def stored_values(self) -> Iterator[StoredValue]:
         for fqn, param in self.global_state.params.items():
@@ -331,7 +326,16 @@ class State:
             p.local_id: allocate(p, summary, group.rank, load_plan.missing, slabs) for p, summary in load_plan.receiving
         }
         stored = weights.stored if options.cast else {}
-        return cls(local, global_state, full, found.tensors, fit, load_plan, flats, stored)
+        return cls(
+            local=local,
+            global_state=global_state,
+            full=full,
+            tensors=found.tensors,
+            fit=fit,
+            load_plan=load_plan,
+            flats=flats,
+            weights=stored,
+        )
 
     def stored_values(self) -> Iterator[StoredValue]:
         for fqn, param in self.global_state.params.items():

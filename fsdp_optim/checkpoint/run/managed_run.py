@@ -1,8 +1,7 @@
-"""One run of a CheckpointManager: which checkpoint it goes on from, when its ranks meet, and its save in the background."""
+"""One run of a CheckpointManager: the checkpoint it resumes from, when its ranks meet, and its save in the background."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -10,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from msgspec import Struct
 
 from fsdp_optim.arguments import Arguments, check_at_least, is_integer
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first
@@ -47,6 +47,7 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import collective_call
 from fsdp_optim.verbs.load_state import LoadableOptimizer
+from fsdp_optim.wire import decode, encode
 
 _CALL = "CheckpointManager"
 
@@ -76,6 +77,17 @@ class ManagerArguments(Arguments):
             f"{self.saving.compared_text()}, {self.rules.compared_text()}, every={self.every!r}, signals={signals}, "
             f"agree_every={self.options.agree_every!r}"
         )
+
+
+class _StepReport(Struct, array_like=True, frozen=True):
+    """What a rank tells the others at a step. `next_in`: on the lowest rank, the steps to the next meeting; else 0.
+
+    `has_failed`: the save in the background has failed here. `has_signal`: a signal has come.
+    """
+
+    has_failed: bool = False
+    has_signal: bool = False
+    next_in: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ class ManagedRun:
         self._rhythm = MeetingInterval(len(group.ranks), options.options.agree_every)
         self._saving: _Saving | None = None
         self._known = KnownSaves()
-        self._at: int | None = None  # the step of the checkpoint that this run goes on from
+        self._at: int | None = None  # the step of the checkpoint that this run resumes from
         self._last_step: int | None = None
         self._next_meeting = 0
         self._has_resumed = self._is_closed = self.should_stop = False
@@ -121,29 +133,30 @@ class ManagedRun:
 
     def step(self, step: int, metric: object) -> None:
         """The end of a training step."""
-        if not self._has_to_meet(step):
+        if not self._must_meet(step):
             self._last_step = step
             return
         with self._meeting("step") as group:
             self._check_step(step)
-            content: dict[str, Any] = {}
-            if self._saving is not None and self._saving.handle.has_failed:
-                content["failed"] = True
-            if self._signals.received and not self.should_stop:
-                content["stop"] = True
-            if group.rank == group.ranks[0]:
-                content["next"] = self._rhythm.steps_to_next(step)
-            result = all_gather_bytes(group, f"step {step}", json.dumps(content).encode() if content else b"")
-            reports = [json.loads(report) for report in map(result.content_of, group.ranks) if report]
-            has_to_stop = any("stop" in report for report in reports)
-            self._next_meeting = step + next(report["next"] for report in reports if "next" in report)
+            report = _StepReport(
+                has_failed=self._saving is not None and self._saving.handle.has_failed,
+                has_signal=self._signals.received and not self.should_stop,
+                next_in=self._rhythm.steps_to_next(step) if group.rank == group.ranks[0] else 0,
+            )
+            # Ranks with nothing to tell send nothing: the meeting costs the store less.
+            content = encode(report).encode() if report != _StepReport() else b""
+            result = all_gather_bytes(group, f"step {step}", content)
+            reports = [decode(_StepReport, content) for content in map(result.content_of, group.ranks) if content]
+            must_stop = any(report.has_signal for report in reports)
+            # The interval of one rank, because each measures its own time, and all must come to the same next meeting.
+            self._next_meeting = step + max(report.next_in for report in reports)
             is_due, self._last_step = self._is_due(step), step
-            self.should_stop = self.should_stop or has_to_stop
-            if any("failed" in report for report in reports):
+            self.should_stop = self.should_stop or must_stop
+            if any(report.has_failed for report in reports):
                 self._settle(group)
-        if is_due or has_to_stop:
+        if is_due or must_stop:
             self._save(step, metric)
-        if has_to_stop:
+        if must_stop:
             if group.rank == group.ranks[0]:
                 log.info("a signal has come to a rank: step %d is saved", step)
             self.wait()
@@ -187,14 +200,14 @@ class ManagedRun:
                 check_at_least("to", to, 0)
             self._settle(group)
             pending.settle(self._known)
-            found = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
+            candidates = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
         loaded = LoadedObjects(options.state, group.position, strict=options.strict)
 
         def load(where: str | Path) -> LoadResult:
             return restore(where, self._model, self._optim, options, objects=loaded)
 
         with checkpoint_errors(self._root):
-            restored = load_newest(self._root, found, options.on_damage, load)
+            restored = load_newest(self._root, candidates, options.on_damage, load)
         step = 0
         with self._meeting("random states") as group:
             if restored is not None:
@@ -218,7 +231,7 @@ class ManagedRun:
                 raise StateError(f"{_CALL}.{what} was called after close(): make another manager")
             yield group
 
-    def _has_to_meet(self, step: int) -> bool:
+    def _must_meet(self, step: int) -> bool:
         """Whether the ranks meet at this step; the same on all ranks. A wrong step is reported in a meeting."""
         if self._is_closed or not is_integer(step) or self._last_step is None or step <= self._last_step:
             return True
@@ -277,18 +290,20 @@ class ManagedRun:
             if not own:
                 self._check_others(listed)
                 begin_anew(self._root, storage)
-            return [Candidate.of(one) for one in own]
+            return [Candidate.of(checkpoint) for checkpoint in own]
         name = name_of_step(to)
-        chosen = [one for one in own if one.base.rpartition("/")[2] == name]
+        chosen = [checkpoint for checkpoint in own if checkpoint.base.rpartition("/")[2] == name]
         if not chosen:
-            steps = sorted(one.summary.step for one in own if one.summary is not None and one.summary.step is not None)
+            summaries = [checkpoint.summary for checkpoint in own]
+            steps = sorted(summary.step for summary in summaries if summary is not None and summary.step is not None)
             has = f"those of the steps {', '.join(map(str, steps))}" if steps else "none"
             raise CheckpointError(f"{self._root}: has no checkpoint of step {to}; of a CheckpointManager it has {has}")
-        return [Candidate.of(one) for one in chosen]
+        return [Candidate.of(checkpoint) for checkpoint in chosen]
 
     def _check_others(self, listed: Sequence[ListedCheckpoint]) -> None:
         """Raise CheckpointError where a resume would pass by checkpoints, because no manager made them."""
-        others = newest_first([one for one in listed if one.status.is_complete or not one.status.is_sure])
+        unsure = [checkpoint for checkpoint in listed if checkpoint.status.is_complete or not checkpoint.status.is_sure]
+        others = newest_first(unsure)
         if others:
             raise CheckpointError(
                 f"{self._root}: has {counted_noun(len(others), 'checkpoint')} that no CheckpointManager made, the newest is "

@@ -51,7 +51,7 @@ def async_save(
     """Copy the state, start writing, return. `format` None: that of the options. `managed`: a CheckpointManager's part."""
     with ExitStack() as held:
         with collective_call("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
-            job, live = begin(path, reader, group, optim, options, format, managed)
+            job, live = begin(path, reader, group, optim, options, format=format, managed=managed)
             with abandoned_on_failure(job):
                 failure = Failure()
                 writer = job.rank_writer()
@@ -144,8 +144,8 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> None:
         except StoreLostError as error:
             raise CheckpointError(_lost(job, error)) from error
     except RANK_ERRORS as error:
-        ours = isinstance(error, FsdpOptimError)
-        text = str(error) if ours else f"rank {job.group.rank}: {type(error).__name__}: {error}"
+        is_own_error = isinstance(error, FsdpOptimError)
+        text = str(error) if is_own_error else f"rank {job.group.rank}: {type(error).__name__}: {error}"
         all_have_stopped = completion.not_saved(text)
         _clean_up(job, late=not all_have_stopped)
         raise CheckpointError(text) from error
@@ -154,8 +154,7 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> None:
 
 def _clean_up(job: Job, *, late: bool = True) -> None:
     """Remove the files of a failed save, and release the claim on its path. Raises nothing, because an error is on its way."""
-    if job.staging is not None:
-        job.staging.abandon(late=late)
-    if job.claim is not None:
+    if job.leader is not None:
+        job.leader.staging.abandon(late=late)
         with contextlib.suppress(StoreLostError):
-            job.claim.release()
+            job.leader.claim.release()

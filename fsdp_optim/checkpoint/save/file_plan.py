@@ -64,6 +64,7 @@ class FilePlan:
         weights: SavedHalf,
         state: SavedHalf | None,
         ranks: Sequence[int],
+        *,
         strategy: str,
         shared: str,
         capabilities: Capabilities,

@@ -10,21 +10,21 @@ from fsdp_optim.formats.base.protocols import Stamp, WrittenFiles
 
 
 def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> None:
-    """Write the remaining files and commit, on the leader. `written`: the results of `encode_written` of all ranks.
+    """Write the remaining files and commit, on the leader. `written`: the reports of all ranks, by `encode_written`.
 
     `commits`: called before the files become the checkpoint; raises an error where they must not.
     """
-    if job.staging is None or job.prepared is None:
+    if job.leader is None:
         raise CheckpointError("only the rank that began the save in the store can finish it")
-    staging, durable, step = job.staging, job.options.durable, job.options.step
-    decoded = [decode_written(job.files, data) for data in written]
+    staging, prepared, durable, step = job.leader.staging, job.leader.prepared, job.options.durable, job.options.step
+    reports = [decode_written(job.files, data) for data in written]
     staging.seal(
         [file.name for file in job.files],
-        [receipt for receipts, _, _ in decoded for receipt in receipts],
+        [receipt for report in reports for receipt in report.receipts],
         durable=durable,
     )
-    extras = {name: info for _, infos, _ in decoded for name, info in infos.items()}
-    rows = {file.name: [table[file.name] for _, _, table in decoded] for file in job.files}
+    extras = {name: info for report in reports for name, info in report.infos.items()}
+    rows = {file.name: [report.rows[file.name] for report in reports] for file in job.files}
     stamp = Stamp(
         token=staging.token,
         sequence=job.sequence,
@@ -33,13 +33,11 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
         folder=staging.inner_folder,
         manager=job.managed.record if job.managed is not None else None,
     )
-    for name, data in job.writer.last(
-        job.prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp
-    ):
+    for name, data in job.writer.last(prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp):
         if name != job.format.probe.manifest:
             staging.put(name, data, durable=durable)
         else:
-            commits()
+            commits()  # last: all other files are complete, and from here on the checkpoint counts
             staging.commit(name, data, durable=durable)
     if job.managed is not None and durable:  # otherwise there was nothing to remove at the beginning
-        job.managed.remove_outdated(job.store, job.prepared.content, stamp.step or 0, stamp.sequence)
+        job.managed.remove_outdated(job.store, prepared.content, stamp.step or 0, stamp.sequence)

@@ -26,7 +26,7 @@ def save(
 ) -> SaveResult:
     """Write one full checkpoint. Called by all ranks of the model. `format` None: that of the options."""
     with collective_call("save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
-        job, live = begin(path, reader, group, optim, options, format)
+        job, live = begin(path, reader, group, optim, options, format=format)
         with abandoned_on_failure(job):
             writer = job.rank_writer()
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:

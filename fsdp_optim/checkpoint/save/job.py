@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct
 
 from fsdp_optim.checkpoint.catalog.listing import next_sequence
 from fsdp_optim.checkpoint.catalog.retention import ManagedSave
@@ -32,10 +33,20 @@ from fsdp_optim.storage.base import Staging, Store, StoreWriter
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.completion import Completion
+from fsdp_optim.wire import decode, encode
 
-_LENGTH = 8  # bytes of a number in `encode_written`
+_LENGTH = 8  # bytes of the number before a header
 
 log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class LeaderSide:
+    """What the lowest rank alone has of a save: the prepared format, the staging in the store, and the claim on the path."""
+
+    prepared: Prepared
+    staging: Staging
+    claim: Claim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +63,7 @@ class Job:
     absent: tuple[str, ...]
     writer: Writer
     extras: Mapping[str, bytes] = field(default_factory=dict)  # the small files of this rank
-    prepared: Prepared | None = None  # on the lowest rank
-    staging: Staging | None = None  # on the rank that began the save in the store
-    claim: Claim | None = None  # on the same rank
+    leader: LeaderSide | None = None  # on the lowest rank, which began the save in the store
     managed: ManagedSave | None = None
     begun: float = field(default_factory=time.monotonic, compare=False)
     _sequence: list[int] = field(default_factory=list, compare=False)
@@ -171,13 +180,11 @@ def abandoned_on_failure(job: Job) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if job.staging is not None:
-            may_write = len(job.group.ranks) > 1 and not isinstance(
-                error, CheckpointError
-            )  # else all ranks have stopped
-            job.staging.abandon(late=may_write)
-        if job.claim is not None:
-            job.claim.release()
+        if job.leader is not None:
+            # After a CheckpointError all ranks have stopped; after another error some may still write.
+            may_write = len(job.group.ranks) > 1 and not isinstance(error, CheckpointError)
+            job.leader.staging.abandon(late=may_write)
+            job.leader.claim.release()
         raise
 
 
@@ -190,20 +197,44 @@ class Written(Protocol):
     def rows(self) -> Mapping[str, Rows]: ...
 
 
+class _ReportHeader(Struct, array_like=True, frozen=True):
+    """The header of a report. The receipts and the rows follow it as bytes, in this order.
+
+    `infos`: by small file, what its writer tells the leader about it. `receipts_nbytes`: the length of each receipt.
+    `num_rows`: the number of rows of each file.
+    """
+
+    infos: dict[str, Any]
+    receipts_nbytes: tuple[int, ...]
+    num_rows: tuple[int, ...]
+
+
+class RankReport(NamedTuple):
+    """The report of a rank to the leader about its writes. `infos`: as in the header; `rows`: the segments of each file."""
+
+    receipts: list[bytes]
+    infos: dict[str, Any]
+    rows: dict[str, Rows]
+
+
 def encode_written(job: Job, writer: Written) -> bytes:
-    """The results of a rank for the leader: the receipts of the store, its small files, and its segments of each file."""
-    extras = json.dumps({name: job.writer.info_of(data) for name, data in job.extras.items()}).encode()
-    parts = [_number(len(part)) + part for part in (extras, *writer.receipts)]
-    tables = [_number(len(rows)) + rows.tobytes() for rows in writer.rows.values()]
-    return b"".join([_number(len(writer.receipts)), *parts, *tables])
+    """Encode the report of this rank for the leader."""
+    tables = list(writer.rows.values())
+    header = encode(
+        _ReportHeader(
+            infos={name: job.writer.info_of(data) for name, data in job.extras.items()},
+            receipts_nbytes=tuple(map(len, writer.receipts)),
+            num_rows=tuple(map(len, tables)),
+        )
+    ).encode()
+    # Rows are many: as bytes they take a fraction of what JSON takes.
+    return b"".join(
+        [len(header).to_bytes(_LENGTH, "little"), header, *writer.receipts, *(rows.tobytes() for rows in tables)]
+    )
 
 
-def _number(value: int) -> bytes:
-    return value.to_bytes(_LENGTH, "little")
-
-
-def decode_written(files: Sequence[File], data: bytes) -> tuple[list[bytes], dict[str, Any], dict[str, Rows]]:
-    """The inverse of `encode_written`."""
+def decode_written(files: Sequence[File], data: bytes) -> RankReport:
+    """Decode the report of a rank, the inverse of `encode_written`."""
     left = memoryview(data)
 
     def take(nbytes: int) -> memoryview:
@@ -211,13 +242,10 @@ def decode_written(files: Sequence[File], data: bytes) -> tuple[list[bytes], dic
         taken, left = left[:nbytes], left[nbytes:]
         return taken
 
-    def number() -> int:
-        return int.from_bytes(take(_LENGTH), "little")
-
-    num_receipts = number()
-    extras = json.loads(bytes(take(number())))
-    receipts = [bytes(take(number())) for _ in range(num_receipts)]
-    return receipts, extras, {file.name: rows_from(take(rows_nbytes(number()))) for file in files}
+    header = decode(_ReportHeader, bytes(take(int.from_bytes(take(_LENGTH), "little"))))
+    receipts = [bytes(take(nbytes)) for nbytes in header.receipts_nbytes]
+    tables = [rows_from(take(rows_nbytes(num))) for num in header.num_rows]
+    return RankReport(receipts, header.infos, {file.name: rows for file, rows in zip(files, tables, strict=True)})
 
 
 def log_saved(job: Job) -> None:

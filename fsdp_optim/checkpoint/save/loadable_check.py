@@ -30,8 +30,8 @@ def prove_loadable(
         live = state.local.live_optimizer(state.global_state)
         live = replace(live, names=replace(live.names, given={**live.names.given, **given}))
         saved = saved_optim(where, description, optim.tensors)
-        found = StoredState.resolved(where, saved, live.names, live.shapes, optim.read_small, live.off_mesh)
-        full, _ = live.fit(found.full, strict=True)
+        loaded = StoredState.resolved(where, saved, live.names, live.shapes, optim.read_small, live.off_mesh)
+        full, _ = live.fit(loaded.full, strict=True)
         check_filled(full, summarize(full, live.shapes))
     except FsdpOptimError as error:
         raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error

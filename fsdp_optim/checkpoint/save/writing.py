@@ -64,7 +64,7 @@ class RankWriter:
         self._budget, self._plans = budget, plans
         self._heads = dict(heads)
         self._stored: dict[tuple[int, int, int], tuple[Placement, Sequence[tuple[int, Copy]]]] = {}
-        self._frames = {name: dict(its) for name, its in frames.items()}
+        self._frames = {name: dict(by_index) for name, by_index in frames.items()}
 
     @property
     def rows(self) -> dict[str, Rows]:
@@ -118,8 +118,8 @@ class RankWriter:
         if key not in self._stored:
             stored = stored_on(part.cut, part.value.nbytes)
             planned = self._plans.of(part.cut, stored, self._rank, replica)
-            mine = [(offset_in_storage(stored, c.target_rank), c) for c in planned if c.source_rank == self._rank]
-            self._stored[key] = part.cut, mine  # a reference that keeps the id unique
+            own_copies = [(offset_in_storage(stored, c.target_rank), c) for c in planned if c.source_rank == self._rank]
+            self._stored[key] = part.cut, own_copies  # a reference that keeps the id unique
         return self._stored[key][1]
 
     def write(self, extents_by_file: ExtentsByFile) -> None:

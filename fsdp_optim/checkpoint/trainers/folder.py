@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -35,6 +35,7 @@ from fsdp_optim.transport.agree import agree, all_gather_bytes, all_hear, in_tur
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure, is_interrupt
 from fsdp_optim.transport.world import world_here
+from fsdp_optim.wire import decode, encode
 
 _CALL = "checkpoint of a trainer"
 _OF_THE_RUN = re.compile(
@@ -58,6 +59,14 @@ Kind = Literal["ours", "sharded", "other"]
 DoneT = TypeVar("DoneT")
 
 log = logging.getLogger("fsdp_optim")
+
+
+class _BeginReport(NamedTuple):
+    """What a rank tells the others when a save begins. `path`, `folder`: on the leader, as in `Filling`."""
+
+    machine: str
+    path: str = ""
+    folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -244,14 +253,13 @@ class FolderSave:
             leader, store = group.ranks[0], store_at(path)
             filling: Filling | None = None
             try:
-                told = []
+                report = _BeginReport(store.machine_id())
                 if group.rank == leader:
                     filling = Filling.make(path, lambda name: _OUTDATED.fullmatch(name) is not None)
-                    told = [str(filling.path), str(filling.folder)]
-                content = json.dumps([store.machine_id(), *told]).encode()
-                result = all_gather_bytes(group, f"save {Path(path).name}", content)
-                machines = [json.loads(result.content_of(rank))[0] for rank in group.ranks]
-                _, where, folder = json.loads(result.content_of(leader))
+                    report = _BeginReport(store.machine_id(), str(filling.path), str(filling.folder))
+                result = all_gather_bytes(group, f"save {Path(path).name}", encode(report).encode())
+                machines = [decode(_BeginReport, result.content_of(rank)).machine for rank in group.ranks]
+                _, where, folder = decode(_BeginReport, result.content_of(leader))
                 filling = filling or Filling(Path(where), Path(folder), lambda _: False)
                 check_seen_by_all(group, store, folder)
                 machine = group.ranks[machines.index(machines[group.ranks.index(group.rank)])]

@@ -203,7 +203,15 @@ class _Rebuild:
         set_bits = {name for name, bit in bits.items() if bit} if type(bits) is dict else set()
         if (bits is not None and type(bits) is not dict) or not set_bits <= {"conj", "neg"}:
             return Damaged(f"its elements have properties that this version does not know: {bits!r:.80}")
-        view = View(storage, dtype, offset, tuple(shape), tuple(stride), "conj" in set_bits, "neg" in set_bits)
+        view = View(
+            storage=storage,
+            dtype=dtype,
+            offset=offset,
+            shape=tuple(shape),
+            stride=tuple(stride),
+            is_conj="conj" in set_bits,
+            is_neg="neg" in set_bits,
+        )
         if view.numel >= _MOST or (view.offset + view.num_spanned) * view.itemsize >= _MOST:
             return Damaged(f"its shape {list(shape)} is larger than any memory")
         if (view.offset + view.num_spanned) * view.itemsize > storage.nbytes and view.numel:

@@ -79,7 +79,9 @@ def _found(opened: Opened) -> _DcpManifest | None:
         )
 
 
-_OLDEST = ManifestSummary(VERSION, 0, None, None, 0, "", "", 0, {})
+_OLDEST = ManifestSummary(
+    version=VERSION, sequence=0, step=None, keep_last=None, created_ns=0, token="", content="", world_size=0, files={}
+)
 """Stands for the brief of a checkpoint that torch.distributed.checkpoint itself has written: it is older than all others."""
 
 

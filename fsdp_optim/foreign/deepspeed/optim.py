@@ -125,15 +125,17 @@ class _Rank:
             values, groups = _state_and_groups(state, saved.get("base_optimizer_state_step"))
             groups = archive.materialised(groups)
             return cls(
-                archive,
-                stage,
-                whole_number(counts[0], "partition_count") if counts else 0,
-                [flat_tensor(flat, "a flat group of weights") for flat in listed(flats, "the weights")],
-                _paddings(saved.get("param_alignment_paddings")),
-                [whole_number(end, "a padding") for end in listed(saved.get("group_paddings", ()), "group_paddings")],
-                values,
-                groups,
-                scaler.numbers if isinstance(scaler, LossScaler) else {},
+                archive=archive,
+                stage=stage,
+                num_ranks=whole_number(counts[0], "partition_count") if counts else 0,
+                flats=[flat_tensor(flat, "a flat group of weights") for flat in listed(flats, "the weights")],
+                paddings=_paddings(saved.get("param_alignment_paddings")),
+                ends=[
+                    whole_number(end, "a padding") for end in listed(saved.get("group_paddings", ()), "group_paddings")
+                ],
+                state=values,
+                groups=groups,
+                scaler=scaler.numbers if isinstance(scaler, LossScaler) else {},
             )
 
     def end_of(self, index: int) -> int:

@@ -324,13 +324,13 @@ def _units(metadata: Sequence[Mapping[str, Any]]) -> Iterator[_Unit]:
             if [prod(shape) for shape in shapes] != list(numels) or min((0, *numels)) < 0:
                 raise ValueError(f"the shapes of {_joined_name(path, backing)} do not have its numbers of elements")
             yield _Unit(
-                path,
-                _joined_name(path, backing),
-                tuple(_joined_name(path, name) for name in param["names"]),
-                shapes,
-                numels,
-                tuple(int(one["param_metadata"][index]["params"][backing]["padding"]) for one in metadata),
-                bool(unit["no_broadcast_optim_state"]),
+                path=path,
+                key=_joined_name(path, backing),
+                fqns=tuple(_joined_name(path, name) for name in param["names"]),
+                shapes=shapes,
+                numels=numels,
+                padding=tuple(int(one["param_metadata"][index]["params"][backing]["padding"]) for one in metadata),
+                is_own=bool(unit["no_broadcast_optim_state"]),
             )
 
 

@@ -347,5 +347,14 @@ class _RankFile:
         head, between = joined([*frames, (at, pending + archive.end())])
         named = f"flat shards of rank {self.rank}"
         return PlannedFile(
-            name, None, head, tuple(tensors), tuple(starts), at, 0, lambda *_: named, between, tuple(slices)
+            name=name,
+            half=None,
+            head=head,
+            tensors=tuple(tensors),
+            starts=tuple(starts),
+            nbytes_of_data=at,
+            segment_nbytes=0,
+            tensors_in=lambda *_: named,
+            between=between,
+            slices=tuple(slices),
         )

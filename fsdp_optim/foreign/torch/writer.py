@@ -210,7 +210,17 @@ def _archive(name: str, half: Half | None, tensors: Sequence[PlannedTensor], tre
     for number, content in small.contents.items():
         pending += archive.tensor(number, len(content)) + content
     head, between = joined([*frames, (at, pending + archive.end())])
-    return PlannedFile(name, half, head, tuple(tensors), tuple(starts), at, 0, lambda *_: name, between)
+    return PlannedFile(
+        name=name,
+        half=half,
+        head=head,
+        tensors=tuple(tensors),
+        starts=tuple(starts),
+        nbytes_of_data=at,
+        segment_nbytes=0,
+        tensors_in=lambda *_: name,
+        between=between,
+    )
 
 
 def manifest_of(

@@ -125,11 +125,25 @@ class Checkpoint:
                 if entry.key in tensors:
                     raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
                 tensors[entry.key] = StoredTensor(
-                    entry.key, entry.dtype, entry.shape, name, entry.start, short, opened.request_nbytes
+                    key=entry.key,
+                    dtype=entry.dtype,
+                    shape=entry.shape,
+                    file=name,
+                    start=entry.start,
+                    short_nbytes=short,
+                    request_nbytes=opened.request_nbytes,
                 )
         for stem, tensors in halves.items():
             _check_index(opened, stem, manifest, tensors, verify=verify)
-        return cls(opened, manifest, files, halves[weights_name], halves["optim"], verify, version)
+        return cls(
+            opened=opened,
+            manifest=manifest,
+            files=files,
+            model=halves[weights_name],
+            optim=halves["optim"],
+            verifies=verify,
+            _manifest_version=version,
+        )
 
     @cached_property
     def index(self) -> CheckpointIndex:

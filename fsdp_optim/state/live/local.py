@@ -295,7 +295,8 @@ def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
                 )
             other_keys[key] = value
     hypers, classes = tuple(hyper for _, hyper, _ in groups.values()), tuple(of for of, *_ in groups.values())
-    return LocalOptim(tuple(params), hypers, tuple(ids), (None,) * len(hypers), other_keys, tuple(optimizers), classes)
+    unnamed = (None,) * len(hypers)
+    return LocalOptim(tuple(params), hypers, tuple(ids), unnamed, other_keys, tuple(optimizers), classes=classes)
 
 
 def _key_of_group(hyper: Mapping[str, Any], number: int) -> str:

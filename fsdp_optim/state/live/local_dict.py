@@ -156,7 +156,15 @@ def opaque_values(
         depends_on_cut(value) for value, cut in values.values() if not cut and not isinstance(value, OpaqueShards)
     )
     return {
-        name: _opaque(param, name, value, cut, rank, is_free, (lambda value: value) if is_own else detached_copy)
+        name: _opaque(
+            param,
+            name,
+            value,
+            cut=cut,
+            rank=rank,
+            is_free=is_free,
+            copied=(lambda value: value) if is_own else detached_copy,
+        )
         for name, (value, cut) in values.items()
         if not isinstance(value, OpaqueShards) or value.has(placements, rank)
     }

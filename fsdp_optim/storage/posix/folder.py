@@ -130,7 +130,9 @@ class FolderStaging(Staging):
                 close_quietly(lock)
             remove_tree(new)
             raise
-        return cls(path, folder, probe, overwrite, lock, before, filling)
+        return cls(
+            path=path, folder=folder, probe=probe, overwrite=overwrite, lock=lock, before=before, filling=filling
+        )
 
     @property
     def replaces(self) -> bool:

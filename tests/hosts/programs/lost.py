@@ -25,7 +25,7 @@ from hosts.programs.numbered import QUIET, Numbered
 from kit.options import as_options
 
 import fsdp_optim
-from fsdp_optim.checkpoint.save import background, begin, foreground
+from fsdp_optim.checkpoint.save import background, foreground, save_contents
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.storage.posix import FolderStaging
 from fsdp_optim.transport import completion
@@ -83,7 +83,7 @@ def around(owner: Any, name: str, phase: str, *, after: bool, when: Callable[...
 def arm(phase: str) -> None:
     """Have this process stop in a phase of the next save."""
     if phase == "begun":  # the values are read, and no file is made
-        around(begin.SaveContents, "read", phase, after=True)
+        around(save_contents.SaveContents, "read", phase, after=True)
     elif phase == "writing":
         around(RankWriter, "write", phase, after=True)
     elif phase == "written":  # and not reported yet
