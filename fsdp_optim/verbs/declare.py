@@ -1,4 +1,4 @@
-"""Declare: adds facts about the parameters of a module on this rank that the module does not record. No communication."""
+"""Declare: add facts about the parameters of a module on this rank that the module does not record. No communication."""
 
 from __future__ import annotations
 

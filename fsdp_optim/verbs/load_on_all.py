@@ -21,7 +21,7 @@ def load_on_all(
 ) -> Incompatible:
     """Load the optimizer on all ranks. If one fails, the optimizers of all ranks get back their previous state.
 
-    `before`: that of the caller, who can put the state back later too.
+    `before`: the state before the load, of a caller who may restore it later too.
     """
     before = before or Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
     failure, incompatible = Failure(), Incompatible()
