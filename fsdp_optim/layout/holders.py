@@ -15,7 +15,7 @@ class RankSet:
         self._include: dict[tuple[Ranks, ...], bool] = {}
 
     def is_all_holders_of(self, placement: Placement) -> bool:
-        """Whether exactly these ranks hold a parameter."""
+        """Return whether exactly these ranks hold a parameter."""
         groups = placement.rank_groups
         known = self._equal.get(groups)
         if known is None:
@@ -23,7 +23,7 @@ class RankSet:
         return known
 
     def includes_holders_of(self, placement: Placement) -> bool:
-        """Whether only ranks of this set hold a parameter."""
+        """Return whether only ranks of this set hold a parameter."""
         groups = placement.rank_groups
         known = self._include.get(groups)
         if known is None:

@@ -37,17 +37,17 @@ class Layout:
         return tuple(sorted({rank for placement in self.placements.values() for rank in placement.ranks}))
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """The Pieces that one rank holds, parameter by parameter."""
+        """Yield the Pieces that one rank holds, parameter by parameter."""
         for fqn, placement in self.placements.items():
             shard = placement.shard_of(rank)
             for block in placement.blocks(shard) if shard is not None else ():
                 yield Piece(fqn, block.box, rank, block.offset, block.strides)
 
     def only(self, fqns: Sequence[str]) -> Layout:
-        """The Layout of some of the parameters, in the order of `fqns`."""
+        """Return the Layout of some of the parameters, in the order of `fqns`."""
         return Layout({fqn: self.placements[fqn] for fqn in fqns})
 
     def whole_on(self, ranks: Sequence[int]) -> Layout:
-        """The same parameters, each of them whole on each of `ranks`, in separate tensors."""
+        """Return the Layout in which every parameter is complete on each of `ranks`, in separate tensors."""
         on = ranks_in_order(ranks)
         return Layout({fqn: Whole(p.shape, on) for fqn, p in self.placements.items()})

@@ -17,7 +17,7 @@ _Replicated = TypeVar("_Replicated", bound=_HasReplicas)
 
 
 def join_replicas(first: _Replicated, other: _Replicated) -> _Replicated | None:
-    """A Placement with the replicas of both; None where a rank would be in two replicas."""
+    """Return a Placement with the replicas of both; None where a rank would be in two replicas."""
     groups = tuple(dict.fromkeys((*first.replicas, *other.replicas)))
     if len({rank for group in groups for rank in group}) != sum(map(len, groups)):
         return None
