@@ -47,7 +47,7 @@ def save(
     gets its name only when it is complete, so a save that is killed leaves the earlier checkpoint.
 
     Args:
-        path: the folder to make, on a file system that all ranks share. A relative one counts from the working directory of
+        path: the folder to make, on a file system that all ranks share. A relative path counts from the working directory of
             the lowest rank; `~` is the home folder. Or a URL: `s3://bucket/run/step-1000` needs boto3; every other scheme
             (`gs://`, `az://`, `file://`) needs fsspec and the package that fsspec names.
         model: as for `gather_full_optim_state_dict`.
@@ -91,7 +91,7 @@ def async_save(
     format: str | Format = "safetensors",
     options: SaveOptions = _SAVE,
 ) -> SaveHandle:
-    """As `save`, but returns when the state is copied to host memory, so that training may continue and change the state.
+    """Save as `save`, but return when the state is copied to host memory, so that training may continue and change the state.
 
     Called by all ranks of the model. One thread of each rank writes the copy, without collective calls. `handle.wait()` and the
     next save or async_save of this process wait for this save, and raise its error; the exit of the process waits too. Memory:
