@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 
-from fsdp_optim.checkpoint.catalog.listing import listed_with_shelves
+from fsdp_optim.checkpoint.catalog.listing import listed_with_directories
 from fsdp_optim.checkpoint.common.formats import HasSequence
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.summary import ManifestSummary
@@ -18,29 +18,31 @@ log = logging.getLogger("fsdp_optim")
 
 
 def latest(*directories: CheckpointDirectory[ManifestSummary]) -> str | None:
-    """The place of the newest complete checkpoint on a shelf; None where there is none.
+    """Return the place of the newest complete checkpoint in a directory; None where there is none.
 
-    Checkpoints of other libraries do not count. `shelves`: the same shelf, for each format.
+    Checkpoints of other libraries do not count. `directories`: the same directory, for each format.
 
-    Raises CheckpointError where the shelf cannot be listed, or has only checkpoints that cannot be read just now.
+    Raises CheckpointError where the directory cannot be listed, or has only checkpoints that cannot be read just now.
     """
     unread: list[str] = []
     for attempt in range(_ATTEMPTS):
-        looks = listed_with_shelves(directories)
-        unread = [one.status.reason for one, _ in looks if not one.status.is_sure]
-        for one, _ in looks:
-            if not one.status.is_complete:
-                log.warning("%s is no checkpoint that can be read: %s", one.where, one.status.reason)
-        found = [
-            (one.status.summary.order, one, directory) for one, directory in looks if one.status.summary is not None
+        looks = listed_with_directories(directories)
+        unread = [entry.status.reason for entry, _ in looks if not entry.status.is_sure]
+        for entry, _ in looks:
+            if not entry.status.is_complete:
+                log.warning("%s is no checkpoint that can be read: %s", entry.where, entry.status.reason)
+        candidates = [
+            (entry.status.summary.order, entry, directory)
+            for entry, directory in looks
+            if entry.status.summary is not None
         ]
-        for _, one, directory in sorted(found, key=lambda candidate: candidate[0], reverse=True):
-            status = directory.status_of(one)  # by the whole manifest, not its beginning alone
+        for _, entry, directory in sorted(candidates, key=lambda candidate: candidate[0], reverse=True):
+            status = directory.status_of(entry)  # by the complete manifest, not its beginning alone
             if status.is_complete:
-                return one.where
+                return entry.where
             if status.has_moved and attempt < _ATTEMPTS - 1:
-                break  # another checkpoint replaced this one since the shelf was listed
-            log.warning("%s is no complete checkpoint: %s", one.where, status.reason)
+                break  # another checkpoint replaced this one since the directory was listed: list again
+            log.warning("%s is no complete checkpoint: %s", entry.where, status.reason)
             if not status.is_sure:
                 unread.append(status.reason)
         else:
@@ -53,17 +55,17 @@ def latest(*directories: CheckpointDirectory[ManifestSummary]) -> str | None:
 
 
 def next_sequence(store: Store, formats: Iterable[HasSequence]) -> int:
-    """One more than the highest sequence number of all that has a manifest beside a place, complete or not.
+    """Return the next sequence number: one above the highest in any manifest next to this checkpoint, complete or not.
 
-    The listing of a bucket may be old, so the number there is that of this millisecond at least: a save that does not see the one
-    before it must not be taken for older, and be removed by the manager.
+    The listing of a bucket may be old, so the number there is at least this millisecond's: a save that does not see the previous
+    save must not be taken for older than it, and be removed by the manager.
     """
     highest = 0 if store.on_file_system else time.time_ns() // 1_000_000 - 1
     siblings = store.siblings()
     if store.on_file_system:
-        briefs = {one.where: one.summary for one in store.directory().listed() if one.summary is not None}
-        highest = max((summary.order[0] for summary in briefs.values()), default=0)
-        siblings = store.siblings({where.rpartition("/")[2] for where in briefs})
+        summaries = {entry.where: entry.summary for entry in store.directory().listed() if entry.summary is not None}
+        highest = max((summary.order[0] for summary in summaries.values()), default=0)
+        siblings = store.siblings({where.rpartition("/")[2] for where in summaries})
     for opened in siblings:
         with opened:
             highest = max(highest, *(format.sequence_in(opened) for format in formats))

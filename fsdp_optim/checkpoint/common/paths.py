@@ -11,13 +11,13 @@ from fsdp_optim.transport.base import RankGroup
 
 
 def common_store(group: RankGroup, place: Place, options: StorageOptions = None) -> Store:
-    """The store of a place, the same on all ranks: a relative path counts from the working directory of the lowest rank.
+    """Return the store of a place, the same on all ranks. Called by all ranks.
 
-    Called by all ranks.
+    A relative path counts from the working directory of the lowest rank.
     """
-    mine = store_at(place, options=options)
-    content = os.fsencode(mine.where)
+    own_store = store_at(place, options=options)
+    content = os.fsencode(own_store.where)
     result = all_gather_bytes(group, "path", content if group.rank == group.ranks[0] else b"", compared=content)
     if result.all_equal:
-        return mine
-    return store_of_leader(place, mine, os.fsdecode(result.content_of(group.ranks[0])), options=options)
+        return own_store
+    return store_of_leader(place, own_store, os.fsdecode(result.content_of(group.ranks[0])), options=options)

@@ -1,4 +1,4 @@
-"""One run of a CheckpointManager: which checkpoint it goes on from, when its ranks meet, and its save in the background."""
+"""One run of a CheckpointManager: which checkpoint it resumed from, when its ranks agree, and its save in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArgument
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
-from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
+from fsdp_optim.checkpoint.common.stores import directory_at, store_at
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.run.meeting_interval import MeetingInterval
@@ -55,7 +55,7 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class ManagerArguments(Arguments):
-    """The arguments of a CheckpointManager. `saving`: those of its saves, with most of the options."""
+    """The arguments of a CheckpointManager. `saving`: the arguments of its saves, with most of the options."""
 
     saving: SaveArguments
     rules: KeepRules
@@ -68,7 +68,7 @@ class ManagerArguments(Arguments):
             check_at_least("every", self.every, 1, " step")
 
     def compared_text(self) -> str:
-        """The arguments that must be the same on all ranks, each once."""
+        """Return the arguments that must be the same on all ranks, as text."""
         signals = sorted(map(int, self.options.signals))
         return (
             f"{self.saving.compared_text()}, {self.rules.compared_text()}, every={self.every!r}, signals={signals}, "
@@ -107,22 +107,22 @@ class ManagedRun:
             inside = store_at(f"{self._root}/_", options=options.saving.storage_options)
             check_shared(group, inside, self._root)
         self._model, self._optim, self._options, self._ranks = model, optim, options, group.ranks
-        self._rhythm = MeetingInterval(len(group.ranks), options.options.agree_every)
+        self._interval = MeetingInterval(len(group.ranks), options.options.agree_every)
         self._saving: _Saving | None = None
         self._known = KnownSaves()
-        self._at: int | None = None  # the step of the checkpoint that this run goes on from
+        self._at: int | None = None  # the step of the checkpoint that this run last saved or loaded
         self._last_step: int | None = None
-        self._next_meeting = 0
+        self._next_agreement = 0
         self._has_resumed = self._is_closed = self.should_stop = False
         self.restored: LoadResult | None = None
         self._signals = Signals(options.options.signals)
 
     def step(self, step: int, metric: object) -> None:
-        """The end of a training step."""
-        if not self._has_to_meet(step):
+        """End a training step: agree with the other ranks if it is time, and save if a save is due."""
+        if not self._must_agree(step):
             self._last_step = step
             return
-        with self._meeting("step") as group:
+        with self._collective("step") as group:
             self._check_step(step)
             content: dict[str, Any] = {}
             if self._saving is not None and self._saving.handle.has_failed:
@@ -130,11 +130,11 @@ class ManagedRun:
             if self._signals.received and not self.should_stop:
                 content["stop"] = True
             if group.rank == group.ranks[0]:
-                content["next"] = self._rhythm.steps_to_next(step)
+                content["next"] = self._interval.steps_to_next(step)
             result = all_gather_bytes(group, f"step {step}", json.dumps(content).encode() if content else b"")
             reports = [json.loads(report) for report in map(result.content_of, group.ranks) if report]
             has_to_stop = any("stop" in report for report in reports)
-            self._next_meeting = step + next(report["next"] for report in reports if "next" in report)
+            self._next_agreement = step + next(report["next"] for report in reports if "next" in report)
             is_due, self._last_step = self._is_due(step), step
             self.should_stop = self.should_stop or has_to_stop
             if any("failed" in report for report in reports):
@@ -147,8 +147,8 @@ class ManagedRun:
             self.wait()
 
     def save(self, step: int, metric: object) -> None:
-        """A save that was asked for."""
-        with self._meeting("save") as group:
+        """Save this step now, whatever `every` says."""
+        with self._collective("save") as group:
             self._check_step(step)
             agree(group, f"save {step}")
             self._last_step = step
@@ -156,7 +156,7 @@ class ManagedRun:
 
     def wait(self) -> None:
         """Wait for the save in the background."""
-        with self._meeting("wait") as group:
+        with self._collective("wait") as group:
             self._settle(group)
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class ManagedRun:
             self._signals.put_back()
 
     def close_after_error(self) -> None:
-        """Close without the other ranks, because one that has failed does not come."""
+        """Close without the other ranks, because a rank that has failed does not come."""
         self._is_closed = True
         self._signals.put_back()
         own = self._saving.handle.error() if self._saving is not None else None
@@ -178,37 +178,37 @@ class ManagedRun:
             log.error("the save in the background has failed too: %s", own)
 
     def load(self, to: int | None, options: ResumeArguments) -> int:
-        """Load a checkpoint, the newest or that of a step; returns its step."""
-        with self._meeting("resume" if to is None else "rollback") as group:
+        """Load the newest checkpoint, or the checkpoint of the step `to`; return its step."""
+        with self._collective("resume" if to is None else "rollback") as group:
             options.validate()
             if to is not None:
                 check_at_least("to", to, 0)
             self._settle(group)
             pending.settle(self._known)
-            found = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
+            candidates = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
         loaded = LoadedObjects(options.state, group.position, strict=options.strict)
 
         def load(where: str | Path) -> LoadResult:
             return restore(where, self._model, self._optim, options, objects=loaded)
 
         with checkpoint_errors(self._root):
-            restored = load_newest(self._root, found, options.on_damage, load)
+            restored = load_newest(self._root, candidates, options.on_damage, load)
         step = 0
-        with self._meeting("random states") as group:
+        with self._collective("random states") as group:
             if restored is not None:
                 loaded.install_random()
                 step = restored.step or 0
             agree(group, "random states")
         self._has_resumed, self.restored = True, restored
         self._at = step if restored is not None else None
-        self._last_step, self._next_meeting = step, step + 1
+        self._last_step, self._next_agreement = step, step + 1
         return step
 
     # -------------------------------------------------------------------------------------------- inside
 
     @contextmanager
-    def _meeting(self, what: str) -> Iterator[RankGroup]:
-        """The ranks of the manager, for one call. An error inside is raised on all ranks."""
+    def _collective(self, what: str) -> Iterator[RankGroup]:
+        """Make one collective call of the manager's ranks. An error inside is raised on all ranks."""
         call = self._options.saving.call
         group = world_here().group(f"{_CALL}.{what}", self._ranks, call.process_group, call.seconds, call.bucket_nbytes)
         with checkpoint_errors(self._root), in_turn(group), all_hear(group):
@@ -216,14 +216,14 @@ class ManagedRun:
                 raise StateError(f"{_CALL}.{what} was called after close(): make another manager")
             yield group
 
-    def _has_to_meet(self, step: int) -> bool:
-        """Whether the ranks meet at this step; the same on all ranks. A wrong step is reported in a meeting."""
+    def _must_agree(self, step: int) -> bool:
+        """Return whether the ranks agree at this step; the same on all ranks. They do for a wrong step, so that all raise."""
         if self._is_closed or not is_integer(step) or self._last_step is None or step <= self._last_step:
             return True
         if self._is_due(step):
             return True
-        meets = bool(self._options.options.signals) or self._options.options.agree_every is not None
-        return meets and step >= self._next_meeting
+        agrees = bool(self._options.options.signals) or self._options.options.agree_every is not None
+        return agrees and step >= self._next_agreement
 
     def _is_due(self, step: int) -> bool:
         every = self._options.every
@@ -252,7 +252,7 @@ class ManagedRun:
 
     def _save(self, step: int, metric: object) -> None:
         step = int(step)
-        with self._meeting("save") as group:
+        with self._collective("save") as group:
             self._settle(group)
             if self._at == step:
                 return
@@ -266,27 +266,28 @@ class ManagedRun:
         self._saving = _Saving(step, handle)
 
     def _candidates(self, to: int | None) -> list[Candidate]:
-        """The checkpoints of a manager in the folder that a load may take, the newest first."""
+        """Return the checkpoints of a manager in the folder that a load may take, the newest first."""
         storage = self._options.saving.storage_options
-        listed = all_listed([shelf_at(self._root, storage, format) for format in listed_formats()])
+        listed = all_listed([directory_at(self._root, storage, format) for format in listed_formats()])
         self._known.see(filter(is_own, listed))
         own = newest_first(own_in(listed))
         if to is None:
             if not own:
                 self._check_others(listed)
                 begin_anew(self._root, storage)
-            return [Candidate.of(one) for one in own]
+            return [Candidate.of(entry) for entry in own]
         name = name_of_step(to)
-        chosen = [one for one in own if one.base.rpartition("/")[2] == name]
+        chosen = [entry for entry in own if entry.base.rpartition("/")[2] == name]
         if not chosen:
-            steps = sorted(one.summary.step for one in own if one.summary is not None and one.summary.step is not None)
+            summaries = [entry.summary for entry in own if entry.summary is not None]
+            steps = sorted(summary.step for summary in summaries if summary.step is not None)
             has = f"those of the steps {', '.join(map(str, steps))}" if steps else "none"
             raise CheckpointError(f"{self._root}: has no checkpoint of step {to}; of a CheckpointManager it has {has}")
-        return [Candidate.of(one) for one in chosen]
+        return [Candidate.of(entry) for entry in chosen]
 
     def _check_others(self, listed: Sequence[ListedCheckpoint]) -> None:
-        """Raise CheckpointError where a resume would pass by checkpoints, because no manager made them."""
-        others = newest_first([one for one in listed if one.status.is_complete or not one.status.is_sure])
+        """Raise CheckpointError where a resume would skip checkpoints, because no manager made them."""
+        others = newest_first([entry for entry in listed if entry.status.is_complete or not entry.status.is_sure])
         if others:
             raise CheckpointError(
                 f"{self._root}: has {counted_noun(len(others), 'checkpoint')} that no CheckpointManager made, the newest is "

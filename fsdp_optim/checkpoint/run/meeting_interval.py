@@ -1,4 +1,4 @@
-"""When the ranks of a CheckpointManager meet. A meeting costs all ranks time, so they do not meet at every step."""
+"""When the ranks of a CheckpointManager agree. That costs all ranks time, so they do not do it at every step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _MOST_STEPS = 1_000_000
 
 
 class MeetingInterval:
-    """The number of steps to the next meeting, which the lowest rank chooses by its clock and tells the others.
+    """The number of steps to the next meeting of the ranks, which the lowest rank chooses by its clock and sends to the others.
 
-    A meeting takes about half a millisecond for each rank, because all ranks talk to one store. So they meet about once a second
-    or, with more than 20 ranks, about every 50 ms for each rank, at most every 10 s: about 1 % of the time.
+    A meeting takes about half a millisecond for each rank, because all ranks talk to one rendezvous store. So they meet about
+    once a second or, with more than 20 ranks, about every 50 ms for each rank, at most every 10 s: about 1 % of the time.
     """
 
     def __init__(self, num_ranks: int, fixed: int | None) -> None:
@@ -22,7 +22,10 @@ class MeetingInterval:
         self._last: tuple[int, float] | None = None
 
     def steps_to_next(self, step: int) -> int:
-        """How many steps after this one the ranks meet again. The number at most doubles, because steps differ in length."""
+        """Return how many steps after this one the ranks meet again.
+
+        The number at most doubles, because steps differ in length.
+        """
         if self._fixed is not None:
             return self._fixed
         now = time.monotonic()

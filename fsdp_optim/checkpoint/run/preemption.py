@@ -70,6 +70,6 @@ class Signals:
 
 
 def _instance_of(handler: object) -> Signals | None:
-    """The instance whose method a handler is."""
+    """Return the instance whose method a handler is."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, Signals) else None

@@ -1,4 +1,4 @@
-"""resume: loads the newest checkpoint of a folder. All ranks agree on which one that is, and nothing is passed by in silence."""
+"""resume: load the newest checkpoint of a folder. All ranks agree on which it is, and no checkpoint is skipped in silence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
-from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
+from fsdp_optim.checkpoint.common.stores import directory_at, store_at
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.options import Model, OnDamage
@@ -39,9 +39,9 @@ class Candidate:
     damage: str = ""
 
     @classmethod
-    def of(cls, one: ListedCheckpoint) -> Candidate:
-        status = one.status
-        return cls(one.where, "" if status.is_complete else status.reason or "it is not complete")
+    def of(cls, entry: ListedCheckpoint) -> Candidate:
+        status = entry.status
+        return cls(entry.where, "" if status.is_complete else status.reason or "it is not complete")
 
 
 def resume(
@@ -53,61 +53,64 @@ def resume(
     """Load the newest checkpoint of a folder. Called by all ranks of the model."""
 
     def listed() -> list[Candidate]:
-        directories = [shelf_at(root, options.storage_options, format) for format in listed_formats()]
-        found = [Candidate.of(one) for one in newest_first(all_listed(directories))]
-        if not found:
+        directories = [directory_at(root, options.storage_options, format) for format in listed_formats()]
+        candidates = [Candidate.of(entry) for entry in newest_first(all_listed(directories))]
+        if not candidates:
             begin_anew(root, options.storage_options)
-        return found
+        return candidates
 
     with collective_call("resume", [model], options, options.call, all_of_plain=True) as (_, group):
         pending.settle()
-        found = candidates_on_all(group, f"{str(root)!r}, {options.compared_text()}", listed)
-        if not found:  # what is not in the folder of the lowest rank may be in that of another one
+        candidates = candidates_on_all(group, f"{str(root)!r}, {options.compared_text()}", listed)
+        if not candidates:  # the folder may be another one on another rank, with checkpoints
             inside = store_at(f"{root}/_", options=options.storage_options)
             check_shared(group, inside, str(root))
-    return load_newest(str(root), found, options.on_damage, lambda where: restore(where, model, optim, options))
+    return load_newest(str(root), candidates, options.on_damage, lambda where: restore(where, model, optim, options))
 
 
 def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Candidate]]) -> list[Candidate]:
-    """The checkpoints that the lowest rank has listed, on all ranks. `about`: a description of the call, which ranks compare."""
+    """Return the checkpoints that the lowest rank has listed, on all ranks.
+
+    `about`: a description of the call, which ranks compare.
+    """
     content = b""
     if group.rank == group.ranks[0]:
-        content = json.dumps([[one.where, one.damage] for one in listed()]).encode()
+        content = json.dumps([[candidate.where, candidate.damage] for candidate in listed()]).encode()
     result = all_gather_bytes(group, f"newest of {about}", content)
     return [Candidate(where, damage) for where, damage in json.loads(result.content_of(group.ranks[0]))]
 
 
 def load_newest(
-    root: str, found: Sequence[Candidate], on_damage: OnDamage, load: Callable[[str | Path], LoadResult]
+    root: str, candidates: Sequence[Candidate], on_damage: OnDamage, load: Callable[[str | Path], LoadResult]
 ) -> LoadResult | None:
-    """Load the first of these checkpoints or, with on_damage="previous", the first that can be loaded; None if there are none.
+    """Load the first candidate or, with on_damage="previous", the first that can be loaded; None if there are no candidates.
 
-    Raises CheckpointError that names the newest one, if it cannot be loaded.
+    Raises CheckpointError that names the newest checkpoint, if it cannot be loaded.
     """
     first: CheckpointError | None = None
-    for place, one in enumerate(found):
+    for place, candidate in enumerate(candidates):
         try:
-            if one.damage:
-                raise CheckpointError(one.damage)
-            return load(one.where)
+            if candidate.damage:
+                raise CheckpointError(candidate.damage)
+            return load(candidate.where)
         except CheckpointError as error:
             if first is None:
-                first = _refusal(root, one, found[place + 1 :], error)
+                first = _refusal(root, candidate, candidates[place + 1 :], error)
             if on_damage == "error":
                 raise first from error
-            log.warning("%s cannot be loaded, and the one before it is taken: %s", one.where, error)
+            log.warning("%s cannot be loaded, and the one before it is taken: %s", candidate.where, error)
     if first is not None:
         raise first
     return None
 
 
-def _refusal(root: str, one: Candidate, before: Sequence[Candidate], error: CheckpointError) -> CheckpointError:
-    whole = next((other for other in before if not other.damage), None)
-    way_out = (
-        f'on_damage="previous" takes the one before it, {whole.where}'
-        if whole is not None
+def _refusal(root: str, candidate: Candidate, before: Sequence[Candidate], error: CheckpointError) -> CheckpointError:
+    complete = next((other for other in before if not other.damage), None)
+    fix = (
+        f'on_damage="previous" takes the one before it, {complete.where}'
+        if complete is not None
         else f"{root} has no other checkpoint that is complete"
     )
-    refusal = CheckpointError(f"{one.where}, the newest checkpoint, cannot be loaded: {error}\n{way_out}")
+    refusal = CheckpointError(f"{candidate.where}, the newest checkpoint, cannot be loaded: {error}\n{fix}")
     refusal.on_all_ranks = True
     return refusal

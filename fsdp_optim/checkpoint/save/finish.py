@@ -12,7 +12,7 @@ from fsdp_optim.formats.base.protocols import Stamp, WrittenFiles
 def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> None:
     """Write the remaining files and commit, on the leader. `written`: the results of `encode_written` of all ranks.
 
-    `commits`: called before the files become the checkpoint; raises an error where they must not.
+    `commits`: called just before the manifest is put, which makes the files a checkpoint; raises an error to prevent that.
     """
     if job.staging is None or job.prepared is None:
         raise CheckpointError("only the rank that began the save in the store can finish it")
@@ -36,10 +36,12 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
     for name, data in job.writer.last(
         job.prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp
     ):
+        # The manifest comes last: a reader that sees it may rely on every other file.
         if name != job.format.probe.manifest:
             staging.put(name, data, durable=durable)
         else:
             commits()
             staging.commit(name, data, durable=durable)
+    # Only now: the older checkpoints must stay until the new one is complete.
     if job.managed is not None and durable:  # otherwise there was nothing to remove at the beginning
         job.managed.remove_outdated(job.store, job.prepared.content, stamp.step or 0, stamp.sequence)
