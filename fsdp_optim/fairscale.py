@@ -32,7 +32,7 @@ _CALL = CallOptions()
 class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairscale has no types
     """Drop-in for `fairscale.nn.data_parallel.FullyShardedDataParallel`: same arguments, usable as `wrapper_cls`.
 
-    Only the two methods below differ from those of fairscale. Call them on the root, from which the optimizer was built.
+    Only the two methods below differ from fairscale's. Call them on the root, from which the optimizer was built.
     """
 
     def gather_full_optim_state_dict(

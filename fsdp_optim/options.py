@@ -122,7 +122,7 @@ class CallOptions(Arguments):
 
 @dataclass(frozen=True)
 class SaveOptions(CallOptions):
-    """Options of `save` and `async_save`, besides those of `CallOptions`.
+    """Options of `save` and `async_save`, besides the options of `CallOptions`.
 
     Attributes:
         strategy: "in_place": all ranks write into the same files. "per_rank_files": each rank first gets full tensors and then
@@ -178,7 +178,7 @@ class SaveOptions(CallOptions):
 
 @dataclass(frozen=True)
 class LoadOptions(CallOptions):
-    """Options of `load` and `resume`, besides those of `CallOptions`.
+    """Options of `load` and `resume`, besides the options of `CallOptions`.
 
     Attributes:
         param_groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": the groups and
@@ -263,7 +263,7 @@ class ConvertOptions(Arguments):
 
 @dataclass(frozen=True)
 class ManagerOptions(SaveOptions):
-    """Options of a `CheckpointManager`, besides those of `SaveOptions`.
+    """Options of a `CheckpointManager`, besides the options of `SaveOptions`.
 
     `rename` and `weights_dtype` stay at their defaults, because a manager's checkpoints are for its own resume.
 

@@ -284,7 +284,7 @@ def format_names(*, of_save: bool = False) -> list[str]:
 
 
 def other_formats() -> list[Any]:
-    """Return the formats that the program has added, and those of installed packages, which this call loads."""
+    """Return the formats that the program has added, and the formats of installed packages, which this call loads."""
     by_name = dict[str, Any]()
     for name, format in FORMATS.added():
         by_name.setdefault(name, format)

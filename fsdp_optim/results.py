@@ -285,6 +285,6 @@ def _names(names: tuple[str, ...]) -> str | None:
 
 
 def _shown(result: object, **parts: object) -> str:
-    """Return a representation with these parts, but for those that are None."""
+    """Return a representation with these parts, except parts that are None."""
     texts = [f"{name}={value}" for name, value in parts.items() if value is not None]
     return f"{type(result).__name__}({', '.join(texts)})"

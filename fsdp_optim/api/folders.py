@@ -43,7 +43,7 @@ def resume(
 ) -> LoadResult | None:
     """Load the newest checkpoint in a folder of checkpoints, or under a URL. Called by all ranks of the model.
 
-    The lowest rank lists the folder, so all ranks load the same checkpoint. The order is that of `checkpoints`.
+    The lowest rank lists the folder, so all ranks load the same checkpoint. The order is the same as for `checkpoints`.
 
     Args:
         root: a path, or a URL as for `save`.

@@ -78,7 +78,7 @@ def iter_full_optim_state(
     """Gather as `gather_full_optim_state_dict`, but one parameter at a time, so that no rank ever holds the complete state.
 
     Yields (FQN, state) on every rank. The state is a dict of CPU tensors and other values on recipients ({} for a parameter
-    without state), and None on other ranks. The order is that of the ids of gather: with one group the order of the unwrapped
+    without state), and None on other ranks. The order is the order of ids of gather: with one group the order of the unwrapped
     model, unless the optimizer lists its parameters in another order. If no order of ids is known, the order is the same on all
     ranks. Every rank of the model must exhaust the iterator. A recipient holds at most `bucket_nbytes` of state (or one larger
     parameter), and as much again while the elements move.

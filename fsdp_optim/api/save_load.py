@@ -128,8 +128,8 @@ def load(
     Args:
         path: as for `save`. If another save replaces the checkpoint meanwhile, all loaded values are from one of the two.
         model: as for `save`. None, with `optim` None: the values of `state` only, on this process alone (the index of this
-            process in `process_group` then selects those of `per_rank`). Buffers with persistent=False are in no checkpoint:
-            after `to_empty()` compute them anew; a warning names those that evidently nothing has filled.
+            process in `process_group` then selects its values of `per_rank`). Buffers with persistent=False are in no
+            checkpoint: after `to_empty()` compute them anew; a warning names buffers that evidently nothing has filled.
         optim: as for `save`. None: weights and buffers only.
         state: the names that the checkpoint must have, and no others. Objects with `load_state_dict()` get their state, together
             with the model and the optimizer on all ranks or on none; any other value only gives its name. None: no name is
@@ -148,7 +148,7 @@ def load(
     Raises (the same on all ranks, before anything is changed):
         CheckpointError: the checkpoint is incomplete or damaged. The message names the file and the tensor.
         StateError: the model or the optimizer differs, and the message lists the differences; or the optimizer's own
-            `load_state_dict`, or that of an object in `state`, refuses the state.
+            `load_state_dict`, or the `load_state_dict` of an object in `state`, refuses the state.
     """
     with checkpoint_errors(path):
         arguments = LoadArguments.of(options, state, strict=strict, weights=weights)

@@ -15,7 +15,7 @@ def declare_slice(module: nn.Module, name: str, *, global_shape: Sequence[int], 
     Every call then reads, saves and loads the complete parameter under its FQN, which is the same on all ranks. Ranks that hold
     the same slice are replicas. The declaration is kept in the module, so it may come before or after wrapping: the parameter
     may be plain, or sharded by fully_shard or another wrapper over the ranks that share the slice. All ranks of the job make
-    the calls about such a model, or those of `process_group`.
+    the calls about such a model, or all ranks of `process_group`.
 
         experts = Experts(num=8)  # of 64, on the rank with the experts 8 to 15
         fsdp_optim.declare_slice(experts, "up", global_shape=(64, *experts.up.shape[1:]), offset=(8, 0, 0))

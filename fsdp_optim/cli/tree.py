@@ -120,7 +120,7 @@ def _columns(tensor: TensorInfo) -> list[str]:
 
 
 def _folded(node: _Node, *, folds: bool) -> Iterator[tuple[list[str], _Node]]:
-    """Return the children of a module, those that are numbered and equal together."""
+    """Return the children of a module; numbered children that are equal come together."""
     groups: dict[Hashable, tuple[list[str], _Node]] = {}
     for name, child in node.children.items():
         match = _NUMBERED.fullmatch(name)

@@ -48,7 +48,7 @@ class SourceContents:
 
     Attributes:
         model, optim: the tensors of the two halves in the order in which they are written.
-        stored: the place of each tensor in the source, without those that have a `constant`.
+        stored: the place of each tensor in the source, except tensors that have a `constant`.
         prepared: the result of the target's writer before anything is written, with all small files.
         weights: which of the model's weights the source has.
         left_out: why values of the trainer are not in the new checkpoint.

@@ -360,7 +360,7 @@ def _live_param(
     placements = tuple([original.placement for original in handle.originals])
     needed = with_state and handle.collected and len(group.ranks) > 1
     if needed and handle.synchronized and (not every_replica or handle.is_cut):
-        # A wrapper keeps the shards of its own group consistent, but not those of another group with the same names.
+        # A wrapper keeps the shards of its own group consistent, but not the shards of another group with the same names.
         needed = not placements or not everyone.is_all_holders_of(placements[0])
     return LiveParam(
         fqns=param.named.fqns,

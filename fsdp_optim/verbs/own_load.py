@@ -196,7 +196,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def params_by_id(optim: Any, shard: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
     """Return the live parameter of each local id.
 
-    Raises StateError where the groups of the shard are not those of the optimizer.
+    Raises StateError where the groups of the shard differ from the optimizer's.
     """
     groups, live = shard["param_groups"], optim.param_groups
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in live]:

@@ -59,7 +59,7 @@ def compare_shards(
 ) -> GlobalState:
     """Compare the replicas that the reports of ranks have not compared. Called by all ranks.
 
-    Returns the same merged state on all ranks; with "lowest_rank", replicas that differ are those of the lowest ranks.
+    Returns the same merged state on all ranks; with "lowest_rank", replicas that differ are taken from the lowest ranks.
     Otherwise raises StateError on all ranks if replicas differ.
     """
     return _compared(group, local, global_state, on_replica_mismatch, what, _shared_in(global_state))
@@ -71,7 +71,7 @@ def compare_unsharded(
     """As `compare_shards`, but only for values that are not cut like their parameter.
 
     Wrappers keep gradients equal, and so what an optimizer computes from them element by element. Other values can be anything,
-    and a gather takes those of one rank. Without such values nothing is compared.
+    and a gather takes them from one rank. Without such values nothing is compared.
     """
     shared = []
     for fqn, param in global_state.params.items():
@@ -97,6 +97,7 @@ def _compared(
     with failure:
         digests = [entry.digest(local, group.rank) for entry in shared]
     result = all_gather_bytes(group, "shards", b"".join(digests) if group.rank in leaders else b"", error=failure.error)
+    # A rank sees only the differences of its own shards, so the ranks exchange them before any rank raises.
     differing = _differing(result, digests, leaders, group.rank)
     content = json.dumps(differing).encode() if differing else b""
     if all_equal(group, "shards compared", content) and not differing:

@@ -143,7 +143,7 @@ def _placement_of(state: _State, value: StateValue) -> Placement:
 def _opaque_values(
     group: RankGroup, state: _State, summaries: Summaries, source: DictEnd
 ) -> dict[tuple[str, str], Any]:
-    """Return the values whose shape is not that of their parameter, unsharded on every rank, which cuts them as needed."""
+    """Return the values that lack the shape of their parameter, unsharded on every rank, which cuts them as needed."""
     opaque = [(fqn, name, state[fqn][name]) for fqn, summary in summaries.items() for name, _ in summary.opaque]
     values = [
         StateValue(fqn, name, dtype_named(part.dtype), part.placement)

@@ -99,7 +99,7 @@ class RunState(Arguments):
                 raise StateError(f"state[{name!r}], a {type(inner).__name__}, does not have {lacking[0]}()")
 
     def saved(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Return the values that ranks have in common, and those of this rank; None where there are none.
+        """Return the values that ranks have in common, and the values of this rank; None where there are none.
 
         All ranks call this method, because a state_dict() may be a collective call.
         """

@@ -48,6 +48,7 @@ def check_shared(group: RankGroup, store: Store, where: str = "") -> None:
     """
     if all_equal(group, "machines", store.machine_id().encode()):
         return
+    # The beacon, a file that the lowest rank makes, stays until all ranks have looked for it.
     with contextlib.ExitStack() as held:
         address = b""
         if group.rank == group.ranks[0]:

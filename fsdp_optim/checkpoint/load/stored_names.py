@@ -1,4 +1,4 @@
-"""Why the names of a folder of transformers differ from those of the model, for the errors of loads."""
+"""Explain in errors of loads why the names in a folder of transformers differ from the model's names."""
 
 from __future__ import annotations
 

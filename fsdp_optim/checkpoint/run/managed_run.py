@@ -186,6 +186,7 @@ class ManagedRun:
             self._settle(group)
             pending.settle(self._known)
             candidates = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
+        # Outside the block above: each `restore` is a collective call of its own, and waits for its turn.
         loaded = LoadedObjects(options.state, group.position, strict=options.strict)
 
         def load(where: str | Path) -> LoadResult:

@@ -73,6 +73,7 @@ def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Ca
 
     `about`: a description of the call, which ranks compare.
     """
+    # Listings may differ between ranks while files become visible, so only one rank's listing counts.
     content = b""
     if group.rank == group.ranks[0]:
         content = json.dumps([[candidate.where, candidate.damage] for candidate in listed()]).encode()

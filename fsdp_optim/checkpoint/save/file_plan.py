@@ -68,7 +68,7 @@ class FilePlan:
         shared: str,
         capabilities: Capabilities,
     ) -> FilePlan:
-        """Plan the files of the weights, then those of the state. `shared`: the string from the leader's `Prepared`."""
+        """Plan the files of the weights, then the files of the state. `shared`: the string from the leader's `Prepared`."""
         halves: dict[Half, Sequence[SavedValue]] = {}
         if options.weights != "none":
             halves["model"] = weights.tensors

@@ -18,7 +18,7 @@ from fsdp_optim.state.live.local_dict import summarize
 def prove_loadable(
     state: SavedHalf, optim: StoredOptim, description: OptimDescription, given: Mapping[str, str]
 ) -> None:
-    """Fit the optimizer to the live optimizer, from the index that a reader of the new checkpoint will have.
+    """Fit the saved optimizer, as a reader of the new checkpoint will decode it, to the live optimizer.
 
     `optim`: the optimizer of the index to write. `description`: its encoded form, as a reader decodes it. `given`: by the names
     in the checkpoint, the model's names of parameters that are saved under other names.

@@ -64,7 +64,7 @@ class PartedFile:
         return cls(file, part_nbytes, tuple(owners))
 
     def head_on(self, rank: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield the ranges of the file's head that a rank puts: the byte of the file at which each begins, and the bytes."""
+        """Return the ranges of the file's head that a rank puts: the byte of the file at which each begins, and the bytes."""
         return self._on(rank, 0, self.file.plan.head)
 
     def frames_on(self, rank: int) -> FramesOfParts:
