@@ -94,7 +94,7 @@ def describe_source(checkpoint: Reader, writer: Writer, naming: SourceNaming, *,
         facts=replace(index.facts, weights=replace(index.facts.weights, which=which)),
         aliases=aliases,
         optim=optim.stored_optim,
-        extras={name: _Extra(index, name, left_out) for name in index.extras},
+        extras={name: _SourceExtra(index, name, left_out) for name in index.extras},
         source=checkpoint,
     )
     with as_checkpoint_error(index.where):
@@ -107,7 +107,7 @@ def describe_source(checkpoint: Reader, writer: Writer, naming: SourceNaming, *,
 
 
 @dataclass(frozen=True)
-class _Extra(StoredExtra):
+class _SourceExtra(StoredExtra):
     """An extra of the source. A pickle of another library that is not read is left out, with a reason in `left_out`.
 
     A pickle in this library's own checkpoints is not left out, because the caller of the save has allowed it.

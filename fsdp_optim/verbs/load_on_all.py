@@ -27,7 +27,7 @@ def load_on_all(
     failure, incompatible = Failure(), Incompatible()
     with failure:  # on an error, load_shard itself restores the optimizer of this rank
         incompatible = load_shard(optim, shard, keep, logs=group.rank == group.ranks[0])
-    # No rank keeps its new state before all have loaded: optimizers of a mixed state would train on in silence.
+    # No rank keeps its new state unless all have loaded: ranks with different states would train on without an error.
     try:
         agree(group, "optimizer loaded", failure.error)
     except BaseException:
