@@ -27,7 +27,7 @@ def listed(directories: Sequence[CheckpointDirectory[ManifestSummary]]) -> list[
 def listed_with_directories(
     directories: Sequence[CheckpointDirectory[ManifestSummary]],
 ) -> list[tuple[ListedCheckpoint, CheckpointDirectory[ManifestSummary]]]:
-    """As `listed`, but return each checkpoint with that one of `directories` that can read it.
+    """List as `listed`; return each checkpoint with the directory, of `directories`, that can read it.
 
     A folder that cannot be entered counts as a checkpoint by its name: the name of a checkpoint, or a name like the names of the
     other checkpoints. If there are no others, it counts in any case.

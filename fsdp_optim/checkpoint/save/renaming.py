@@ -46,7 +46,7 @@ class SavedNames:
 
     @property
     def given(self) -> dict[str, str]:
-        """By name in the checkpoint, the model's name where it is another one."""
+        """By name in the checkpoint, the model's name where it differs."""
         return {new: fqn for fqn, new in self.new.items()}
 
     def of_half(self, half: SavedHalf) -> SavedHalf:
