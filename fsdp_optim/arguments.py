@@ -1,4 +1,4 @@
-"""The parent of the options and arguments of a call, and the checks of their values. A wrong value raises on all ranks alike."""
+"""The parent of the options and arguments of a call, and checks of their values. A wrong value raises the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAY_DIFFER: Mapping[str, Any] = MappingProxyType({"compared_as": None})
 
 
 def compared_as(function: Callable[[Any], object]) -> Mapping[str, Any]:
-    """The `metadata` of a field of `Arguments` that ranks compare by `function(value)` in place of the value's `repr`."""
+    """Return the `metadata` of a field of `Arguments` that ranks compare by `function(value)` in place of the value's `repr`."""
     return {"compared_as": function}
 
 
@@ -26,21 +26,21 @@ def compared_as(function: Callable[[Any], object]) -> Mapping[str, Any]:
 class Arguments:
     """Parent of the dataclasses of a call's arguments.
 
-    The constructor never raises: the ranks have not met yet, and the others would wait for a rank that raised here.
+    The constructor never raises: the ranks have not met yet, and the other ranks would wait for a rank that raised here.
 
     A new option is a new field. Ranks compare the `repr` of its value, unless its metadata (`MAY_DIFFER`, `compared_as`)
     says otherwise. `validate` checks the values.
     """
 
     def validate(self) -> None:
-        """Raise an error for a wrong argument. The caller sees to it that all ranks raise the error."""
+        """Raise an error for a wrong argument. The caller makes all ranks raise it."""
         for option in fields(self):
             value = getattr(self, option.name)
             if isinstance(value, Arguments):
                 value.validate()
 
     def compared_text(self) -> str:
-        """The options that must be the same on all ranks, as text."""
+        """Return the options that must be the same on all ranks, as text."""
         return ", ".join(
             text for option in fields(self) if (text := _compared_text(option, getattr(self, option.name)))
         )
@@ -56,7 +56,7 @@ def _compared_text(option: Field[Any], value: Any) -> str:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is a whole number; True and False are not."""
+    """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -99,7 +99,7 @@ def check_rename(rename: object) -> None:
 
 
 def seconds_of(timeout: object) -> float | None:
-    """A timeout in seconds; None: the default timeout. Raises StateError for a value that is not a timeout."""
+    """Return a timeout in seconds; None: the default timeout. Raises StateError for a value that is not a timeout."""
     if timeout is None:
         return None
     seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

@@ -20,7 +20,7 @@ from fsdp_optim.verbs import gather, iterate, rekey
 try:
     from fairscale.nn.data_parallel import FullyShardedDataParallel as _FairscaleFSDP
 except ModuleNotFoundError as error:
-    if error.name != "fairscale":  # fairscale is there, and something that it imports is not
+    if error.name != "fairscale":  # fairscale is installed, but a package that it imports is not
         raise
     raise missing("fsdp_optim.fairscale", "fairscale") from None
 
@@ -32,7 +32,7 @@ _CALL = CallOptions()
 class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairscale has no types
     """Drop-in for `fairscale.nn.data_parallel.FullyShardedDataParallel`: same arguments, usable as `wrapper_cls`.
 
-    Only the two methods below differ from those of fairscale. Call them on the root, from which the optimizer was built.
+    Only the two methods below differ from fairscale's. Call them on the root, from which the optimizer was built.
     """
 
     def gather_full_optim_state_dict(
@@ -45,9 +45,9 @@ class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairsca
         name_of: NameOf | None = None,
         timeout: float | timedelta | None = None,
     ) -> FullDict | None:
-        """The full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
+        """Return the full optimizer state per original parameter, as if the model had no wrapper.
 
-        The same as `fsdp_optim.gather_full_optim_state_dict(self, optim, ...)`.
+        Called by all ranks of the model. The same as `fsdp_optim.gather_full_optim_state_dict(self, optim, ...)`.
 
         Args:
             optim, recipient_rank, key_by: as for `fsdp_optim.gather_full_optim_state_dict`.
@@ -64,11 +64,11 @@ class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairsca
         *,
         name_of: NameOf | None = None,
     ) -> dict[str, Any]:
-        """This rank's part of a full dict, at any world size, ready for the optimizer. No communication.
+        """Return this rank's part of a full dict, at any world size, ready for the optimizer. No communication.
 
         Args:
             full_optim_state_dict: the full dict, needed on this rank. It stays unchanged (fairscale's own method changes it).
-            optim: the optimizer that will load the result. None: an optimizer built like the saved one, group after group;
+            optim: the optimizer that will load the result. None: an optimizer built like the saved optimizer, group after group;
                 inside a group in the saved order if the units are the same, else in the order of this model's `parameters()`.
             name_of: the function that was given to gather.
 
@@ -91,7 +91,7 @@ def gather_full_optim_state_dict(
     collect: Collect = "wrapper",
     options: CallOptions = _CALL,
 ) -> FullDict | None:
-    """As `fsdp_optim.gather_full_optim_state_dict`, with a choice for units that have `no_broadcast_optim_state`.
+    """Gather as `fsdp_optim.gather_full_optim_state_dict`, with a choice for units that have `no_broadcast_optim_state`.
 
     Args:
         model, optim, recipient_rank, key_by, options: as for `fsdp_optim.gather_full_optim_state_dict`.
@@ -110,7 +110,7 @@ def iter_full_optim_state(
     collect: Collect = "wrapper",
     options: CallOptions = _CALL,
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """As `fsdp_optim.iter_full_optim_state`, with a choice for units that have `no_broadcast_optim_state`.
+    """Iterate as `fsdp_optim.iter_full_optim_state`, with a choice for units that have `no_broadcast_optim_state`.
 
     Args:
         model, optim, recipient_rank, options: as for `fsdp_optim.iter_full_optim_state`.
@@ -122,7 +122,7 @@ def iter_full_optim_state(
 
 @ordinary_tensors()
 def for_fairscale(full: Mapping[str, Any]) -> FullDict:
-    """A gathered dict (by id) in the form that fairscale's own `get_shard_from_optim_state_dict` reads.
+    """Return a gathered dict (by id) in the form that fairscale's own `get_shard_from_optim_state_dict` reads.
 
     The conversion is explicit, because fairscale needs `step` and other 0-dim tensors in a form that torch.optim does not
     read. The result shares its tensors with `full`, which neither this function nor fairscale's reader changes.

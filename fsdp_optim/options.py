@@ -1,4 +1,4 @@
-"""The options of the public calls, and the types of their arguments. Each field is documented in its class, and there alone."""
+"""The options of the public calls, and the types of their arguments. Each field is documented in its class only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUCKET_NBYTES = 64 << 20
 """Bytes that a rank may hold for temporary buffers while a call moves data."""
 
 LEAST_BUCKET_NBYTES = 4 << 10
-"""With fewer bytes a call would do nothing but talk: every few elements would be a message, and a range of a file."""
+"""With fewer bytes, every few elements would be a message, and a range of a file."""
 
 CONVERT_NBYTES, LEAST_CONVERT_NBYTES = 512 << 20, 16 << 20
 """Bytes that a process may hold for the elements of a checkpoint that it converts."""
@@ -56,23 +56,23 @@ NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
 
 Rename = Callable[[str], str] | Mapping[str, str]
-"""A name -> the name in its place: at a load from the checkpoint's to the model's, at a save the reverse. Or beginnings of such
-names, each with its replacement."""
+"""A function from a name to its replacement: at a load from the checkpoint's name to the model's, at a save the reverse. Or
+prefixes of such names, each with its replacement."""
 
 CAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""The dtypes that `weights_dtype` takes, and casts. Smaller floating dtypes mean nothing without their scales."""
+"""The dtypes that `weights_dtype` takes, and that are cast. Smaller floating dtypes mean nothing without their scales."""
 
 
 def name_of_group(group: dist.ProcessGroup | None) -> str:
-    """The name of a process group, equal on all ranks of the group. None stands for the group of all ranks."""
-    found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
-    return str(getattr(found, "group_name", None))
+    """Return the name of a process group, equal on all ranks of the group. None stands for the group of all ranks."""
+    known = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
+    return str(getattr(known, "group_name", None))
 
 
 def text_of_format(format: object) -> str:
-    """The name of a format, or a `Format` with its options, as text that is equal on all ranks.
+    """Return the name of a format, or a `Format` with its options, as text that is equal on all ranks.
 
-    The `repr` of a class that has none of its own is the address of the object.
+    A class without a `repr` of its own would show the address of the object.
     """
     if isinstance(format, str) or type(format).__repr__ is not object.__repr__:
         return repr(format)
@@ -95,7 +95,7 @@ class CallOptions(Arguments):
         on_replica_mismatch: the reaction to different state on ranks that hold the same part of a parameter, such as norms next
             to tensor parallel layers, which no wrapper keeps equal: "error", or "lowest_rank", which uses the state of the
             lowest rank and logs a warning. For a save it also counts for weights and buffers, BatchNorm statistics included. A
-            load replaces all replicas, whatever this says.
+            load replaces all replicas, whatever this option says.
     """
 
     process_group: dist.ProcessGroup | None = field(default=None, metadata=compared_as(name_of_group))
@@ -122,14 +122,13 @@ class CallOptions(Arguments):
 
 @dataclass(frozen=True)
 class SaveOptions(CallOptions):
-    """Options of `save` and `async_save`, besides those of `CallOptions`.
+    """Options of `save` and `async_save`, besides the options of `CallOptions`.
 
     Attributes:
-        strategy: "in_place": all ranks write into the same files. "per_rank_files": each rank first gets whole tensors and then
-            writes its own files, for file systems without sparse files. "auto" finds out which one the file system needs.
+        strategy: "in_place": all ranks write into the same files. "per_rank_files": each rank first gets full tensors and then
+            writes its own files, for file systems without sparse files. "auto" finds out which of the two the file system needs.
         max_file_size: the most bytes of a file with tensors, with its header. If the weights or the state exceed it, they are
-            split into several files with an index, as Hugging Face does. A tensor that is larger than that is in a file of its
-            own.
+            split into several files with an index, as Hugging Face does. A larger tensor gets a file of its own.
         checksums: write a table of checksums next to each file, so that readers can verify the bytes that they read.
         durable: return only when the bytes are on the disk. A save that replaces or removes another checkpoint is flushed to the
             disk before that in any case.
@@ -137,12 +136,12 @@ class SaveOptions(CallOptions):
             modules. False: such a value is an error that names it.
         progress: show a bar on the lowest rank. None: for long saves, a bar on a terminal, and lines in the log elsewhere.
         rename: the names in the checkpoint, of weights and optimizer state alike: a function from a name of the model to the
-            name in the checkpoint, or a dict of beginnings of names, such as `{"": "model."}`; the longest beginning that fits
-            is replaced. Two parameters of one name are an error. `LoadOptions.rename` is the way back.
+            name in the checkpoint, or a dict of prefixes, such as `{"": "model."}`; the longest prefix that fits is replaced. Two
+            parameters of one name are an error. `LoadOptions.rename` is the inverse.
         weights_dtype: for export: torch.bfloat16, float16, float32 or float64, to which floating parameters and buffers are cast
-            as they are written, in bounded memory; the live ones, those in 8 bits and less, and the optimizer's state stay as
-            they are. A number that would become infinite is an error. The checkpoint records the dtype; a load of other dtypes
-            needs `cast=True`.
+            as they are written, in bounded memory. The live model, parameters and buffers of 8 bits or less, and the optimizer's
+            state stay as they are. A number that would become infinite is an error. The checkpoint records the dtype; a load
+            into other dtypes needs `cast=True`.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -169,17 +168,17 @@ class SaveOptions(CallOptions):
 
 @dataclass(frozen=True)
 class LoadOptions(CallOptions):
-    """Options of `load` and `resume`, besides those of `CallOptions`.
+    """Options of `load` and `resume`, besides the options of `CallOptions`.
 
     Attributes:
         param_groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": the groups and
             hyperparameters of the optimizer stay, and the state of every parameter is found by name.
         keep_hyperparameters: the hyperparameters whose current values stay, such as `("lr",)`.
         cast: allow weights and buffers with another floating dtype in the model than in the checkpoint. State keeps its saved
-            dtype, unless the live optimizer has another dtype for it, or is one of torch.optim and the state had the saved
-            dtype of the weights: then the state follows the weights.
+            dtype, unless the live optimizer has another dtype for it, or is an optimizer of torch.optim and the state had the
+            saved dtype of the weights: then the state follows the weights.
         rename: the model's names, if the checkpoint has other names: a function from a stored name to the model's name, or a
-            dict of beginnings of names, such as `{"model.": ""}`; the longest beginning that fits is replaced.
+            dict of prefixes, such as `{"model.": ""}`; the longest prefix that fits is replaced.
         verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have no checksums.
         compare: at the end, read the checkpoint again and compare it bit for bit with the live model and optimizer.
         allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. With False, the
@@ -216,11 +215,11 @@ class ConvertOptions(Arguments):
     """Options of `convert`.
 
     Attributes:
-        process_group: other ranks than those of the default group.
+        process_group: the ranks that make the call (None: the default group).
         timeout: seconds to wait for a missing rank, or a timedelta (None: 600 seconds).
         bucket_nbytes: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the
-            checkpoint (names, shapes) comes on top, and for each thread one tensor of those that torch files have compressed, or
-            not in row-major order.
+            checkpoint (names, shapes) comes on top, and for each thread one tensor, if torch files have compressed tensors or
+            tensors that are not in row-major order.
         param_names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without
             names.
         durable: return only when the bytes are on the disk.
@@ -254,19 +253,19 @@ class ConvertOptions(Arguments):
 
 @dataclass(frozen=True)
 class ManagerOptions(SaveOptions):
-    """Options of a `CheckpointManager`, besides those of `SaveOptions`.
+    """Options of a `CheckpointManager`, besides the options of `SaveOptions`.
 
     `rename` and `weights_dtype` stay at their defaults, because a manager's checkpoints are for its own resume.
 
     Attributes:
-        rng: save and load the random states of each rank: those of Python, numpy, torch and the current accelerator. A rank that
-            had none at the save keeps its own, and a warning says so.
-        signals: at the end of a step, the ranks save, wait for the save, and `should_stop` is True, if any rank has got one of
-            these. The handlers, which only the main thread can have, call those that were there before, and `close` puts those
-            back. (): no handlers.
-        agree_every: the number of steps after which the ranks look whether one of them has got a signal, or its save has
-            failed. All ranks meet for this. None: the lowest rank chooses the number, so that they meet about once a second,
-            and with more than 20 ranks less often, at most every 10 s. A step that saves is such a step too.
+        rng: save and load the random states of each rank: of Python, numpy, torch and the current accelerator. A rank that had
+            none at the save keeps its own, and a warning says so.
+        signals: if any rank has received one of these signals, the ranks save at the end of a step and wait for the save, and
+            `should_stop` is True. The handlers, which only the main thread can install, call the previous handlers, and `close`
+            restores these. (): no handlers.
+        agree_every: the number of steps after which the ranks agree whether any of them has received a signal, or its save has
+            failed. None: the lowest rank chooses the number, so that they agree about once a second, and with more than 20 ranks
+            less often, at most every 10 s. The ranks also agree at a step that saves.
     """
 
     rng: bool = True
@@ -296,7 +295,7 @@ class ManagerOptions(SaveOptions):
 
 
 def fields_of(kind: type[Arguments], options: object) -> dict[str, Any]:
-    """The fields of the options of a call, for its arguments. Options of another kind become `wrong_options`."""
+    """Return the fields of the options of a call, for its arguments. Options of a wrong type become `wrong_options`."""
     if isinstance(options, kind):
         return {option.name: getattr(options, option.name) for option in fields(kind)}
     given = options.__name__ if isinstance(options, type) else type(options).__name__
@@ -314,7 +313,7 @@ class CallArguments(CallOptions):
 
     @classmethod
     def of(cls, options: CallOptions, **arguments: Any) -> CallArguments:
-        """The arguments of a call that was given these options."""
+        """Return the arguments of a call that was given these options."""
         return cls(**fields_of(CallOptions, options), **arguments)
 
     def validate(self) -> None:

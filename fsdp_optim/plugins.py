@@ -1,13 +1,13 @@
-"""The door for other packages, and for this one's integrations: what a wrapper, a store or a format of their own needs.
+"""The API for other packages, and for this package's integrations: everything that a wrapper, a store or a format needs.
 
 A **wrapper** is read by an `Adapter`, which turns a model into `Handle`s, each with a `Placement`. A **store** is a `Store`, with
 an `Opened` to read, a `Staging` and a `StoreWriter` to write; or less, a `Bucket`, of which an `ObjectStore` makes a store. A
 **format** is a `Format`, with a `Reader`, a `Writer` and a `CheckpointProbe`, whose summaries are `ManifestSummary`.
 The order of calls is in the docstring of each. `fsdp_optim.testing` has a conformance suite for each.
 
-A package registers its own by entry points, in the groups `fsdp_optim.adapters` (the name is the module whose wrapper is read),
-`fsdp_optim.stores` (the name is the scheme of URLs) and `fsdp_optim.formats` (the name is what `format=` takes); a program does
-so for a while by `use_adapters`, `use_stores` and `use_formats`.
+A package registers plug-ins by entry points, in the groups `fsdp_optim.adapters` (the name is the module whose wrapper is read),
+`fsdp_optim.stores` (the name is the scheme of URLs) and `fsdp_optim.formats` (the name is what `format=` takes); a program
+registers them for a while by `use_adapters`, `use_stores` and `use_formats`.
 
 Formats of this package that have options of their own, for `format=` of `save`, `async_save` and `convert`: `TorchFiles`,
 `FairscaleShards`, `DcpFolder`.
@@ -223,11 +223,11 @@ _PLACES = {
     "fsdp_optim.storage.posix.store": "Folder",
     "fsdp_optim.view": "Handle Original",
 }
-"""By module, its public names; `name=public name` where the name says too little elsewhere."""
+"""By module, its public names; `name=public name` where the name says too little outside the module."""
 
 
 def _where() -> dict[str, str]:
-    """By public name, its place."""
+    """Return `module:attribute` by public name."""
     listed = [(module, *name.partition("=")[::2]) for module, names in _PLACES.items() for name in names.split()]
     return {public or name: f"{module}:{name}" for module, name, public in listed}
 
@@ -241,7 +241,7 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-if not TYPE_CHECKING:  # type checkers take every name as there where a module has __getattr__
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name on first access."""

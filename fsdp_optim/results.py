@@ -1,4 +1,4 @@
-"""The results of the public calls: frozen records without code of their own but a representation that fits on a screen."""
+"""The results of the public calls: frozen records, with a representation that fits on a screen and no other code."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class LoadResult:
 
     Attributes:
         state: everything that was saved by `state=`, by name, as this rank has it: a value of `per_rank` is this rank's own, and
-            so are the random states that a manager has saved, under the name "fsdp_optim.rng". The access to a value that is a
-            pickle and not allowed raises CheckpointError.
+            so are the random states that a manager has saved, under the name "fsdp_optim.rng". Access to a value that is a pickle
+            and not allowed raises CheckpointError.
         step: the `step` that was given to `save`.
         world_size: the number of ranks that saved.
         missing_keys: what the model, the optimizer or `state=` has and the checkpoint does not have, and keeps its live value:
@@ -86,7 +86,7 @@ class LoadResult:
         return self.read_all_ranks()
 
     def __repr__(self) -> str:
-        """The names in the state; their values may be large."""
+        """Show the names in the state, because their values may be large."""
         return _shown(
             self,
             state=f"<{', '.join(map(repr, self.state.keys())) or 'nothing'}>",
@@ -109,8 +109,8 @@ class Incompatible:
     Attributes:
         missing_keys: FQNs that the full dict does not have, and that keep their live state.
         unexpected_keys: FQNs that the optimizer does not have, and that were not loaded.
-        unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has. The saved
-            ones were left out, the live ones stay.
+        unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has. Saved values
+            with such names were left out, live values stay.
     """
 
     missing_keys: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ class Incompatible:
     unmatched_values: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything was passed over."""
+        """Return whether there is any difference."""
         return bool(
             self.missing_keys or self.unexpected_keys or self.unmatched_hyperparameters or self.unmatched_values
         )
@@ -168,7 +168,7 @@ class VerifyResult:
         has_checksums: whether every byte of the tensors was compared with a checksum: this library's own, or the CRC32 that files
             of `torch.save` have. False: the format has none, or the save wrote none. Then everything is there and can be read,
             but changed bytes do not show.
-        num_extras: the number of other values that were read: those of the trainer, of ranks and of modules.
+        num_extras: the number of other values that were read: of the trainer, of ranks and of modules.
     """
 
     path: str
@@ -220,7 +220,7 @@ class CheckpointSummary:
         weights: which of the model's weights were saved: "all", "trainable" or "none"; None if unknown.
         weights_dtype: torch's name of the dtype to which the save cast floating weights; None if it did not, or if unknown.
         model: the weights and buffers by FQN.
-        aliases: other names of these, each with the FQN.
+        aliases: other names of weights and buffers, each with the FQN.
         has_optim: whether an optimizer was saved.
         state: the optimizer's state by FQN, or by id where there are no names: tensors, and the texts of other values.
         groups: its param groups.
@@ -244,7 +244,7 @@ class CheckpointSummary:
     extras: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """The figures; a tree of all tensors would fill the screen."""
+        """Show the figures, because a tree of all tensors would fill the screen."""
         values = [value for by_name in self.state.values() for value in by_name.values()]
         return _shown(
             self,
@@ -272,6 +272,6 @@ def _names(names: tuple[str, ...]) -> str | None:
 
 
 def _shown(result: object, **parts: object) -> str:
-    """A representation with these parts, but for those that are None."""
+    """Return a representation with these parts, except parts that are None."""
     texts = [f"{name}={value}" for name, value in parts.items() if value is not None]
     return f"{type(result).__name__}({', '.join(texts)})"

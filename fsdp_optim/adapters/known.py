@@ -45,7 +45,7 @@ def all_adapters() -> tuple[Adapter, ...]:
     Raises WrapperError that names an entry point which cannot be loaded.
     """
     added: tuple[Adapter, ...] = tuple(adapter for _, adapter in ADAPTERS.added())
-    installed = tuple(ADAPTERS.made(point, _is_adapter) for point in ADAPTERS.points() if point.name in sys.modules)
+    installed = tuple(ADAPTERS.make(point, _is_adapter) for point in ADAPTERS.points() if point.name in sys.modules)
     return (*added, *installed, *built_in_adapters())
 
 

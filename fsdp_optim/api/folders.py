@@ -11,7 +11,7 @@ from fsdp_optim.checkpoint.catalog import listing, roots
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
-from fsdp_optim.checkpoint.common.stores import shelf_at
+from fsdp_optim.checkpoint.common.stores import directory_at
 from fsdp_optim.checkpoint.run import resuming
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
@@ -42,7 +42,7 @@ def resume(
 ) -> LoadResult | None:
     """Load the newest checkpoint in a folder of checkpoints, or under a URL. Called by all ranks of the model.
 
-    The lowest rank lists the folder, so all ranks load the same checkpoint. The order is that of `checkpoints`.
+    The lowest rank lists the folder, so all ranks load the same checkpoint. The order is the same as for `checkpoints`.
 
     Args:
         root: a path, or a URL as for `save`.
@@ -56,7 +56,7 @@ def resume(
         on the lowest rank says, and nothing was changed.
 
     Raises (the same on all ranks): as `load`; and CheckpointError where the path is itself a checkpoint, where even its parent
-        folder is missing, and where all checkpoints in it are those of other programs.
+        folder is missing, and where all checkpoints in it belong to other programs.
     """
     with checkpoint_errors(root):
         arguments = ResumeArguments.of(options, state, strict=strict, weights=weights, on_damage=on_damage)
@@ -64,7 +64,9 @@ def resume(
 
 
 def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Path | str | None:
-    """The newest complete checkpoint in a folder of checkpoints, or under a URL; None where there is none. No communication.
+    """Return the newest complete checkpoint in a folder of checkpoints, or under a URL; None where there is none.
+
+    No communication.
 
     The newest checkpoint is the one that was saved last, whatever the clocks showed, because each save records a sequence
     number above all others in the folder. If two numbers are equal, as in merged folders, the higher `step` is newer, then the
@@ -82,16 +84,16 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
             as for `resume`.
     """
     with checkpoint_errors(root):
-        found = listing.latest(*(shelf_at(root, storage_options, format) for format in listed_formats()))
-        if found is None:
+        newest = listing.latest(*(directory_at(root, storage_options, format) for format in listed_formats()))
+        if newest is None:
             roots.check_root(root, storage_options)
-        return found if found is None or scheme_of(root) is not None else Path(found)
+        return newest if newest is None or scheme_of(root) is not None else Path(newest)
 
 
 def checkpoints(
     root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[CheckpointInfo]:
-    """The checkpoints in a folder, or under a URL, the newest first, damaged ones included. No communication.
+    """Return the checkpoints in a folder, or under a URL, the newest first, damaged ones included. No communication.
 
     The newest checkpoint is the one that was saved last, as for `latest`. A checkpoint whose manifest is damaged has no
     sequence number, so its place follows from the number in its name; without a number it comes first.
@@ -102,20 +104,20 @@ def checkpoints(
 
     Returns:
         For each checkpoint its `path`, `step`, `world_size`, `nbytes`, whether it is `complete` (else the `reason`), and its
-        `metric`. Folders without a manifest are listed where a save has written their files. Saves that have not ended are not.
+        `metric`. Folders without a manifest are listed where a save has written their files. Saves in progress are not listed.
 
     Raises:
         CheckpointError: the folder cannot be listed, or the path is a mistake, as for `resume`.
     """
     with checkpoint_errors(root):
-        found = listing.checkpoints(*(shelf_at(root, storage_options, format) for format in listed_formats()))
-        if not found:
+        listed = listing.checkpoints(*(directory_at(root, storage_options, format) for format in listed_formats()))
+        if not listed:
             roots.check_root(root, storage_options)
-        return found
+        return listed
 
 
 def wait_for_saves(timeout: float | None = None) -> None:
-    """Wait for the save or upload of this process that is in the background, if there is one. No communication.
+    """Wait for the background save or upload of this process, if there is any. No communication.
 
     Args:
         timeout: seconds, at most; None: without limit.

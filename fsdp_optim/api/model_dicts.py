@@ -21,7 +21,9 @@ def gather_full_model_state_dict(
     *,
     options: CallOptions = _CALL,
 ) -> dict[str, Any] | None:
-    """The weights and buffers of the whole model, as the `state_dict()` of the unwrapped model. Called by all ranks of the model.
+    """Return the weights and buffers of the complete model, as the `state_dict()` of the unwrapped model.
+
+    Called by all ranks of the model.
 
     Changes nothing, and needs no forward pass before. Memory beyond the training's own: on a recipient the model and
     `bucket_nbytes`, on other ranks `bucket_nbytes`.
@@ -57,7 +59,7 @@ def scatter_full_model_state_dict(
 
     Args:
         model: the root of the model, in any wrapper or none, or a list of the pipeline stages that this rank has.
-        full: the `state_dict()` of an unwrapped model, or the result of `gather_full_model_state_dict`: whole tensors on any
+        full: the `state_dict()` of an unwrapped model, or the result of `gather_full_model_state_dict`: full tensors on any
             device. It is not changed.
         strict: as for `load`.
         cast, rename: as in `LoadOptions`.
@@ -69,7 +71,7 @@ def scatter_full_model_state_dict(
 
     Raises (the same on all ranks, before anything is changed):
         StateError: names, shapes, dtypes or two tensors of one tied parameter differ, and the message lists the differences; or
-            `full` has no whole tensors.
+            `full` has no full tensors.
         WrapperError, RankError, RankTimeoutError: as `gather_full_optim_state_dict`.
     """
     arguments = LoadArguments(**fields_of(CallOptions, options), strict=strict, cast=cast, rename=rename)

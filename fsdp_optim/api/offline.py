@@ -30,7 +30,7 @@ def convert(
 
     Reads every format that `load` reads. Works without a process group; where torch.distributed is initialized, all ranks of the
     default group make the call and each copies a share of the bytes. The new checkpoint is written aside and gets its name when
-    it is complete. Any other save into the same parent folder removes what a killed conversion has left; under the same prefix of
+    it is complete. The next save into the same parent folder removes what a killed conversion has left; under the same prefix of
     a bucket, it does so after five minutes. After an error or an interrupt nothing is left.
 
     Args:
@@ -79,8 +79,8 @@ def verify(
 
     Data with checksums are compared with these checksums: every byte of this library's own checkpoints, unless they were saved
     with `checksums=False`, and every record of a file of `torch.save` that has a CRC32, also in a DCP folder. Other formats have
-    no checksums: there everything is read, so that files are found that are missing, are cut short or contradict each other, but
-    changed bytes are not found. Nothing is unpickled.
+    no checksums: there everything is read, which finds files that are missing, cut short or in contradiction to each other, but
+    not changed bytes. Nothing is unpickled.
 
     Args:
         path: as for `save`.

@@ -29,7 +29,7 @@ def gather_full_optim_state_dict(
     *,
     options: CallOptions = _CALL,
 ) -> FullDict | None:
-    """The full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
+    """Return the full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
 
     Changes no step, gradient, parameter, group or state. An optimizer whose replicas differ between steps, and that has the
     method `synchronize_for_checkpoint()` (as Dion), first makes the replicas equal; save, iterate and transfer ask for this too.
@@ -37,7 +37,7 @@ def gather_full_optim_state_dict(
 
     Args:
         model: the root that `optim` was built from: fairscale FSDP, torch FSDP, DistributedDataParallel, a plain module, or a
-            mix. Or a list of the pipeline stages that this rank has, which have the FQNs of the whole model; then all ranks of
+            mix. Or a list of the pipeline stages that this rank has, which have the FQNs of the complete model; then all ranks of
             the job, or of `process_group`, make the call.
         optim: an optimizer, or a list of optimizers (one for each pipeline stage, say): any object with `state_dict()` and
             `param_groups`.
@@ -75,12 +75,12 @@ def iter_full_optim_state(
     *,
     options: CallOptions = _CALL,
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """As `gather_full_optim_state_dict`, but one parameter at a time, so that no rank ever holds the whole state.
+    """Gather as `gather_full_optim_state_dict`, but one parameter at a time, so that no rank ever holds the complete state.
 
     Yields (FQN, state) on every rank. The state is a dict of CPU tensors and other values on recipients ({} for a parameter
-    without state), and None on other ranks. The order is that of the ids of gather: with one group that of the unwrapped model,
-    unless the optimizer lists its parameters in another order. If no order of ids is known, the order is the same on all ranks.
-    Every rank of the model must exhaust the iterator. A recipient holds at most `bucket_nbytes` of state (or one larger
+    without state), and None on other ranks. The order is the order of ids of gather: with one group the order of the unwrapped
+    model, unless the optimizer lists its parameters in another order. If no order of ids is known, the order is the same on all
+    ranks. Every rank of the model must exhaust the iterator. A recipient holds at most `bucket_nbytes` of state (or one larger
     parameter), and as much again while the elements move.
 
     Args:
@@ -124,7 +124,7 @@ def get_shard_from_optim_state_dict(
     param_groups: ParamGroups = "saved",
     options: CallOptions = _CALL,
 ) -> Shard | list[Shard]:
-    """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
+    """Return this rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
 
     Args:
         model, optim: as for `gather_full_optim_state_dict`, at any world size, but no list of pipeline stages.
@@ -185,7 +185,7 @@ def reshard_optim_state_dict(
     param_groups: ParamGroups = "saved",
     options: CallOptions = _CALL,
 ) -> Shard | list[Shard]:
-    """As `get_shard_from_optim_state_dict`, for what needs the other ranks. Called by all ranks of the model.
+    """Cut a dict as `get_shard_from_optim_state_dict`, where that needs the other ranks. Called by all ranks of the model.
 
     Args:
         model, optim: as for `gather_full_optim_state_dict`, also a list of the pipeline stages that this rank has.
@@ -206,7 +206,7 @@ def reshard_optim_state_dict(
 
 @ordinary_tensors()
 def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], options: CallOptions = _CALL) -> Shard:
-    """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; the drop-in method without `optim`."""
+    """Cut a full dict for an optimizer that is built like the saved optimizer: the drop-in method without `optim`."""
     own = shard.shard(model, None, full, CallArguments.of(options))
     return own if isinstance(own, dict) else own[0]
 
@@ -222,9 +222,10 @@ def scatter_full_optim_state_dict(
     param_groups: ParamGroups = "saved",
     options: CallOptions = _CALL,
 ) -> Shard | list[Shard]:
-    """As `get_shard_from_optim_state_dict`, but only global rank `source_rank` needs `full`; other ranks may give None.
+    """Send a full dict from global rank `source_rank` to all ranks; return this rank's part, ready to load.
 
-    Called by all ranks of the model. Memory beyond the result: `bucket_nbytes`, in bytes.
+    As `get_shard_from_optim_state_dict`, but only `source_rank` needs `full`. Called by all ranks of the model. Memory beyond
+    the result: `bucket_nbytes`, in bytes.
 
     Args:
         model, optim, strict, param_groups: as for `reshard_optim_state_dict`.
@@ -245,7 +246,7 @@ def load_optim_state_dict(
     *,
     keep_hyperparameters: Sequence[str] = (),
 ) -> Incompatible:
-    """As `optim.load_state_dict(shard)`, but every value keeps its saved dtype. No communication.
+    """Load a shard as `optim.load_state_dict(shard)`, but every value keeps its saved dtype. No communication.
 
     As with torch, the optimizer may keep the tensors of the shard without copies. torch's own method casts floating state to the
     dtype of the parameter, which loses the precision of fp32 moments of a bf16 parameter. Changes of hyperparameters are logged
@@ -301,7 +302,9 @@ def transfer_optim_state(
 def rekey_optim_state_dict(
     full: Mapping[str, Any], model: Model, key_by: KeyBy, *, optim: Optimizers | None = None
 ) -> FullDict:
-    """The same full dict, keyed by "id" or by "name". It shares its tensors with `full`, which stays unchanged. No communication.
+    """Return a full dict keyed by "id" or by "name". No communication.
+
+    The result shares its tensors with `full`, which stays unchanged.
 
     Args:
         full: a full dict, by id or by name, as for `get_shard_from_optim_state_dict`.

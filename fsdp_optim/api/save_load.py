@@ -47,7 +47,7 @@ def save(
     gets its name only when it is complete, so a save that is killed leaves the earlier checkpoint.
 
     Args:
-        path: the folder to make, on a file system that all ranks share. A relative one counts from the working directory of
+        path: the folder to make, on a file system that all ranks share. A relative path counts from the working directory of
             the lowest rank; `~` is the home folder. Or a URL: `s3://bucket/run/step-1000` needs boto3; every other scheme
             (`gs://`, `az://`, `file://`) needs fsspec and the package that fsspec names.
         model: as for `gather_full_optim_state_dict`.
@@ -92,7 +92,7 @@ def async_save(
     format: str | Format = "safetensors",
     options: SaveOptions = _SAVE,
 ) -> SaveHandle:
-    """As `save`, but returns when the state is copied to host memory, so that training may continue and change the state.
+    """Save as `save`, but return when the state is copied to host memory, so that training may continue and change the state.
 
     Called by all ranks of the model. One thread of each rank writes the copy, without collective calls. `handle.wait()` and the
     next save or async_save of this process wait for this save, and raise its error; the exit of the process waits too. Memory:
@@ -129,8 +129,8 @@ def load(
     Args:
         path: as for `save`. If another save replaces the checkpoint meanwhile, all loaded values are from one of the two.
         model: as for `save`. None, with `optim` None: the values of `state` only, on this process alone (the index of this
-            process in `process_group` then selects those of `per_rank`). Buffers with persistent=False are in no checkpoint:
-            after `to_empty()` compute them anew; a warning names those that evidently nothing has filled.
+            process in `process_group` then selects its values of `per_rank`). Buffers with persistent=False are in no
+            checkpoint: after `to_empty()` compute them anew; a warning names buffers that evidently nothing has filled.
         optim: as for `save`. None: weights and buffers only.
         state: the names that the checkpoint must have, and no others. Objects with `load_state_dict()` get their state, together
             with the model and the optimizer on all ranks or on none; any other value only gives its name. None: no name is
@@ -149,7 +149,7 @@ def load(
     Raises (the same on all ranks, before anything is changed):
         CheckpointError: the checkpoint is incomplete or damaged. The message names the file and the tensor.
         StateError: the model or the optimizer differs, and the message lists the differences; or the optimizer's own
-            `load_state_dict`, or that of an object in `state`, refuses the state.
+            `load_state_dict`, or the `load_state_dict` of an object in `state`, refuses the state.
     """
     with checkpoint_errors(path):
         arguments = LoadArguments.of(options, state, strict=strict, weights=weights)

@@ -49,7 +49,7 @@ def _failed(why: str) -> int:
 
 @contextlib.contextmanager
 def _logging(*, quiet: bool) -> Iterator[None]:
-    """Lines of the library's log on the standard error, while a command runs."""
+    """Show the library's log on the standard error while a command runs."""
     log, handler = logging.getLogger("fsdp_optim"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     level = log.level
@@ -118,7 +118,7 @@ def _inspect(options: argparse.Namespace, rank: int) -> None:
 
 
 def _names_and_format(options: argparse.Namespace) -> tuple[list[str] | None, str | Format]:
-    """What the two files and the flags say; without names, and `_Unread`, where this process cannot read a file."""
+    """Return the names and the format that the files and flags give; `_Unread` where this process cannot read a file."""
     names, units = None, None
     try:
         if options.names is not None:
@@ -133,7 +133,7 @@ def _names_and_format(options: argparse.Namespace) -> tuple[list[str] | None, st
 
 
 def _format(options: argparse.Namespace, units: Any) -> str | Format:
-    """The format that the flags name. Raises CheckpointError, on all processes alike, for a flag that it does not have."""
+    """Return the format that the flags name. Raises CheckpointError, the same on all processes, for a flag it does not have."""
     name, flattens = options.format, False if options.not_flattened else None
     of_shards = {"--world-size": options.world_size, "--units": units, "--not-flattened": flattens}
     given = [flag for flag, value in of_shards.items() if value is not None]
@@ -155,9 +155,9 @@ def _format(options: argparse.Namespace, units: Any) -> str | Format:
 
 @dataclass(frozen=True)
 class _Unread(TorchFiles):
-    """A format that raises why a file could not be read, when `convert` asks for its writer: there all processes hear of it.
+    """A format that raises why a file could not be read when `convert` asks for its writer, so that all processes raise it.
 
-    A process that ended before the call would let the others wait for it.
+    If the process ended before the call, the other processes would wait for it.
     """
 
     why: CheckpointError = CheckpointError("a file cannot be read")  # noqa: RUF009  # a stand-in
@@ -270,9 +270,9 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    found = _OPTION.fullmatch(text)
-    if found is None:
+    match = _OPTION.fullmatch(text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    key, value = found.groups()
+    key, value = match.groups()
     words = {"true": True, "false": False}
     return key, int(value) if value.isdecimal() else words.get(value.lower(), value)

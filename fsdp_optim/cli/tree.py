@@ -21,7 +21,7 @@ _WIDTH = 100  # of the text of one value
 
 
 def shown(inspected: CheckpointSummary, *, folds: bool) -> Iterator[str]:
-    """The lines about a checkpoint. `folds`: equal layers are one entry, and the state is summed up."""
+    """Yield the lines about a checkpoint. `folds`: equal layers are one entry, and the state is summed up."""
     yield inspected.path
     yield from _aligned("", [[f"{name}:", text] for name, text in _facts(inspected)])
     yield ""
@@ -57,7 +57,7 @@ def _sum(tensors: Any) -> str:
     tensors = list(tensors)
     if not tensors:
         return "no tensors"
-    numel, nbytes = sum(prod(one.shape) for one in tensors), sum(one.nbytes for one in tensors)
+    numel, nbytes = sum(prod(tensor.shape) for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
     return f"{counted(len(tensors), 'tensor')}, {counted(numel, 'element')}, {sized(nbytes)}"
 
 
@@ -120,22 +120,22 @@ def _columns(tensor: TensorInfo) -> list[str]:
 
 
 def _folded(node: _Node, *, folds: bool) -> Iterator[tuple[list[str], _Node]]:
-    """The children of a module, those that are numbered and equal together."""
+    """Return the children of a module; numbered children that are equal come together."""
     groups: dict[Hashable, tuple[list[str], _Node]] = {}
     for name, child in node.children.items():
-        found = _NUMBERED.fullmatch(name)
-        key = (found[1], child.signature) if folds and found is not None else name
+        match = _NUMBERED.fullmatch(name)
+        key = (match[1], child.signature) if folds and match is not None else name
         groups.setdefault(key, ([], child))[0].append(name)
     return iter(groups.values())
 
 
 def _label(names: Sequence[str]) -> str:
-    """One name, or `layer_0..31` for several that are numbered."""
+    """Return one name, or `layer_0..31` for several that are numbered."""
     if len(names) == 1:
         return names[0]
-    found = [_NUMBERED.fullmatch(name) for name in names]
-    numbers = sorted(int(one[2]) for one in found if one is not None)
-    first = found[0]
+    matches = [_NUMBERED.fullmatch(name) for name in names]
+    numbers = sorted(int(match[2]) for match in matches if match is not None)
+    first = matches[0]
     prefix = first[1] if first is not None else ""
     ranges = []
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
@@ -167,17 +167,17 @@ def _optimizer(inspected: CheckpointSummary, *, folds: bool) -> Iterator[str]:
 
 
 def _is_off(value: object) -> bool:
-    """Whether a hyperparameter is a switch that is off, or not set."""
+    """Return whether a hyperparameter is a switch that is off, or not set."""
     return value is None or value is False
 
 
 def _patterns(names: Sequence[str]) -> list[str]:
-    """Names with a star in the place of the numbers of layers, each once."""
+    """Return names with a star in the place of the numbers of layers, each once."""
     starred = (".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in names)
     by_pattern: dict[str, list[str]] = {}
     for pattern, name in zip(starred, names, strict=True):
         by_pattern.setdefault(pattern, []).append(name)
-    return [its[0] if len(its) == 1 else pattern for pattern, its in by_pattern.items()]
+    return [matches[0] if len(matches) == 1 else pattern for pattern, matches in by_pattern.items()]
 
 
 def _listed_state(inspected: CheckpointSummary) -> Iterator[list[str]]:
@@ -188,8 +188,8 @@ def _listed_state(inspected: CheckpointSummary) -> Iterator[list[str]]:
 
 
 def _summed(inspected: CheckpointSummary) -> Iterator[list[str]]:
-    """One row for each name of a value, its dtype, and whether it has the shape of its parameter."""
-    found: Counter[tuple[str, str, str]] = Counter()
+    """Yield one row for each name of a value, its dtype, and whether it has the shape of its parameter."""
+    rows: Counter[tuple[str, str, str]] = Counter()
     nbytes: Counter[tuple[str, str, str]] = Counter()
     for key, values in inspected.state.items():
         weight = inspected.model.get(key)
@@ -201,8 +201,8 @@ def _summed(inspected: CheckpointSummary) -> Iterator[list[str]]:
                 nbytes[row] += value.nbytes
             else:
                 row = str(name), "", _text_of(value)
-            found[row] += 1
-    for (name, dtype, shape), number in found.items():
+            rows[row] += 1
+    for (name, dtype, shape), number in rows.items():
         size = sized(nbytes[name, dtype, shape]) if dtype else ""
         yield [name, shape, dtype, size, f"of {counted(number, 'parameter')}"]
 
@@ -220,7 +220,7 @@ def _text_of(text: str) -> str:
 
 
 def _aligned(indent: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows with their columns one below the other."""
+    """Yield rows with their columns one below the other."""
     num = max((len(row) for row in rows), default=0)
     widths = [max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(num)]
     for row in rows:

@@ -11,15 +11,15 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size_of(text: str) -> int:
-    """A number of bytes from a text such as 4GB, 512MiB or 1000000."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or (found[3] and not found[2]):
+    """Return a number of bytes from a text such as 4GB, 512MiB or 1000000."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4GB, 512MiB or 1000000")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2]])
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
 
 
 def sized(nbytes: float) -> str:
-    """A number of bytes in words: `1.20 GB`."""
+    """Return a number of bytes in words: `1.20 GB`."""
     for unit in _UNITS:
         if nbytes < 999.5 or unit == _UNITS[-1]:
             break
@@ -28,6 +28,6 @@ def sized(nbytes: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`, `1.3 M elements`."""
+    """Return `1 tensor`, `2 tensors`, `1.3 M elements`."""
     text = f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.4g} M" if number < 1e9 else f"{number / 1e9:.4g} G"
     return f"{text} {noun}" if number == 1 else f"{text} {noun}s"

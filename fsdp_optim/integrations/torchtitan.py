@@ -25,7 +25,6 @@ from torch import nn
 
 from fsdp_optim import api
 from fsdp_optim.checkpoint.common.run_state import per_rank
-from fsdp_optim.checkpoint.common.stores import shelf_at
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, StateError, shortened
@@ -204,7 +203,7 @@ class FsdpOptimCheckpointManager(_Base):
 
     def _remove_older_hf(self) -> None:
         """Remove the oldest exports until `keep_latest_k` are left. Called on one rank."""
-        directory = shelf_at(f"{self.folder}/{_HF}")
+        directory = directory_at(f"{self.folder}/{_HF}")
         complete = directory.complete()
         if self._config.keep_latest_k:
             directory.remove(complete[: -self._config.keep_latest_k], f"keep_latest_k={self._config.keep_latest_k}")

@@ -40,7 +40,7 @@ class Box:
         return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.sizes, strict=True))}]"
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements that both boxes have; None when they have none in common."""
+        """Return the elements that both boxes have; None when they have none in common."""
         offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         ends = (
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -49,7 +49,7 @@ class Box:
         return Box(offsets, sizes) if all(n > 0 for n in sizes) else None
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """The elements of this box that are not in `other`: at most two boxes per dimension, which do not overlap."""
+        """Return the elements of this box that are not in `other`: at most two boxes per dimension, which do not overlap."""
         common = self.intersect(other)
         if common is None:
             return (self,) if self.numel else ()
@@ -103,7 +103,7 @@ class Run:
 
 
 def row_major_strides(sizes: Shape) -> Shape:
-    """Strides, in elements, of a contiguous tensor of these sizes."""
+    """Return strides, in elements, of a contiguous tensor of these sizes."""
     strides = [1] * len(sizes)
     for dim in range(len(sizes) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * sizes[dim + 1]
@@ -111,7 +111,7 @@ def row_major_strides(sizes: Shape) -> Shape:
 
 
 def boxes_of_run(shape: Shape, start: int, stop: int) -> tuple[Box, ...]:
-    """The row-major elements [start, stop) of a parameter as Boxes, in order; at most 2n-1 Boxes for n dimensions.
+    """Return the row-major elements [start, stop) of a parameter as Boxes, in order; at most 2n-1 Boxes for n dimensions.
 
     # shape (4, 3), elements [2, 10):   . . a      head: the rest of a row
     #                                   b b b      whole rows
@@ -139,7 +139,7 @@ def boxes_of_run(shape: Shape, start: int, stop: int) -> tuple[Box, ...]:
 
 
 def bounds_of_box(shape: Shape, box: Box) -> tuple[int, int]:
-    """The row-major range [start, stop) from the first to the last element of a Box that is not empty."""
+    """Return the row-major range [start, stop) from the first to the last element of a Box that is not empty."""
     first = last = 0
     for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
         first, last = first * length + offset, last * length + offset + size - 1
@@ -147,7 +147,7 @@ def bounds_of_box(shape: Shape, box: Box) -> tuple[int, int]:
 
 
 def runs_of_box(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
-    """The row-major ranges [start, stop) that make up a Box, row by row."""
+    """Yield the row-major ranges [start, stop) that make up a Box, row by row."""
     strides = row_major_strides(shape)
     width = box.sizes[-1] if shape else 1
     for index in itertools.product(*(range(o, o + n) for o, n in zip(box.offsets[:-1], box.sizes[:-1], strict=True))):

@@ -160,5 +160,5 @@ class FlatChunks(Placement):
 def flat_chunks(
     shape: Shape, start: int, chunk_numel: int, replicas: tuple[Ranks, ...], own_tensor: bool = False
 ) -> FlatChunks:
-    """The same as `FlatChunks(...)`, but cached: equal layers share one value, and with it the numbers that it caches."""
+    """Return `FlatChunks(...)` from a cache: equal layers share one value, and with it the numbers that it caches."""
     return FlatChunks(shape, start, chunk_numel, replicas, own_tensor)

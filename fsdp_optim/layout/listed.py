@@ -110,15 +110,16 @@ class Boxes(Placement):
     def join(self, other: Placement) -> Placement | None:
         if not isinstance(other, Boxes) or (other.full_shape, other.apart) != (self.full_shape, self.apart):
             return None
-        mine, theirs = dict(self.by_rank), dict(other.by_rank)
+        own_blocks, other_blocks = dict(self.by_rank), dict(other.by_rank)
         if self.is_open and other.is_open:
-            if any(mine[rank] != theirs[rank] for rank in mine.keys() & theirs.keys()):
+            if any(own_blocks[rank] != other_blocks[rank] for rank in own_blocks.keys() & other_blocks.keys()):
                 return None
-            return replace(self, by_rank=tuple(sorted((mine | theirs).items())))
-        cut_alike = {blocks for blocks in mine.values() if blocks} == {blocks for blocks in theirs.values() if blocks}
-        if not cut_alike or any(mine[rank] != theirs[rank] for rank in mine.keys() & theirs.keys()):
+            return replace(self, by_rank=tuple(sorted((own_blocks | other_blocks).items())))
+        if set(filter(None, own_blocks.values())) != set(filter(None, other_blocks.values())):
             return None
-        return replace(self, by_rank=tuple(sorted((mine | theirs).items())))
+        if any(own_blocks[rank] != other_blocks[rank] for rank in own_blocks.keys() & other_blocks.keys()):
+            return None
+        return replace(self, by_rank=tuple(sorted((own_blocks | other_blocks).items())))
 
     @property
     def num_replicas(self) -> int:
@@ -142,7 +143,7 @@ class Boxes(Placement):
         return None
 
     def partly_common(self) -> tuple[tuple[int, Box], tuple[int, Box]] | None:
-        """Two ranks with Boxes that overlap and are not the same Box; None where there are none."""
+        """Return two ranks with Boxes that overlap and are not the same Box; None where there are none."""
         held = [(ranks[0], block.box) for blocks, ranks in self._shards for block in blocks]
         if sum(box.numel for box in {box for _, box in held}) == self.numel and self.gap() is None:
             return None
@@ -150,7 +151,7 @@ class Boxes(Placement):
         return next((pair for pair in pairs if pair[0][1] != pair[1][1] and pair[0][1].intersect(pair[1][1])), None)
 
     def closed(self) -> Boxes:
-        """The same Placement, as the complete list of all ranks."""
+        """Return the same Placement, as the complete list of all ranks."""
         return replace(self, is_open=False) if self.is_open else self
 
     def on_lowest_ranks(self) -> Boxes:

@@ -84,12 +84,12 @@ class OnMesh(Placement):
 
     @property
     def cuts(self) -> tuple[tuple[int, ...], ...]:
-        """The splits. One that interleaves has a third number: the number of groups that every rank has a part of."""
+        """The splits. A split that interleaves has a third number: the number of groups that every rank has a part of."""
         return self.splits
 
     @abstractmethod
     def local_shape(self, shard: int) -> Shape:
-        """The shape of the local tensor of a shard."""
+        """Return the shape of the local tensor of a shard."""
 
     def holders(self, shard: int) -> tuple[int, ...]:
         places = _places_by_shard(self.mesh_shape, self._split_dims)[shard]
@@ -155,7 +155,7 @@ class MeshBoxes(OnMesh):
         return self._hash
 
     def box(self, shard: int) -> Box:
-        """The Box of a shard, which is empty where the cut left no elements for the shard."""
+        """Return the Box of a shard, which is empty where the cut left no elements for the shard."""
         return _box_of_shard(self.full_shape, self._split_parts, shard)
 
     def local_shape(self, shard: int) -> Shape:
@@ -197,7 +197,7 @@ class MeshBoxes(OnMesh):
         return BoxTable.of_boxes(len(shards), *self._bounds_of(shards, shape))
 
     def _bounds_of(self, shards: Numbers, shape: Columns) -> tuple[list[int | Numbers], list[int | Numbers]]:
-        """The first index in each dimension of each shard, and one past the last; a number where all shards have the same."""
+        """Return the first index of each shard in each dimension, and one past the last; a number if all shards have the same."""
         lows: list[int | Numbers] = [0] * len(shape)
         highs: list[int | Numbers] = list(shape)
         weight = self.num_shards
@@ -221,34 +221,34 @@ class MeshBoxes(OnMesh):
 
 @functools.lru_cache(maxsize=256)
 def _split_parts(mesh_shape: Shape, splits: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Each of `splits`, pairs (mesh dimension, parameter dimension), as (parameter dimension, number of parts)."""
+    """Return each of `splits`, pairs (mesh dimension, parameter dimension), as (parameter dimension, number of parts)."""
     return tuple((dim, mesh_shape[mesh_dim]) for mesh_dim, dim in splits)
 
 
 @functools.lru_cache(maxsize=256)
 def _shards_by_place(mesh_shape: Shape, split_dims: Shape) -> tuple[int, ...]:
-    """For each row-major place in the mesh, its shard. Cached: parameters share their mesh."""
+    """Return the shard of each row-major place in the mesh. Cached: parameters share their mesh."""
     return tuple(_shard_at(place, mesh_shape, split_dims) for place in range(prod(mesh_shape)))
 
 
 @functools.lru_cache(maxsize=256)
 def _places_by_shard(mesh_shape: Shape, split_dims: Shape) -> tuple[tuple[int, ...], ...]:
-    """For each shard, the row-major places in the mesh that hold the shard. Cached: parameters share their mesh."""
+    """Return the row-major places in the mesh that hold each shard. Cached: parameters share their mesh."""
     places: list[list[int]] = [[] for _ in range(prod(mesh_shape[dim] for dim in split_dims))]
     for place, shard in enumerate(_shards_by_place(mesh_shape, split_dims)):
         places[shard].append(place)
-    return tuple(tuple(found) for found in places)
+    return tuple(tuple(shard_places) for shard_places in places)
 
 
 @functools.lru_cache(maxsize=64)
 def _place_table(mesh_shape: Shape, split_dims: Shape) -> Numbers:
-    """The same as `_places_by_shard`, as an array with a row for each shard."""
+    """Return `_places_by_shard` as an array with a row for each shard."""
     return numpy.array(_places_by_shard(mesh_shape, split_dims), numpy.int64)
 
 
 @functools.lru_cache(maxsize=64)
 def _first_holders(mesh_shape: Shape, split_dims: Shape, ranks: Ranks) -> Ranks:
-    """The rank at the first place of each shard, sorted. Cached: parameters share their mesh."""
+    """Return the rank at the first place of each shard, sorted. Cached: parameters share their mesh."""
     return ranks_in_order(sorted({ranks[places[0]] for places in _places_by_shard(mesh_shape, split_dims)}))
 
 
@@ -262,7 +262,7 @@ def _shard_at(place: int, mesh_shape: Shape, split_dims: Shape) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int) -> Box:
-    """The Box of a shard when `splits`, pairs (dimension, parts), cut a shape in turn. Cached: layers are alike."""
+    """Return the Box of a shard when `splits`, pairs (dimension, parts), cut a shape in turn. Cached: layers are equal."""
     offsets, sizes = [0] * len(shape), list(shape)
     indices = []
     for _, parts in reversed(splits):
@@ -278,16 +278,16 @@ def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int)
 
 @functools.lru_cache(maxsize=4096)
 def _run_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int) -> Run | None:
-    """A shard as one Run, where it is one."""
+    """Return a shard as one Run; None if it is not contiguous."""
     return run_of_box(shape, _box_of_shard(shape, splits, shard))
 
 
 def run_of_box(shape: Shape, box: Box) -> Run | None:
-    """A Box as one Run, where it is one."""
+    """Return a Box as one Run; None if it is not contiguous."""
     numel = prod(box.sizes)
     if not numel:
         return Run(0, 0, 0)
-    inner = 1  # elements of the dimensions behind this one, which are full
+    inner = 1  # elements of the inner dimensions, which are full
     for dim in reversed(range(len(shape))):
         if box.sizes[dim] != shape[dim]:
             if inner * box.sizes[dim] != numel:
@@ -299,19 +299,19 @@ def run_of_box(shape: Shape, box: Box) -> Run | None:
 
 
 def _indices_over(shape: Shape, start: int, stop: int) -> list[tuple[int, int]]:
-    """The first and the last index, in each dimension, of the row-major elements [start, stop). There is at least one."""
-    first, last, found = start, stop - 1, list[tuple[int, int]]()
+    """Return the first and the last index, in each dimension, of the row-major elements [start, stop). There is at least one."""
+    first, last, bounds = start, stop - 1, list[tuple[int, int]]()
     for step in row_major_strides(shape):
         low, high = first // step, last // step
-        found.append((low, high))
+        bounds.append((low, high))
         if low != high:
-            return found + [(0, size - 1) for size in shape[len(found) :]]
+            return bounds + [(0, size - 1) for size in shape[len(bounds) :]]
         first, last = first - low * step, last - low * step
-    return found
+    return bounds
 
 
 def _shards_over(shape: Shape, splits: tuple[tuple[int, int], ...], ranges: Sequence[tuple[int, int]]) -> Sequence[int]:
-    """The shards that hold elements with an index in `ranges`, [first, last] of each dimension.
+    """Return the shards that hold elements with an index in `ranges`, [first, last] of each dimension.
 
     `splits`: (dimension, parts), which cut one after the other. The shards are a product: of the parts of each dimension.
     """
@@ -321,17 +321,17 @@ def _shards_over(shape: Shape, splits: tuple[tuple[int, int], ...], ranges: Sequ
     for dim, parts in splits:
         weight //= parts
         cuts.setdefault(dim, []).append((parts, weight))
-    found: Sequence[int] = range(1)
-    for dim, its in cuts.items():
-        parts_over = _parts_over(shape[dim], its, *ranges[dim])
-        found = [a + b for a in found for b in parts_over] if len(found) > 1 or found[0] else parts_over
-    return found if isinstance(found, range) else sorted(found)
+    shards: Sequence[int] = range(1)
+    for dim, dim_cuts in cuts.items():
+        parts_over = _parts_over(shape[dim], dim_cuts, *ranges[dim])
+        shards = [a + b for a in shards for b in parts_over] if len(shards) > 1 or shards[0] else parts_over
+    return shards if isinstance(shards, range) else sorted(shards)
 
 
 def _parts_over(size: int, cuts: Sequence[tuple[int, int]], first: int, last: int) -> Sequence[int]:
-    """The parts of one dimension with an index in [first, last], each as the amount that it adds to the number of a shard.
+    """Return the parts of one dimension with an index in [first, last], each as the amount that it adds to the number of a shard.
 
-    `cuts`: (number of parts, weight in the number of a shard), each of which cuts the parts of the one before.
+    `cuts`: (number of parts, weight in the number of a shard), each of which cuts the parts that the previous cut made.
     """
     (parts, weight), *inner = cuts
     chunk = -(-size // parts)
@@ -348,7 +348,7 @@ def _parts_over(size: int, cuts: Sequence[tuple[int, int]], first: int, last: in
 
 
 def _coordinates(index: int, shape: Shape) -> Shape:
-    """The coordinates of a row-major `index` in a grid."""
+    """Return the coordinates of a row-major `index` in a grid."""
     coordinates = []
     for size in reversed(shape):
         index, coordinate = divmod(index, size)
@@ -357,14 +357,14 @@ def _coordinates(index: int, shape: Shape) -> Shape:
 
 
 def cut_of(placement: Placement) -> str:
-    """The cut of a placed value as text: the mesh's number of dimensions, then the numbers of each cut, as in `2 1:0 0:3:2`."""
+    """Return the cut of a placed value as text: the number of mesh dimensions, then the numbers of each cut: `2 1:0 0:3:2`."""
     if not isinstance(placement, OnMesh):
         return ""
     return " ".join([str(len(placement.mesh_shape)), *(":".join(map(str, cut)) for cut in placement.cuts)])
 
 
 def cut_named(word: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
-    """The inverse of `cut_of`: the mesh's number of dimensions and the cuts; None for an empty text.
+    """Return the inverse of `cut_of`: the mesh's number of dimensions and the cuts; None for an empty text.
 
     Raises ValueError for a text that `cut_of` does not write.
     """

@@ -41,22 +41,22 @@ class Placement(ABC):
 
     @abstractmethod
     def holders(self, shard: int) -> tuple[int, ...]:
-        """The global ranks that hold this shard, with equal bits."""
+        """Return the global ranks that hold this shard, with equal bits."""
 
     @abstractmethod
     def shard_of(self, rank: int) -> int | None:
-        """The shard that a rank holds; None when it holds none."""
+        """Return the shard that a rank holds; None when it holds none."""
 
     @abstractmethod
     def blocks(self, shard: int) -> tuple[Block, ...]:
-        """The Blocks of a shard; none when the cut left no elements for the shard."""
+        """Return the Blocks of a shard; none when the cut left no elements for the shard."""
 
     def run(self, shard: int) -> Run | None:
-        """The shard as one Run, a shortcut for plans; None for a shard that consists of several runs."""
+        """Return the shard as one Run, a shortcut for plans; None for a shard that consists of several runs."""
         return None
 
     def bounds(self, shard: int) -> tuple[int, int] | None:
-        """The smallest row-major range of elements that covers a shard; None for a shard without elements."""
+        """Return the smallest row-major range of elements that covers a shard; None for a shard without elements."""
         run = self.run(shard)
         if run is not None:
             return (run.start, run.stop) if run.start < run.stop else None
@@ -65,7 +65,7 @@ class Placement(ABC):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What placements have in common whose shards are on the same ranks, and which differ in `numbers` only.
+        """What is equal for placements whose shards are on the same ranks, and which differ in `numbers` only.
 
         One placement makes the tables of all placements of its kind. By default a placement is the only one of its kind.
         """
@@ -77,7 +77,7 @@ class Placement(ABC):
         return ()
 
     def run_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable | None:
-        """The runs of some shards, in the order of `shards`; None where not every shard is one run.
+        """Return the runs of some shards, in the order of `shards`; None where not every shard is one run.
 
         `numbers`: for each of the shards, the numbers of the placement of this kind that has the shard; None for this
         placement's own.
@@ -85,20 +85,20 @@ class Placement(ABC):
         return None
 
     def box_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable | None:
-        """The Boxes of some shards, in the order of `shards`; None where shards are runs across the borders of rows.
+        """Return the Boxes of some shards, in the order of `shards`; None where shards are runs across the borders of rows.
 
         `numbers`: as for `run_table`.
         """
         return BoxTable.of_blocks([self.blocks(shard) for shard in shards.tolist()], len(self.shape))
 
     def holders_of(self, shards: Numbers) -> Numbers:
-        """The ranks that hold some shards, as an array by replica and shard. All shards need equally many holders."""
+        """Return the ranks that hold some shards, as an array by replica and shard. All shards need equally many holders."""
         by_shard: Numbers = numpy.array([self.holders(shard) for shard in shards.tolist()], numpy.int64)
         by_replica: Numbers = by_shard.reshape(len(shards), -1).T
         return by_replica
 
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
-        """All shards that hold some of the row-major elements [start, stop), possibly with shards that do not."""
+        """Return all shards that hold some of the row-major elements [start, stop), possibly with shards that do not."""
         return range(self.num_shards)
 
     @property
@@ -113,7 +113,7 @@ class Placement(ABC):
 
     @property
     def is_open(self) -> bool:
-        """Whether shards may be missing, because other ranks list their own."""
+        """Whether shards may be missing, because other ranks list their own shards."""
         return False
 
     @property
@@ -127,19 +127,19 @@ class Placement(ABC):
         return self.num_shards > 0 and len(self.holders(0)) > 1
 
     def join(self, other: Placement) -> Placement | None:
-        """One Placement for two groups of ranks that hold equally cut replicas; None where the cuts differ."""
+        """Return one Placement for two groups of ranks that hold equally cut replicas; None where the cuts differ."""
         return self if self == other else None
 
     @abstractmethod
     def on_lowest_ranks(self) -> Placement:
-        """The same shards with the same numbers, each of them held by its lowest rank only."""
+        """Return the same shards with the same numbers, each of them held by its lowest rank only."""
 
     def without_ranks(self) -> Placement:
-        """The same cut on ranks 0, 1, 2, ...: equal for parameters that are cut alike. Listed Boxes stay as they are."""
+        """Return the same cut on ranks 0, 1, 2, ...: equal for parameters that are cut equally. Listed Boxes stay as they are."""
         return self
 
     def gap(self) -> tuple[int, int] | None:
-        """The first row-major range of elements that no rank holds; None when every element is held."""
+        """Return the first row-major range of elements that no rank holds; None when every element is held."""
         return None
 
     @property
@@ -172,7 +172,7 @@ class Placement(ABC):
         return 0
 
     def numel_on(self, rank: int) -> int:
-        """How many elements a rank holds."""
+        """Return how many elements a rank holds."""
         shard = self.shard_of(rank)
         if shard is None:
             return 0
@@ -180,7 +180,7 @@ class Placement(ABC):
         return run.stop - run.start if run is not None else sum(b.box.numel for b in self.blocks(shard))
 
     def local_range(self, rank: int) -> tuple[int, int]:
-        """The range [start, stop) of a rank's local tensor that covers this parameter; (0, 0) for a rank that holds none."""
+        """Return the range [start, stop) of a rank's local tensor that covers this parameter; (0, 0) if it holds none."""
         shard = self.shard_of(rank)
         run = self.run(shard) if shard is not None else None
         if run is not None:
@@ -193,7 +193,7 @@ class Placement(ABC):
 
 @dataclass(frozen=True)
 class Whole(Placement):
-    """The whole parameter on each of `ranks`, row-major, `offset` elements into their local tensor."""
+    """The complete parameter on each of `ranks`, row-major, `offset` elements into their local tensor."""
 
     full_shape: Shape
     on: Ranks

@@ -20,7 +20,7 @@ Ranks = Sequence[int]
 
 
 def ranks_in_order(ranks: Iterable[int]) -> Ranks:
-    """The same ranks as a range where they are evenly spaced, else as a tuple, so that equal ranks are equal values."""
+    """Return ranks as a range where they are evenly spaced, else as a tuple, so that equal ranks are equal values."""
     if isinstance(ranks, range) and ranks.step > 0:
         return ranks if ranks else range(0)
     listed = tuple(ranks)
@@ -43,7 +43,7 @@ def check_distinct(groups: tuple[Ranks, ...]) -> None:
 
 
 def ranks_at(group: Ranks, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
-    """The ranks at some places of a group."""
+    """Return the ranks at some places of a group."""
     if isinstance(group, range):
         return group.start + group.step * places
     return numpy.array(group, numpy.int64)[places]
@@ -51,12 +51,12 @@ def ranks_at(group: Ranks, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]
 
 @functools.lru_cache(maxsize=64)
 def sorted_ranks(groups: tuple[Ranks, ...]) -> NDArray[numpy.int64]:
-    """All ranks of some groups, in order. Cached: parameters share their groups."""
+    """Return all ranks of some groups, in order. Cached: parameters share their groups."""
     return numpy.unique(numpy.concatenate([number_array(group) for group in groups]))
 
 
 def number_array(numbers: Sequence[int]) -> NDArray[numpy.int64]:
-    """Ranks or shard numbers as an array, made quickly for a range."""
+    """Return ranks or shard numbers as an array, made quickly for a range."""
     if isinstance(numbers, range):
         return numpy.arange(numbers.start, numbers.stop, numbers.step)
     return numpy.array(numbers, numpy.int64)

@@ -65,19 +65,19 @@ class StridedBoxes(OnMesh):
 
 @functools.lru_cache(maxsize=4096)
 def _spans_of_shard(shape: Shape, cuts: tuple[_Cut, ...], shard: int) -> tuple[_Spans, ...]:
-    """The indices that a shard has of each dimension. Cached, because layers are alike."""
+    """Return the indices that a shard has of each dimension. Cached, because layers are equal."""
     indices = []
     for _, _, parts in reversed(cuts):
         shard, index = divmod(shard, parts)
         indices.append(index)
-    found: list[_Spans] = [((0, size),) for size in shape]
+    spans: list[_Spans] = [((0, size),) for size in shape]
     for (dim, factor, parts), index in zip(cuts, reversed(indices), strict=True):
-        found[dim] = _part(found[dim], factor, parts, index)
-    return tuple(found)
+        spans[dim] = _part(spans[dim], factor, parts, index)
+    return tuple(spans)
 
 
 def _part(spans: _Spans, factor: int, parts: int, index: int) -> _Spans:
-    """One part of each of `factor` groups of the rows in `spans`."""
+    """Return one part of each of `factor` groups of the rows in `spans`."""
     size = sum(stop - start for start, stop in spans)
     group = -(-size // factor)
     taken: list[tuple[int, int]] = []
@@ -95,19 +95,19 @@ def _part(spans: _Spans, factor: int, parts: int, index: int) -> _Spans:
 
 
 def _within(spans: _Spans, first: int, last: int) -> list[tuple[int, int]]:
-    """The rows [first, last), counted along the spans, as ranges of the dimension."""
-    found, at = [], 0
+    """Return the rows [first, last), counted along the spans, as ranges of the dimension."""
+    rows, at = [], 0
     for start, stop in spans:
         low, high = max(first - at, 0), min(last - at, stop - start)
         if low < high:
-            found.append((start + low, start + high))
+            rows.append((start + low, start + high))
         at += stop - start
-    return found
+    return rows
 
 
 @functools.lru_cache(maxsize=4096)
 def _blocks_of(spans: tuple[_Spans, ...]) -> tuple[Block, ...]:
-    """The Boxes that the spans of all dimensions make, in a local tensor with all of them."""
+    """Return the Boxes that the spans of all dimensions make, in a local tensor with all of them."""
     local = tuple(sum(stop - start for start, stop in dim) for dim in spans)
     if not prod(local):
         return ()
@@ -123,7 +123,7 @@ def _blocks_of(spans: tuple[_Spans, ...]) -> tuple[Block, ...]:
 
 
 def contiguous_order(cuts: Sequence[tuple[int, int]], mesh_shape: Shape) -> list[int] | None:
-    """The mesh dimensions in the order in which they cut a dimension of a tensor into contiguous parts; None for no such order.
+    """Return the order in which mesh dimensions cut a dimension of a tensor into contiguous parts; None if there is none.
 
     `cuts`: pairs (mesh dimension, split factor), ascending. A factor is the number of parts before its cut, as torch encodes an
     order in `_StridedShard`; where no order fits the factors, they are the numbers of groups of interleaved rows.

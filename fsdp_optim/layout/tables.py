@@ -13,14 +13,14 @@ from fsdp_optim.layout.boxes import Block
 Numbers = NDArray[numpy.int64]
 Mask = NDArray[numpy.bool_]
 Columns = Sequence[int | Numbers] | Numbers
-"""Some numbers, such as those of a shape: each one number for all rows of a table, or one for each row."""
+"""Some numbers, such as the sizes of a shape: each one number for all rows of a table, or one for each row."""
 
 
 @dataclass(frozen=True, eq=False)
 class BoxTable:
     """Many Boxes, by dimension and row: element `i` is inside where `lows <= i < highs`, at `bases + i . strides` locally.
 
-    A run is a Box with a single dimension: that of the flattened parameter.
+    A run is a Box with a single dimension: the flattened parameter.
 
     Attributes:
         columns: `lows`, `highs` and `strides`, each by dimension and row.
@@ -41,7 +41,7 @@ class BoxTable:
 
     @classmethod
     def of_boxes(cls, num: int, lows: Columns, highs: Columns, offset: int | Numbers = 0) -> BoxTable:
-        """Boxes that are row-major in separate local tensors, from `offset` on; a number stands for `num` equal ones."""
+        """Return Boxes that are row-major in separate local tensors, from `offset` on; a number stands for `num` equal ones."""
         columns = numpy.empty((3, len(lows), num), numpy.int64)
         bases, stride = numpy.full(num, offset), numpy.ones(num, numpy.int64)
         for dim in range(len(lows) - 1, -1, -1):
@@ -53,13 +53,15 @@ class BoxTable:
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Sequence[Block]], num_dims: int) -> BoxTable:
-        """The listed Blocks of each of some shards."""
-        listed = [block for its in blocks for block in its]
+        """Return the listed Blocks of each of some shards."""
+        listed = [block for shard_blocks in blocks for block in shard_blocks]
         numbers = [(block.box.offsets, block.box.sizes, block.local_strides) for block in listed]
         columns = numpy.array(numbers, numpy.int64).reshape(len(listed), 3, num_dims).transpose(1, 2, 0)
         columns[1] += columns[0]
         bases = numpy.array([block.offset for block in listed], numpy.int64) - along(columns[0], columns[2])
-        return cls(columns, bases, numpy.repeat(numpy.arange(len(blocks)), [len(its) for its in blocks]))
+        return cls(
+            columns, bases, numpy.repeat(numpy.arange(len(blocks)), [len(shard_blocks) for shard_blocks in blocks])
+        )
 
     @property
     def lows(self) -> Numbers:
@@ -84,13 +86,13 @@ class BoxTable:
         return len(self.bases)
 
     def rows(self, index: Numbers | None) -> BoxTable:
-        """The Boxes at some indices, in the order of `index`; all Boxes for None."""
+        """Return the Boxes at some indices, in the order of `index`; all Boxes for None."""
         return self if index is None else BoxTable(self.columns[:, :, index], self.bases[index])
 
     def are_runs(self, shape: Columns) -> Mask:
-        """Whether each Box of a parameter is a run: from its first dimension with several elements on, all others are full.
+        """Return whether each Box of a parameter is a run: all dimensions after the first one with several elements are full.
 
-        `shape`: that of the parameter; or by dimension and row, where the rows are Boxes of several parameters.
+        `shape`: the shape of the parameter; or by dimension and row, where the rows are Boxes of several parameters.
         """
         sizes = self.highs - self.lows
         are_runs = behind = numpy.ones(len(self), bool)  # `behind`: the dimensions behind the current one are full
@@ -101,13 +103,13 @@ class BoxTable:
         return are_runs
 
     def as_runs(self, shape: Columns) -> BoxTable:
-        """Boxes that are runs as runs. `shape`: as for `are_runs`."""
+        """Return Boxes that are runs as runs. `shape`: as for `are_runs`."""
         starts = along(self.lows, _steps(shape))
         numels = (self.highs - self.lows).prod(axis=0)
         return BoxTable.of_runs(starts, starts + numels, self.bases + along(self.lows, self.strides))
 
     def as_boxes(self, shape: Columns) -> BoxTable:
-        """Runs as Boxes of the parameter, in the order of their elements, as `boxes_of_run` cuts a run; some Boxes are empty.
+        """Return the runs as Boxes of the parameter, in the order of their elements, as `boxes_of_run` cuts; some are empty.
 
         `shape`: as for `are_runs`.
         """
@@ -115,9 +117,8 @@ class BoxTable:
         edges = numpy.empty((len(self), 2 * max(len(shape), 1)), numpy.int64)
         first, last = self.columns[:2, 0]
         edges[:, 0], edges[:, -1] = first, last
-        for number, row in enumerate(
-            steps[-2::-1], start=1
-        ):  # of each dimension the rest of a row, and the beginning of one
+        # Of each dimension the rest of a row, and the beginning of a row.
+        for number, row in enumerate(steps[-2::-1], start=1):
             first = numpy.minimum((first + row - 1) // row * row, last)
             last = numpy.maximum(last // row * row, first)
             edges[:, number], edges[:, -1 - number] = first, last
@@ -125,7 +126,7 @@ class BoxTable:
         owners = numpy.arange(len(starts)) // (edges.shape[1] - 1)
         columns = numpy.empty((3, len(shape), len(starts)), numpy.int64)
         for dim in range(len(shape)):
-            step, size = (its if isinstance(its, int) else its[owners] for its in (steps[dim], shape[dim]))
+            step, size = (column if isinstance(column, int) else column[owners] for column in (steps[dim], shape[dim]))
             low, rows = (starts // step, (numels + step - 1) // step) if dim < len(shape) - 1 else (starts, numels)
             columns[0, dim] = low = low % size if dim else low
             columns[1, dim] = low + numpy.minimum(rows, size)
@@ -134,12 +135,12 @@ class BoxTable:
 
 
 def at(columns: Columns, index: Numbers) -> Columns:
-    """Columns at some rows; numbers that are those of all rows stay as they are."""
+    """Return columns at some rows; numbers that all rows share stay as they are."""
     return columns[:, index] if isinstance(columns, numpy.ndarray) else columns
 
 
 def _steps(shape: Columns) -> list[int | Numbers]:
-    """The row-major strides of a shape."""
+    """Return the row-major strides of a shape."""
     steps: list[int | Numbers] = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         steps[dim] = steps[dim + 1] * shape[dim + 1]
@@ -147,7 +148,7 @@ def _steps(shape: Columns) -> list[int | Numbers]:
 
 
 def along(indices: Numbers, strides: Columns) -> Numbers:
-    """The sum of `indices * strides` over the dimensions: quicker for few rows than a sum of numpy."""
+    """Return the sum of `indices * strides` over the dimensions: quicker for few rows than a sum of numpy."""
     total = numpy.zeros(indices.shape[1], numpy.int64) if not len(indices) else indices[-1] * strides[-1]
     for dim in range(len(indices) - 1):
         total += indices[dim] * strides[dim]

@@ -20,7 +20,7 @@ class ConvertArguments(ConvertOptions):
 
     @classmethod
     def of(cls, options: ConvertOptions, **arguments: Any) -> ConvertArguments:
-        """The arguments of a call that was given these options."""
+        """Return the arguments of a call that was given these options."""
         return cls(**fields_of(ConvertOptions, options), **arguments)
 
     @property

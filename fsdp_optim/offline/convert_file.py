@@ -1,4 +1,4 @@
-"""A conversion into one file: `out.pt` is that file, and no folder, where the format has everything in one."""
+"""A conversion into one file: `out.pt` is that file, and no folder, where the format writes a single file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fsdp_optim.transport.failure import Failure
 
 
 def place_of(target: Place, format: Format, options: ConvertArguments) -> tuple[Place, ConvertArguments]:
-    """The place of the new files, and the options there, on the leader: for a file, those of the folder in which it is made.
+    """Return the place of the new files and the options there, on the leader: for a file, of the folder in which it is made.
 
-    A path is one of a file if it ends like one, and is no folder already. Buckets have folders only.
+    A path names a file if it ends like a file, and is no folder already. Buckets have folders only.
     """
     is_one = isinstance(format, TorchFiles) and format.one_file
     if not is_one or not isinstance(target, (str, os.PathLike)) or (isinstance(target, str) and scheme_of(target)):
@@ -31,11 +31,11 @@ def place_of(target: Place, format: Format, options: ConvertArguments) -> tuple[
     if not os.fspath(target).endswith(SUFFIXES) or is_folder(target):
         return target, options
     folder = folder_for(target, ONE, overwrite=options.overwrite)
-    return folder, replace(options, overwrite=True)  # what a killed call has left there goes
+    return folder, replace(options, overwrite=True)  # removes what a killed call has left there
 
 
 def named(group: RankGroup, saved: SaveResult, *, durable: bool) -> SaveResult:
-    """The result with the file in its place, if the folder that was written is one of a file. Called by all ranks."""
+    """Move the file to its place, if the folder that was written stands for a file; return the result. Called by all ranks."""
     file = file_of(saved.path) if isinstance(saved.path, Path) else None
     if file is None or not isinstance(saved.path, Path):
         return saved

@@ -2,9 +2,9 @@
 
 # file of the target | head | weight 0 . . . . . . . . | weight 1 | weight 2 . . . |
 # units              |      |   0   |   1   |   2   |   3   |   4   |   5   |  6  |     bounded; no segment of checksums is cut
-# done by            |      |      rank 0       |        rank 1       |    rank 2 |     in several lanes (threads) of each rank
+# done by            |      |      rank 0       |        rank 1       |    rank 2 |     in several worker threads of each rank
 
-Every rank plans the same units, so that the files do not depend on how many ranks and lanes there are.
+Every rank plans the same units, so that the files do not depend on how many ranks and threads there are.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CopyRange:
         return self.stop - self.start
 
     def values(self) -> Iterator[tuple[SavedValue, int, int, int]]:
-        """Each value with bytes here, the byte of the data for its element 0, the first element here, and one past the last.
+        """Yield each value with bytes here, the byte of its element 0 in the data, the first element here, and one past the last.
 
         Where the file has a slice of the value, its element 0 may lie before the data section.
         """
@@ -107,8 +107,8 @@ def _nbytes_at(file: File, index: int) -> int:
 
 
 def _others(file: File, start: int, stop: int) -> tuple[tuple[int, memoryview], ...]:
-    """The bytes of the head and of the frames that are in the bytes [start, stop) of the file."""
-    frames, found = file.plan.frames, []
+    """Return the bytes of the head and of the frames that are in the bytes [start, stop) of the file."""
+    frames, pieces = file.plan.frames, []
     first = max(bisect.bisect_right(frames.starts, start) - 1, 0)
     last = bisect.bisect_left(frames.starts, stop)
     for begin, content in (
@@ -117,8 +117,8 @@ def _others(file: File, start: int, stop: int) -> tuple[tuple[int, memoryview], 
     ):
         piece = memoryview(content)[max(start - begin, 0) : max(stop - begin, 0)]
         if piece:
-            found.append((max(begin, start), piece))
-    return tuple(found)
+            pieces.append((max(begin, start), piece))
+    return tuple(pieces)
 
 
 def _grid_of(file: File) -> int:
@@ -126,7 +126,7 @@ def _grid_of(file: File) -> int:
 
 
 class Copier:
-    """Copies units, one after the other, in one lane of a rank.
+    """Copies units, one after the other, in one worker thread of a rank.
 
     Args:
         source: the open checkpoint.
@@ -158,8 +158,8 @@ class Copier:
                 continue
             stored = self._stored[value.key]
             flat = torch.frombuffer(self._memory, dtype=value.dtype, count=num, offset=start - base)
-            is_whole = num == value.placement.numel
-            cut = Whole(stored.shape, (0,)) if is_whole else FlatRuns(stored.shape, (first,), (last,), (0,))
+            is_unsharded = num == value.placement.numel
+            cut = Whole(stored.shape, (0,)) if is_unsharded else FlatRuns(stored.shape, (first,), (last,), (0,))
             values.append(StoredValue.of(value.fqn, value.name, stored, cut, flat, is_state=value.is_state))
         failure = Failure()
         move(values, self._source, self._end, self._group, self._group.budget, failure)
@@ -170,7 +170,7 @@ class Copier:
         return write_extents(self._section(unit), extents, unit.file.plan.segment_nbytes)
 
     def _section(self, unit: CopyRange) -> DataSection:
-        """The data of a file, to which the writes of a unit go."""
+        """Return the data section of a file, through which a unit is written."""
         plan, write = unit.file.plan, partial(self._writer.write, unit.file.name)
         if unit.others is None:
             return plan.section(write)

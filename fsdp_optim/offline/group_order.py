@@ -1,4 +1,4 @@
-"""Which parameters of a model the ids of several param groups count, where the optimizer's dict has no names.
+"""The parameters that the ids of several param groups count, where the optimizer's dict has no names.
 
 Ids count group after group, and a model only says the order of all its parameters together. Each group lists its parameters in
 the model's order, as optimizers are made, so the shapes of the state often leave one way to share them out: weights in one group,
@@ -14,7 +14,7 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
 
-_MOST_WAYS = 4096  # that are followed at once, before they are too many to be one
+_MOST_WAYS = 4096  # followed at once; with more, no single way can be expected
 
 _ASK = (
     "give param_names=[...], the FQNs in the order of the ids, as [name_of[param] for group in optim.param_groups for param in "
@@ -26,7 +26,7 @@ Shared = tuple["Shared", int] | None
 
 
 def by_group(where: str, full: Mapping[str, Any], order: Sequence[str], shapes: Mapping[str, Shape]) -> list[list[str]]:
-    """The parameters of each group. `order`: those of the model; `shapes`: of its weights.
+    """Return the parameters of each group. `order`: the parameters of the model; `shapes`: the shapes of its weights.
 
     Raises StateError where the shapes of the state do not leave exactly one way.
     """
@@ -62,13 +62,16 @@ def _next(
     seen: Sequence[Sequence[frozenset[Shape]]],
     shape: Shape | None,
 ) -> tuple[dict[tuple[int, ...], Shared], set[tuple[int, ...]]]:
-    """The ways after one more parameter of this shape, by how many each group has then; `twice`: what several ways lead to."""
+    """Extend the ways by one more parameter of this shape. A way is known by how many parameters each group has.
+
+    `twice`: the counts that several ways lead to.
+    """
     after: dict[tuple[int, ...], Shared] = {}
     again: set[tuple[int, ...]] = set()
     for counts, shared in ways.items():
-        for group, its in enumerate(seen):
+        for group, group_shapes in enumerate(seen):
             at = counts[group]
-            if at == len(its) or (its[at] and shape is not None and shape not in its[at]):
+            if at == len(group_shapes) or (group_shapes[at] and shape is not None and shape not in group_shapes[at]):
                 continue
             new = (*counts[:group], at + 1, *counts[group + 1 :])
             if new in after or counts in twice:
@@ -78,5 +81,5 @@ def _next(
 
 
 def _shapes_of(values: Mapping[str, Any]) -> frozenset[Shape]:
-    """The shapes of a parameter's state tensors that have dimensions. The parameter has one of these shapes."""
+    """Return the shapes of a parameter's state tensors that have dimensions. The parameter has one of these shapes."""
     return frozenset(value.shape for value in values.values() if isinstance(value, StoredTensor) and value.shape)

@@ -34,7 +34,7 @@ def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointS
             step=index.facts.step,
             weights=index.facts.weights.which,
             weights_dtype=index.facts.weights.dtype,
-            model={key: _info(one) for key, one in index.weights.items()},
+            model={key: _info(tensor) for key, tensor in index.weights.items()},
             aliases=dict(index.aliases),
             has_optim=index.optim is not None,
             state=state,
@@ -84,7 +84,7 @@ def _of_full_dict(full: Mapping[str, Any]) -> tuple[_State, tuple[GroupInfo, ...
 
 
 def _described(value: object) -> TensorInfo | str:
-    """A value of the state: a tensor's description, or the text of a small value."""
+    """Describe a value of the state: a tensor by its facts, a small value by its text."""
     if isinstance(value, StoredTensor):
         return _info(value)
     if isinstance(value, torch.Tensor):
@@ -97,7 +97,7 @@ def _described(value: object) -> TensorInfo | str:
 
 
 def _shown(hyperparameters: Mapping[Any, Any]) -> dict[str, Any]:
-    """Hyperparameters with the elements of small tensors, and descriptions of others."""
+    """Return hyperparameters with the elements of small tensors, and descriptions of others."""
     return {
         str(name): value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for name, value in hyperparameters.items()

@@ -1,4 +1,4 @@
-"""The content that a conversion writes: that of an open checkpoint as a save would have it, without elements of tensors."""
+"""What a conversion writes: the source's contents in the form a save produces, without tensor elements."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SourceContents:
 
     Attributes:
         model, optim: the tensors of the two halves in the order in which they are written.
-        stored: the place of each tensor in the source, without those that have a `constant`.
+        stored: the place of each tensor in the source, except tensors that have a `constant`.
         prepared: the result of the target's writer before anything is written, with all small files.
         weights: which of the model's weights the source has.
         left_out: why values of the trainer are not in the new checkpoint.
@@ -74,7 +74,7 @@ class SourceNaming:
 
 
 def describe_source(checkpoint: Reader, writer: Writer, naming: SourceNaming, *, allow_pickle: bool) -> SourceContents:
-    """The contents of an open checkpoint for a writer. Reads small values only.
+    """Describe the contents of an open checkpoint for a writer. Reads small values only.
 
     Raises StateError if the checkpoint has ids without names, and no names were given.
     """
@@ -93,7 +93,7 @@ def describe_source(checkpoint: Reader, writer: Writer, naming: SourceNaming, *,
         facts=replace(index.facts, weights=replace(index.facts.weights, which=which)),
         aliases=aliases,
         optim=optim.stored_optim,
-        extras={name: _Extra(index, name, left_out) for name in index.extras},
+        extras={name: _SourceExtra(index, name, left_out) for name in index.extras},
         source=checkpoint,
     )
     with as_checkpoint_error(index.where):
@@ -112,10 +112,10 @@ def describe_source(checkpoint: Reader, writer: Writer, naming: SourceNaming, *,
 
 
 @dataclass(frozen=True)
-class _Extra(StoredExtra):
-    """An extra of the source. What another library has pickled, and is not read, is left out: the reasons go to `left_out`.
+class _SourceExtra(StoredExtra):
+    """An extra of the source. A pickle of another library that is not read is left out, with a reason in `left_out`.
 
-    In this library's own checkpoints a pickle is there because the caller of the save has allowed it: that is not left out.
+    A pickle in this library's own checkpoints is not left out, because the caller of the save has allowed it.
     """
 
     index: CheckpointIndex
@@ -129,10 +129,10 @@ class _Extra(StoredExtra):
         value = stored.decoded_each(allow_pickle=allow_pickle)
         items = value if isinstance(value, Mapping) else {"": value}
         withheld = {key: item for key, item in items.items() if isinstance(item, Withheld)}
-        for one in withheld.values():
-            if not one.is_unsafe:
-                raise CheckpointError(one.why)
-            self.left_out.append(one.why)
+        for item in withheld.values():
+            if not item.is_unsafe:
+                raise CheckpointError(item.why)
+            self.left_out.append(item.why)
         if not withheld:
             return value
         return {key: item for key, item in items.items() if key not in withheld} if items is value else None
@@ -142,7 +142,7 @@ class _Extra(StoredExtra):
 
 
 def _which_weights(index: CheckpointIndex) -> WhichWeights:
-    """Which weights a checkpoint has: of another library's, those that it has are all."""
+    """Return which weights a checkpoint has. Another library's checkpoint is taken to have all weights."""
     which = index.facts.weights.which
     if which == "trainable":
         return "trainable"
@@ -150,18 +150,18 @@ def _which_weights(index: CheckpointIndex) -> WhichWeights:
 
 
 def _values(stored: Mapping[str, StoredTensor], *, is_state: bool) -> tuple[SavedValue, ...]:
-    """Stored tensors as values to save, whose keys stand for FQNs; those of large elements first, as a save writes them."""
+    """Return stored tensors as values to save, whose keys stand for FQNs; large elements first, as a save writes them."""
     values = [
-        SavedValue(key, "", dtype_named(one.dtype), Whole(one.shape, (0,)), is_state, key)
-        for key, one in stored.items()
+        SavedValue(key, "", dtype_named(tensor.dtype), Whole(tensor.shape, (0,)), is_state, key)
+        for key, tensor in stored.items()
     ]
     return tuple(sorted(values, key=lambda value: -value.dtype.itemsize))
 
 
 def _stored(weights: Mapping[str, StoredTensor], state: Mapping[str, StoredTensor]) -> dict[Key, StoredTensor]:
     return {
-        **{(False, key, ""): one for key, one in weights.items()},
-        **{(True, key, ""): one for key, one in state.items()},
+        **{(False, key, ""): tensor for key, tensor in weights.items()},
+        **{(True, key, ""): tensor for key, tensor in state.items()},
     }
 
 
@@ -169,16 +169,16 @@ def _stored(weights: Mapping[str, StoredTensor], state: Mapping[str, StoredTenso
 
 
 def _renamed(index: CheckpointIndex, parts: frozenset[str]) -> dict[str, StoredTensor]:
-    """The weights by FQN. Raises CheckpointError if two of them have the same."""
+    """Return the weights by FQN. Raises CheckpointError if two of them have the same FQN."""
     named = {key: cut(key, parts) for key in index.weights}
     if all(name.startswith(_IN_DDP) for name in named.values()):
         named = {key: name.removeprefix(_IN_DDP) for key, name in named.items()}
-    found: dict[str, StoredTensor] = {}
+    renamed: dict[str, StoredTensor] = {}
     for key, fqn in named.items():
-        if fqn in found:
-            raise _both_called(index, key, found[fqn].key, fqn)
-        found[fqn] = index.weights[key]
-    return found
+        if fqn in renamed:
+            raise _both_called(index, key, renamed[fqn].key, fqn)
+        renamed[fqn] = index.weights[key]
+    return renamed
 
 
 def _both_called(index: CheckpointIndex, name: str, other: str, fqn: str) -> CheckpointError:
@@ -190,14 +190,14 @@ def _both_called(index: CheckpointIndex, name: str, other: str, fqn: str) -> Che
 def _renamed_aliases(
     index: CheckpointIndex, weights: Mapping[str, StoredTensor], parts: frozenset[str]
 ) -> dict[str, str]:
-    """The other names of tied weights. Raises CheckpointError where one becomes the name of another weight."""
-    found = {}
+    """Return the other names of tied weights. Raises CheckpointError where one becomes the name of another weight."""
+    aliases = {}
     for alias, fqn in index.aliases.items():
         name = cut(alias, parts)
         if name in weights and name != cut(fqn, parts):
             raise _both_called(index, alias, weights[name].key, name)
-        found[name] = cut(fqn, parts)
-    return found
+        aliases[name] = cut(fqn, parts)
+    return aliases
 
 
 def _names(
@@ -207,7 +207,7 @@ def _names(
     weights: Mapping[str, StoredTensor],
     parts: frozenset[str],
 ) -> Names:
-    """The names of the optimizer's parameters: those in its dict, or those that the caller gives for its ids."""
+    """Return the names of the optimizer's parameters: from its dict, or as the caller gives them for its ids."""
     where = index.where
     groups = full.get("param_groups")
     view = ModelReader(naming.model).read() if naming.model is not None else None
@@ -237,7 +237,7 @@ def _names(
             "no such units: give param_names=[...], the FQNs in the order of the ids, or the model wrapped as it was"
         )
     if naming.names is None and len(nums) > 1:
-        shapes = {fqn: one.shape for fqn, one in weights.items()}
+        shapes = {fqn: tensor.shape for fqn, tensor in weights.items()}
         groups_of = by_group(
             where, full, order, {**shapes, **{name: shapes[fqn] for name, fqn in aliases.items() if fqn in shapes}}
         )
@@ -254,7 +254,7 @@ def _names(
 
 @dataclass(frozen=True)
 class _Optim:
-    """The optimizer of a conversion: for the new index, its tensors to save, and the places of those that are in files."""
+    """The optimizer of a conversion: for the new index, its tensors to save, and the places of tensors that are in files."""
 
     stored_optim: StoredOptim | None = None
     values: tuple[SavedValue, ...] = ()
@@ -270,38 +270,40 @@ class _Optim:
         *,
         allow_pickle: bool,
     ) -> _Optim:
-        """The optimizer of a checkpoint: as it was recorded, or with names for ids and kinds that are inferred."""
+        """Return the optimizer of a checkpoint: as it was recorded, or with names for ids and kinds that are inferred."""
         index, read = checkpoint.index, partial(read_constants, checkpoint)
         if index.optim is None:
             return cls()
         if index.facts.names_are_fqns:
             values = _values(index.optim.tensors, is_state=True)
             return cls(replace(index.optim, read=read), values, _stored({}, index.optim.tensors))
-        shapes = {fqn: one.shape for fqn, one in weights.items()}
+        shapes = {fqn: tensor.shape for fqn, tensor in weights.items()}
         with as_checkpoint_error(index.where):
             saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
             names = _names(index, saved.full, naming, weights, parts)
-            found = StoredState.resolved(index.where, saved, names, shapes, read)
-            check_shapes(found.full, shapes)
-            return cls._inferred(found, shapes, read)
+            stored_state = StoredState.resolved(index.where, saved, names, shapes, read)
+            check_shapes(stored_state.full, shapes)
+            return cls._inferred(stored_state, shapes, read)
 
     @classmethod
-    def _inferred(cls, found: StoredState, shapes: Mapping[str, Shape], read: ReadSmall) -> _Optim:
-        """A state whose kinds were not recorded."""
-        full, values, stored = found.full, list[SavedValue](), dict[Key, StoredTensor]()
+    def _inferred(cls, stored_state: StoredState, shapes: Mapping[str, Shape], read: ReadSmall) -> _Optim:
+        """Infer the kinds of a state that did not record them."""
+        full, values, stored = stored_state.full, list[SavedValue](), dict[Key, StoredTensor]()
         evidence = full.evidence(shapes)
         state: dict[str, dict[Any, Any]] = {}
         kinds: dict[str, dict[Any, str]] = {}
         all_shapes: dict[str, Shape] = {}
         for fqn in (fqn for _, fqns in full.groups for fqn in fqns):
-            shape = all_shapes[fqn] = shapes.get(fqn) or _shape_in(full, found, fqn)
+            shape = all_shapes[fqn] = shapes.get(fqn) or _shape_in(full, stored_state, fqn)
             entries, words = dict[Any, Any](), dict[Any, str]()
             for name, value in full.state.get(fqn, {}).items():
                 key = f"state.{fqn}.{name}"
-                if (fqn, name) in found.tensors:
-                    one = stored[True, fqn, name] = found.tensors[fqn, name]
-                    entries[name], words[name] = replace(one, key=key), Kind.SHARDED.value
-                    values.append(SavedValue(fqn, name, dtype_named(one.dtype), Whole(one.shape, (0,)), True, key))
+                if (fqn, name) in stored_state.tensors:
+                    tensor = stored[True, fqn, name] = stored_state.tensors[fqn, name]
+                    entries[name], words[name] = replace(tensor, key=key), Kind.SHARDED.value
+                    values.append(
+                        SavedValue(fqn, name, dtype_named(tensor.dtype), Whole(tensor.shape, (0,)), True, key)
+                    )
                 elif isinstance(value, torch.Tensor) and not value.dim():
                     is_sharded = full.kind_of(fqn, name, value, shape, evidence) is Kind.SHARDED
                     words[name] = (Kind.SHARDED if is_sharded else Kind.SCALAR).value
@@ -323,15 +325,20 @@ class _Optim:
         constants = {value.stored_name: value.constant for value in values}
 
         def read_known(tensors: Sequence[StoredTensor]) -> list[torch.Tensor]:
-            in_files = iter(read([one for one in tensors if constants[one.key] is None]))
-            return [next(in_files) if (known := constants[one.key]) is None else known for one in tensors]
+            in_files = iter(read([tensor for tensor in tensors if constants[tensor.key] is None]))
+            return [next(in_files) if (known := constants[tensor.key]) is None else known for tensor in tensors]
 
-        optim = StoredOptim({one.key: one for one in stored_in(state)}, lambda *_: saved, read=read_known)
+        optim = StoredOptim({tensor.key: tensor for tensor in stored_in(state)}, lambda *_: saved, read=read_known)
         return cls(optim, tuple(sorted(values, key=lambda value: -value.dtype.itemsize)), stored)
 
 
-def _shape_in(full: FullState, found: StoredState, fqn: str) -> Shape:
-    """The shape of a parameter whose weights are not in the checkpoint: that of a value which is cut like it."""
+def _shape_in(full: FullState, stored_state: StoredState, fqn: str) -> Shape:
+    """Return the shape of a parameter whose weights are not in the checkpoint: the shape of a value that is cut like it."""
     return next(
-        (found.tensors[fqn, name].shape for name in full.state.get(fqn, {}) if (fqn, name) in found.tensors), ()
+        (
+            stored_state.tensors[fqn, name].shape
+            for name in full.state.get(fqn, {})
+            if (fqn, name) in stored_state.tensors
+        ),
+        (),
     )

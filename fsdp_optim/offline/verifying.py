@@ -1,4 +1,4 @@
-"""Verify: reads all bytes of a checkpoint of any format, in several threads and bounded memory, and writes nothing."""
+"""Verify: read all bytes of a checkpoint of any format, in several threads and bounded memory, and writes nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verify(
     progress: bool | None = None,
     storage_options: StorageOptions = None,
 ) -> VerifyResult:
-    """Read everything. Raises CheckpointError that names all places with damage."""
+    """Read every byte. Raises CheckpointError that names all places with damage."""
     check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
     store = store_at(place, options=storage_options)
     with closing(retry_if_replaced(lambda: open_checkpoint(store, verify=True))) as checkpoint:
@@ -95,7 +95,7 @@ class Nowhere(StoreWriter):
 
 
 def _files(checkpoint: Reader) -> tuple[list[File], dict[Key, StoredTensor]]:
-    """One file for each half with all tensors, as for a save, in the order in which they are stored."""
+    """Return one file for each half with all tensors, as for a save, in the order in which they are stored."""
     files: list[File] = []
     stored: dict[Key, StoredTensor] = {}
     halves: tuple[tuple[Half, dict[str, StoredTensor]], ...] = (
@@ -104,9 +104,9 @@ def _files(checkpoint: Reader) -> tuple[list[File], dict[Key, StoredTensor]]:
     )
     for half, tensors in halves:
         values, starts, at = list[SavedValue](), list[int](), 0
-        for key, one in sorted(tensors.items(), key=lambda pair: (pair[1].file, pair[1].start)):
-            value = SavedValue(key, "", dtype_named(one.dtype), Whole(one.shape, (0,)), half == "optim", key)
-            stored[value.key] = one
+        for key, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].file, pair[1].start)):
+            value = SavedValue(key, "", dtype_named(tensor.dtype), Whole(tensor.shape, (0,)), half == "optim", key)
+            stored[value.key] = tensor
             values.append(value)
             starts.append(at)
             at += value.nbytes
@@ -125,7 +125,7 @@ def _files(checkpoint: Reader) -> tuple[list[File], dict[Key, StoredTensor]]:
 
 
 def _unnamed(start: int, stop: int) -> str:
-    """The content of a range of bytes, as the reader names it."""
+    """Name the content of a range of bytes for errors. All files that are verified share one name."""
     return "its tensors"
 
 

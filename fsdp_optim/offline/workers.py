@@ -1,4 +1,4 @@
-"""The lanes of a conversion: threads of one rank. Each thread copies units until the share of the rank is done."""
+"""The worker threads of one rank in a conversion. Each copies units until the share of the rank is done."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from fsdp_optim.offline.copy_ranges import Copier, CopyRange
 from fsdp_optim.storage.base import StoreWriter
 from fsdp_optim.transport.world import alone
 
-_UNIT_NBYTES, _MOST_LANES = 8 << 20, 16
-_USES = 4  # of a lane's memory, at most a unit each: a unit, the bytes around it that are read or kept by the store
+_UNIT_NBYTES, _MOST_WORKERS = 8 << 20, 16
+_USES = 4  # of a worker's memory, at most a unit each: a unit, the bytes around it that are read or kept by the store
 
 
 def unit_nbytes_in(budget: Budget) -> int:
-    """The length of units, so that at least two lanes fit into a budget."""
-    worker = budget.share(2, "two lanes")
+    """Return the length of units, so that at least two worker threads fit into a budget."""
+    worker = budget.share(2, "two worker threads")
     return min(
         _UNIT_NBYTES, worker.share(_USES, "a unit, and bytes around it that are read or kept by the store").nbytes
     )
 
 
 def num_lanes_in(budget: Budget, unit_nbytes: int, stored: Mapping[Key, StoredTensor]) -> int:
-    """The number of lanes that fit into a budget: at most one for each core, or more where requests of a store are waited for."""
+    """Return the number of worker threads that fit into a budget: at most one per core; more if they wait for a remote store."""
     is_remote = any(tensor.request_nbytes for tensor in stored.values())
-    wanted = _MOST_LANES if is_remote else torch.get_num_threads()
-    return max(min(wanted, _MOST_LANES, budget.num_fitting(_USES * unit_nbytes)), 1)
+    wanted = _MOST_WORKERS if is_remote else torch.get_num_threads()
+    return max(min(wanted, _MOST_WORKERS, budget.num_fitting(_USES * unit_nbytes)), 1)
 
 
 @dataclass
@@ -48,10 +48,10 @@ class RankWork:
     Attributes:
         stored: the stored tensor of each value.
         files: all new files.
-        join: gives a lane its access to the new files.
+        join: gives a worker thread its access to the new files.
         unit_nbytes: the length of the longest unit.
         shown: called with the number of bytes that are done.
-        failed: takes the error of a unit that cannot be read, and the others go on; None: the error ends all lanes.
+        failed: takes the error of a unit that cannot be read, and the other units continue; None: the error ends all threads.
     """
 
     reader: Reader
@@ -74,19 +74,19 @@ class RankWork:
         """The segments of this rank, by file."""
         return {file.name: numpy.concatenate([rows_of(()), *self._rows.get(file.name, ())]) for file in self.files}
 
-    def run(self, first: StoreWriter, num_lanes: int) -> None:
-        """Copy all units. `first`: the access of the first lane to the new files. Raises the first error of a lane."""
+    def run(self, first: StoreWriter, num_workers: int) -> None:
+        """Copy all units. `first`: the access of the first thread to the new files. Raises the first error of a thread."""
         writers = [first]
         try:
-            writers += [self.join() for _ in range(min(num_lanes, len(self.units)) - 1)]
+            writers += [self.join() for _ in range(min(num_workers, len(self.units)) - 1)]
             num, of_all = len(self.units), len(writers)
             for worker in range(of_all):  # far from each other, because writes to one file wait for each other
                 self._left.append(deque(self.units[num * worker // of_all : num * (worker + 1) // of_all]))
             if of_all == 1:
-                self._lane(first, 0)
+                self._work(first, 0)
             else:
                 with ThreadPoolExecutor(of_all, thread_name_prefix="fsdp_optim: convert") as pool:
-                    workers = [pool.submit(self._lane, writer, number) for number, writer in enumerate(writers)]
+                    workers = [pool.submit(self._work, writer, number) for number, writer in enumerate(writers)]
                     try:
                         for done in workers:
                             done.result()
@@ -99,14 +99,14 @@ class RankWork:
                 writer.discard()
 
     def _next(self, worker: int) -> CopyRange | None:
-        """The next unit of a lane: one of its own, in order; else the last one of the lane that has the most left."""
+        """Return the next unit of a worker: from its own queue, in order; else the last unit of the longest queue."""
         with self._lock:
             if self._left[worker]:
                 return self._left[worker].popleft()
             longest = max(self._left, key=len)
             return longest.pop() if longest else None
 
-    def _lane(self, writer: StoreWriter, number: int) -> None:
+    def _work(self, writer: StoreWriter, number: int) -> None:
         here = alone("convert")
         source = CheckpointEnd(self.reader, 0, Budget(self.unit_nbytes), as_needed=True, plans=here.world.plans)
         copier = Copier(here, source, self.stored, writer, self.unit_nbytes)

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_optim.errors import StateError, WrapperError
 
-_MOST_SHOWN = 60  # letters of a value in an error
+_MOST_SHOWN = 60  # characters of a value in an error
 
 
 def check_model(model: object) -> None:
@@ -78,13 +78,13 @@ def _check_optimizer(optim: object, *, loadable: bool) -> None:
 
 def check_shard(shard: object) -> None:
     """Raise StateError unless `shard` is an optimizer's own dict."""
-    way_out = "give what get_shard_from_optim_state_dict or scatter_full_optim_state_dict returned"
+    fix = "give what get_shard_from_optim_state_dict or scatter_full_optim_state_dict returned"
     if not isinstance(shard, Mapping):
-        swapped = ": the optimizer comes before the shard" if _is_optimizer(shard) else f": {way_out}"
+        swapped = ": the optimizer comes before the shard" if _is_optimizer(shard) else f": {fix}"
         raise StateError(f"a shard must be a dict, not {_named(shard)}{swapped}")
     missing = [key for key in ("state", "param_groups") if key not in shard]
     if missing:
-        raise StateError(f"this shard has no {' and no '.join(missing)}: {way_out}")
+        raise StateError(f"this shard has no {' and no '.join(missing)}: {fix}")
 
 
 def check_full(full: object) -> None:
@@ -104,7 +104,7 @@ def _is_optimizer(value: object) -> bool:
 
 
 def _named(value: Any) -> str:
-    """A value in words: `None`, `the class Adam`, `a str ('run/step-1')`, `a Linear`."""
+    """Return a value in words: `None`, `the class Adam`, `a str ('run/step-1')`, `a Linear`."""
     if value is None:
         return "None"
     if isinstance(value, type):

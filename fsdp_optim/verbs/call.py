@@ -1,4 +1,4 @@
-"""The beginning of every call: reads this rank's model and optimizer, meets the other ranks, and draws the common picture."""
+"""The beginning of every call: read this rank's model and optimizer, and agree with the other ranks on the merged state."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Local:
         return Names.of(self.counted, self.view, units, self.order)
 
     def live_optimizer(self, global_state: GlobalState | None = None) -> LiveOptimizer:
-        """The optimizer that a full state must fit, as this rank sees it or, with a picture, as all ranks see it."""
+        """Return the optimizer that a full state must fit: as this rank sees it or, given the merged state, as all ranks do."""
         if global_state is None:
             places = {fqn: place for param in self.optim.params for fqn, place in param.named.placements.items()}
             live = self.with_state, self.optim.values_by_class, _on_mesh(places)
@@ -137,13 +137,13 @@ def log_summary(
 
 
 def names_of_global_state(global_state: GlobalState, view: ModelView) -> Names:
-    """The names and ids of the parameters of all ranks together in full dicts."""
+    """Return the names and ids of the parameters of all ranks together in full dicts."""
     units = tuple(live.fqns for live in global_state.live)
     return Names.of(global_state.counted, view, units, tuple(global_state.params))
 
 
 def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
-    """The names and ids in a full dict without an optimizer: it has names, or its ids count the model's parameters."""
+    """Return the names and ids in a full dict without an optimizer: it has names, or its ids count the model's parameters."""
     groups = full.get("param_groups") or () if isinstance(full, Mapping) else ()
     named = any(group.get("param_names") or any(isinstance(p, str) for p in group["params"]) for group in groups)
     if len(groups) > 1 and not named:
@@ -159,13 +159,14 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
 def collective_call(
     call: str, models: Sequence[Model], asked: Arguments, options: CallArguments, *, all_of_plain: bool = False
 ) -> Iterator[tuple[list[ModelReader], RankGroup]]:
-    """A public call about some models. Yields readers of the models, and the ranks that make the call.
+    """Run a public call about some models. Yields readers of the models, and the ranks that make the call.
 
-    An error in the arguments, and every error raised inside the block, is raised on all ranks in their next meeting.
+    An error in the arguments, and every error raised inside the block, is raised on all ranks when they next agree.
 
     Args:
         call: the name of the public function.
-        options: those of `asked` that say who makes the call.
+        asked: the arguments of the call, which ranks compare.
+        options: the options of `asked` that say which ranks make the call.
         all_of_plain: for a model without a wrapper, all ranks of the job make the call. False: this rank makes it alone.
     """
     readers, group = _read_callers(call, models, options, all_of_plain=all_of_plain)
@@ -186,7 +187,7 @@ def _read_callers(
         if options.process_group is not None:
             ranks: Iterable[int] = world.ranks_of(options.process_group)
         elif any(reader.is_staged for reader in readers):
-            ranks = range(world.size)  # nothing in a stage shows the ranks of the others
+            ranks = range(world.size)  # nothing in a stage shows the ranks of the other stages
         elif all_of_plain and not any(reader.is_wrapped for reader in readers):
             ranks = range(world.size)
         else:
@@ -218,7 +219,7 @@ def agree_on_state(
     every_replica: bool = False,
     what: str = STATE,
 ) -> tuple[Local, GlobalState]:
-    """Read this rank's part, exchange reports, and draw the picture. An error on any rank is raised on all ranks.
+    """Read this rank's part, exchange reports, and merge them. An error on any rank is raised on all ranks.
 
     Args:
         more: a description of the call besides its arguments, which ranks compare.
@@ -237,10 +238,10 @@ def agree_on_state(
             every_replica=every_replica,
             what=what,
         )
-    alike = all_equal(group, "read", report.text().encode(), failure.error)
+    is_equal = all_equal(group, "read", report.text().encode(), failure.error)
     if local is None:  # compare() has raised
         raise RuntimeError("unreachable: a rank without a model cannot agree")
-    if alike:
+    if is_equal:
         global_state = merge_reports([(report, group.ranks)])
         return _with_all_listed(local, global_state), global_state
     content = b""
@@ -256,7 +257,7 @@ def agree_on_state(
 
 
 def _with_all_listed(local: Local, global_state: GlobalState) -> Local:
-    """`local` with the shards of all ranks, where an adapter knows only the shards of its own rank."""
+    """Return `local` with the shards of all ranks, where an adapter knows only the shards of its own rank."""
     listed: dict[int, NamedHandle] = {}
     for named in local.view.handles:
         if any(original.placement.is_open for original in named.handle.originals):
@@ -308,7 +309,7 @@ def _report(
         classes=optim.classes,
         values=()
         if with_state
-        else tuple((name, tuple(sorted(its))) for name, its in sorted(optim.values_by_class.items())),
+        else tuple((name, tuple(sorted(values))) for name, values in sorted(optim.values_by_class.items())),
         stateless=() if with_state else local.stateless,
         module_values=_module_values(local.module_values, group, with_state=with_state),
         extra_state_loaders=tuple(local.module_values.extra_state_loaders),
@@ -316,7 +317,7 @@ def _report(
 
 
 def _module_values(local: ModuleValues, group: RankGroup, *, with_state: bool) -> tuple[tuple[str, str], ...]:
-    """A fingerprint of each value by FQN, which only a save needs; empty for other calls."""
+    """Return a fingerprint of each value by FQN, which only a save needs; empty for other calls."""
     prints = []
     for fqn, live in local.values.items():
         if with_state and not all(same(live.value, twin.value) for twin in live.stage_copies):
@@ -332,7 +333,7 @@ def _module_values(local: ModuleValues, group: RankGroup, *, with_state: bool) -
 
 
 def _compared_values(where: str, values: Mapping[str, Any], group: RankGroup) -> tuple[tuple[str, str], ...]:
-    """Values that must be equal on all ranks, each as a string that is equal only for equal values."""
+    """Return values that must be equal on all ranks, each as a string that is equal only for equal values."""
     keys = []
     for key, value in values.items() if len(group.ranks) > 1 else ():
         try:
@@ -358,7 +359,7 @@ def _live_param(
     placements = tuple([original.placement for original in handle.originals])
     needed = with_state and handle.collected and len(group.ranks) > 1
     if needed and handle.synchronized and (not every_replica or handle.is_cut):
-        # A wrapper keeps the shards of its own group consistent, but not those of another group with the same names.
+        # A wrapper keeps the shards of its own group consistent, but not the shards of another group with the same names.
         needed = not placements or not everyone.is_all_holders_of(placements[0])
     return LiveParam(
         fqns=param.named.fqns,

@@ -1,4 +1,4 @@
-"""The ends of a move in memory: a live optimizer or model, whole tensors, a full or sharded dict, and memory for a shard."""
+"""The ends of a move in memory: a live optimizer or model, unsharded tensors, a full or sharded dict, memory for a shard."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LiveEnd(End):
 
 @dataclass(frozen=True)
 class WholeEnd(End):
-    """Whole values in new CPU memory of some ranks. `made`: this rank's tensors, by FQN and name."""
+    """Unsharded values in new CPU memory of some ranks. `made`: this rank's tensors, by FQN and name."""
 
     group: RankGroup
     recipients: Ranks
@@ -78,7 +78,7 @@ class WholeEnd(End):
 
 @dataclass(frozen=True)
 class DictEnd(End):
-    """The values of a dict; this rank has all or a part of them. `elements(fqn, name)`: these elements, or None."""
+    """The values of a dict. `elements(fqn, name)`: the elements of a value that this rank has; None for none."""
 
     placement_of: Callable[[StateValue], Placement]
     elements: Callable[[str, str], torch.Tensor | None]

@@ -1,4 +1,4 @@
-"""Gather: from a live optimizer to whole values of every parameter, on one rank or on all."""
+"""Gather: from a live optimizer to unsharded values of every parameter, on one rank or on all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Gathering:
         return self.group.rank in self.recipients
 
     def recipients_of(self, placement: Placement, param: Param) -> tuple[int, ...]:
-        """The recipients of a parameter's values in this placement. If ranks hold variants, each gets its own variant."""
+        """Return the recipients of a parameter's values in this placement. If ranks hold variants, each gets its own variant."""
         return tuple(rank for rank in self.recipients if not param.variants or rank in placement.ranks)
 
 
@@ -52,7 +52,7 @@ def begin(reader: ModelReader, group: RankGroup, optim: Optimizers, options: Gat
     def read() -> Local:
         local = read_local(
             reader, optim, options.call, group.ranks
-        )  # this error says more if the model is a part of a wrapped model
+        )  # this error explains more if the model is a part of a wrapped model
         if recipient_rank is not None and recipient_rank not in group.ranks:
             if alone and 0 <= recipient_rank < group.world.size:
                 raise RankError(
@@ -86,7 +86,7 @@ def _check_ids(global_state: GlobalState, recipients: Sequence[int]) -> None:
 
 
 def gather(model: Model, optim: Optimizers, options: GatherArguments) -> FullDict | None:
-    """The full dict on recipients, None elsewhere."""
+    """Return the full dict on recipients, None elsewhere."""
     begun = time.monotonic()
     with collective_call("gather_full_optim_state_dict", [model], options, options.call) as ((reader,), group):
         gathering = begin(reader, group, optim, options)
@@ -130,7 +130,7 @@ Needs = Callable[[str], tuple[tuple[int, ...], Mapping[int, tuple[int, ...]]]]
 
 
 def move_unsharded(gathering: Gathering, needs: Needs, failure: Failure) -> dict[tuple[str, str], Any]:
-    """As `move_state` for all parameters, but only values that are not cut like their parameter, to the ranks that need them."""
+    """Move the values of all parameters that are not cut like their parameter, to the ranks that need them, as `move_state`."""
     values: list[StateValue] = []
     opaque: list[OpaqueValues] = []
     for param in gathering.global_state.params.values():
@@ -154,7 +154,7 @@ def _move(
 
 
 def _variants(param: Param, recipients: tuple[int, ...]) -> list[Param]:
-    """The variants of a parameter that recipients get: the parameter itself, or one for each group of ranks with recipients."""
+    """Return the variants of a parameter that recipients get: the parameter, or one for each group of ranks with recipients."""
     variants = (param.as_seen_by(rank) for rank in recipients) if param.variants else (param,)
     return list({variant.placement: variant for variant in variants if variant is not None}.values())
 

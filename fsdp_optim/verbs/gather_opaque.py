@@ -35,10 +35,10 @@ class OpaqueValues:
 def gather_opaque(
     group: RankGroup, local: Local, requests: Sequence[OpaqueValues], failure: Failure
 ) -> dict[tuple[str, str], Any]:
-    """The opaque values of some parameters, by (FQN, name), on the ranks that need them. Called by all ranks.
+    """Return the opaque values of some parameters, by (FQN, name), on the ranks that need them. Called by all ranks.
 
-    A whole parameter has one value, that of the first rank that holds it. A sharded parameter has an `OpaqueShards`, unless one
-    rank holds the whole parameter, or the value does not depend on the cut.
+    The value of an unsharded parameter is taken from the first rank that holds it. A sharded parameter has an `OpaqueShards`,
+    unless one rank holds all of the parameter, or the value does not depend on the cut.
     """
     if not requests:
         return {}
@@ -77,7 +77,7 @@ def gather_opaque(
 class _OfShard:
     """The value of one shard of a cut parameter.
 
-    `is_free`: whether the value may stand for the parameter without its shard. `alone`: whether this shard is the whole
+    `is_free`: whether the value may stand for the parameter without its shard. `alone`: whether this shard is all of the
     parameter.
     """
 
@@ -88,7 +88,7 @@ class _OfShard:
 
 
 def _held(fqn: str, name: str, local: Local) -> Any:
-    """This rank's live opaque value of a parameter. The values of a flat parameter belong to its first original."""
+    """Return this rank's live opaque value of a parameter. The values of a flat parameter belong to its first original."""
     param = local.by_fqn.get(fqn)
     if param is None or param.state is None or param.named.fqns[0] != fqn:
         return NOTHING
@@ -97,14 +97,14 @@ def _held(fqn: str, name: str, local: Local) -> Any:
         return NOTHING
     value = param.handle.unwrap(param.state[name])
     if len(placements) != 1 or not isinstance(placements[0], Whole):
-        # A plain tensor of a DTensor parameter would come back as a DTensor.
+        # Not free: a plain tensor of a DTensor parameter would come back as a DTensor.
         is_free = not (param.handle.marks and (isinstance(value, torch.Tensor) or has_local_part(value)))
         return _OfShard(cuts_of(placements), value, is_free, is_free and holds_all(param.handle))
     return value
 
 
 def _joined(by_shard: dict[int, Any]) -> Any:
-    """One value for a parameter, made of the values by shard."""
+    """Return one value for a parameter, made of the values by shard."""
     first = next(iter(by_shard.values()))
     if not isinstance(first, _OfShard):
         return first

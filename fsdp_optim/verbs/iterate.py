@@ -1,4 +1,4 @@
-"""Iterate: gathers one parameter after the other, so that no rank ever holds the whole state."""
+"""Iterate: gather one parameter after the other, so that no rank ever holds the complete state."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def _iterate(model: Model, optim: Optimizers, options: GatherArguments) -> Gener
             while ready:
                 unchanged.check(ready[0][0])
                 at_end = number == len(batches) and len(ready) == 1
-                with _tells_when_stopped(group, at_end=at_end), group.turn.suspended():
+                with _reports_early_stop(group, at_end=at_end), group.turn.suspended():
                     yield ready.pop(0)
         agree(group, "end")  # raises the error of a rank that stopped early, before the next call
 
 
 @contextmanager
-def _tells_when_stopped(group: RankGroup, *, at_end: bool) -> Iterator[None]:
+def _reports_early_stop(group: RankGroup, *, at_end: bool) -> Iterator[None]:
     """Inform the other ranks if this rank leaves the loop early, because they would wait for it.
 
     No error is raised if all ranks leave the loop after the last item.
@@ -92,19 +92,19 @@ def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gath
 
 
 def _batches(global_state: GlobalState, nbytes: int) -> Iterator[tuple[Param, ...]]:
-    """Batches of parameters in the order of ids, each of at most `nbytes` bytes or of one parameter."""
+    """Return batches of parameters in the order of ids, each of at most `nbytes` bytes or of one parameter."""
     params = (global_state.params[fqn] for fqn in global_state.ids())
     return map(tuple, in_batches(params, _nbytes_of, nbytes))
 
 
 def _nbytes_of(param: Param) -> int:
-    """The bytes of a parameter's state on a recipient, without objects, whose sizes the reports of ranks do not contain."""
+    """Return the bytes of a parameter's state on a recipient, without objects, whose sizes are not in the ranks' reports."""
     summary, num_shards = param.summary, max(param.placement.num_shards, 1)
     if summary is None:
         return 0
     sharded = sum(dtype.itemsize for dtype in summary.dtypes.values()) * param.placement.numel
     placed = sum(dtype_named(dtype).itemsize * place.numel for _, (dtype, place) in summary.placed)
-    opaque = sum(dtype_named(odd.dtype).itemsize * prod(odd.shape) for _, odd in summary.opaque if odd.dtype)
+    opaque = sum(dtype_named(kind.dtype).itemsize * prod(kind.shape) for _, kind in summary.opaque if kind.dtype)
     return sharded + placed + opaque * num_shards
 
 
@@ -143,7 +143,7 @@ def _versions(param: LocalParam) -> Mapping[str, _Version]:
 
 
 def _version_of(value: Any) -> Any:
-    """The counters of a tensor and, for a subclass, of its parts: some operations count in the tensor, some in the parts."""
+    """Return the counters of a tensor and, for a subclass, of its parts: some operations count in one, some in the other."""
     if not isinstance(value, torch.Tensor):
         return None
     shards = tensors_in(value)

@@ -44,7 +44,7 @@ class LoadPlan:
         groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]],
         other_keys: Mapping[str, Any],
     ) -> Shard | list[Shard]:
-        """The optimizer's own dict. `tensors`: the filled local tensors, by local id and value name."""
+        """Return the optimizer's own dict. `tensors`: the filled local tensors, by local id and value name."""
         rank = self.local.view.rank
         state: dict[LocalId, Mapping[str, Any]] = {
             param.local_id: local_values(param, summary, tensors[param.local_id], self.opaque[param.local_id], rank)

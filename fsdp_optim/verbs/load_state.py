@@ -24,7 +24,7 @@ from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.arguments import check_optimizers, check_shard
-from fsdp_optim.verbs.own_load import WAYS_OUT, OwnLoad, names_in
+from fsdp_optim.verbs.own_load import FIXES, OwnLoad, names_in
 from fsdp_optim.verbs.widening import in_words, widened
 
 log = logging.getLogger("fsdp_optim")
@@ -39,8 +39,8 @@ class LoadableOptimizer(OptimizerLike, Protocol):
 class Before:
     """The state of optimizers before a load, so that a failed load can be undone. No tensor is copied.
 
-    torch's own optimizers get back their whole state, because their `load_state_dict` makes new tensors. Other optimizers load
-    their previous dict again; one whose `load_state_dict` writes into its own tensors cannot be restored.
+    torch's own optimizers get back all of their state, because their `load_state_dict` makes new tensors. Other optimizers load
+    their previous dict again; an optimizer whose `load_state_dict` writes into its own tensors cannot be restored.
     """
 
     def __init__(self, optims: Sequence[LoadableOptimizer]) -> None:
@@ -85,7 +85,10 @@ class _Kept:
 
 
 def _copied(values: Any) -> Any:
-    """A copy of the dict of a parameter's values. An entry of another type, under a key that is no parameter, is not copied."""
+    """Return a copy of the dict of a parameter's values.
+
+    An entry of another type, under a key that is no parameter, is not copied.
+    """
     return dict(values) if isinstance(values, dict) else values
 
 
@@ -96,7 +99,7 @@ def load_shard(
     *,
     logs: bool = True,
 ) -> Incompatible:
-    """As `optim.load_state_dict(shard)`, but without casts. Several optimizers take a list of shards.
+    """Load a shard as `optim.load_state_dict(shard)`, but without casts. Several optimizers take a list of shards.
 
     If one optimizer fails, all that were loaded get back their previous state. `logs`: log the hyperparameters that change.
     """
@@ -156,7 +159,7 @@ _REFUSALS = (
 
 
 def _refused(error: Exception, name: str) -> Exception:
-    """The error of an optimizer's own load_state_dict as an error of this library, if state does not fit."""
+    """Return the error of an optimizer's own load_state_dict as an error of this library, if state does not fit."""
     if isinstance(error, FsdpOptimError) or not isinstance(error, _REFUSALS):
         return error
     return StateError(
@@ -165,14 +168,14 @@ def _refused(error: Exception, name: str) -> Exception:
 
 
 def _ordinary(value: Any) -> Any:
-    """A shard with copies of tensors that were made in inference mode, because a step could not change these in place."""
+    """Copy the tensors of a shard that were made in inference mode, because a step could not change these in place."""
     if isinstance(value, torch.Tensor):
         return value.clone() if any(part.is_inference() for part in tensors_in(value)) else value
     return map_container(value, _ordinary)
 
 
 def _changes(optims: Sequence[LoadableOptimizer], loaded: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """The hyperparameters that a load changes, in words. Changes that several groups share are listed once."""
+    """Return the hyperparameters that a load changes, in words. Changes that several groups share are listed once."""
     where: dict[str, list[str]] = {}
     for number, (optim, groups) in enumerate(zip(optims, loaded, strict=True)):
         for index, (old, new) in enumerate(zip(optim.param_groups, groups, strict=True)):
@@ -204,14 +207,14 @@ def _refuse_full(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
         raise StateError(
             f"this is a full dict of {counted_noun(num_full, 'parameter')} ({why}), not this rank's part of "
             f"one for an optimizer with {num_live}: "
-            f"{WAYS_OUT}"
+            f"{FIXES}"
         )
 
 
 def check_needed_values(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
     """Raise StateError for state without the values that the optimizer's next step needs, with the groups of the shard."""
     if not has_own_form(optim):
-        return  # the values of a wrapper that names them otherwise are not those of the optimizer inside
+        return  # a wrapper with other names for its values does not have the values of the optimizer inside
     of = OptimizerClass.of(optim)
     for group in shard["param_groups"]:
         hyperparameters = {key: value for key, value in group.items() if key != "params"}
@@ -222,7 +225,7 @@ def check_needed_values(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> N
 
 
 def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[str]) -> list[dict[str, Any]]:
-    """The groups of the shard, with the live values of the hyperparameters `keep`."""
+    """Return the groups of the shard, with the live values of the hyperparameters `keep`."""
     if len(shard["param_groups"]) != len(optim.param_groups):
         raise StateError(
             f"this shard has {counted_noun(len(shard['param_groups']), 'group')}, the optimizer {len(optim.param_groups)}"

@@ -18,7 +18,7 @@ from fsdp_optim.state.values.classes import is_of_torch, layers
 from fsdp_optim.state.values.kinds import is_known_moment
 from fsdp_optim.state.values.same import same
 
-WAYS_OUT = (
+FIXES = (
     "cut it with get_shard_from_optim_state_dict(model, optim, full), or where only one rank has it with "
     "scatter_full_optim_state_dict(model, optim, full, source_rank), and load what that returns"
 )
@@ -40,7 +40,7 @@ class OwnLoad:
     def of(cls, optim: Any, shard: Mapping[str, Any]) -> OwnLoad:
         """Prepare a load. Raises StateError if the dict cannot be loaded. Changes nothing."""
         params = params_by_id(optim, shard)
-        _refuse_whole_values(optim, shard, params)
+        _refuse_unsharded_values(optim, shard, params)
         load = cls(optim, shard, params)
         if not load._hooked and not isinstance(getattr(optim, "state", None), Mapping):
             for param, local_id, name, value in load._changing():
@@ -70,7 +70,7 @@ class OwnLoad:
         ]
 
     def _changing(self) -> Iterator[tuple[torch.Tensor, Any, Any, Any]]:
-        """The values that torch's load would change: (parameter, local id, name, value)."""
+        """Yield the values that torch's load would change: (parameter, local id, name, value)."""
         for local_id, values in self.shard["state"].items():
             for name, value in values.items() if local_id in self.params else ():
                 if would_change(self.params[local_id], name, value):
@@ -126,7 +126,7 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _takes_hooks(optim: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer was made by torch's constructor, without which a wrapper has no hooks."""
+    """Return whether an optimizer was made by torch's constructor, without which a wrapper has no hooks."""
     try:
         optim.register_load_state_dict_post_hook(lambda _: None).remove()
     except AttributeError:
@@ -139,16 +139,19 @@ def _of_torch(function: object) -> bool:
 
 
 def _params_in_order(optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
-    """The parameter of each id, by which torch's own load finds it: by the order in the groups. Empty where torch will refuse."""
+    """Return the parameter of each id, by which torch's own load finds it: by the order in the groups.
+
+    Empty where torch will refuse.
+    """
     ids = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [param for group in optim.param_groups for param in group["params"]]
     return dict(zip(ids, params, strict=True)) if len(ids) == len(params) else {}
 
 
 def _is_withheld(param: torch.Tensor, name: object, value: object, own_setstate: bool) -> bool:
-    """Whether torch's load need not see a value, or cannot: it makes iterables of a class anew from a generator.
+    """Return whether torch's load need not see a value, or cannot: it makes iterables of a class anew from a generator.
 
-    torch's own __setstate__ needs numbers only (step, mu_product, eta); that of another class gets everything.
+    torch's own __setstate__ needs numbers only (step, mu_product, eta); the __setstate__ of another class gets everything.
     """
     if name == "step" or not would_change(param, name, value) or (isinstance(value, torch.Tensor) and not value.dim()):
         return False
@@ -160,16 +163,16 @@ def _put_right(live: Any, param: torch.Tensor, name: Any, value: Any) -> None:
     if not isinstance(live, dict) or name not in live:
         return
     if isinstance(value, torch.Tensor):
-        found = live[name]
-        if type(found) is not type(value) or found.shape != value.shape or found.dtype != param.dtype:
+        cast = live[name]
+        if type(cast) is not type(value) or cast.shape != value.shape or cast.dtype != param.dtype:
             return
-        if not same(found, value.to(device=found.device, dtype=found.dtype)):  # also of the parts of DTensors
+        if not same(cast, value.to(device=cast.device, dtype=cast.dtype)):  # compares the parts of DTensors too
             return
     live[name] = _moved(value, param.device)
 
 
 def would_change(param: torch.Tensor, name: object, value: object) -> bool:
-    """Whether torch's load would change a value: it casts floating tensors except `step`, and rebuilds iterables, even a str."""
+    """Return whether torch's load would change a value: it casts floats, but no `step`, and rebuilds iterables, even a str."""
     if isinstance(value, torch.Tensor):
         return name != "step" and param.is_floating_point() and value.dtype != param.dtype
     return isinstance(value, Iterable)
@@ -180,7 +183,7 @@ def _copied(values: Any) -> Any:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The value with its tensors, also those in containers, on a device. Dtypes stay."""
+    """Return the value with its tensors, also those in containers, on a device. Dtypes stay."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if type(value) is dict:
@@ -191,7 +194,10 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def params_by_id(optim: Any, shard: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
-    """The live parameter of each local id. Raises StateError where the groups of the shard are not those of the optimizer."""
+    """Return the live parameter of each local id.
+
+    Raises StateError where the groups of the shard differ from the optimizer's.
+    """
     groups, live = shard["param_groups"], optim.param_groups
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in live]:
         raise StateError(
@@ -213,15 +219,15 @@ def params_by_id(optim: Any, shard: Mapping[str, Any]) -> dict[Any, torch.Tensor
 
 
 def names_in(own: Mapping[str, Any]) -> list[str]:
-    """The names among the ids of an optimizer's own dict."""
+    """Return the names among the ids of an optimizer's own dict."""
     return [param for group in own["param_groups"] for param in group["params"] if isinstance(param, str)]
 
 
-_IF_FULL = f"If this is a full dict: {WAYS_OUT}"
+_IF_FULL = f"If this is a full dict: {FIXES}"
 
 
-def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mapping[Any, torch.Tensor]) -> None:
-    """Raise StateError for whole values of parameters that are cut, as full dicts of other libraries have them.
+def _refuse_unsharded_values(optim: object, shard: Mapping[str, Any], params: Mapping[Any, torch.Tensor]) -> None:
+    """Raise StateError for unsharded values of sharded parameters, as full dicts of other libraries have them.
 
     Optimizers of other packages may keep values of another shape under the same names.
     """
@@ -232,10 +238,10 @@ def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mappin
             if param is None or not is_plain(value) or not value.dim() or not is_known_moment(name):
                 continue
             held = param.to_local() if hasattr(param, "to_local") else param
-            unlike = value.shape != held.shape
-            if (of_torch and (unlike or held is not param)) or (unlike and value.shape == param.shape):
-                whole = held.dim() > 1 and any(adapter.has_cut(param) for adapter in all_adapters())
-                why = "Leave summon_full_params() first, which shows whole parameters" if whole else _IF_FULL
+            differs = value.shape != held.shape
+            if (of_torch and (differs or held is not param)) or (differs and value.shape == param.shape):
+                is_unsharded = held.dim() > 1 and any(adapter.has_cut(param) for adapter in all_adapters())
+                why = "Leave summon_full_params() first, which shows whole parameters" if is_unsharded else _IF_FULL
                 raise StateError(
                     f"{name} of local parameter {local_id} has shape {list(value.shape)}, this rank's part of the parameter has "
                     f"{list(held.shape)}. {why}"

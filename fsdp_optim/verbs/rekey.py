@@ -1,4 +1,4 @@
-"""Rekey: changes the keys of a full dict, or its form for another reader. No communication, no copies of tensors."""
+"""Rekey: change the keys of a full dict, or its form for another reader. No communication, no copies of tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KEPT = frozenset({"num_padded", "uncollected_local_ids", "optimizer_class"})
 
 
 def rekey(full: Mapping[str, Any], model: Model, key_by: KeyBy, optim: Optimizers | None = None) -> FullDict:
-    """The state under other keys. `optim`: shows the groups and the order of ids, if the dict and the model do not."""
+    """Return the state under other keys. `optim`: shows the groups and the order of ids, if the dict and the model do not."""
     check_model(model)
     check_full(full)
     check_one_of("key_by", key_by, ("id", "name"))
@@ -66,7 +66,7 @@ def _as_saved(state: FullState) -> Names:
 
 
 def _in_order(state: FullState, view: ModelView) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """Each group of a full dict in the order of ids, and the reason if this order is unknown."""
+    """Return each group of a full dict in the order of ids, and the reason if this order is unknown."""
     saved = tuple(fqns for _, fqns in state.groups)
     if state.listing == "ids":
         return saved, state.unknown_order
@@ -110,7 +110,7 @@ def _keyed(
 
 
 def _kept(full: Mapping[str, Any], state: FullState, key: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that stay. Dicts whose keys are all ids or names of parameters get the new keys."""
+    """Return the entries that stay. Dicts whose keys are all ids or names of parameters get the new keys."""
     kept = {}
     for name in full:
         if name in _KEPT:
@@ -122,7 +122,7 @@ def _kept(full: Mapping[str, Any], state: FullState, key: Mapping[str, Any]) -> 
 
 
 def for_fairscale(full: Mapping[str, Any]) -> FullDict:
-    """A full dict as fairscale 0.4.13's own `get_shard_from_optim_state_dict` reads it.
+    """Return a full dict as fairscale 0.4.13's own `get_shard_from_optim_state_dict` reads it.
 
     That reader cuts every tensor into shards, even a 0-dim one, unless it is in a list. So `step` and other 0-dim tensors become
     lists of one. The reader changes its argument, so the result shares only tensors with `full`.

@@ -32,7 +32,7 @@ _METHOD = "synchronize_for_checkpoint"
 
 @dataclass(frozen=True)
 class _Shared:
-    """Something that several ranks hold replicas of: a live parameter, or one value of its state that is not cut like it.
+    """A live parameter, or one value of its state that is not cut like it, of which several ranks hold replicas.
 
     `fqns`: its original parameters. `value`: the name of the value; None for the parameter.
     """
@@ -42,12 +42,12 @@ class _Shared:
     placement: Placement
 
     def leader(self, rank: int) -> int | None:
-        """The lowest rank that holds the same shard as `rank`; None if `rank` holds none."""
+        """Return the lowest rank that holds the same shard as `rank`; None if `rank` holds none."""
         shard = self.placement.shard_of(rank)
         return min(self.placement.holders(shard)) if shard is not None else None
 
     def digest(self, local: Local, rank: int) -> bytes:
-        """The digest of the elements that this rank holds."""
+        """Return the digest of the elements that this rank holds."""
         param = local.by_fqn.get(self.fqns[0])
         if param is None or self.placement.shard_of(rank) is None:
             return _NONE
@@ -61,9 +61,10 @@ class _Shared:
 def compare_shards(
     group: RankGroup, local: Local, global_state: GlobalState, on_replica_mismatch: OnReplicaMismatch, what: str = STATE
 ) -> GlobalState:
-    """Compare the replicas that the reports of ranks have not compared. Called by all ranks, which get the same picture.
+    """Compare the replicas that the reports of ranks have not compared. Called by all ranks.
 
-    Raises StateError on all ranks if replicas differ; with "lowest_rank", returns the picture with the lowest ranks' replicas.
+    Returns the same merged state on all ranks; with "lowest_rank", replicas that differ are taken from the lowest ranks.
+    Otherwise raises StateError on all ranks if replicas differ.
     """
     return _compared(group, local, global_state, on_replica_mismatch, what, _shared_in(global_state))
 
@@ -74,7 +75,7 @@ def compare_unsharded(
     """As `compare_shards`, but only for values that are not cut like their parameter.
 
     Wrappers keep gradients equal, and so what an optimizer computes from them element by element. Other values can be anything,
-    and a gather takes those of one rank. Without such values nothing is compared.
+    and a gather takes them from one rank. Without such values nothing is compared.
     """
     shared = []
     for fqn, param in global_state.params.items():
@@ -95,29 +96,30 @@ def _compared(
 ) -> GlobalState:
     if not shared:
         return global_state
-    leaders = [one.leader(group.rank) for one in shared]
+    leaders = [entry.leader(group.rank) for entry in shared]
     digests, failure = list[bytes](), Failure()
     with failure:
-        digests = [one.digest(local, group.rank) for one in shared]
+        digests = [entry.digest(local, group.rank) for entry in shared]
     result = all_gather_bytes(group, "shards", b"".join(digests) if group.rank in leaders else b"", error=failure.error)
+    # A rank sees only the differences of its own shards, so the ranks exchange them before any rank raises.
     differing = _differing(result, digests, leaders, group.rank)
     content = json.dumps(differing).encode() if differing else b""
     if all_equal(group, "shards compared", content) and not differing:
         return global_state
     by_shared: dict[int, list[int]] = {}
-    for rank, one in zip(group.ranks, exchange_reports(group, content), strict=True):
-        for index in json.loads(one) if one else ():
+    for rank, report in zip(group.ranks, exchange_reports(group, content), strict=True):
+        for index in json.loads(report) if report else ():
             by_shared.setdefault(index, []).append(rank)
-    found = [shared[index] for index in sorted(by_shared)]
+    mismatches = [shared[index] for index in sorted(by_shared)]
     if on_replica_mismatch == "error":
-        raise _error(global_state, found, by_shared[min(by_shared)], what)
-    fqns = tuple(dict.fromkeys(fqn for one in found for fqn in one.fqns))
+        raise _error(global_state, mismatches, by_shared[min(by_shared)], what)
+    fqns = tuple(dict.fromkeys(fqn for entry in mismatches for fqn in entry.fqns))
     warn_of_mismatch(group, fqns)
-    return _with_lowest(global_state, found)
+    return _with_lowest(global_state, mismatches)
 
 
 def _shared_in(global_state: GlobalState) -> list[_Shared]:
-    """The replicated parameters and values without a fingerprint in the reports, in the order of the model."""
+    """Return the replicated parameters and values without a fingerprint in the reports, in the order of the model."""
     unprinted = {live.fqns[0]: live.fqns for live in global_state.live if live.fqns and not live.fingerprint}
     shared = []
     for fqn, param in global_state.params.items():
@@ -134,34 +136,33 @@ def _placed_in(fqn: str, summary: Summary) -> list[_Shared]:
 
 
 def _differing(result: MeetingResult, digests: Sequence[bytes], leaders: Sequence[int | None], rank: int) -> list[int]:
-    """The numbers of the shared things that differ on this rank from those of its leader."""
-    theirs = {
-        leader: result.content_of(leader) for leader in sorted({one for one in leaders if one is not None} - {rank})
-    }
+    """Return the indices of the replicas whose digest on this rank differs from the digest of their leader."""
+    other_leaders = {leader for leader in leaders if leader is not None} - {rank}
+    leader_digests = {leader: result.content_of(leader) for leader in sorted(other_leaders)}
     return [
         index
-        for index, (mine, leader) in enumerate(zip(digests, leaders, strict=True))
-        if leader in theirs and mine != theirs[leader][index * _NBYTES : (index + 1) * _NBYTES]
+        for index, (digest, leader) in enumerate(zip(digests, leaders, strict=True))
+        if leader in leader_digests and digest != leader_digests[leader][index * _NBYTES : (index + 1) * _NBYTES]
     ]
 
 
-def _error(global_state: GlobalState, found: Sequence[_Shared], ranks: Sequence[int], what: str) -> StateError:
-    """The error about the first difference. It names the ranks that hold the same shard as the first of `ranks`."""
-    first = found[0]
+def _error(global_state: GlobalState, differing: Sequence[_Shared], ranks: Sequence[int], what: str) -> StateError:
+    """Return the error about the first difference. It names the ranks that hold the same shard as the first of `ranks`."""
+    first = differing[0]
     leader = first.leader(ranks[0])
     others = tuple(rank for rank in ranks if first.leader(rank) == leader)
     names = first.value or (str(global_state.params[first.fqns[0]].summary) if what == STATE else what)
-    more = list(dict.fromkeys(one.fqns[0] for one in found[1:] if one.fqns[0] != first.fqns[0]))
+    more = list(dict.fromkeys(entry.fqns[0] for entry in differing[1:] if entry.fqns[0] != first.fqns[0]))
     return not_replicas(first.fqns[0], names, (leader,) if leader is not None else (), others, more)
 
 
-def _with_lowest(global_state: GlobalState, found: Sequence[_Shared]) -> GlobalState:
-    """The picture in which only the lowest ranks hold the things that differ."""
+def _with_lowest(global_state: GlobalState, differing: Sequence[_Shared]) -> GlobalState:
+    """Return the merged state, with each differing replica assigned to its lowest rank."""
     params: dict[str, Param] = dict(global_state.params)
-    for one in found:
-        for fqn in one.fqns:
+    for entry in differing:
+        for fqn in entry.fqns:
             if fqn in params:
-                params[fqn] = _on_lowest(params[fqn], one.value)
+                params[fqn] = _on_lowest(params[fqn], entry.value)
     return replace(global_state, params=params)
 
 

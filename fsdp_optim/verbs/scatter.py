@@ -52,7 +52,7 @@ def scatter(
     full: Mapping[str, Any] | None,
     options: ScatterArguments,
 ) -> Shard | list[Shard]:
-    """The optimizer's own dict for this rank, from a full dict that only `source_rank` has."""
+    """Return the optimizer's own dict for this rank, from a full dict that only `source_rank` has."""
     source_rank = options.source_rank
     name = "scatter_full_optim_state_dict"
     with collective_call(name, [model], options, options.call, all_of_plain=True) as ((reader,), group):
@@ -87,9 +87,9 @@ def deliver(
     contents: FullContents,
     source: End,
 ) -> Shard | list[Shard]:
-    """Move a state from `source` to the ranks of the model and optimizer of `picture`; return this rank's own dict.
+    """Move a state from `source` to the ranks of the model and optimizer of `global_state`; return this rank's own dict.
 
-    Called by all ranks, inside `all_hear`.
+    Called by all ranks, inside `collective_call`.
     """
     begun, opaque = time.monotonic(), contents.opaque
     load_plan = plan_load(
@@ -126,9 +126,8 @@ def _send_contents(
         state = given_dict(full, live.names)
         _check_whole(state, local.order, source_rank)
         state, fit = live.fit(state, strict=options.strict, groups=options.param_groups)
-        found = _contents(state, summarize(state, live.shapes), fit)
         try:
-            content = pickle.dumps(found)
+            content = pickle.dumps(_contents(state, summarize(state, live.shapes), fit))
         except AttributeError as error:  # of torch, which has no storage for some dtypes: float4, complex32
             raise StateError(
                 "a tensor in a param group of the dict, or in a value of no parameter, has a dtype that torch cannot send to "
@@ -140,14 +139,14 @@ def _send_contents(
 
 
 def _without(value: Any) -> OpaqueShards | None:
-    """An opaque value without its content: all ranks need its list of shards."""
+    """Return an opaque value without its content: all ranks need its list of shards."""
     return OpaqueShards(value.cuts, dict.fromkeys(value.by_shard)) if isinstance(value, OpaqueShards) else None
 
 
 def _scatter_opaque(
     group: RankGroup, global_state: GlobalState, state: FullState | None, contents: FullContents, source_rank: int
 ) -> dict[tuple[str, str], Any]:
-    """The opaque values that this rank needs: the value of its shard, or the whole value of a whole parameter."""
+    """Return the opaque values that this rank needs: the value of its shard or, for an unsharded parameter, the one value."""
     keys: list[tuple[str, str, int | None]] = []
     parcels = []
     for (fqn, name), head in contents.opaque.items():
@@ -204,7 +203,7 @@ def _contents(state: FullState, summaries: Mapping[str, Summary], fit: Fit) -> F
 
 
 def _values(global_state: GlobalState, summaries: Mapping[str, Summary]) -> list[StateValue]:
-    """The values that move. If groups of ranks hold variants of a parameter, each group gets its own."""
+    """Return the values that move. If groups of ranks hold variants of a parameter, each group gets its own variant."""
     return [
         StateValue(fqn, name, dtype, placement)
         for fqn, param in global_state.params.items()
@@ -215,7 +214,7 @@ def _values(global_state: GlobalState, summaries: Mapping[str, Summary]) -> list
 
 
 def allocate_shard(load_plan: LoadPlan, values: Sequence[StateValue], rank: int) -> ShardEnd:
-    """Uninitialised memory for the state that this rank's optimizer gets, which `values` will fill.
+    """Return uninitialised memory for the state that this rank's optimizer gets, which `values` will fill.
 
     Raises StateError if they would leave a part of the memory uninitialised.
     """

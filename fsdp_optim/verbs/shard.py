@@ -1,4 +1,4 @@
-"""Shard: cuts this rank's part out of a full dict, without communication. Reshard: the same where other ranks are needed."""
+"""Shard: cut this rank's part out of a full dict, without communication. Reshard: the same where other ranks are needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fsdp_optim.view import ModelView, check_materialized
 def shard(
     model: Model, optim: Optimizers | None, full: Mapping[str, Any], options: CallArguments
 ) -> Shard | list[Shard]:
-    """The optimizer's own dict for this rank; without `optim`, that of an optimizer built from the model's parameters()."""
+    """Return the optimizer's own dict for this rank. No `optim`: for an optimizer built from the model's parameters()."""
     check_no_fake_mode()
     check_model(model)
     if optim is not None:
@@ -87,7 +87,10 @@ def _check_needs_no_rank(model: Model, full: Mapping[str, Any]) -> None:
 
 
 def reshard(model: Model, optim: Optimizers, sharded: Mapping[str, Any], options: CallArguments) -> Shard | list[Shard]:
-    """The optimizer's own dict for this rank. Called by all ranks, each with its part of a dict, or with the same full dict."""
+    """Return the optimizer's own dict for this rank.
+
+    Called by all ranks, each with its part of a dict, or with the same full dict.
+    """
     if is_sharded(sharded):
         return redistribute(model, optim, sharded, options)
     return _cut_on_all(model, optim, sharded, options)
@@ -96,7 +99,7 @@ def reshard(model: Model, optim: Optimizers, sharded: Mapping[str, Any], options
 def _cut_on_all(
     model: Model, optim: Optimizers, full: Mapping[str, Any], options: CallArguments
 ) -> Shard | list[Shard]:
-    """The same from a full dict that every rank has. Only together, ranks with pipeline stages can check that it fits."""
+    """Return the same from a full dict that every rank has. Only all pipeline stages together can check that it fits."""
     with collective_call("reshard_optim_state_dict", [model], options, options) as ((reader,), group):
         local, global_state = agree_on_state(
             group,
@@ -122,20 +125,20 @@ def _cut_on_all(
 def _check_shared_out(local: Local, full: FullState) -> None:
     """Refuse a full dict with parameters that only the optimizers of other ranks may have, as in ZeRO-1 by hand.
 
-    Raises StateError: this rank alone cannot tell such a parameter from one that no optimizer has.
+    Raises StateError: this rank alone cannot tell such a parameter from a parameter that no optimizer has.
     """
     saved = {fqn for _, fqns in full.groups for fqn in fqns} - set(local.by_fqn)
-    found = [
+    absent = [
         fqn
         for named in local.view.handles
         for fqn, placement in named.placements.items()
         if fqn in saved and isinstance(placement, Whole) and len(placement.ranks) > 1
     ]
-    if found:
+    if absent:
         raise StateError(
-            f"{found[0]}: the full dict has state for this parameter, this rank's optimizer does not have it "
-            f"({counted_noun(len(found), 'such parameter')}): if the ranks share out the parameters among their optimizers, call "
-            "scatter_full_optim_state_dict on all of them, where the ranks tell each other who has which; else build the "
+            f"{absent[0]}: the full dict has state for this parameter, this rank's optimizer does not have it "
+            f"({counted_noun(len(absent), 'such parameter')}): if the ranks share out the parameters among their optimizers, "
+            "call scatter_full_optim_state_dict on all of them, where the ranks tell each other who has which; else build the "
             "optimizer with the parameters of the saved one, or give strict=False, which passes over the rest"
         )
 
@@ -150,7 +153,7 @@ def _without_optimizer(model: Model, full: Mapping[str, Any], options: CallArgum
 
 
 def _of_other_ranks(view: ModelView, full: FullState, options: CallArguments) -> frozenset[str]:
-    """The parameters of the full state that this rank's model lacks, if they may belong to other ranks; else none.
+    """Return the parameters of the full state that this rank's model lacks, if they may belong to other ranks; else none.
 
     With `name_of`, they may, because that argument exists for such models. They also may if ranks give their experts different
     names: then each missing name has, but for its numbers, the name of a parameter that this rank does not share with all others.
@@ -160,8 +163,8 @@ def _of_other_ranks(view: ModelView, full: FullState, options: CallArguments) ->
     if options.name_of is not None:
         return missing
     own = (n for n in view.handles if set(n.handle.originals[0].placement.ranks) != set(view.ranks))
-    alike = {_without_numbers(fqn) for fqn in missing} <= {_without_numbers(fqn) for n in own for fqn in n.fqns}
-    return missing if alike else frozenset()
+    own_names = {_without_numbers(fqn) for named in own for fqn in named.fqns}
+    return missing if {_without_numbers(fqn) for fqn in missing} <= own_names else frozenset()
 
 
 def _without_numbers(fqn: str) -> str:

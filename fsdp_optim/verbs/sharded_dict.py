@@ -1,4 +1,4 @@
-"""Redistribute: moves a sharded dict to the shards of a live optimizer. Every rank has its own part of the dict."""
+"""Redistribute: move a sharded dict to the shards of a live optimizer. Every rank has its own part of the dict."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _State = Mapping[str, Mapping[str, ValuePart]]
 
 
 def is_sharded(full: Any) -> bool:
-    """Whether a dict has values that are spread over ranks (DTensor, ShardedTensor), so that all ranks must meet."""
+    """Return whether a dict has values that are spread over ranks (DTensor, ShardedTensor), so that all ranks must call."""
 
     def any_sharded(value: Any, depth: int = 0) -> bool:
-        if isinstance(value, Mapping):  # what is deeper is refused later, on all ranks alike
+        if isinstance(value, Mapping):  # deeper values are refused later, on all ranks
             return depth < MOST_DEEP and any(any_sharded(item, depth + 1) for item in value.values())
         return is_sharded_value(value)
 
@@ -49,18 +49,18 @@ def is_sharded(full: Any) -> bool:
 def redistribute(
     model: Model, optim: Optimizers, sharded: Mapping[str, Any], options: CallArguments
 ) -> Shard | list[Shard]:
-    """The optimizer's own dict for this rank. Called by all ranks, each with its part of the same state."""
+    """Return the optimizer's own dict for this rank. Called by all ranks, each with its part of the same state."""
     with collective_call("reshard_optim_state_dict", [model], options, options) as ((reader,), group):
         local, global_state = agree_on_state(
             group, lambda: read_local(reader, optim, options), options, "of a sharded dict", with_state=False
         )
         live = local.live_optimizer(global_state)
-        mine, here = given_dict(sharded, replace(live.names, given=local.view.given_names)), _Here()
-        state, members = join(_tell(group, _part(mine, group, here)))
+        own_part, here = given_dict(sharded, replace(live.names, given=local.view.given_names)), _Here()
+        state, members = join(_all_gather_parts(group, _describe(own_part, group, here)))
         described = replace(
-            mine,
+            own_part,
             state={fqn: {name: _stand_in(part) for name, part in values.items()} for fqn, values in state.items()},
-            groups=tuple((hyper, fqns) for (hyper, _), fqns in zip(mine.groups, members, strict=True)),
+            groups=tuple((hyper, fqns) for (hyper, _), fqns in zip(own_part.groups, members, strict=True)),
         )
         described, fit = live.fit(described, strict=options.strict, groups=options.param_groups)
         summaries = summarize(described, live.shapes)
@@ -70,8 +70,8 @@ def redistribute(
         return deliver(group, local, global_state, contents, source)
 
 
-def _tell(group: RankGroup, part: DictPart) -> PartsByRanks:
-    """The parts of all ranks. They are sent only if they differ."""
+def _all_gather_parts(group: RankGroup, part: DictPart) -> PartsByRanks:
+    """All-gather the descriptions of the ranks' parts. Equal ones are not sent."""
     if all_equal(group, "sharded dict", repr(part).encode()):
         return [(part, group.ranks)]
     ranks_of: dict[bytes, list[int]] = {}
@@ -80,15 +80,15 @@ def _tell(group: RankGroup, part: DictPart) -> PartsByRanks:
     return [(pickle.loads(pickled), tuple(ranks)) for pickled, ranks in ranks_of.items()]
 
 
-def _part(mine: FullState, group: RankGroup, here: _Here) -> DictPart:
-    """The description of this rank's part for the other ranks. Adds the rank's elements to `here`."""
+def _describe(part: FullState, group: RankGroup, here: _Here) -> DictPart:
+    """Describe this rank's part for the other ranks, and add its elements to `here`."""
     return DictPart(
         state=tuple(
             (fqn, tuple((name, _value_part(fqn, name, value, group, here)) for name, value in values.items()))
-            for fqn, values in mine.state.items()
+            for fqn, values in part.state.items()
         ),
-        groups=tuple((_keys(hyper), fqns) for hyper, fqns in mine.groups),
-        other_keys=_keys(mine.other_keys),
+        groups=tuple((_keys(hyper), fqns) for hyper, fqns in part.groups),
+        other_keys=_keys(part.other_keys),
     )
 
 
@@ -105,8 +105,8 @@ def _value_part(fqn: str, name: str, value: Any, group: RankGroup, here: _Here) 
         placement, flat = read_sharded_value(where, value)
         if placement.shape:
             here[fqn, name] = flat
-            alike = placement.ranks == group.ranks  # torch keeps the replicas of one mesh equal, not those of several
-            return ValuePart(dtype_name(value.dtype), placement, "" if alike else fingerprint_of(flat))
+            on_one_mesh = placement.ranks == group.ranks  # torch keeps replicas equal in one mesh, not in several
+            return ValuePart(dtype_name(value.dtype), placement, "" if on_one_mesh else fingerprint_of(flat))
         value = flat.view(())
     if isinstance(value, torch.Tensor) and value.dim():
         if not is_plain(value):
@@ -123,14 +123,14 @@ def _value_part(fqn: str, name: str, value: Any, group: RankGroup, here: _Here) 
 
 
 def _stand_in(part: ValuePart) -> Any:
-    """The value of a part, or a meta tensor for a part with elements."""
+    """Return the value of a part, or a meta tensor for a part with elements."""
     if part.placement is None:
         return part.value
     return torch.empty(part.placement.shape, dtype=dtype_named(part.dtype), device="meta")
 
 
 def _placement_of(state: _State, value: StateValue) -> Placement:
-    """The placement of a value in the sharded dict."""
+    """Return the placement of a value in the sharded dict."""
     placement = state[value.fqn][value.name].placement
     if placement is None:
         raise StateError(
@@ -142,7 +142,7 @@ def _placement_of(state: _State, value: StateValue) -> Placement:
 def _opaque_values(
     group: RankGroup, state: _State, summaries: Summaries, source: DictEnd
 ) -> dict[tuple[str, str], Any]:
-    """The values of another shape than their parameter, whole on every rank, which cuts them as needed."""
+    """Return the values that lack the shape of their parameter, unsharded on every rank, which cuts them as needed."""
     opaque = [(fqn, name, state[fqn][name]) for fqn, summary in summaries.items() for name, _ in summary.opaque]
     values = [
         StateValue(fqn, name, dtype_named(part.dtype), part.placement)
@@ -152,5 +152,5 @@ def _opaque_values(
     whole, failure = WholeEnd(group, group.ranks), Failure()
     if values:
         move(values, source, whole, group, group.budget, failure)
-        agree(group, "odd values", failure.error, fatal=failure.fatal)
+        agree(group, "opaque values", failure.error, fatal=failure.fatal)
     return {**{(fqn, name): part.value for fqn, name, part in opaque if part.placement is None}, **whole.made}

@@ -1,4 +1,4 @@
-"""Transfer: from one live optimizer to another in the same job, whatever wraps their models, without a full copy anywhere."""
+"""Transfer: move state from one live optimizer to another in the same job, without a full copy anywhere."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _transfer(
         on_replica_mismatch=options.on_replica_mismatch,
     )
     global_state = compare_unsharded(group, local, global_state, options.on_replica_mismatch)
-    dst_local, dst_picture = agree_on_state(
+    dst_local, dst_state = agree_on_state(
         group,
         lambda: read_local(dst, dst_optim, everything, group.ranks),
         options,
@@ -68,17 +68,17 @@ def _transfer(
         with_state=False,
     )
     regroup = bool(dst_local.optim.optimizers) or options.param_groups == "live"
-    _check_same(global_state, dst_picture, strict=options.strict, regroup=regroup)
-    live = replace(dst_local.live_optimizer(dst_picture), with_state=frozenset())
+    _check_same(global_state, dst_state, strict=options.strict, regroup=regroup)
+    live = replace(dst_local.live_optimizer(dst_state), with_state=frozenset())
     full, fit = live.fit(_described(local, global_state), strict=options.strict, groups=options.param_groups)
     source = LiveEnd(local, _places(global_state))
-    contents = _contents(group, local, _following_params(global_state, dst_picture), dst_picture, full, fit)
-    shard = deliver(group, dst_local, dst_picture, contents, source)
+    contents = _contents(group, local, _following_params(global_state, dst_state), dst_state, full, fit)
+    shard = deliver(group, dst_local, dst_state, contents, source)
     return load_on_all(group, dst_optim, shard)
 
 
 def _places(global_state: GlobalState) -> dict[tuple[str, str], Placement]:
-    """Where the values of the source are that have an element for each of their parameter's, by FQN and name."""
+    """Return the placements of the source's sharded and placed values, by FQN and name."""
     places = {}
     for fqn, param in global_state.params.items():
         if param.summary is not None:
@@ -88,21 +88,21 @@ def _places(global_state: GlobalState) -> dict[tuple[str, str], Placement]:
 
 
 def _following_params(src: GlobalState, dst: GlobalState) -> GlobalState:
-    """The picture of the source, in which values that were cut by themselves are cut like their parameters in the target.
+    """Return the merged state of the source, with placed values cut like their parameters where the target has these off a mesh.
 
     The same rule as `following_params` of full dicts.
     """
     params = dict(src.params)
     for fqn, param in src.params.items():
-        theirs = dst.params.get(fqn)
-        if theirs is not None and param.summary is not None and not isinstance(theirs.placement, OnMesh):
-            follows = {name for name, (_, where) in param.summary.placed if where.shape == theirs.placement.shape}
+        target = dst.params.get(fqn)
+        if target is not None and param.summary is not None and not isinstance(target.placement, OnMesh):
+            follows = {name for name, (_, where) in param.summary.placed if where.shape == target.placement.shape}
             params[fqn] = replace(param, summary=param.summary.as_sharded(follows)) if follows else param
     return replace(src, params=params)
 
 
 def _described(local: Local, global_state: GlobalState) -> FullState:
-    """The state of the source without its values: the names of values, the groups, and the classes of optimizers."""
+    """Return the state of the source without its values: the names of values, the groups, and the classes of optimizers."""
     return FullState(
         state={fqn: dict.fromkeys(p.summary.names) for fqn, p in global_state.params.items() if p.summary is not None},
         groups=tuple((group, global_state.group_fqns(index)) for index, group in enumerate(local.optim.groups)),
@@ -142,14 +142,14 @@ def _check_same(src: GlobalState, dst: GlobalState, *, strict: bool, regroup: bo
 def _contents(
     group: RankGroup, local: Local, global_state: GlobalState, dst: GlobalState, full: FullState, fit: Fit
 ) -> FullContents:
-    """The contents of the source, known to all ranks. Unsharded values are moved to the ranks that need them."""
+    """Return the contents of the source, known to all ranks. Unsharded values are moved to the ranks that need them."""
     failure = Failure()
     everywhere = Gathering(group, local, global_state, group.ranks)
     sources, targets = _by_first_fqn(global_state), _by_first_fqn(dst)
     unsharded = move_unsharded(
         everywhere, lambda fqn: _needs(dst.params.get(fqn), sources.get(fqn, []), targets.get(fqn, [])), failure
     )
-    agree(group, "odd values", failure.error, fatal=failure.fatal)
+    agree(group, "opaque values", failure.error, fatal=failure.fatal)
     return FullContents(
         summaries={
             fqn: _as_arrived(fqn, _only(global_state.params[fqn].summary or Summary(), values), unsharded)
@@ -164,17 +164,17 @@ def _contents(
 
 
 def _by_first_fqn(global_state: GlobalState) -> dict[str, list[LiveParam]]:
-    """The live parameters by the FQN of their first original."""
-    found: dict[str, list[LiveParam]] = {}
+    """Return the live parameters by the FQN of their first original."""
+    by_fqn: dict[str, list[LiveParam]] = {}
     for live in global_state.live:
-        found.setdefault(live.fqns[0], []).append(live)
-    return found
+        by_fqn.setdefault(live.fqns[0], []).append(live)
+    return by_fqn
 
 
 def _needs(
     param: Param | None, sources: Sequence[LiveParam], targets: Sequence[LiveParam]
 ) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """The ranks that need a parameter's unsharded values and, if both models cut it alike, by shard the ranks of that shard."""
+    """Return the ranks that need a parameter's unsharded values and, if both models cut it equally, the ranks by shard."""
     places = [param.placement, *(place for place, _ in param.variants)] if param is not None else []
     ranks = tuple(sorted({rank for place in places for rank in place.ranks}))
     if not sources or not targets or len({cuts_of(live.placements) for live in (*sources, *targets)}) != 1:
@@ -187,7 +187,7 @@ def _needs(
 
 
 def _only(summary: Summary, names: Collection[str]) -> Summary:
-    """The summary of some of the values."""
+    """Return the summary of some of the values."""
     kept = {
         field: tuple(entry for entry in getattr(summary, field) if entry[0] in names)
         for field in ("sharded", "scalars", "placed", "opaque")
@@ -196,9 +196,9 @@ def _only(summary: Summary, names: Collection[str]) -> Summary:
 
 
 def _as_arrived(fqn: str, summary: Summary, unsharded: Mapping[tuple[str, str], Any]) -> Summary:
-    """The summary of a parameter after its unsharded values have arrived.
+    """Return the summary of a parameter after its unsharded values have arrived.
 
-    Placed values arrive whole, and the target cuts them. The opaque values of a flat parameter belong to its first original.
+    Placed values arrive unsharded, and the target cuts them. The opaque values of a flat parameter belong to its first original.
     """
     opaque = tuple(
         (name, OpaqueType.of(unsharded[fqn, name])) for name, _ in summary.opaque if (fqn, name) in unsharded

@@ -15,11 +15,12 @@ from fsdp_optim.state.values.kinds import is_known_moment
 def widened(
     optim: Any, shard: Mapping[str, Any], params: Mapping[Any, torch.Tensor]
 ) -> tuple[Mapping[str, Any], dict[str, None]]:
-    """The shard with every value that is narrower than its parameter in the parameter's dtype; and what was widened, in words.
+    """Cast every value of a shard that is narrower than its parameter to the parameter's dtype; return the shard and notes.
 
     torch's own optimizers make their state in the dtype of the parameter, and cannot step, or lose precision for good, with a
-    narrower one. Optimizers of other classes may keep narrow state on purpose: theirs is widened only where they have live
-    state of that name, and none of it is narrow. Wider state, as fp32 moments of bf16 parameters, stays as it is.
+    narrower one. Optimizers of other classes may keep narrow state on purpose: it is widened only where they have live
+    state of that name, and none of it is narrow. Wider state, as fp32 moments of bf16 parameters, stays as it is. The notes
+    say in words what was widened.
 
     Raises StateError for state of a torch optimizer whose dtype is neither narrower nor wider (float16 and bfloat16).
     """
@@ -29,10 +30,10 @@ def widened(
     for local_id, values in shard["state"].items():
         changed = {}
         if (param := params.get(local_id)) is None:
-            state[local_id] = values  # of no parameter, and can be anything
+            state[local_id] = values  # belongs to no parameter, and can be anything
             continue
         for name, value in values.items():
-            if not _is_unlike(param, name, value) or not follows.parameter(name, value.dtype):
+            if not _differs_in_dtype(param, name, value) or not follows.parameter(name, value.dtype):
                 continue
             if torch.promote_types(value.dtype, param.dtype) == value.dtype:
                 continue  # wider
@@ -49,7 +50,7 @@ def widened(
 
 
 def in_words(notes: Mapping[str, None]) -> str:
-    """What was widened, for a log line."""
+    """Say in a log line what was widened."""
     return shortened(list(notes), 6)
 
 
@@ -57,8 +58,8 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 
 
-def _is_unlike(param: torch.Tensor, name: object, value: object) -> bool:
-    """Whether a value is a tensor of the same kind of numbers as its parameter, in another dtype. Step counts are no such."""
+def _differs_in_dtype(param: torch.Tensor, name: object, value: object) -> bool:
+    """Return whether a value holds the same kind of numbers as its parameter in another dtype. Step counts do not count."""
     if not isinstance(value, torch.Tensor) or value.dtype == param.dtype or name == "step":
         return False
     if not value.dim() and not is_known_moment(str(name)):

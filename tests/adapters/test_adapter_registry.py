@@ -150,7 +150,7 @@ class TestEntryPoints(unittest.TestCase):
 
     def forget(self) -> None:
         registry.installed_points.cache_clear()
-        registry.Kind.made.cache_clear()
+        registry.PluginKind.make.cache_clear()
 
     def install(self, *lines: str) -> None:
         info = self.root / "found-1.2.dist-info"

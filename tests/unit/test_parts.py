@@ -14,7 +14,7 @@ from parameterized import parameterized
 
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File
-from fsdp_optim.checkpoint.save.part_ranges import PartedFile, cuts_of, stretches_on
+from fsdp_optim.checkpoint.save.part_ranges import PartedFile, cuts_of, ranges_on
 from fsdp_optim.formats.base.protocols import PlannedFile
 from fsdp_optim.layout import FlatChunks
 
@@ -72,7 +72,7 @@ def test_every_byte_is_put_once_by_the_owner_of_its_part(case: tuple[list[File],
         put: dict[int, int] = {}
         for rank in RANKS:
             others = [*file.head_on(rank), *(one for its in file.frames_on(rank).values() for one in its)]
-            mine = stretches_on([file], rank)
+            mine = ranges_on([file], rank)
             data = data_of_bytes(file.file.plan)
             ranges = [range(start, start + len(content)) for start, content in others]
             ranges += [

@@ -33,7 +33,7 @@ def ranges(rank: int, *, shared: bool) -> list[list[tuple[int, int]]]:
     plan = SimpleNamespace(starts=STARTS, segment_nbytes=2048)
     file: Any = SimpleNamespace(name="file", values=values, plan=plan)
     writer = RankWriter(
-        mock.Mock(), [file], rank, checksums=True, budget=Budget(1 << 20), stretches={}, heads={}, plans=Plans()
+        mock.Mock(), [file], rank, checksums=True, budget=Budget(1 << 20), part_ranges={}, heads={}, plans=Plans()
     )
     for value in values:
         part = Slice(value, value.placement, torch.zeros(NUMEL // 2, dtype=value.dtype))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from fsdp_optim.checkpoint.catalog.listing import last_number
 from fsdp_optim.checkpoint.common.formats import format_of, listed_formats
-from fsdp_optim.checkpoint.common.stores import StorageOptions, is_url, shelf_at, store_at
+from fsdp_optim.checkpoint.common.stores import StorageOptions, directory_at, is_url, store_at
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.storage.base import Opened, is_reserved, names_checkpoint
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.path_status import is_root, names_in
 
-_MOST_LOOKS = 8  # at folders whose names are those of checkpoints
+_MOST_LOOKS = 8  # at folders that are named like checkpoints
 
 log = logging.getLogger("fsdp_optim")
 
@@ -28,19 +28,20 @@ def begin_anew(root: str | os.PathLike[str], options: StorageOptions = None) -> 
 
 
 def check_root(root: str | os.PathLike[str], options: StorageOptions = None) -> None:
-    """Raise CheckpointError where a path without checkpoints in it is a mistake: it is a checkpoint itself, what is in it are
-    checkpoints of other programs, or not even the folder above it is there.
+    """Raise CheckpointError where a path without checkpoints in it is a mistake.
+
+    It is a mistake if the path is a checkpoint itself, has checkpoints of other programs, or if its parent folder is missing.
     """
     if not is_url(str(root)) and not is_root(absolute(root)):
         return
-    ours = _format_of_manifest(root, options)
-    passed_by = list(_passed_by(root, options)) if not ours else []
+    own_format = _format_of_manifest(root, options)
+    passed_by = list(_passed_by(root, options)) if not own_format else []
     if passed_by:
         raise CheckpointError(
             f"{root}: has no checkpoint of this library, but those of other programs: {shortened(passed_by)}: fsdp_optim.load of "
             "one of these paths loads it; for a run that begins anew, give another folder"
         )
-    format = ours or _foreign_format(root, options)
+    format = own_format or _foreign_format(root, options)
     if format:
         raise CheckpointError(
             f"{root}: is a checkpoint ({format}), not a folder of checkpoints: fsdp_optim.load({str(root)!r}, ...) loads it; to "
@@ -49,7 +50,7 @@ def check_root(root: str | os.PathLike[str], options: StorageOptions = None) -> 
 
 
 def _format_of_manifest(root: str | os.PathLike[str], options: StorageOptions) -> str:
-    """The name of the format of the checkpoint that a path is, by its manifest; empty if it has none."""
+    """Return the name of the format of the checkpoint that a path is, by its manifest; empty if it has none."""
     for format in listed_formats():
         with contextlib.suppress(CheckpointError), store_at(_as_place(root), format, options).open() as opened:
             if opened.has(format.probe.manifest):
@@ -58,32 +59,32 @@ def _format_of_manifest(root: str | os.PathLike[str], options: StorageOptions) -
 
 
 def _foreign_format(root: str | os.PathLike[str], options: StorageOptions) -> str:
-    """The name of the format of another library's checkpoint that a path is; empty if it is none.
+    """Return the name of the format of another library's checkpoint that a path is; empty if it is none.
 
     A folder with files of torch.save in it may be anything.
     """
     with contextlib.suppress(CheckpointError), store_at(_as_place(root), options=options).open_any() as files:
-        found = format_of(files) if not _is_empty(files) else None
-        if found is not None and found.claims_folders:
-            return found.name
+        known = format_of(files) if not _is_empty(files) else None
+        if known is not None and known.claims_folders:
+            return known.name
     return ""
 
 
 def _is_empty(files: Opened) -> bool:
-    """Whether a place has no files: no format needs to be asked, and imported."""
+    """Return whether a place has no files, so that no format needs to be imported and asked."""
     with contextlib.suppress(CheckpointError):
         return not files.selected and not files.names()
     return False
 
 
 def _passed_by(root: str | os.PathLike[str], options: StorageOptions) -> Iterator[str]:
-    """The checkpoints of other programs that a resume does not look at."""
+    """Yield the checkpoints of other programs that a resume does not look at."""
     seen = set()
     for format in listed_formats():
-        for one in shelf_at(root, options, format).listed():
-            seen.add(one.where)
-            if one.summary is not None and one.summary.is_stand_in:
-                yield one.where
+        for entry in directory_at(root, options, format).listed():
+            seen.add(entry.where)
+            if entry.summary is not None and entry.summary.is_stand_in:
+                yield entry.where
     if is_url(str(root)):
         return
     path = absolute(root)

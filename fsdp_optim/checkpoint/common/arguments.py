@@ -26,7 +26,7 @@ LoadArgumentsT = TypeVar("LoadArgumentsT", bound="LoadArguments")
 
 
 def call_of(options: CallOptions, **arguments: Any) -> CallArguments:
-    """The options of every call among those of a save or a load."""
+    """Return the options of a save or a load that every call has."""
     return CallArguments(**{option.name: getattr(options, option.name) for option in fields(CallOptions)}, **arguments)
 
 
@@ -43,7 +43,7 @@ class SaveArguments(SaveOptions):
 
     @classmethod
     def of(cls, options: SaveOptions, state: Any, **arguments: Any) -> SaveArguments:
-        """The arguments of a call that was given these options."""
+        """Return the arguments of a call that was given these options."""
         return cls(**fields_of(SaveOptions, options), state=RunState(state), **arguments)
 
     @property
@@ -74,12 +74,12 @@ class LoadArguments(LoadOptions):
 
     @classmethod
     def of(cls: type[LoadArgumentsT], options: LoadOptions, state: Any, **arguments: Any) -> LoadArgumentsT:
-        """The arguments of a call that was given these options."""
+        """Return the arguments of a call that was given these options."""
         return cls(**fields_of(LoadOptions, options), state=RunState(state), **arguments)
 
     @property
     def call(self) -> CallArguments:
-        """The options that say who makes the call, and how. A load replaces all replicas, so none can be a mismatch."""
+        """The options that say who makes the call, and how. Replicas may differ, because a load replaces all of them."""
         of_call = {option.name: getattr(self, option.name) for option in fields(CallOptions)}
         of_call["on_replica_mismatch"] = "error"
         return CallArguments(**of_call, strict=self.strict, param_groups=self.param_groups)

@@ -1,6 +1,6 @@
-"""Casts at a load: of weights to the model's floating dtype, and of state values whose dtype follows that of the weights.
+"""Casts. At a load: weights to the model's floating dtype, and state values whose dtype follows the dtype of the weights.
 
-At a save: of weights to the dtype in which they are saved.
+At a save: weights to the dtype in which they are saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_optim.view import Handle
 
 
 def castable(handle: Handle, dtype: str, *, cast: bool) -> bool:
-    """Whether a tensor that was saved in `dtype` may be loaded into this parameter or buffer of another dtype.
+    """Return whether a tensor that was saved in `dtype` may be loaded into this parameter or buffer of another dtype.
 
     Wrappers cast floating buffers in the first forward pass. So a buffer that was saved after that pass may be widened, which
     changes no value, and a buffer that is loaded after that pass is cast as the wrapper casts it.
@@ -33,7 +33,7 @@ def castable(handle: Handle, dtype: str, *, cast: bool) -> bool:
 
 
 def cast_part(value: SavedValue | None, part: Slice) -> Slice:
-    """Elements in the dtype in which they are saved. `value`: that is saved; None: the elements are saved as they are.
+    """Cast elements to the dtype in which they are saved. `value`: the saved value; None: the elements are saved as they are.
 
     Raises CheckpointError for a number that becomes infinite.
     """
@@ -53,12 +53,12 @@ def cast_part(value: SavedValue | None, part: Slice) -> Slice:
 
 
 def nbytes_to_cast(before: torch.dtype, after: torch.dtype) -> int:
-    """The bytes of memory that a cast of one element takes: the new one, its magnitude, and four truth values."""
+    """Return the bytes of memory that a cast takes per element: the new element, its magnitude, and four truth values."""
     return after.itemsize + max(before.itemsize, after.itemsize) + 4
 
 
 def _has_all_of(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a floating dtype can represent every number of another one."""
+    """Return whether a floating dtype can represent every number of another floating dtype."""
     info, other_info = torch.finfo(dtype), torch.finfo(other)
     has_range = info.max >= other_info.max and info.tiny * info.eps <= other_info.tiny * other_info.eps
     return info.eps <= other_info.eps and has_range
@@ -67,7 +67,7 @@ def _has_all_of(dtype: torch.dtype, other: torch.dtype) -> bool:
 def merged(
     param: LocalParam, flats: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], rank: int
 ) -> torch.Tensor:
-    """This rank's elements of a live parameter whose originals were saved in several dtypes, or not all saved."""
+    """Merge this rank's elements of a live parameter whose originals were saved in several dtypes, or not all saved."""
     held = flatten(param.handle.weights()).clone()
     for fqn, placement in param.named.placements.items():
         shard = placement.shard_of(rank)
@@ -82,7 +82,7 @@ def merged(
 def state_dtype(
     optim: LocalOptim, param: LocalParam, name: str, saved: torch.dtype, weights: Mapping[str, StoredTensor]
 ) -> torch.dtype:
-    """The dtype of a sharded state value after a load with `cast=True`.
+    """Return the dtype of a sharded state value after a load with `cast=True`.
 
     If the weights keep their dtype, the state does too. Otherwise the value gets the dtype that the live optimizer has for it. An
     optimizer of torch.optim without state steps in the dtype of its parameters, so a value with the saved dtype of the weights
@@ -102,7 +102,7 @@ def state_dtype(
 def cast_state(
     optim: LocalOptim, flats: Mapping[LocalId, Mapping[str, torch.Tensor]], weights: Mapping[str, StoredTensor]
 ) -> dict[LocalId, Mapping[str, torch.Tensor]]:
-    """Local state tensors, by local id and name, in the dtypes that `state_dtype` gives."""
+    """Return local state tensors, by local id and name, in the dtypes that `state_dtype` gives."""
     by_id = {param.local_id: param for param in optim.params}
     return {
         local_id: {

@@ -54,8 +54,8 @@ RECORDS: Mapping[str, type] = {
 class SavedValue(StateValue):
     """One tensor of a save. `stored_name`: its name in the checkpoint.
 
-    `constant`: its value, if all ranks know it, as they do for scalars. `cast_from`: the dtype of the live tensor, if it is not
-    the one in which the value is saved.
+    `constant`: its value, if all ranks know it, as they do for scalars. `cast_from`: the dtype of the live tensor, if the value
+    is saved in another dtype.
     """
 
     stored_name: str = ""
@@ -72,8 +72,8 @@ class SavedValue(StateValue):
 class SavedHalf:
     """One half of a save: the weights of the model, or the state of the optimizer.
 
-    `tensors`: those that are saved; the picture has all.
-    `opaque`, `module_values`: on the lowest rank, the opaque values and the values of modules; empty on the others.
+    `tensors`: the tensors that are saved; the merged state has all. `opaque`, `module_values`: on the lowest rank, the opaque
+    values and the values of modules; empty on the other ranks.
     """
 
     local: Local
@@ -99,9 +99,9 @@ class HalvesEnd(End):
 def weights_of(
     reader: ModelReader, ranks: tuple[int, ...], options: CallArguments, which: WhichWeights = "all"
 ) -> Local:
-    """The parameters and buffers of this rank's model, read as the state of an optimizer.
+    """Return the parameters and buffers of this rank's model, read as the state of an optimizer.
 
-    Those that `which` leaves out have no state, and are in the group `LEFT_OUT`.
+    Parameters and buffers that `which` leaves out have no state, and are in the group `LEFT_OUT`.
     """
     view = reader.read(ranks, options.name_of)
     buffers = reader.buffers(view, options.name_of)
@@ -121,7 +121,7 @@ def weights_of(
 def checked_weights_of(
     reader: ModelReader, ranks: tuple[int, ...], options: CallArguments, which: WhichWeights = "all"
 ) -> Local:
-    """The same. Raises StateError where the pipeline stages of this rank have different buffers under one name."""
+    """Read as `weights_of`. Raises StateError where pipeline stages of this rank have different buffers under one name."""
     local = weights_of(reader, ranks, options, which)
     for param in local.optim.params:
         if isinstance(param.handle, StageCopiesHandle) and param.state is not None:
@@ -154,7 +154,7 @@ def _as_optimizer(view: ModelView, which: WhichWeights) -> LocalOptim:
 
 
 def _group_of(param: torch.Tensor, which: WhichWeights) -> int:
-    """The group of a parameter or buffer of `weights_of`. Training changes buffers, also of modules that are frozen."""
+    """Return the group of a parameter or buffer of `weights_of`. Training changes buffers, also of modules that are frozen."""
     if which == "all" or (which == "trainable" and param.requires_grad):
         return _PARAMS
     return _BUFFERS if which == "trainable" and is_buffer(param) else LEFT_OUT
@@ -171,7 +171,7 @@ def read_weights(
 ) -> SavedHalf:
     """Agree with the other ranks on the model's parameters and buffers. Called by all ranks.
 
-    `saved_as`: the dtype in which floating ones are saved; None: each in its own.
+    `saved_as`: the dtype in which floating tensors are saved; None: each in its own dtype.
     """
     local, global_state = agree_on_state(
         group,
@@ -216,7 +216,7 @@ def read_weights(
 
 
 def _check_trains(global_state: GlobalState) -> None:
-    """Refuse a model without a parameter to train, which is frozen by mistake. The same on all ranks."""
+    """Refuse a model without a parameter to train, which is frozen by mistake. Raises the same error on all ranks."""
     if not any(param.group_index == _PARAMS for param in global_state.params.values()):
         raise StateError(
             'weights="trainable": no parameter of the model requires gradients: call requires_grad_(True) on those to save, or '
@@ -235,7 +235,7 @@ def _loadable(local: Local, rank: int) -> Local:
 
 
 def is_buffer(param: torch.Tensor) -> bool:
-    """Whether a Handle's tensor is a buffer of the model."""
+    """Return whether a Handle's tensor is a buffer of the model."""
     return not isinstance(param, torch.nn.Parameter)
 
 
@@ -279,7 +279,7 @@ def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> Sa
 
 
 def _opaque(group: RankGroup, local: Local, global_state: GlobalState) -> Mapping[tuple[str, str], Any]:
-    """The opaque values of all ranks, on the lowest rank."""
+    """Return the opaque values of all ranks, on the lowest rank."""
     parts = [
         OpaqueValues(p.fqn, tuple(name for name, _ in p.summary.opaque), p.placement, group.ranks[:1])
         for p in global_state.params.values()
@@ -299,7 +299,7 @@ def _names_of(global_state: GlobalState, fqn: str) -> tuple[str, ...]:
 
 
 def _units(global_state: GlobalState) -> Iterator[tuple[str, ...]]:
-    """The FQNs of each live parameter, each FQN once, so that values which are adjacent on a rank are adjacent in the file."""
+    """Yield the FQNs of each live parameter, each FQN once, so that values that are adjacent on a rank are so in the file."""
     seen: set[str] = set()
     for live in global_state.live:
         fqns = tuple(fqn for fqn in live.fqns if fqn in global_state.params and fqn not in seen)
@@ -331,6 +331,6 @@ def _aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
 
 
 def planned(tensor: SavedValue) -> PlannedTensor:
-    """The key, dtype, shape and half of a tensor, by which a format plans its files."""
+    """Return the key, dtype, shape and half of a tensor, by which a format plans its files."""
     half: Half = "optim" if tensor.is_state else "model"
     return PlannedTensor(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape, half)

@@ -31,7 +31,10 @@ class File:
         return self.plan.name
 
     def elements(self, index: int) -> tuple[int, int]:
-        """The first element of a value that the file has, and one past the last. `index`: the place of the value in `values`."""
+        """Return the first element of a value that the file has, and one past the last.
+
+        `index`: the place of the value in `values`.
+        """
         return self.plan.slices[index] if self.plan.slices else (0, self.values[index].placement.numel)
 
 
@@ -43,15 +46,15 @@ def planned_files(
     most_nbytes: int,
     num_ranks: int,
 ) -> list[File]:
-    """The files that a format plans, in which one file may have slices of values, of both halves."""
-    by_key = {(half, value.stored_name): value for half, its in values.items() for value in its}
-    tensors = {half: [planned(value) for value in its] for half, its in values.items()}
+    """Return the files that a format plans, in which one file may have slices of values, of both halves."""
+    by_key = {(half, value.stored_name): value for half, half_values in values.items() for value in half_values}
+    tensors = {half: [planned(value) for value in half_values] for half, half_values in values.items()}
     plans = writer.files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
-    return [File(plan, tuple(by_key[one.half, one.key] for one in plan.tensors)) for plan in plans]
+    return [File(plan, tuple(by_key[tensor.half, tensor.key] for tensor in plan.tensors)) for plan in plans]
 
 
 def written_cut(value: StateValue, placement: Placement, owner: int | None) -> Placement:
-    """The cut in which the ranks write a value of `placement`: the same, contiguous chunks, or whole on `owner`."""
+    """Return the cut in which the ranks write a value of `placement`: the same, contiguous chunks, or all on `owner`."""
     if owner is not None:
         return placement if placement.ranks == (owner,) else Whole(placement.shape, (owner,))
     if placement.overlapping or has_short_rows(placement, value.dtype.itemsize):
@@ -60,12 +63,12 @@ def written_cut(value: StateValue, placement: Placement, owner: int | None) -> P
 
 
 def in_flat_chunks(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
-    """A cut of the parameter into one contiguous chunk for each of some ranks."""
+    """Cut the parameter into one contiguous chunk for each of some ranks."""
     return FlatChunks(placement.shape, 0, -(-placement.numel // len(ranks)), (ranks,))
 
 
 def has_short_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> bool:
-    """Whether the elements of a rank are short rows of the whole parameter, with fewer than `short_nbytes` bytes each."""
+    """Return whether the elements of a rank are short rows of the full parameter, with fewer than `short_nbytes` bytes each."""
     if not isinstance(placement, OnMesh) or not placement.numel:
         return False
     sizes, shape = placement.blocks(0)[0].box.sizes, placement.shape
@@ -74,7 +77,7 @@ def has_short_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHO
 
 
 def stored_on(placement: Placement, nbytes: int) -> FlatChunks | Whole:
-    """The placement in storage of a value that is written as `placement`: one rank, or a rank for each part of a replica."""
+    """Return the placement in storage of a value that is written as `placement`: one rank, or a rank per part of a replica."""
     num = placement.num_replicas
     most = num * min(placement.num_shards, _MOST_PARTS) if num > 1 else 1  # of each shard, one part per replica
     parts = min(most, nbytes // _LEAST_PART)
@@ -84,7 +87,7 @@ def stored_on(placement: Placement, nbytes: int) -> FlatChunks | Whole:
 
 
 def offset_in_storage(target: Placement, rank: int) -> int:
-    """The element of the tensor at which the part of a rank of storage begins."""
+    """Return the element of the tensor at which the part of a rank of storage begins."""
     if isinstance(target, FlatChunks):
         return (rank + target.num_shards) * target.chunk_numel
     return 0

@@ -1,4 +1,4 @@
-"""The formats that there are, as the registry knows them: by name, by the files of a checkpoint, and as listings ask them.
+"""The known formats: looked up by name, by the files of a checkpoint, and for listings.
 
 A checkpoint of this library's own format is recognised first, and nothing else is imported for it.
 """
@@ -31,18 +31,18 @@ from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, S
 
 
 def format_of_option(format: object, *, of_save: bool = False) -> WrittenFormat:
-    """The format that a caller has given: a name, or a `Format` with its own options. `of_save`: it is for `save`.
+    """Return the format that a caller gives as a name, or as a `Format` with its own options. `of_save`: it is for `save`.
 
     Raises CheckpointError for an unknown name, for a format that is only read, and for one that `save` does not write.
     """
-    found = format
+    known = format
     if isinstance(format, str):
         factory = format_factory(format)
-        found = factory() if factory is not None else None
-    if not is_format(found):
+        known = factory() if factory is not None else None
+    if not is_format(known):
         names = ", ".join(map(repr, format_names(of_save=of_save)))
         raise CheckpointError(f"format must be one of {names}, or a Format of fsdp_optim.plugins, not {format!r}")
-    given: Format = found  # type: ignore[assignment]  # is_format has looked at its members
+    given: Format = known  # type: ignore[assignment]  # is_format has looked at its members
     if of_save and not given.saves:
         names = ", ".join(map(repr, format_names(of_save=True)))
         raise CheckpointError(
@@ -68,10 +68,10 @@ class ListedFormat(HasSequence, Protocol):
 
 
 def listed_formats() -> list[ListedFormat]:
-    """The formats whose checkpoints in one folder are listed, and numbered, together: one for each manifest.
+    """Return the formats whose checkpoints in one folder are listed, and numbered, together: one for each manifest.
 
-    Those of this package are imported when a manifest of theirs is there. Raises CheckpointError for an installed format that
-    cannot be loaded: its checkpoints would be passed by.
+    The formats of this package are imported when a manifest of theirs is there. Raises CheckpointError for an installed format
+    that cannot be loaded, because its checkpoints would be skipped.
     """
     built_in = [_NotYetLoaded(known) for known in BUILT_IN_FORMATS if known.traces]
     others = [format for format in other_formats() if format.probe is not None]
@@ -98,7 +98,7 @@ class _NotYetLoaded(ListedFormat):
 
 
 class _ProbeNotYetLoaded(CheckpointProbe[ManifestSummary]):
-    """The probe of such a format: only what needs the bytes of a checkpoint imports it."""
+    """The probe of a format of this package, which is imported only when the bytes of a checkpoint are needed."""
 
     def __init__(self, known: BuiltInFormat) -> None:
         self._known, self.manifest = known, known.manifest
@@ -127,9 +127,9 @@ class _ProbeNotYetLoaded(CheckpointProbe[ManifestSummary]):
 
 
 def format_of(opened: Opened) -> Format | None:
-    """The format that recognises files that any program may have written, those of this package first; None if no format does.
+    """Return the format that recognises files that any program may have written; None if no format does.
 
-    Each is imported when it is asked.
+    The formats of this package are asked first. Each is imported when it is asked.
     """
     installed = (format for format in other_formats() if format.opens_any)
     return next(
@@ -158,7 +158,7 @@ def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None)
 
 
 def _is_replaced(opened: Opened) -> bool:
-    """Whether another checkpoint has taken the place; False where the store cannot tell, so that its first error is raised."""
+    """Return whether another checkpoint has taken the place. False where the store cannot tell: the first error is raised."""
     try:
         return opened.was_replaced()
     except OSError:
@@ -166,7 +166,7 @@ def _is_replaced(opened: Opened) -> bool:
 
 
 def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
-    """The files of a store, and their format. If no format recognises them, this library's own names the missing files."""
+    """Open the files of a store, and find their format. If no format recognises them, the own format names missing files."""
     if format is not None:
         return (store.open_any() if format.opens_any else store.open()), format
     try:
@@ -192,12 +192,12 @@ def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
 
 
 def _of_another_format(store: Store) -> tuple[Opened, Format] | None:
-    """The files of a checkpoint of another format than this library's own, and the format; None if none recognises them."""
+    """Open the files of a checkpoint in a format that is not this library's own, and find it; None if none recognises them."""
     for format in other_formats():
         if not format.opens_any and format.probe is not None:
-            found = _recognised(store.with_probe(format.probe).open, partial(_if_recognised, format))
-            if found is not None:
-                return found
+            recognised = _recognised(store.with_probe(format.probe).open, partial(_if_recognised, format))
+            if recognised is not None:
+                return recognised
     return _recognised(store.open_any, format_of)
 
 
@@ -208,7 +208,7 @@ def _if_recognised(format: Format, opened: Opened) -> Format | None:
 def _recognised(
     open: Callable[[], Opened], format_of: Callable[[Opened], Format | None]
 ) -> tuple[Opened, Format] | None:
-    """The files that `open` opens, and their format; None if there are none, or if no format recognises them."""
+    """Call `open`, and find the format of the files; None if there are no files, or if no format recognises them."""
     try:
         opened = open()
     except CheckpointError as error:
@@ -216,11 +216,11 @@ def _recognised(
             return None
         raise
     try:
-        found = format_of(opened)
+        known = format_of(opened)
     except BaseException:
         opened.close()
         raise
-    if found is None:
+    if known is None:
         opened.close()
         return None
-    return opened, found
+    return opened, known

@@ -29,7 +29,7 @@ LocalExtent = Extent | DeviceExtent
 
 
 def clipped(extent: LocalExtent, start: int, stop: int) -> LocalExtent:
-    """The bytes of an extent that belong in [start, stop)."""
+    """Return the bytes of an extent that belong in [start, stop)."""
     first, last = max(start - extent.start, 0), min(stop - extent.start, len(extent.memory))
     part = extent.memory[first : max(last, first)]
     start = extent.start + first
@@ -41,18 +41,18 @@ ExtentsByFile = Mapping[str, Sequence[LocalExtent]]
 
 
 def lies_on_host(flat: torch.Tensor) -> bool:
-    """Whether files can be read directly into the memory of a tensor."""
+    """Return whether files can be read directly into the memory of a tensor."""
     return flat.device.type == "cpu"
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a 1-D tensor on the CPU; a write to this memory changes the tensor."""
+    """Return the memory of a 1-D tensor on the CPU; a write to this memory changes the tensor."""
     view: memoryview = flat.detach().view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
     return view
 
 
 def ranges_of(copy: Copy) -> Iterator[tuple[int, int, int]]:
-    """(source offset, target offset, numel) of each contiguous range of a copy."""
+    """Yield (source offset, target offset, numel) of each contiguous range of a copy."""
     if copy.is_run:
         yield copy.source_offset, copy.target_offset, copy.sizes[0]
         return
@@ -74,7 +74,7 @@ class LocalMemory:
         self._memory = bytes_of(flat) if lies_on_host(flat) else flat.detach().view(torch.uint8)
 
     def extent(self, start: int, offset: int, numel: int) -> LocalExtent:
-        """The extent of `numel` elements from `offset` on, which belong at byte `start` of the data section."""
+        """Return the extent of `numel` elements from `offset` on, which belong at byte `start` of the data section."""
         part = self._memory[offset * self._size : (offset + numel) * self._size]
         return DeviceExtent(start, part) if isinstance(part, torch.Tensor) else Extent(start, part)
 
@@ -98,7 +98,7 @@ class HostBatch:
 
 
 def in_host_memory(extents: Sequence[LocalExtent], budget: Budget) -> Iterator[HostBatch]:
-    """Batches of extents: first all that are on the host, then those on devices, at most `budget` at a time, with host memory."""
+    """Yield batches of extents in host memory: first all on the host, then copies of device extents, at most `budget` each."""
     host = [extent for extent in extents if isinstance(extent, Extent)]
     if host:
         yield HostBatch(host)
@@ -124,7 +124,7 @@ def _by_way_of_host(on_devices: Sequence[DeviceExtent]) -> HostBatch:
 
 
 def _host_memory(extents: Iterable[LocalExtent]) -> torch.Tensor:
-    """Memory on the host for the bytes of some extents; pinned if one of them is on a CUDA device."""
+    """Return memory on the host for the bytes of some extents; pinned if one of them is on a CUDA device."""
     nbytes, pinned = 0, False
     for extent in extents:
         nbytes += len(extent.memory)
@@ -137,15 +137,15 @@ def _host_memory(extents: Iterable[LocalExtent]) -> torch.Tensor:
 
 
 def is_all_of(extents: ExtentsByFile, parts: Sequence[Slice]) -> bool:
-    """Whether extents can be kept as they are: they are of parts with memory of their own, and of all its bytes."""
+    """Return whether extents need no copy: the parts have memory of their own, and the extents cover all its bytes."""
     if not all(part.is_own for part in parts):
         return False
-    kept = sum(len(extent.memory) for its in extents.values() for extent in its)
+    kept = sum(len(extent.memory) for file_extents in extents.values() for extent in file_extents)
     return kept == sum(part.flat.nbytes for part in parts if part.flat is not None)
 
 
 def snapshot_of(live: ExtentsByFile) -> dict[str, list[Extent]]:
-    """A copy of the bytes in new host memory. Extents that are adjacent in a file become one extent."""
+    """Return a copy of the bytes in new host memory. Extents that are adjacent in a file become one extent."""
     listed = [
         (name, extent) for name, extents in live.items() for extent in sorted(extents, key=lambda extent: extent.start)
     ]

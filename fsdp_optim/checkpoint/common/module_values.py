@@ -30,7 +30,9 @@ log = logging.getLogger("fsdp_optim")
 def collect(
     group: RankGroup, local: ModuleValues, global_state: GlobalState, recipients: tuple[int, ...] = ()
 ) -> dict[str, list[Any]]:
-    """The values of all ranks by FQN, each with the version of its module's code, on the recipients. Called by all ranks.
+    """Collect the values of all ranks by FQN, each with the version of its module's code, on the recipients.
+
+    Called by all ranks.
 
     No rank sends anything if every recipient has all modules itself. `recipients` (): the lowest rank.
     """
@@ -104,8 +106,7 @@ class StoredModuleValues:
 
         Raises CheckpointError for a pickled value, unless pickles are allowed or `strict` is False.
         """
-        found = _stored(index, allow_pickle=allow_pickle)
-        by_name = {renamed(name): value for name, value in found.items()}
+        by_name = {renamed(name): value for name, value in _stored(index, allow_pickle=allow_pickle).items()}
         aliases = index.aliases
         stored: dict[str, tuple[Any, Any]] = {}
         withheld, used = [], set()
@@ -131,7 +132,7 @@ class StoredModuleValues:
         return cls(local, stored, (*lacking, *withheld), tuple(name for name in by_name if name not in used))
 
     def before(self) -> dict[str, Any]:
-        """Copies of the live values that `install` replaces, by FQN."""
+        """Return copies of the live values that `install` replaces, by FQN."""
         return {fqn: detached_copy(live.value) for fqn, live in self.local.values.items() if fqn in self.stored}
 
     def install(self) -> None:
@@ -171,7 +172,7 @@ class StoredModuleValues:
 
 
 def _stored(index: CheckpointIndex, *, allow_pickle: bool) -> dict[str, Any]:
-    """The stored version and value, or Withheld, by FQN."""
+    """Return the stored version and value, or Withheld, by FQN."""
     if MODULES not in index.extras:
         return {}
     saved = index.extras[MODULES].decoded_each(allow_pickle=allow_pickle)
@@ -193,7 +194,7 @@ def _is_taken(fqn: str, paths: tuple[str, ...]) -> bool:
 
 
 def _on_device_of(live: Any, value: Any) -> Any:
-    """A value with its tensors on the devices of the live tensors. Tensors of a checkpoint are on the host."""
+    """Return a value with its tensors on the devices of the live tensors. Tensors of a checkpoint are on the host."""
     if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
         return value.to(live.device)
     if type(value) is dict and isinstance(live, Mapping):

@@ -17,7 +17,7 @@ from fsdp_optim.state.values.classes import class_names_written
 
 
 def describe(state: SavedHalf) -> SavedOptim:
-    """The state to save, with its kinds. Raises CheckpointError for a value that no reader accepts."""
+    """Describe the state to save, with its kinds. Raises CheckpointError for a value that no reader accepts."""
     for index, hyper in enumerate(state.local.optim.groups):
         for name in hyper:
             if not isinstance(name, str):
@@ -55,7 +55,7 @@ def describe(state: SavedHalf) -> SavedOptim:
 
 
 def stored_tensors(state: SavedHalf) -> dict[str, StoredTensor]:
-    """The tensors of the state to save, by key. Their places in files are not known yet."""
+    """Return the tensors of the state to save, by key. Their places in files are not known yet."""
     return {
         value.stored_name: StoredTensor(
             value.stored_name, dtype_name(value.dtype), value.placement.shape, "the new file", 0
@@ -65,7 +65,7 @@ def stored_tensors(state: SavedHalf) -> dict[str, StoredTensor]:
 
 
 def small_values(state: SavedHalf) -> ReadSmall:
-    """A function that gives small tensors of the state to save. Only those that all ranks know have elements: scalars."""
+    """Return a function that reads small tensors of the state to save. Only scalars have elements, which all ranks know."""
     by_key = {value.stored_name: value for value in state.tensors}
 
     def read(stored: Sequence[StoredTensor]) -> list[torch.Tensor]:

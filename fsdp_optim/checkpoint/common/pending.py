@@ -28,7 +28,7 @@ class SaveHandle:
     def __init__(
         self, path: Path | str, write: Callable[[], SaveResult], *, logs_waits: bool = False, owner: object = None
     ) -> None:
-        """`logs_waits`: log how long this process waits for the save; True on one rank. `owner`: the manager's, or None."""
+        """`logs_waits`: log how long this process waits for the save; True on one rank. `owner`: a manager, or None."""
         self.owner = owner
         self.path = path
         self._logs_waits = logs_waits
@@ -40,7 +40,7 @@ class SaveHandle:
         self._thread = threading.Thread(target=self._run, name=f"fsdp_optim: {path}", daemon=True)
 
     def done(self) -> bool:
-        """Whether the save is over, successfully or not."""
+        """Return whether the save is over, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> SaveResult:
@@ -50,7 +50,7 @@ class SaveHandle:
             timeout: seconds, at most; None: without limit.
 
         Raises:
-            RankTimeoutError: the save did not end in time; it goes on.
+            RankTimeoutError: the save did not end in time; it continues.
         """
         self.join(timeout)
         self.is_reported = True
@@ -67,11 +67,11 @@ class SaveHandle:
             timeout: seconds, at most; None: without limit.
 
         Raises:
-            RankTimeoutError: the save did not end in time; it goes on.
+            RankTimeoutError: the save did not end in time; it continues.
         """
         self._join(_seconds(timeout))
         if self._thread.is_alive():
-            raise RankTimeoutError(f"{self.path}: the save did not end within {timeout:g} s; it goes on: wait again")
+            raise RankTimeoutError(f"{self.path}: the save did not end within {timeout:g} s; it continues: wait again")
 
     @property
     def has_failed(self) -> bool:
@@ -106,7 +106,7 @@ class SaveHandle:
 
 
 def _seconds(timeout: object) -> float | None:
-    """A timeout that threading accepts; None: wait without limit."""
+    """Return a timeout that threading accepts; None: wait without limit."""
     if timeout is None:
         return None
     if isinstance(timeout, (int, float)) and timeout >= 0:
@@ -117,7 +117,7 @@ def _seconds(timeout: object) -> float | None:
 def _call_before_pools_end(call: Callable[[], None]) -> None:
     """Call a function when the interpreter ends, while pools of threads, with which stores are written, still take work.
 
-    Handlers of `atexit` are called after that.
+    Handlers of `atexit` are called later.
     """
     importlib.import_module("concurrent.futures.thread")  # the function that is registered last is called first
     register = getattr(threading, "_register_atexit", None)
@@ -126,7 +126,7 @@ def _call_before_pools_end(call: Callable[[], None]) -> None:
 
 
 class Pending:
-    """The slot for one background save, and the saves that have failed and whose owners have not heard it."""
+    """The slot for one background save, and the failed saves whose errors their owners have not seen."""
 
     def __init__(self) -> None:
         self._handle: SaveHandle | None = None
@@ -147,7 +147,7 @@ class Pending:
             self._handle.join(None)
 
     def wait(self, timeout: float | None) -> None:
-        """As `settle`. Raises RankTimeoutError if the save does not end within `timeout` seconds."""
+        """Settle the saves of all owners. Raises RankTimeoutError if the save does not end within `timeout` seconds."""
         handle = self._handle
         if handle is not None:
             handle.join(timeout)
@@ -156,13 +156,13 @@ class Pending:
     def settle(self, owner: object = None) -> None:
         """Wait for the save under way, and raise the error of a save of this owner, if the owner has not seen the error yet.
 
-        Another owner's error stays for a call of that owner: a save that is asked for now must not fail for it.
+        Another owner's error stays for a call of that owner: the save that is requested now must not fail for it.
         """
         self._collect()
-        self._raise([one for one in self._unheard if one.owner is owner])
+        self._raise([save for save in self._unheard if save.owner is owner])
 
     def raise_all(self) -> None:
-        """As `settle`, for the saves of all owners."""
+        """Settle the saves of all owners."""
         self._collect()
         self._raise(self._unheard)
 
@@ -171,7 +171,7 @@ class Pending:
         if handle is not None:
             handle.join(None)
             self._unheard.append(handle)
-        self._unheard = [one for one in self._unheard if one.has_failed and not one.is_reported]
+        self._unheard = [save for save in self._unheard if save.has_failed and not save.is_reported]
 
     def _raise(self, handles: list[SaveHandle]) -> None:
         for handle in handles:

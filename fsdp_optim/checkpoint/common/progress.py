@@ -37,7 +37,7 @@ class Progress:
         return self
 
     def up_to(self, nbytes: int) -> None:
-        """Show that `nbytes` bytes are done, at most 99 %. Only `done` shows the rest, because damage may show at the end."""
+        """Show that `nbytes` bytes are done, at most 99 %. Only `done` shows 100 %, because damage may be found at the end."""
         self._show(min(nbytes, self._total * 99 // 100))
 
     def _show(self, done: int) -> None:

@@ -16,7 +16,7 @@ log = logging.getLogger("fsdp_optim")
 
 
 def random_states() -> dict[str, Any]:
-    """The states of all generators of this process that programs use without naming them."""
+    """Return the states of all global generators of this process, which programs use without naming them."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -28,7 +28,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(position: int, states: Mapping[str, Any]) -> None:
-    """Raise StateError for random states that cannot be set. Those of this process stay."""
+    """Raise StateError for random states that cannot be set. The states of this process stay."""
     now = random_states()
     try:
         set_random_states(states, warns=False)
@@ -42,7 +42,7 @@ def check_random_states(position: int, states: Mapping[str, Any]) -> None:
 
 
 def set_random_states(states: Mapping[str, Any], *, warns: bool = True) -> None:
-    """Set the states that `random_states` returned. Those of a device that is not here are passed by, with a warning."""
+    """Set the states that `random_states` returned. States of a device that is not here are skipped with a warning."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     numpy = sys.modules.get("numpy")
@@ -57,7 +57,7 @@ def set_random_states(states: Mapping[str, Any], *, warns: bool = True) -> None:
 
 
 def _device_module() -> tuple[str, Any] | None:
-    """The kind of the accelerator that this process uses, with its module of torch; None without one."""
+    """Return the kind of the accelerator that this process uses, with its module of torch; None without one."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return None

@@ -1,4 +1,4 @@
-"""What `state=` was given: objects of the trainer, and trees of values, which are saved beside the model and the optimizer."""
+"""The argument `state=`: objects of the trainer, and trees of values, which are saved beside the model and the optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.memory import is_plain
 
 RESERVED = "fsdp_optim."
-"""The beginning of the names that no value of the trainer has."""
+"""The prefix of names that no value of the trainer may have."""
 
 RANDOM = f"{RESERVED}rng"
 """The name of a rank's random states among its values."""
@@ -34,8 +34,7 @@ def per_rank(value: Any) -> Any:
 
         save(path, model, optim, state={"scheduler": scheduler, "loader": per_rank(loader)})
 
-    At another world size a rank gets the value of the same index. A rank that is new gets none, and `missing_keys` of the result
-    says so.
+    At another world size a rank gets the value of the same index. A new rank gets none, and `missing_keys` of the result says so.
 
     Args:
         value: as an unmarked value in `state=`.
@@ -44,13 +43,13 @@ def per_rank(value: Any) -> Any:
 
 
 def is_stateful(value: object) -> bool:
-    """Whether a value is an object with a state, in contrast to a tree of values."""
+    """Return whether a value is an object with a state, in contrast to a tree of values."""
     return callable(getattr(value, "state_dict", None)) or callable(getattr(value, "load_state_dict", None))
 
 
 @dataclass(frozen=True)
 class RunState(Arguments):
-    """What `state=` was given, or None. `rng`: each rank's random states belong to it too."""
+    """The value of `state=`, or None. `rng`: each rank's random states belong to it too."""
 
     given: Any = None
     rng: bool = False
@@ -61,11 +60,11 @@ class RunState(Arguments):
 
     @property
     def named(self) -> Mapping[str, Any]:
-        """The objects and values by name, each rank's own ones as `PerRank`."""
+        """The objects and values by name, each rank's own as `PerRank`."""
         return self.given if isinstance(self.given, Mapping) else NOTHING
 
     def compared_text(self) -> str:
-        """The names. The values of ranks may differ: those of the lowest rank count."""
+        """Return the names. The values may differ between ranks: the lowest rank's values count."""
         kinds = sorted(
             (str(name), "per rank" if isinstance(value, PerRank) else "") for name, value in self.named.items()
         )
@@ -73,7 +72,7 @@ class RunState(Arguments):
         return f"state={names if self.is_given else None}, rng={self.rng}"
 
     def validate(self) -> None:
-        """Raise StateError for what is no mapping of names, and for an object that has no complete state."""
+        """Raise StateError for a value that is no mapping of names, and for an object that has no complete state."""
         if self.given is None:
             return
         if not isinstance(self.given, Mapping) or not all(isinstance(name, str) for name in self.given):
@@ -90,7 +89,7 @@ class RunState(Arguments):
                 raise StateError(f"state[{name!r}], a {type(inner).__name__}, does not have {lacking[0]}()")
 
     def saved(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """The values that ranks have in common, and those of this rank; None where there are none.
+        """Return the values that ranks have in common, and the values of this rank; None where there are none.
 
         All ranks call this method, because a state_dict() may be a collective call.
         """
@@ -103,7 +102,7 @@ class RunState(Arguments):
 
 
 def _state_of(where: str, value: Any) -> Any:
-    """The tree to save for an object or a value, as `PerRank` if it was given so."""
+    """Return the tree to save for an object or a value, as `PerRank` if the caller marked it."""
     if isinstance(value, PerRank):
         return PerRank(_state_of(where, value.value))
     if not is_stateful(value):
@@ -117,7 +116,7 @@ def _state_of(where: str, value: Any) -> Any:
 
 
 def _refuse_sharded(where: str, value: Any, depth: int = 0) -> None:
-    """Name a value that is cut over ranks: the part of one rank is not the common state of the ranks."""
+    """Raise StateError for a value that is sharded over ranks: one rank's part is not the common state of the ranks."""
     if depth > MOST_DEEP:  # which the encoder refuses
         return
     if isinstance(value, Mapping):

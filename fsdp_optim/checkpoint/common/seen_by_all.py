@@ -1,7 +1,7 @@
-"""All ranks have the same place before them: what one of them makes there, the others see.
+"""Checks that a path is the same folder on all ranks: a file that one rank makes is visible to the other ranks.
 
-Ranks on several machines may have a path in common and not the folder: a typing error, local disks, a link that leads elsewhere
-on one machine. That is an error on all ranks, before anything is written or loaded.
+Ranks on several machines may share a path but not the folder: a typing error, local disks, a link that leads elsewhere on one
+machine. That is an error on all ranks, before anything is written or loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 
 SEEN_WITHIN = 10.0
-"""Seconds in which a new name must be seen on all machines. No client can have kept that it is not there."""
+"""Seconds in which a new name must be visible on all machines. No client can have cached that it is not there."""
 
 _LOOK_EVERY = 0.05  # seconds
 
@@ -26,7 +26,7 @@ _LOOK_EVERY = 0.05  # seconds
 def check_seen_by_all(group: RankGroup, store: Store, address: str, where: str = "") -> None:
     """Raise CheckpointError, on all ranks, where some do not see what the lowest rank has made. Called by all ranks.
 
-    `where`: what the user has given, if it is not the place of the store.
+    `where`: the path that the user gave, if it is not the place of the store.
     """
     failure = Failure()
     what = address if address.startswith("/") else "the save"
@@ -41,31 +41,35 @@ def check_seen_by_all(group: RankGroup, store: Store, address: str, where: str =
 
 
 def check_shared(group: RankGroup, store: Store, where: str = "") -> None:
-    """Raise CheckpointError, on all ranks, where some of them have another folder before them. Called by all ranks.
+    """Raise CheckpointError, on all ranks, where the path is another folder on some of them. Called by all ranks.
 
-    On one machine nothing is made. A place in which the lowest rank may not write is not checked. `where`: as above.
+    On one machine nothing is made. A place in which the lowest rank may not write is not checked. `where`: as for
+    `check_seen_by_all`.
     """
     if all_equal(group, "machines", store.machine_id().encode()):
         return
+    # The beacon, a file that the lowest rank makes, stays until all ranks have looked for it.
     with contextlib.ExitStack() as held:
         address = b""
         if group.rank == group.ranks[0]:
             with contextlib.suppress(CheckpointError):
                 address = held.enter_context(store.beacon()).encode(errors="surrogateescape")
-        found = all_gather_bytes(group, "a beacon", address).content_of(group.ranks[0]).decode(errors="surrogateescape")
-        if found:
-            check_seen_by_all(group, store, found, where)
+        beacon = (
+            all_gather_bytes(group, "a beacon", address).content_of(group.ranks[0]).decode(errors="surrogateescape")
+        )
+        if beacon:
+            check_seen_by_all(group, store, beacon, where)
 
 
 def is_there(store: Store, format: WrittenFormat, token: str) -> bool:
-    """Whether a place has the checkpoint with this token, as far as this rank can see."""
+    """Return whether a place has the checkpoint with this token, as far as this rank can see."""
     with contextlib.suppress(CheckpointError), store.open() as opened:
         return format.probe.token_in(opened) == token
     return False
 
 
 def waited_for(is_so: Callable[[], bool], seconds: float) -> bool:
-    """Whether something is so, or becomes so within some seconds."""
+    """Return whether a condition holds, or comes to hold within some seconds."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Which store a user's path or URL means."""
+"""The store of a user's path or URL."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 
 Place: TypeAlias = "str | os.PathLike[str] | Store"
-"""A user's path or URL, or a store that somebody has made."""
+"""A user's path or URL, or a store that the caller has made."""
 
 StorageOptions: TypeAlias = "Mapping[str, Any] | None"
 
 
 class HasProbe(Protocol):
-    """A format, as far as its store must know it."""
+    """The part of a format that its store needs."""
 
     @property
     def probe(self) -> CheckpointProbe[Any] | None: ...
 
 
 def store_at(place: Place, format: HasProbe = OURS, options: StorageOptions = None) -> Store:
-    """The store of a place. Raises CheckpointError for a path that no file system takes, and for a URL that nothing handles."""
+    """Return the store of a place.
+
+    Raises CheckpointError for a path that no file system takes, and for a URL that nothing handles.
+    """
     if options is not None and not isinstance(options, Mapping):
         raise CheckpointError(f"storage_options must be a dict of options for the store, not {type(options).__name__}")
     probe = format.probe if format.probe is not None else OURS.probe  # a format without a probe is read, not written
@@ -44,47 +47,47 @@ def store_at(place: Place, format: HasProbe = OURS, options: StorageOptions = No
 
 
 def is_url(place: Place) -> bool:
-    """Whether a place is a URL of a store, and no path."""
+    """Return whether a place is a URL of a store, and no path."""
     return isinstance(place, str) and scheme_of(place) is not None
 
 
 def store_of_leader(
-    place: Place, mine: Store, where: str, format: HasProbe = OURS, options: StorageOptions = None
+    place: Place, own_store: Store, where: str, format: HasProbe = OURS, options: StorageOptions = None
 ) -> Store:
-    """The store that the lowest rank calls `where`: a relative path counts from the working directory of that rank."""
-    if not _is_path(place) or where == mine.where:
-        return mine
+    """Return the store that the lowest rank calls `where`: a relative path counts from the working directory of that rank."""
+    if not _is_path(place) or where == own_store.where:
+        return own_store
     return store_at(where, format, options if scheme_of(where) is not None else None)
 
 
 def with_cache(store: Store, folder: str | os.PathLike[str] | None) -> Store:
-    """The same store, read through a cache in a folder of this machine; a folder's checkpoints need none."""
+    """Return the same store, read through a cache in a folder of this machine; a folder's checkpoints need none."""
     if folder is None or store.on_file_system:
         return store
     cached: Store = named(CACHED_STORE)(store, folder, OURS.probe.manifest)
     return cached
 
 
-def shelf_at(
+def directory_at(
     root: str | os.PathLike[str], options: StorageOptions = None, format: HasProbe = OURS
 ) -> CheckpointDirectory[Any]:
-    """The shelf that a folder, or a prefix of a bucket, is."""
+    """Return the directory of checkpoints that a folder, or a prefix of a bucket, is."""
     inside = f"{root}/_" if isinstance(root, str) and scheme_of(root) is not None else absolute(root) / "_"
     return store_at(inside, format, options).directory()
 
 
 def name_of(place: Place) -> str:
-    """A place as its user gave it, for errors."""
+    """Return a place as its user gave it, for errors."""
     return str(place) if _is_path(place) else place.where  # type: ignore[union-attr]
 
 
 def path_of(store: Store) -> Path | str:
-    """The place of a store as results have it: a path for a folder, a URL for everything else."""
+    """Return the place of a store as results have it: a path for a folder, a URL for everything else."""
     return Path(store.where) if store.on_file_system else store.where
 
 
 def _is_path(place: Place) -> bool:
-    """Whatever has none of a store's methods is meant as a path, and refused by name where it is none."""
+    """Return whether a place is a path: anything without `begin()` is; an invalid path raises an error that names it later."""
     return not hasattr(place, "begin")
 
 

@@ -2,11 +2,11 @@
 
 restore.py                    the call
 opening.py                    all ranks open the same checkpoint
-targets.py, matching.py       which stored tensor goes where, checked before memory is taken
+targets.py, matching.py       which stored tensor goes where, checked before memory is allocated
 stored_state.py               the optimizer of a checkpoint as a `FullState`
 reading.py                    the bytes that each rank reads
 compare.py                    compare=True
 saved_state.py                the values of the trainer, as one rank has them
-loaded_objects.py             the objects in `state=`: their names are checked, then they are loaded
-installing.py                 into the live objects, on all ranks or on none
+loaded_objects.py             the objects in `state=`: check their names, then load them
+installing.py                 install into the live objects, on all ranks or on none
 """

@@ -1,4 +1,4 @@
-"""The check of a load: compares the live model and optimizer with the checkpoint, bit for bit."""
+"""The check of a load: compare the live model and optimizer with the checkpoint, bit for bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_bitwise(
     state: State | None,
     options: LoadArguments,
 ) -> None:
-    """Read the whole checkpoint again with verification, and compare it with the live model and optimizer.
+    """Read the complete checkpoint again with verification, and compare it with the live model and optimizer.
 
     Called by all ranks. Raises CheckpointError on all ranks if an element differs, or if no rank has it.
     """
@@ -96,19 +96,19 @@ def check_bitwise(
 def _cut_as_live(
     group: RankGroup, loaded: Local | None, values: list[StoredValue], failure: Failure
 ) -> list[StoredValue]:
-    """The values where the live optimizer has them: DTensors in the state of parameters that are none have cuts of their own.
+    """Return the values with the placements of the live optimizer: a DTensor in the state of a plain parameter has its own cut.
 
     Called by all ranks, because the DTensors of a rank may be on one of several meshes.
     """
-    mine: dict[Key, Placement] = {}
+    own_places: dict[Key, Placement] = {}
     with failure:
         for value in values if loaded is not None else ():
             param = loaded.by_fqn.get(value.fqn) if value.is_state and loaded is not None else None
             live = (param.state or {}).get(value.name) if param is not None else None
             where = param.handle.own_place(live) if param is not None else None
-            mine.update({value.key: where} if where is not None else {})
-    content = pickle.dumps(mine) if mine else b""
-    places = dict(mine)
+            own_places.update({value.key: where} if where is not None else {})
+    content = pickle.dumps(own_places) if own_places else b""
+    places = dict(own_places)
     if not all_equal(group, "cuts of the state", content, failure.error):
         for report in exchange_reports(group, content):
             for key, where in (pickle.loads(report) if report else {}).items():
@@ -169,7 +169,7 @@ class _CompareEnd(End):
 
 
 def _first_difference(live: torch.Tensor, saved: torch.Tensor) -> int | None:
-    """The index of the first element that differs in any bit or, after a cast, in its value; None if there is none."""
+    """Return the index of the first element that differs in any bit or, after a cast, in its value; None if there is none."""
     if live.dtype == saved.dtype:
         a, b = (flat.contiguous().view(torch.uint8) for flat in (live, saved))
         return None if torch.equal(a, b) else int((a != b).nonzero()[0]) // live.itemsize
@@ -179,7 +179,7 @@ def _first_difference(live: torch.Tensor, saved: torch.Tensor) -> int | None:
 
 
 def _held(local: Local, value: StoredValue) -> torch.Tensor | None:
-    """This rank's part of a value in memory; None if it has none, or no plain tensor."""
+    """Return this rank's part of a value in memory; None if it has none, or no plain tensor."""
     param = _param_of(local, value)
     live = (param.state or {})[value.name] if param is not None else None
     if param is None or live is None:
@@ -188,7 +188,7 @@ def _held(local: Local, value: StoredValue) -> torch.Tensor | None:
 
 
 def _param_of(local: Local, value: StoredValue) -> LocalParam | None:
-    """The live parameter that has a value on this rank; None if no parameter has elements of it here."""
+    """Return the live parameter that has a value on this rank; None if no parameter has elements of it here."""
     param = local.by_fqn.get(value.fqn)
     if param is None or param.handle.skipped or value.placement.shard_of(local.view.rank) is None:
         return None
@@ -198,7 +198,7 @@ def _param_of(local: Local, value: StoredValue) -> LocalParam | None:
 
 
 def _is_cast(local: Local, value: StoredValue, *, castable_with: bool) -> bool:
-    """Whether a load may and did cast a weight. `castable_with`: the `cast` argument of the load."""
+    """Return whether a load may and did cast a weight. `castable_with`: the `cast` argument of the load."""
     param = _param_of(local, value)
     if param is None or param.handle.weights_dtype == value.dtype:
         return False

@@ -1,8 +1,8 @@
-"""The end of a load: what was read goes into the live model, optimizer and objects, on all ranks or on none.
+"""The end of a load: install what was read into the live model, optimizer and objects, on all ranks or on none.
 
 Values of modules, the trainer's objects and the optimizer come first, because each of them may refuse, and gets back its previous
-state where a later one does. Weights come last: they are written in place, so that the memory stays bounded, and nothing is kept
-of the previous ones.
+state where a later one does. Weights come last: they are written in place, so that the memory stays bounded, and the previous
+weights are not kept.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _install_objects(group: RankGroup, objects: LoadedObjects) -> None:
 
 
 def install_objects_alone(objects: LoadedObjects) -> None:
-    """Load the objects of the trainer on this rank alone. After a failure they have their previous states."""
+    """Load the objects of the trainer on this rank alone. A failure restores their previous states."""
     objects.remember()
     try:
         objects.install()

@@ -24,7 +24,7 @@ class LoadedObjects:
     """
 
     def __init__(self, state: RunState, position: int, *, strict: bool) -> None:
-        """`position`: the index of this rank. `strict`: the names must be the saved ones."""
+        """`position`: the index of this rank. `strict`: the names must equal the saved names."""
         self._state, self._position, self._strict = state, position, strict
         self._saved = SavedState()
         self._previous: dict[str, Any] = {}
@@ -37,7 +37,7 @@ class LoadedObjects:
         return self._state.is_given
 
     def check(self, saved: SavedState) -> None:
-        """Raise StateError if the values of the checkpoint are not those of these objects. Nothing is loaded yet."""
+        """Raise StateError if the values of the checkpoint do not belong to these objects. Nothing is loaded yet."""
         self._saved, self._previous = saved, {}
         self.missing_keys, self.unexpected_keys = saved.missing, ()
         if self._state.is_given:
@@ -59,10 +59,9 @@ class LoadedObjects:
         for name, value in self._state.named.items():
             is_own, was_own = isinstance(value, PerRank), name in saved.own or name in saved.absent
             if self._strict and name in there and is_own != was_own and is_stateful(_inner(value)):
-                one = "each rank has saved its own: give per_rank(...)"
-                raise StateError(
-                    f"state[{name!r}]: {one if was_own else 'the ranks have saved it in common: give it without per_rank()'}"
-                )
+                own = "each rank has saved its own: give per_rank(...)"
+                common = "the ranks have saved it in common: give it without per_rank()"
+                raise StateError(f"state[{name!r}]: {own if was_own else common}")
         if (missing or unexpected) and self._position == 0:
             log.warning(
                 "state: %s is not loaded, because only one side has it", ", ".join(sorted([*missing, *unexpected]))
@@ -90,7 +89,7 @@ class LoadedObjects:
                 ) from error
 
     def put_back(self) -> None:
-        """Load the states of `remember`, because a rank has failed. Raises no error."""
+        """Restore the states of `remember`, because a rank has failed. Raises no error."""
         for name, target, _ in self._loaded():
             if name in self._previous:
                 try:
@@ -113,7 +112,7 @@ class LoadedObjects:
             set_random_states(self._saved.random)
 
     def _loaded(self) -> Iterator[tuple[str, Any, Any]]:
-        """The objects that get a saved state: name, object, state."""
+        """Yield the objects that get a saved state: name, object, state."""
         values: Mapping[str, Any] = self._saved.by_name
         for name, value in self._state.named.items():
             target = _inner(value)

@@ -33,7 +33,7 @@ _MOST_PAIRS = 4
 def renamed_names(
     names: Names, index: CheckpointIndex, rename: Rename | None, full: Mapping[str, Any] | None = None
 ) -> Names:
-    """The names of a model, which also know the names in a checkpoint that `rename` maps to them.
+    """Return the names of a model, which also know the names in a checkpoint that `rename` maps to them.
 
     `full`: the optimizer's full dict, which has parameters whose weights the checkpoint may not have.
     """
@@ -51,20 +51,20 @@ def renamed_names(
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:
-    """The function that `rename` stands for. Of a dict of beginnings, the longest that fits a name is replaced."""
+    """Return `rename` as a function. In a dict of prefixes, the longest prefix that fits a name is replaced."""
     if not isinstance(rename, Mapping):
         return rename
-    beginnings = sorted(rename, key=len, reverse=True)
+    prefixes = sorted(rename, key=len, reverse=True)
 
     def renamed(name: str) -> str:
-        found = next((beginning for beginning in beginnings if name.startswith(beginning)), None)
-        return name if found is None else rename[found] + name[len(found) :]
+        longest = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        return name if longest is None else rename[longest] + name[len(longest) :]
 
     return renamed
 
 
 def _names_in(full: Mapping[str, Any]) -> Collection[str]:
-    """The names of parameters in a full dict of any dialect."""
+    """Return the names of parameters in a full dict of any dialect."""
     of_state = {name for name in full.get("state", ()) if isinstance(name, str)}
     of_groups = {
         name for group in full.get("param_groups", ()) for name in group.get("params", ()) if isinstance(name, str)
@@ -75,7 +75,7 @@ def _names_in(full: Mapping[str, Any]) -> Collection[str]:
 def find_stored(
     fqns: Collection[str], names: Names, live_aliases: Mapping[str, str], index: CheckpointIndex
 ) -> tuple[dict[str, StoredTensor], TiedCopies]:
-    """The stored tensor of each parameter, found by any of its names, and stored tensors of parameters that are tied here.
+    """Return the stored tensor of each parameter, by any of its names, and further stored tensors of parameters tied here.
 
     `live_aliases`: other names of the model's parameters, each with the FQN.
     """
@@ -90,7 +90,7 @@ def find_stored(
             if name is not None and name in stored and name not in renamed:
                 by_fqn[fqn] = stored[name]
                 break
-    used = {one.key for one in by_fqn.values()}
+    used = {stored_tensor.key for stored_tensor in by_fqn.values()}
     tied_copies = []
     for key, tensor in stored.items():
         if key in used:
@@ -108,36 +108,36 @@ def find_stored(
 def differing_tied_copies(
     checkpoint: TensorReader, tied_copies: TiedCopies, rank: int, ranks: Sequence[int]
 ) -> dict[str, str]:
-    """The names of stored tensors of tied parameters that differ from the one that is loaded, with the difference in words.
+    """Return the names of stored tied tensors that differ from the tensor that is loaded, with the difference in words.
 
     Each of `ranks` compares some of the elements, and finds differences in these only.
     """
-    found = {}
-    for twin, loaded in tied_copies:
-        if (twin.file, twin.start, twin.chunks) == (loaded.file, loaded.start, loaded.chunks) and twin.file:
+    differing = {}
+    for copy, loaded in tied_copies:
+        if (copy.file, copy.start, copy.chunks) == (loaded.file, loaded.start, loaded.chunks) and copy.file:
             continue
         tied = f"the model ties it to {loaded.key}"
-        if (twin.shape, twin.dtype) != (loaded.shape, loaded.dtype):
-            mine, other = (f"{one.dtype} of shape {list(one.shape)}" for one in (twin, loaded))
-            found[twin.key] = f"{tied}, but they are {mine} and {other} in the checkpoint"
-        elif rank in ranks and _differ(checkpoint, twin, loaded, ranks.index(rank), len(ranks)):
-            found[twin.key] = f"{tied}, but they differ in the checkpoint"
-    return found
+        if (copy.shape, copy.dtype) != (loaded.shape, loaded.dtype):
+            copy_type, other = (f"{tensor.dtype} of shape {list(tensor.shape)}" for tensor in (copy, loaded))
+            differing[copy.key] = f"{tied}, but they are {copy_type} and {other} in the checkpoint"
+        elif rank in ranks and _differ(checkpoint, copy, loaded, ranks.index(rank), len(ranks)):
+            differing[copy.key] = f"{tied}, but they differ in the checkpoint"
+    return differing
 
 
-def _differ(checkpoint: TensorReader, twin: StoredTensor, loaded: StoredTensor, position: int, num: int) -> bool:
-    """Whether one of `num` equal parts of two stored tensors differs in any bit."""
-    numel = twin.placement.numel
+def _differ(checkpoint: TensorReader, copy: StoredTensor, loaded: StoredTensor, position: int, num: int) -> bool:
+    """Return whether one of `num` equal parts of two stored tensors differs in any bit."""
+    numel = copy.placement.numel
     first, last = (numel * (position + index) // num for index in (0, 1))
-    step = _COMPARED_NBYTES // twin.itemsize
+    step = _COMPARED_NBYTES // copy.itemsize
     return any(
-        not torch.equal(*(_elements(checkpoint, one, start, min(step, last - start)) for one in (twin, loaded)))
+        not torch.equal(*(_elements(checkpoint, tensor, start, min(step, last - start)) for tensor in (copy, loaded)))
         for start in range(first, last, step)
     )
 
 
 def _elements(checkpoint: TensorReader, stored: StoredTensor, start: int, num: int) -> torch.Tensor:
-    """Some elements of a stored tensor, in row-major order, as bytes."""
+    """Return some elements of a stored tensor, in row-major order, as bytes."""
     data, size = torch.empty(num * stored.itemsize, dtype=torch.uint8), stored.itemsize
     memory = bytes_of(data)
     extents: dict[str, list[Extent]] = {}

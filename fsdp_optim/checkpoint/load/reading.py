@@ -19,7 +19,7 @@ from fsdp_optim.move import End, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of
 
 _CPU = torch.device("cpu")
-_REQUESTS_TOGETHER = 4  # one rank reads the small tensors in so many requests' bytes of a file
+_REQUESTS_TOGETHER = 4  # one rank reads the small tensors in as many bytes of a file as this number of requests
 _CUT_FROM = 256 << 10  # bytes; one rank reads a smaller tensor that several ranks need
 _MOST_EXTENTS = 512  # at once, because there may be many short rows
 
@@ -57,7 +57,7 @@ class FlatsEnd(End):
 
 
 def stored_value(value: StateValue) -> StoredValue:
-    """The value itself, typed as a StoredValue. Raises CheckpointError for any other value."""
+    """Return a value typed as a StoredValue. Raises CheckpointError for any other value."""
     if not isinstance(value, StoredValue):
         raise CheckpointError(f"{value.fqn}: {value.name} is not a value of a checkpoint")
     return value
@@ -84,7 +84,7 @@ class CheckpointEnd(End):
     is_stored = True
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
-        """Ranks that need the same elements each read a share of them; short rows are read in contiguous chunks."""
+        """Return the cut in which the ranks read. Ranks that need the same elements each read a share; short rows: by chunks."""
         if self.as_needed or not value.nbytes:
             return other
         stored, ranks = stored_value(value).stored, other.ranks
@@ -131,7 +131,7 @@ class CheckpointEnd(End):
         self.progress(self.nbytes)
 
     def _extents(self, part: Slice) -> Iterator[tuple[str, LocalExtent]]:
-        """The extents of a part, each with the name of its file."""
+        """Yield the extents of a part, each with the name of its file."""
         if part.cut.local_range(self.rank)[1] <= part.start:
             return
         stored = stored_value(part.value).stored
@@ -147,7 +147,7 @@ class CheckpointEnd(End):
 def elements_in(
     stored: Placement, cut: Placement, rank: int, first: int, num: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Where `num` of this rank's elements, from `first` on, are stored.
+    """Find where `num` of this rank's elements, from `first` on, are stored.
 
     Yields (rank of storage, offset in the elements of that rank, offset from `first` on this rank, numel).
     """
@@ -155,7 +155,7 @@ def elements_in(
 
 
 def elements_of(copies: Sequence[Copy], first: int, num: int) -> Iterator[tuple[int, int, int, int]]:
-    """The same for some copies from storage to this rank."""
+    """Yield as `elements_in`, from copies that lead from storage to this rank."""
     for copy in copies:
         for part in clip_to_target(copy, first, first + num):
             for stored_offset, offset, numel in ranges_of(part):
@@ -163,7 +163,7 @@ def elements_of(copies: Sequence[Copy], first: int, num: int) -> Iterator[tuple[
 
 
 def read_constants(checkpoint: TensorReader, stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
-    """Read some small tensors whole, on this rank."""
+    """Read some small tensors completely, on this rank."""
     values = [torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device=_CPU) for tensor in stored]
     extents: dict[str, list[Extent]] = {}
     plans = Plans()

@@ -1,4 +1,4 @@
-"""The values of the trainer in a checkpoint, as one rank has them: those that `state=` of a save was given, by name."""
+"""The values of the trainer in a checkpoint, as one rank has them: what `state=` of a save contained, by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXTRA, _PER_RANK_EXTRA = "extra", "per_rank_extra"
 """The names of values that were saved without names, by older versions and by other libraries."""
 
 _OLD_STATE, _OLD_RANK, _OLD_RANDOM = "state", "rank", "random"
-"""The keys under which older versions of a CheckpointManager have saved the state of objects, for all ranks and for each."""
+"""The keys under which older versions of a CheckpointManager saved the state of objects, for all ranks and for each rank."""
 
 
 class Guarded(dict[str, Any]):
@@ -63,9 +63,9 @@ class SavedState:
     Attributes:
         common: the values that all ranks have in common.
         own: this rank's own values.
-        absent: the names of values that other ranks have of their own, and this rank has not, because fewer ranks saved.
+        absent: the names of values that each saving rank has of its own, and this rank lacks, because fewer ranks saved.
         random: this rank's random states; None: it has none.
-        has_random: whether any rank has them.
+        has_random: whether any rank has random states.
         read_all_ranks: reads the own values of every rank.
     """
 
@@ -78,7 +78,7 @@ class SavedState:
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """All values. Access to one that is a pickle and not allowed raises CheckpointError."""
+        """All values. Access to a value that is a pickle and not allowed raises CheckpointError."""
         values = {**self.common, **self.own, **({RANDOM: self.random} if self.random is not None else {})}
         return Guarded(values) if any(isinstance(value, Withheld) for value in values.values()) else values
 
@@ -89,22 +89,22 @@ class SavedState:
 
 
 def key_of(name: str) -> str:
-    """The name of a value in `state=` among the names of parameters."""
+    """Return the name of a value in `state=` among the names of parameters."""
     return f"state[{name!r}]"
 
 
 def read_state(
     checkpoint: Reader, store: Store, position: int, options: LoadArguments, format: Format | None
 ) -> SavedState:
-    """The values of the trainer for one rank. `position`: its index among the loading ranks. `store`: for later reads."""
+    """Return the values of the trainer for one rank. `position`: its index among the loading ranks. `store`: for later reads."""
 
     def read(name: str) -> Any:
         return names[name].decoded_each(allow_pickle=options.allow_pickle)
 
-    names, mine, first = checkpoint.index.extras, rank_extra_name(position), rank_extra_name(0)
+    names, own, first = checkpoint.index.extras, rank_extra_name(position), rank_extra_name(0)
     common = _by_name(_EXTRA, read(COMMON) if COMMON in names else None)
-    has_own = mine in names
-    example = read(mine) if has_own else read(first) if first in names else None
+    has_own = own in names
+    example = read(own) if has_own else read(first) if first in names else None
     common, of_example = _named(common, example)
     if common.keys() & of_example.keys():  # of older versions and other libraries: neither hides the other
         of_example = {_PER_RANK_EXTRA: example}
@@ -161,7 +161,7 @@ class _OfAllRanks:
 
 
 def _by_name(name: str, value: Any) -> dict[str, Any]:
-    """Values by name. A value of older versions that is no dict of names gets one."""
+    """Return values by name. A value of older versions that is no dict of names gets a name."""
     if value is None:
         return {}
     is_named = isinstance(value, dict) and all(isinstance(key, str) for key in value)
@@ -178,7 +178,7 @@ def _named(common: dict[str, Any], own: Any) -> tuple[dict[str, Any], dict[str, 
 
 
 def _is_old_managers(common: Mapping[str, Any], own: Any) -> bool:
-    """Whether these are the values of an older version's CheckpointManager or plug-in, for all ranks and for one."""
+    """Return whether an older version's CheckpointManager or plug-in saved these values, for all ranks and for one rank."""
     keys = {_OLD_RANK, _OLD_STATE, _OLD_RANDOM}
     if not isinstance(own, dict) or own.keys() - keys or not isinstance(own.get(_OLD_STATE), dict):
         return False

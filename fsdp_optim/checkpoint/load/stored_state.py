@@ -34,7 +34,7 @@ class StoredState:
 
     Attributes:
         full: the state by FQN. Tensors whose elements are in files are meta tensors.
-        tensors: (FQN, name) -> the stored tensor of each of these.
+        tensors: (FQN, name) -> the stored tensor of each meta tensor.
     """
 
     full: FullState
@@ -51,7 +51,7 @@ class StoredState:
         rename: Rename | None = None,
         off_mesh: Collection[str] = (),
     ) -> StoredState:
-        """The state for a model whose parameters have these names and shapes. Reads small tensors, on this rank.
+        """Return the state for a model whose parameters have these names and shapes. Reads small tensors, on this rank.
 
         `off_mesh`: as for `resolved`.
 
@@ -74,10 +74,9 @@ class StoredState:
         read: ReadSmall,
         off_mesh: Collection[str] = (),
     ) -> StoredState:
-        """The state by FQN: where ids become names, in any dialect, and where the kinds that were not recorded are inferred.
+        """Return the state by FQN. Ids become names, in any dialect, and kinds that were not recorded are inferred.
 
-        `off_mesh`: FQNs of parameters that are no DTensors: what was cut by itself and has their shape is cut like them
-        (`following_params`).
+        `off_mesh`: FQNs of parameters that are no DTensors: placed values of their shape are cut like them (`following_params`).
 
         Raises CheckpointError where the dict contradicts itself, StateError where the parameters of ids are unknown.
         """
@@ -113,9 +112,9 @@ class StoredState:
 
 
 def _as_dict(saved: SavedOptim, read: ReadSmall) -> Mapping[str, Any]:
-    """The full dict of a saved optimizer, in its dialect. Only the values of its state are StoredTensors still.
+    """Return the full dict of a saved optimizer, in its dialect. Only the values of its state are still StoredTensors.
 
-    Readers of dialects look at the others, and into lists: fairscale gives a number once for each rank.
+    Readers of dialects look at all other values, and into lists: fairscale gives a number once for each rank.
     """
     reserved = [key for key in saved.other_keys if key in RESERVED_KEYS]
     if reserved:
@@ -131,19 +130,19 @@ def _as_dict(saved: SavedOptim, read: ReadSmall) -> Mapping[str, Any]:
 
 
 def _values_in(tree: Any) -> list[Any]:
-    """The values in nested dicts, in their order."""
+    """Return the values in nested dicts, in their order."""
     if isinstance(tree, Mapping):
         return [value for inner in tree.values() for value in _values_in(inner)]
     return [tree]
 
 
 def _with_lists(tree: Any, lists: Any) -> Any:
-    """Nested dicts with the next of `lists` in the place of each list."""
+    """Return nested dicts with the next of `lists` in the place of each list."""
     return next(lists) if isinstance(tree, (list, tuple)) else mapped(tree, lambda value: _with_lists(value, lists))
 
 
 def _with_metas(full: FullState) -> FullState:
-    """The state with a meta tensor in the place of each stored one."""
+    """Return the state with a meta tensor in the place of each stored one."""
     state = {
         fqn: {name: _meta_of(value) if isinstance(value, StoredTensor) else value for name, value in values.items()}
         for fqn, values in full.state.items()
@@ -156,14 +155,14 @@ def _meta_of(stored: StoredTensor) -> torch.Tensor:
 
 
 def _read_in(tree: Any, read: ReadSmall) -> Any:
-    """The same dicts and lists with the elements in the place of each StoredTensor."""
-    stored = {one.key: one for one in stored_in(tree)}
+    """Return the same dicts and lists with the elements in the place of each StoredTensor."""
+    stored = {tensor.key: tensor for tensor in stored_in(tree)}
     tensors = dict(zip(stored, read(list(stored.values())), strict=True)) if stored else {}
     used: set[str] = set()
 
     def made(tree: Any) -> Any:
         if isinstance(tree, StoredTensor):
-            value = tensors[tree.key]  # one for each place of a tensor that has several
+            value = tensors[tree.key]  # a tensor in several places gets a value for each
             again = tree.key in used
             used.add(tree.key)
             return value.clone() if again else value

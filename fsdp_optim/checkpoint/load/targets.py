@@ -47,7 +47,7 @@ from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state, 
 from fsdp_optim.verbs.load_plan import LoadPlan, plan_load
 
 _MOST_NAMED = 20  # differences in one error
-_FEW = 3  # names of each side in an error about all of them
+_FEW = 3  # names of each side, in an error that concerns all names
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,17 @@ class Weights:
         *,
         readers: Sequence[int] | None = None,
     ) -> Weights:
-        """The weights of a model, matched with a checkpoint. `readers`: the ranks that can read its elements; None: all."""
+        """Agree on the weights of a model, matched with a checkpoint. Called by all ranks.
+
+        `readers`: the ranks that can read its elements; None: all.
+        """
         options = asked.call
         unsaved = reader.unsaved_buffers() if asked.weights != "none" else {}
 
         def read() -> Local:
-            found = weights_of(reader, group.ranks, options, asked.weights)
+            model_weights = weights_of(reader, group.ranks, options, asked.weights)
             check_memory(unsaved, group.rank)
-            return found
+            return model_weights
 
         local, global_state = agree_on_state(group, read, asked, f"the model, {about}", with_state=False, what=ELEMENTS)
         check_not_empty(global_state, reader)
@@ -97,11 +100,12 @@ class Weights:
         if any(key not in global_state.params for key in index.weights):  # the same on all ranks
             by_ranks = group.ranks if readers is None else readers
             differing = _of_all_ranks(group, differing_tied_copies(checkpoint, tied_copies, group.rank, by_ranks))
-        used = {one.key for one in stored.values()} | {twin.key for twin, _ in tied_copies if twin.key not in differing}
+        used = {tensor.key for tensor in stored.values()}
+        used |= {copy.key for copy, _ in tied_copies if copy.key not in differing}
         left_out = {fqn for fqn, param in global_state.params.items() if param.group_index == LEFT_OUT}
         frozen = {fqn: stored.pop(fqn).key for fqn in global_state.params if fqn in left_out and fqn in stored}
         if index.facts.weights.which != "trainable":
-            frozen = {}  # of all weights, those of frozen parameters are left out as asked
+            frozen = {}  # all weights were saved, and the caller asked to leave the frozen ones out
         missing = [fqn for fqn in global_state.params if fqn not in stored and fqn not in left_out]
         unexpected = [key for key in index.weights if key not in used and not (options.strict and key in differing)]
         values = StoredModuleValues.find(
@@ -134,8 +138,8 @@ class Weights:
     def stored_values(self) -> Iterator[StoredValue]:
         for fqn, param in self.global_state.params.items():
             if fqn in self.stored:
-                mine = self.local.by_fqn.get(fqn)
-                flat = self.flats[mine.local_id][self.stored[fqn].dtype] if mine is not None else None
+                local = self.local.by_fqn.get(fqn)
+                flat = self.flats[local.local_id][self.stored[fqn].dtype] if local is not None else None
                 yield StoredValue.of(fqn, WEIGHT, self.stored[fqn], param.placement, flat, is_state=False)
 
     def install(self) -> None:
@@ -150,12 +154,12 @@ class Weights:
 
 
 def _of_all_ranks(group: RankGroup, differing: Mapping[str, str]) -> dict[str, str]:
-    """The differences that any rank has found, by name. Called by all ranks."""
+    """Return the differences that any rank has found, by name. Called by all ranks."""
     result = all_gather_bytes(group, "tied weights", json.dumps(differing).encode())
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     for rank in group.ranks:
-        found.update(json.loads(result.content_of(rank)))
-    return found
+        differences.update(json.loads(result.content_of(rank)))
+    return differences
 
 
 def check_halves(index: CheckpointIndex, optim: object, which: WhichWeights) -> None:
@@ -189,7 +193,7 @@ def check_halves(index: CheckpointIndex, optim: object, which: WhichWeights) -> 
 
 
 def _beside(index: CheckpointIndex) -> str:
-    """The other values of a file of an optimizer. The user may have mistaken one of them for the weights."""
+    """Name the other values of a file of an optimizer, because the user may have mistaken one of them for the weights."""
     others = index.extras[COMMON].decoded_each(allow_pickle=False) if COMMON in index.extras else None
     if not others or not isinstance(others, Mapping):
         return ""
@@ -199,17 +203,17 @@ def _beside(index: CheckpointIndex) -> str:
 def _check_some(index: CheckpointIndex, stored: Mapping[str, StoredTensor], wanted: Sequence[str], why: str) -> None:
     """Raise StateError if a load that is asked for weights would load none of them. `why`: as for `_OneSided`."""
     if wanted and not stored:
-        way_out = why or "give rename=, which maps its names to those of the model"
+        fix = why or "give rename=, which maps its names to those of the model"
         raise StateError(
             f"{index.where}: no weight would be loaded: none of its {counted_noun(len(index.weights), 'tensor')} has "
             f"the name of one of the {len(wanted)} of the model. Its names: {shortened(index.weights, _FEW) or 'none'}; those "
-            f'of the model: {shortened(wanted, _FEW)}: {way_out}, or weights="none" to load the optimizer alone'
+            f'of the model: {shortened(wanted, _FEW)}: {fix}, or weights="none" to load the optimizer alone'
         )
 
 
 @dataclass(frozen=True)
 class _OneSided:
-    """The differences that a strict load refuses besides other shapes and dtypes.
+    """The differences that a strict load refuses, besides shapes and dtypes.
 
     Attributes:
         missing, unexpected: names that only the model, or only the checkpoint, has.
@@ -236,40 +240,38 @@ def _check_model(
     which: WhichWeights,
 ) -> None:
     """Raise StateError with a list of differences if the model differs from the checkpoint."""
-    ways_out = set()
+    fixes = set()
     missing, unexpected, frozen = one_sided.missing, one_sided.unexpected, one_sided.frozen
     differences = [f"{key}: {difference}" for key, difference in one_sided.differing.items()]
     if differences:
-        ways_out.add("strict=False loads the first of tensors that the model ties")
+        fixes.add("strict=False loads the first of tensors that the model ties")
     differences += [f"{fqn}: the model has it, the checkpoint does not" for fqn in missing]
     differences += [f"{key}: the checkpoint has it, the model does not" for key in unexpected]
     differences += [f"{fqn}: was saved as a trainable parameter, and is frozen in the model" for fqn in frozen]
     if missing and which == "all" and index.facts.weights.which == "trainable":
-        ways_out.add(
-            'it was saved with weights="trainable": weights="trainable" leaves the frozen parameters as they are'
-        )
+        fixes.add('it was saved with weights="trainable": weights="trainable" leaves the frozen parameters as they are')
     elif frozen and not missing and not unexpected:
-        ways_out.add("strict=False leaves frozen parameters as they are")
+        fixes.add("strict=False leaves frozen parameters as they are")
     elif missing or unexpected:
-        ways_out |= {one_sided.why} - {""}
-        ways_out.add("strict=False loads the parameters that both sides have")
+        fixes |= {one_sided.why} - {""}
+        fixes.add("strict=False loads the parameters that both sides have")
     for fqn, tensor in stored.items():
         shape = global_state.params[fqn].placement.shape
-        mine = local.by_fqn.get(fqn)
-        held = mine.handle.weights() if mine is not None else None
+        param = local.by_fqn.get(fqn)
+        held = param.handle.weights() if param is not None else None
         if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
             differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
         if shape != tensor.shape:
             differences.append(f"{fqn}: shape {list(tensor.shape)} in the checkpoint, {list(shape)} in the model")
         dtype = dtype_name(held.dtype) if held is not None else tensor.dtype
-        if dtype != tensor.dtype and not (mine is not None and castable(mine.handle, tensor.dtype, cast=cast)):
-            if mine is not None and castable(mine.handle, tensor.dtype, cast=True):
+        if dtype != tensor.dtype and not (param is not None and castable(param.handle, tensor.dtype, cast=cast)):
+            if param is not None and castable(param.handle, tensor.dtype, cast=True):
                 cast_to = index.facts.weights.dtype
                 why = f"it was saved with weights_dtype=torch.{cast_to}: " if cast_to is not None else ""
-                ways_out.add(f"{why}cast=True converts floating dtypes")
+                fixes.add(f"{why}cast=True converts floating dtypes")
             differences.append(f"{fqn}: {tensor.dtype} in the checkpoint, {dtype} in the model")
     if differences:
-        ways = f" ({'; '.join(sorted(ways_out))})" if ways_out else ""
+        ways = f" ({'; '.join(sorted(fixes))})" if fixes else ""
         number = counted_noun(len(differences), "difference")
         raise StateError(
             f"{index.where} does not fit this model; nothing was loaded. {number}{ways}:\n"
@@ -309,7 +311,7 @@ class State:
             with_state=False,
         )
         live = local.live_optimizer(global_state)
-        found = StoredState.of(
+        stored_state = StoredState.of(
             checkpoint,
             live.names,
             live.shapes,
@@ -317,7 +319,7 @@ class State:
             rename=options.rename,
             off_mesh=live.off_mesh,
         )
-        full, fit = live.fit(found.full, strict=options.call.strict, groups=options.call.param_groups)
+        full, fit = live.fit(stored_state.full, strict=options.call.strict, groups=options.call.param_groups)
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
         load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
@@ -330,7 +332,7 @@ class State:
             local=local,
             global_state=global_state,
             full=full,
-            tensors=found.tensors,
+            tensors=stored_state.tensors,
             fit=fit,
             load_plan=load_plan,
             flats=flats,
@@ -341,8 +343,8 @@ class State:
         for fqn, param in self.global_state.params.items():
             for name, value in self.full.state.get(fqn, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
-                    mine = self.local.by_fqn.get(fqn)
-                    flat = self.flats.get(mine.local_id, {}).get(name) if mine is not None else None
+                    local = self.local.by_fqn.get(fqn)
+                    flat = self.flats.get(local.local_id, {}).get(name) if local is not None else None
                     stored = self.tensors[fqn, name]
                     yield StoredValue.of(fqn, name, stored, param.placement, flat, is_state=True)
 

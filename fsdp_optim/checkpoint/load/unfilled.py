@@ -1,4 +1,4 @@
-"""Buffers with persistent=False at a load of weights. No checkpoint has them, so a model in empty memory keeps what was there."""
+"""Buffers with persistent=False at a load of weights. No checkpoint has them, so after `to_empty()` they stay uninitialised."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_memory(unsaved: Mapping[str, torch.Tensor], rank: int) -> None:
 def warn_of_unfilled(unsaved: Mapping[str, torch.Tensor], weights: Iterable[NamedHandle], rank: int) -> None:
     """Name the buffers with persistent=False that nothing has filled, as far as their values and the weights before a load show.
 
-    A NaN in a buffer is a sign by itself. Where most weights hold what fresh memory holds, the model was materialised empty: then
-    so were the buffers that nobody has written to since they were allocated. A warning, because neither is a proof.
+    A NaN in a buffer is a sign by itself. If most weights hold what fresh memory holds, the model was materialised empty, and so
+    were the buffers that nothing has written to since they were allocated. A warning, because neither is a proof.
     """
     unsaved = {fqn: buffer for fqn, buffer in unsaved.items() if buffer.numel()}
     if not unsaved:
@@ -56,7 +56,7 @@ def warn_of_unfilled(unsaved: Mapping[str, torch.Tensor], weights: Iterable[Name
 
 
 def _is_empty(weights: Iterable[NamedHandle]) -> bool:
-    """Whether most matrices of a model hold zeros, NaN or subnormal numbers, which no initialization gives them."""
+    """Return whether most matrices of a model hold zeros, NaN or subnormal numbers, which no initialization gives them."""
     handles = [named.handle for named in weights if _is_matrix(named.handle)]
     step = max(len(handles) // _NUM_WEIGHTS, 1)
     samples = [_sample(handle.weights()) for handle in handles[::step]]
@@ -70,12 +70,12 @@ def _is_matrix(handle: Handle) -> bool:
 
 
 def _written(buffer: torch.Tensor) -> bool:
-    """Whether somebody has written to a tensor in place since it was allocated."""
+    """Return whether anything has written to a tensor in place since it was allocated."""
     return buffer.is_inference() or buffer._version > 0
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    """Some of the floating elements, on the host; none of another dtype, and none of a tensor subclass."""
+    """Return some floating elements, on the host; no elements of another dtype or of a tensor subclass."""
     value = value.detach()
     if not is_plain(value) or value.layout != torch.strided or not (value.is_floating_point() or value.is_complex()):
         return torch.empty(0)
@@ -94,5 +94,5 @@ def _subnormal(sample: torch.Tensor) -> torch.Tensor:
 
 
 def _has_no_number(sample: torch.Tensor) -> bool:
-    """Whether all elements are zeros, or numbers so small that only memory which nobody has written has them."""
+    """Return whether all elements are zeros, or numbers so small that only uninitialised memory has them."""
     return bool(((sample == 0) | _subnormal(sample)).all()) and bool(sample.numel())

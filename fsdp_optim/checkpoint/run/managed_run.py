@@ -29,7 +29,7 @@ from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArgument
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
-from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
+from fsdp_optim.checkpoint.common.stores import directory_at, store_at
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.run.preemption import Signals
@@ -58,7 +58,7 @@ _MOST_STEPS = 1_000_000
 
 @dataclass(frozen=True)
 class ManagerArguments(Arguments):
-    """The arguments of a CheckpointManager. `saving`: those of its saves, with most of the options."""
+    """The arguments of a CheckpointManager. `saving`: the arguments of its saves, with most of the options."""
 
     saving: SaveArguments
     rules: KeepRules
@@ -71,7 +71,7 @@ class ManagerArguments(Arguments):
             check_at_least("every", self.every, 1, " step")
 
     def compared_text(self) -> str:
-        """The arguments that must be the same on all ranks, each once."""
+        """Return the arguments that must be the same on all ranks, as text."""
         signals = sorted(map(int, self.options.signals))
         return (
             f"{self.saving.compared_text()}, {self.rules.compared_text()}, every={self.every!r}, signals={signals}, "
@@ -121,12 +121,12 @@ class ManagedRun:
             inside = store_at(f"{self._root}/_", options=options.saving.storage_options)
             check_shared(group, inside, self._root)
         self._model, self._optim, self._options, self._ranks = model, optim, options, group.ranks
-        self._rhythm = MeetingInterval(len(group.ranks), options.options.agree_every)
+        self._interval = MeetingInterval(len(group.ranks), options.options.agree_every)
         self._saving: _Saving | None = None
         self._known = KnownSaves()
         self._at: int | None = None  # the step of the checkpoint that this run resumes from
         self._last_step: int | None = None
-        self._next_meeting = 0
+        self._next_agreement = 0
         self._has_resumed = self._is_closed = self.should_stop = False
         self.restored: LoadResult | None = None
         self._signals = Signals(options.options.signals)
@@ -136,12 +136,12 @@ class ManagedRun:
         if not self._must_meet(step):
             self._last_step = step
             return
-        with self._meeting("step") as group:
+        with self._collective("step") as group:
             self._check_step(step)
             report = _StepReport(
                 has_failed=self._saving is not None and self._saving.handle.has_failed,
                 has_signal=self._signals.received and not self.should_stop,
-                next_in=self._rhythm.steps_to_next(step) if group.rank == group.ranks[0] else 0,
+                next_in=self._interval.steps_to_next(step) if group.rank == group.ranks[0] else 0,
             )
             # Ranks with nothing to tell send nothing: the meeting costs the store less.
             content = encode(report).encode() if report != _StepReport() else b""
@@ -162,8 +162,8 @@ class ManagedRun:
             self.wait()
 
     def save(self, step: int, metric: object) -> None:
-        """A save that was asked for."""
-        with self._meeting("save") as group:
+        """Save this step now, whatever `every` says."""
+        with self._collective("save") as group:
             self._check_step(step)
             agree(group, f"save {step}")
             self._last_step = step
@@ -171,7 +171,7 @@ class ManagedRun:
 
     def wait(self) -> None:
         """Wait for the save in the background."""
-        with self._meeting("wait") as group:
+        with self._collective("wait") as group:
             self._settle(group)
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class ManagedRun:
             self._signals.put_back()
 
     def close_after_error(self) -> None:
-        """Close without the other ranks, because one that has failed does not come."""
+        """Close without the other ranks, because a rank that has failed does not come."""
         self._is_closed = True
         self._signals.put_back()
         own = self._saving.handle.error() if self._saving is not None else None
@@ -193,14 +193,15 @@ class ManagedRun:
             log.error("the save in the background has failed too: %s", own)
 
     def load(self, to: int | None, options: ResumeArguments) -> int:
-        """Load a checkpoint, the newest or that of a step; returns its step."""
-        with self._meeting("resume" if to is None else "rollback") as group:
+        """Load the newest checkpoint, or the checkpoint of the step `to`; return its step."""
+        with self._collective("resume" if to is None else "rollback") as group:
             options.validate()
             if to is not None:
                 check_at_least("to", to, 0)
             self._settle(group)
             pending.settle(self._known)
             candidates = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
+
         loaded = LoadedObjects(options.state, group.position, strict=options.strict)
 
         def load(where: str | Path) -> LoadResult:
@@ -209,21 +210,21 @@ class ManagedRun:
         with checkpoint_errors(self._root):
             restored = load_newest(self._root, candidates, options.on_damage, load)
         step = 0
-        with self._meeting("random states") as group:
+        with self._collective("random states") as group:
             if restored is not None:
                 loaded.install_random()
                 step = restored.step or 0
             agree(group, "random states")
         self._has_resumed, self.restored = True, restored
         self._at = step if restored is not None else None
-        self._last_step, self._next_meeting = step, step + 1
+        self._last_step, self._next_agreement = step, step + 1
         return step
 
     # -------------------------------------------------------------------------------------------- inside
 
     @contextmanager
-    def _meeting(self, what: str) -> Iterator[RankGroup]:
-        """The ranks of the manager, for one call. An error inside is raised on all ranks."""
+    def _collective(self, what: str) -> Iterator[RankGroup]:
+        """Make one collective call of the manager's ranks. An error inside is raised on all ranks."""
         call = self._options.saving.call
         group = world_here().group(f"{_CALL}.{what}", self._ranks, call.process_group, call.seconds, call.bucket_nbytes)
         with checkpoint_errors(self._root), in_turn(group), all_hear(group):
@@ -237,8 +238,8 @@ class ManagedRun:
             return True
         if self._is_due(step):
             return True
-        meets = bool(self._options.options.signals) or self._options.options.agree_every is not None
-        return meets and step >= self._next_meeting
+        agrees = bool(self._options.options.signals) or self._options.options.agree_every is not None
+        return agrees and step >= self._next_agreement
 
     def _is_due(self, step: int) -> bool:
         every = self._options.every
@@ -267,7 +268,7 @@ class ManagedRun:
 
     def _save(self, step: int, metric: object) -> None:
         step = int(step)
-        with self._meeting("save") as group:
+        with self._collective("save") as group:
             self._settle(group)
             if self._at == step:
                 return
@@ -281,9 +282,9 @@ class ManagedRun:
         self._saving = _Saving(step, handle)
 
     def _candidates(self, to: int | None) -> list[Candidate]:
-        """The checkpoints of a manager in the folder that a load may take, the newest first."""
+        """Return the checkpoints of a manager in the folder that a load may take, the newest first."""
         storage = self._options.saving.storage_options
-        listed = all_listed([shelf_at(self._root, storage, format) for format in listed_formats()])
+        listed = all_listed([directory_at(self._root, storage, format) for format in listed_formats()])
         self._known.see(filter(is_own, listed))
         own = newest_first(own_in(listed))
         if to is None:

@@ -41,9 +41,9 @@ class CheckpointManager:
         state: objects of the trainer and trees of values by name, as for `save`. Each save takes the state of that moment.
             Objects are loaded by `resume` and `rollback`; values are in `restored.state`.
         every: save when a multiple of this number of steps is reached. None: only `save` and signals save.
-        keep_last: the number of the newest checkpoints that stay. One that any of the three rules keeps stays, and the newest
-            always stays; without a rule all stay. Only checkpoints that a manager made count and are removed: the manifest says
-            so, and the name is that of the step.
+        keep_last: the number of the newest checkpoints that stay. A checkpoint stays if any of the three rules keeps it, and the
+            newest always stays; without a rule all stay. Only checkpoints that a manager made count and are removed: the manifest
+            says so, and the name is the one of the step.
         keep_every: checkpoints whose step is a multiple of this number stay.
         keep_best: the number of checkpoints with the best metrics that stay.
         best: whether the lowest ("min") or the highest ("max") metric is the best.
@@ -104,9 +104,11 @@ class CheckpointManager:
         strict: bool = True,
         options: LoadOptions = _LOAD,
     ) -> int:
-        """Load the newest checkpoint that a manager made in this folder; return its step, or 0 where that is empty, or missing
-        in a folder that is there: the training begins anew, which one line says. A path that is a mistake is an error, as for
-        `fsdp_optim.resume`, and so is a folder whose checkpoints no manager made.
+        """Load the newest checkpoint that a manager made in this folder; return its step, or 0 where there is none.
+
+        The result is 0 where the folder is empty, or missing in a folder that is there: the training begins anew, which one line
+        says. A path that is a mistake is an error, as for `fsdp_optim.resume`, and so is a folder whose checkpoints no manager
+        made.
 
         The lowest rank lists the folder, so all ranks load the same checkpoint. Model and optimizer are changed when all ranks
         have read everything, and random states are set last: call this when everything is built. If the state of an object
@@ -128,7 +130,7 @@ class CheckpointManager:
         strict: bool = True,
         options: LoadOptions = _LOAD,
     ) -> int:
-        """Load the checkpoint of an earlier step, to train on from there; return the step.
+        """Load the checkpoint of an earlier step, to continue training from there; return the step.
 
         The checkpoints of later steps stay until the next save is complete, and are removed then, because the run took these
         steps back. A run that ends before that resumes from the newest of them.
@@ -138,7 +140,7 @@ class CheckpointManager:
             strict, options: as for `resume`.
 
         Raises:
-            CheckpointError: the folder has no checkpoint of this step; the message names those that it has.
+            CheckpointError: the folder has no checkpoint of this step; the message names the steps that it has.
         """
         return self._run.load(to, self._arguments(options, strict, "error"))
 
@@ -151,7 +153,7 @@ class CheckpointManager:
 
         Args:
             step: the number of the step that is done; it grows from call to call.
-            metric: a number by which `keep_best` chooses; that of the lowest rank is recorded, if this step is saved.
+            metric: a number by which `keep_best` chooses; the lowest rank's is recorded, if this step is saved.
         """
         self._run.step(step, metric)
 
@@ -168,7 +170,7 @@ class CheckpointManager:
 
     @ordinary_tensors()
     def wait(self) -> None:
-        """Wait for the save in the background, if there is one. If it failed on any rank, all ranks raise its error."""
+        """Wait for the background save, if there is any. If it failed on any rank, all ranks raise its error."""
         self._run.wait()
 
     @ordinary_tensors()
@@ -180,14 +182,14 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """As `close`. After an error no other rank is waited for, because it may not come: only this rank's own save is."""
+        """Close as `close`. After an error wait only for this rank's own save, not for other ranks, which may not come."""
         if error is None:
             self._run.close()
         else:
             self._run.close_after_error()
 
     def _arguments(self, options: LoadOptions, strict: bool, on_damage: OnDamage) -> ResumeArguments:
-        """The arguments of a load: the options given there, and for the rest the manager's."""
+        """Return the arguments of a load: the options given there, and for the rest the manager's."""
         given = fields_of(LoadOptions, options)
         shared = {option.name for option in fields(SaveOptions)} - {"rename"}
         defaults = {option.name: option.default for option in fields(LoadOptions) if option.name in shared}

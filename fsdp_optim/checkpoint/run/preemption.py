@@ -43,9 +43,9 @@ class Signals:
         self._respond(number, frame, is_noted=False)
 
     def _respond(self, number: int, frame: FrameType | None, is_noted: bool) -> None:
-        """Note the signal, and call the earlier handler. `is_noted`: by an instance that was installed on top of this one.
+        """Note the signal, and call the earlier handler. `is_noted`: whether an instance installed later has noted it.
 
-        A signal that one of them notes neither ends the process nor raises KeyboardInterrupt, also where a closed instance,
+        A signal that any instance notes neither ends the process nor raises KeyboardInterrupt, also where a closed instance,
         which could not be taken out of the chain, has the default action below it.
         """
         if self._is_active and os.getpid() == self._process:
@@ -60,7 +60,7 @@ class Signals:
             signal.raise_signal(number)
 
     def put_back(self) -> None:
-        """Install the previous handlers again. Where another handler was installed on top of this one, this one passes on."""
+        """Restore the previous handlers. Where another handler was installed later, this instance stays and passes signals on."""
         self._is_active = False
         if threading.current_thread() is not threading.main_thread() or os.getpid() != self._process:
             return
@@ -70,6 +70,6 @@ class Signals:
 
 
 def _instance_of(handler: object) -> Signals | None:
-    """The instance whose method a handler is."""
+    """Return the instance whose method a handler is."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, Signals) else None

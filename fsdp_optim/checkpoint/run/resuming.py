@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
-from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
+from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.options import Model, OnDamage
@@ -54,7 +54,7 @@ def resume(
     """Load the newest checkpoint of a folder. Called by all ranks of the model."""
 
     def listed() -> list[Candidate]:
-        directories = [shelf_at(root, options.storage_options, format) for format in listed_formats()]
+        directories = [directory_at(root, options.storage_options, format) for format in listed_formats()]
         candidates = [Candidate.of(checkpoint) for checkpoint in newest_first(all_listed(directories))]
         if not candidates:
             begin_anew(root, options.storage_options)
@@ -84,9 +84,9 @@ def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Ca
 def load_newest(
     root: str, candidates: Sequence[Candidate], on_damage: OnDamage, load: Callable[[str | Path], LoadResult]
 ) -> LoadResult | None:
-    """Load the first of these checkpoints or, with on_damage="previous", the first that can be loaded; None if there are none.
+    """Load the first candidate or, with on_damage="previous", the first that can be loaded; None if there are no candidates.
 
-    Raises CheckpointError that names the newest one, if it cannot be loaded.
+    Raises CheckpointError that names the newest checkpoint, if it cannot be loaded.
     """
     first: CheckpointError | None = None
     for index, candidate in enumerate(candidates):

@@ -1,5 +1,4 @@
-"""async_save: copies this rank's part to host memory, and writes the copy while training goes on. The background runs no
-collective.
+"""async_save: copy this rank's part to host memory, and write the copy while training continues. No collective in the background.
 
 The ranks agree on the end of the save through the rendezvous store (`Completion`): each announces that it is done or has failed.
 The leader finishes the checkpoint when all are done, and announces the result.
@@ -48,7 +47,11 @@ def async_save(
     format: Format | None = None,
     managed: ManagedSave | None = None,
 ) -> SaveHandle:
-    """Copy the state, start writing, return. `format` None: that of the options. `managed`: a CheckpointManager's part."""
+    """Copy the state, start the writing thread, and return. Called by all ranks of the model.
+
+    `format` None: the format of the options. `managed`: the additions of a CheckpointManager.
+    """
+    # The completion is opened before the ranks agree, so that no rank returns while another one cannot announce its end.
     with ExitStack() as held:
         with collective_call("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
             job, live = begin(path, reader, group, optim, options, format=format, managed=managed)
@@ -110,7 +113,7 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
 
 
 def _why(job: Job, error: BaseException) -> str:
-    """The error of this rank's part, for the other ranks."""
+    """Return the error of this rank's part, for the other ranks."""
     if isinstance(error, StoreLostError):
         return _lost(job, error)
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -123,7 +126,7 @@ def _lost(job: Job, error: StoreLostError) -> str:
 def _wait(job: Job, completion: Completion) -> None:
     """Wait for the end of the save, on a rank that does not lead it.
 
-    Where the store of the job is gone, the checkpoint itself shows that the save has ended well: the token in it is of this save.
+    Where the rendezvous store is gone, the checkpoint itself shows that the save has succeeded: it has the token of this save.
     """
     try:
         completion.wait_for_end()

@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.save.part_ranges import (
     PartedFile,
     PartRange,
     cuts_of,
-    stretches_on,
+    ranges_on,
 )
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Half, Writer
@@ -31,7 +31,7 @@ _STRATEGIES = {"anywhere": IN_PLACE, "on one machine": BY_MACHINES, "parts": IN_
 
 
 def strategy_for(capabilities: Capabilities, requested: str) -> str:
-    """The strategy for a store. If several machines cannot write to one file, it depends on the machines of the ranks."""
+    """Return the strategy for a store. If several machines cannot write to one file, it depends on the ranks' machines."""
     if requested == "in_place" and capabilities.writes_ranges == "parts":
         return IN_PARTS
     if requested == "in_place" and capabilities.part_nbytes:
@@ -69,7 +69,7 @@ class FilePlan:
         shared: str,
         capabilities: Capabilities,
     ) -> FilePlan:
-        """Plan the files of the weights, then those of the state. `shared`: the string from the leader's `Prepared`."""
+        """Plan the files of the weights, then the files of the state. `shared`: the string from the leader's `Prepared`."""
         halves: dict[Half, Sequence[SavedValue]] = {}
         if options.weights != "none":
             halves["model"] = weights.tensors
@@ -96,20 +96,20 @@ class FilePlan:
         return cls(tuple(files), owners, tuple(parted), len(ranks) == 1)
 
     def own_files(self, rank: int) -> list[File]:
-        """The files that a rank alone creates and writes."""
+        """Return the files that a rank alone creates and writes."""
         return [file for file in self.files if self.owners.get(file.name) == rank]
 
     def heads_on(self, rank: int) -> Mapping[str, HeadOfParts]:
-        """The parts of the heads of files that a rank uploads, by file."""
+        """Return the parts of the heads of files that a rank uploads, by file."""
         return {parted.file.name: tuple(parted.head_on(rank)) for parted in self.parted}
 
     def frames_on(self, rank: int) -> Mapping[str, FramesOfParts]:
-        """The parts of the frames of files that a rank uploads, by file."""
+        """Return the parts of the frames of files that a rank uploads, by file."""
         return {parted.file.name: parted.frames_on(rank) for parted in self.parted if parted.file.plan.between}
 
-    def stretches_on(self, rank: int) -> Mapping[Key, Sequence[PartRange]]:
-        """The stretches of each value that a rank uploads, of the files in parts."""
-        return {} if self.is_alone else stretches_on(self.parted, rank)
+    def ranges_on(self, rank: int) -> Mapping[Key, Sequence[PartRange]]:
+        """Return the byte ranges of each value that a rank uploads, of the files in parts."""
+        return {} if self.is_alone else ranges_on(self.parted, rank)
 
     @cached_property
     def _cuts(self) -> Mapping[Key, Placement]:
@@ -125,13 +125,13 @@ class FilePlan:
         }
 
     def cut(self, value: StateValue, placement: Placement) -> Placement:
-        """The cut in which the ranks write a value of `placement`."""
+        """Return the cut in which the ranks write a value of `placement`."""
         cut = self._cuts.get(value.key)
         return cut if cut is not None else written_cut(value, placement, self._owner_of.get(value.key))
 
 
 def _share(writer: Writer, half: Half, values: Sequence[SavedValue], shared: str, num_ranks: int) -> int:
-    """The bytes of a file where each rank writes one."""
+    """Return the length of a file if each rank writes a file of its own."""
     whole, empty = (
         sum(
             file.plan.nbytes
@@ -153,9 +153,9 @@ class FilesEnd(End):
     """The target of a save.
 
     Attributes:
-        take: gets this rank's elements, several times a value.
+        take: gets this rank's elements, of one value in several calls.
         cast: the values that are cast as they are written.
-        cast_budget: for what they are cast to, of which `take` gets as much at a time.
+        cast_budget: the budget for cast elements, which `take` gets in batches of this size.
     """
 
     plan: FilePlan
@@ -177,7 +177,7 @@ class FilesEnd(End):
             self.take([cast_part(self.cast.get(part.value.key), part) for part in batch])
 
     def _pieces(self, part: Slice) -> Iterator[Slice]:
-        """A part, in pieces that can be cast within the budget."""
+        """Yield a part in pieces that can be cast within the budget."""
         value = self.cast.get(part.value.key)
         if value is None or part.flat is None:
             yield part
@@ -187,6 +187,6 @@ class FilesEnd(End):
             yield replace(part, flat=part.flat[first : first + width], start=part.start + first)
 
     def _nbytes_for(self, part: Slice) -> int:
-        """The bytes of memory that a cast of a piece takes."""
+        """Return the bytes of memory that a cast of a piece takes."""
         value = self.cast.get(part.value.key)
         return len(part.flat) * nbytes_to_cast(part.flat.dtype, value.dtype) if value and part.flat is not None else 0

@@ -12,7 +12,7 @@ from fsdp_optim.formats.base.protocols import Stamp, WrittenFiles
 def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> None:
     """Write the remaining files and commit, on the leader. `written`: the reports of all ranks, by `encode_written`.
 
-    `commits`: called before the files become the checkpoint; raises an error where they must not.
+    `commits`: called just before the manifest is put, which makes the files a checkpoint; raises an error to prevent that.
     """
     if job.leader is None:
         raise CheckpointError("only the rank that began the save in the store can finish it")
@@ -39,5 +39,6 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
         else:
             commits()  # last: all other files are complete, and from here on the checkpoint counts
             staging.commit(name, data, durable=durable)
+    # Only now: the older checkpoints must stay until the new one is complete.
     if job.managed is not None and durable:  # otherwise there was nothing to remove at the beginning
         job.managed.remove_outdated(job.store, prepared.content, stamp.step or 0, stamp.sequence)

@@ -1,4 +1,4 @@
-"""Save: from a live model and optimizer to whole tensors in files. Every rank writes its own bytes; nothing is gathered."""
+"""Save: from a live model and optimizer to full tensors in files. Every rank writes its own bytes; nothing is gathered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdp_optim.verbs.call import collective_call
 def save(
     path: Place, model: Model, optim: Optimizers | None, options: SaveArguments, format: Format | None = None
 ) -> SaveResult:
-    """Write one full checkpoint. Called by all ranks of the model. `format` None: that of the options."""
+    """Write one full checkpoint. Called by all ranks of the model. `format` None: the format of the options."""
     with collective_call("save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
         job, live = begin(path, reader, group, optim, options, format=format)
         with abandoned_on_failure(job):
@@ -41,7 +41,7 @@ def save(
 
 
 def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> MeetingResult:
-    """Write this rank's part, and send the results to all ranks. If any rank fails, all raise its error when all have stopped."""
+    """Write this rank's part, and all-gather the results. If a rank fails, all raise its error when all have stopped."""
     failure = Failure()
 
     def write(parts: Sequence[Slice]) -> None:

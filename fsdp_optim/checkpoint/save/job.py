@@ -134,7 +134,7 @@ class Job:
             rank,
             checksums=self.options.checksums,
             budget=budget.share(2, "copies of device memory on the host"),
-            stretches=self.plan.stretches_on(rank),
+            part_ranges=self.plan.ranges_on(rank),
             heads=self.plan.heads_on(rank),
             frames=self.plan.frames_on(rank),
             plans=self.group.world.plans,

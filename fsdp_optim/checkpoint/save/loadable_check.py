@@ -1,4 +1,4 @@
-"""The proof that a load would accept a save: runs the checks of a load on the save, before anything is written."""
+"""Prove that a load would accept a save: run the checks of a load on the save, before anything is written."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fsdp_optim.state.live.local_dict import summarize
 def prove_loadable(
     state: SavedHalf, optim: StoredOptim, description: OptimDescription, given: Mapping[str, str]
 ) -> None:
-    """Fit the optimizer of the index that a reader of the new checkpoint will have to the live optimizer.
+    """Fit the saved optimizer, as a reader of the new checkpoint will decode it, to the live optimizer.
 
-    `optim`: of the index to write. `description`: its encoded form, as a reader decodes it. `given`: the model's names of
-    parameters that are saved under others, by these.
+    `optim`: the optimizer of the index to write. `description`: its encoded form, as a reader decodes it. `given`: by the names
+    in the checkpoint, the model's names of parameters that are saved under other names.
 
     Raises CheckpointError that names the value which could not be loaded.
     """

@@ -1,8 +1,8 @@
-"""Files that a store takes in equal parts: which rank puts which part, and the cut of the tensors that follows from it.
+"""Files that a store takes in equal parts: which rank puts which part, and the resulting cut of the tensors.
 
 # file    | head | weight 0 . . . . . . . | weight 1 . | weight 2 . . . |
 # parts   |      0       |       1       |       2        |     3       |     equal, but for the last one
-# put by  |    rank 0    |    rank 1     |     rank 1     |   rank 0    |     who has some of a part, and put the least so far
+# put by  |    rank 0    |    rank 1     |     rank 1     |   rank 0    |     has some of the part, and put the least so far
 
 Every rank computes the same owners from the placements. Only elements that lie in a part of another rank are sent. Bytes of
 values are counted in the data, without the head and the frames, so that the parts have different numbers of these bytes.
@@ -21,7 +21,7 @@ from fsdp_optim.layout import FlatRuns, Placement
 from fsdp_optim.move import Key, StateValue
 
 _MOST_LOOKED_AT = 16
-"""Shards, and holders of a shard, that are counted in one part. More of them have small shares of it."""
+"""The most shards, and holders of a shard, that are counted in one part. With more, each has a small share of it."""
 
 HeadOfParts: TypeAlias = Sequence[tuple[int, memoryview]]
 """The ranges of a file's head that one rank puts: each range's first byte in the file, and its bytes."""
@@ -32,7 +32,7 @@ FramesOfParts: TypeAlias = dict[int, list[tuple[int, memoryview]]]
 
 @dataclass(frozen=True)
 class PartRange:
-    """A value's bytes [start, stop) of the data that one rank puts, and the elements that have them: the outer two in part."""
+    """A value's bytes [start, stop) of the data that one rank puts, and their elements; the outer two may lie in it in part."""
 
     start: int
     stop: int
@@ -50,7 +50,7 @@ class PartedFile:
 
     @classmethod
     def of(cls, file: File, part_nbytes: int, loads: dict[int, float]) -> PartedFile:
-        """Choose the owners. `loads`: by rank the bytes that it puts beyond those that it has, to which this file's are added."""
+        """Choose the owners. `loads`: by rank, the bytes that it puts less the bytes that it has; this file's are added."""
         owners: list[int] = []
         values = _Values(file)
         borders = _borders(file, part_nbytes)
@@ -64,77 +64,77 @@ class PartedFile:
         return cls(file, part_nbytes, tuple(owners))
 
     def head_on(self, rank: int) -> Iterator[tuple[int, memoryview]]:
-        """The range of the file's head that a rank puts: the byte of the file at which it begins, and the bytes."""
+        """Return the ranges of the file's head that a rank puts: the byte of the file at which each begins, and the bytes."""
         return self._on(rank, 0, self.file.plan.head)
 
     def frames_on(self, rank: int) -> FramesOfParts:
-        """The ranges of the file's frames that a rank puts."""
+        """Return the ranges of the file's frames that a rank puts."""
         frames = self.file.plan.frames
-        parts = (list(self._on(rank, *one)) for one in zip(frames.starts, frames.contents, strict=True))
-        return {index: found for index, found in enumerate(parts) if found}
+        parts = (list(self._on(rank, *frame)) for frame in zip(frames.starts, frames.contents, strict=True))
+        return {index: ranges for index, ranges in enumerate(parts) if ranges}
 
     def _on(self, rank: int, start: int, content: bytes) -> Iterator[tuple[int, memoryview]]:
-        """The ranges of some bytes of the file that are in parts of a rank."""
+        """Yield the ranges of some bytes of the file that are in parts of a rank."""
         memory, stop = memoryview(content), start + len(content)
         for number in range(start // self.part_nbytes, -(-stop // self.part_nbytes)):
             first, last = max(start, number * self.part_nbytes), min(stop, (number + 1) * self.part_nbytes)
             if self.owners[number] == rank and first < last:
                 yield first, memory[first - start : last - start]
 
-    def stretches(self) -> Iterator[tuple[StateValue, list[tuple[int, PartRange]]]]:
-        """Each value of the file, with its stretches, each with the rank that puts it, in the order of the elements."""
+    def part_ranges(self) -> Iterator[tuple[StateValue, list[tuple[int, PartRange]]]]:
+        """Yield each value of the file with its ranges, each with the rank that puts it, in the order of the elements."""
         borders = _borders(self.file, self.part_nbytes)
         for value, begin in zip(self.file.values, self.file.plan.starts, strict=True):
-            yield value, self._stretches_of(value, begin, borders)
+            yield value, self._ranges_of(value, begin, borders)
 
-    def _stretches_of(self, value: StateValue, begin: int, borders: Sequence[int]) -> list[tuple[int, PartRange]]:
+    def _ranges_of(self, value: StateValue, begin: int, borders: Sequence[int]) -> list[tuple[int, PartRange]]:
         size, end = value.dtype.itemsize, begin + value.nbytes
-        found: list[tuple[int, PartRange]] = []
+        ranges: list[tuple[int, PartRange]] = []
         if begin == end:
-            return found
+            return ranges
         numbers = range(_part_with(begin, borders), _part_with(end - 1, borders) + 1)
-        for owner, its in itertools.groupby(numbers, self.owners.__getitem__):
-            listed = list(its)
+        for owner, owned in itertools.groupby(numbers, self.owners.__getitem__):
+            listed = list(owned)
             start, stop = max(borders[listed[0]], begin), min(borders[listed[-1] + 1], end)
-            found.append((owner, PartRange(start, stop, (start - begin) // size, -((begin - stop) // size))))
-        return found
+            ranges.append((owner, PartRange(start, stop, (start - begin) // size, -((begin - stop) // size))))
+        return ranges
 
 
 def _borders(file: File, part_nbytes: int) -> list[int]:
-    """The byte of the data at which each part begins, and the end of the data."""
+    """Return the byte of the data at which each part begins, and the end of the data."""
     frames, nbytes = file.plan.frames, file.plan.nbytes
     return [frames.data_before(start) for start in range(0, nbytes, part_nbytes)] + [file.plan.nbytes_of_data]
 
 
 def _part_with(byte: int, borders: Sequence[int]) -> int:
-    """The number of the part that has a byte of the data."""
+    """Return the number of the part that has a byte of the data."""
     return bisect.bisect_right(borders, byte) - 1
 
 
 def cuts_of(files: Sequence[PartedFile]) -> dict[Key, FlatRuns]:
-    """The cut of every value in which its elements reach the ranks that put them."""
-    found: dict[Key, FlatRuns] = {}
+    """Return the cut of every value in which its elements reach the ranks that put them."""
+    cuts: dict[Key, FlatRuns] = {}
     for file in files:
-        for value, stretches in file.stretches():
-            by = tuple(rank for rank, _ in stretches)
-            starts, stops = tuple(run.first for _, run in stretches), tuple(run.last for _, run in stretches)
-            found[value.key] = FlatRuns(value.placement.shape, starts, stops, by)
-    return found
+        for value, part_ranges in file.part_ranges():
+            by = tuple(rank for rank, _ in part_ranges)
+            starts, stops = tuple(run.first for _, run in part_ranges), tuple(run.last for _, run in part_ranges)
+            cuts[value.key] = FlatRuns(value.placement.shape, starts, stops, by)
+    return cuts
 
 
-def stretches_on(files: Sequence[PartedFile], rank: int) -> Mapping[Key, tuple[PartRange, ...]]:
-    """The stretches of each value that one rank puts, if any, in the order in which its local tensor has their elements."""
-    found = {}
+def ranges_on(files: Sequence[PartedFile], rank: int) -> Mapping[Key, tuple[PartRange, ...]]:
+    """Return the ranges of each value that one rank puts, if any, in the order of their elements in its local tensor."""
+    by_key = {}
     for file in files:
-        for value, stretches in file.stretches():
-            its = tuple(run for owner, run in stretches if owner == rank)
-            if its:
-                found[value.key] = its
-    return found
+        for value, part_ranges in file.part_ranges():
+            runs = tuple(run for owner, run in part_ranges if owner == rank)
+            if runs:
+                by_key[value.key] = runs
+    return by_key
 
 
 class _Values:
-    """The values of a file by their bytes, asked for from the beginning to the end."""
+    """The values of a file by their bytes, looked up from the beginning to the end."""
 
     def __init__(self, file: File) -> None:
         self._ranges = [
@@ -143,7 +143,7 @@ class _Values:
         self._first = 0
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, StateValue]]:
-        """The values that have bytes in [start, stop), each with its own range. `start` never goes back."""
+        """Yield the values that have bytes in [start, stop), each with its own range. `start` never goes back."""
         while self._first < len(self._ranges) and self._ranges[self._first][1] <= start:
             self._first += 1
         for begin, end, value in itertools.islice(self._ranges, self._first, None):
@@ -156,10 +156,10 @@ class _Values:
 def _shares_of_part(
     values: _Values, start: int, stop: int, owners: Sequence[int], borders: Sequence[int]
 ) -> tuple[dict[int, float], set[int]]:
-    """How many bytes each rank has of the part with the bytes [start, stop) of the data, and the ranks that cannot put it.
+    """Return the bytes that each rank has of the part [start, stop) of the data, and the ranks that cannot put the part.
 
-    `owners`: those of the parts before. Of one value, a rank puts one stretch, and the beginning, which is in the part that has
-    the end of the value before.
+    `owners`: the owners of the earlier parts. Of one value, a rank puts one range and, in the part that ends the previous value,
+    the beginning.
     """
     shares: dict[int, float] = {}
     excluded: set[int] = set()
@@ -174,9 +174,9 @@ def _shares_of_part(
 
 
 def _owner(shares: Mapping[int, float], excluded: set[int], owners: Sequence[int], loads: Mapping[int, float]) -> int:
-    """The rank that puts a part: of those that have some of it, the one that has put the least share of its bytes so far.
+    """Return the rank that puts a part: of the ranks that have some of it, the rank with the lowest load.
 
-    So each rank puts as much as it has, in every stretch of a file, and none waits for another one.
+    So each rank puts as much as it has, all along the file, and no rank waits for another.
     """
     allowed = {rank: share for rank, share in shares.items() if rank not in excluded}
     if not allowed:
@@ -185,7 +185,7 @@ def _owner(shares: Mapping[int, float], excluded: set[int], owners: Sequence[int
 
 
 def _shares(placement: Placement, first: int, last: int) -> Iterator[tuple[int, float]]:
-    """How many of a value's elements [first, last) the ranks have; elements of several ranks are shared out, run by run."""
+    """Yield how many of a value's elements [first, last) each rank has; elements of several ranks are shared out run by run."""
     shards = placement.shards_over(first, last)
     for shard in itertools.islice(shards, _MOST_LOOKED_AT):
         holders, run = placement.holders(shard), placement.run(shard)

@@ -1,4 +1,4 @@
-"""The names of a save whose caller gives other names than those of the model, and the values of the save under these names."""
+"""A save under names that the caller gives in place of the model's names: the names, and the values under them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fsdp_optim.transport.base import RankGroup
 
 @dataclass(frozen=True)
 class SavedNames:
-    """The names in a checkpoint. `new`: the name of each parameter, buffer and value of a module that gets another one."""
+    """The names in a checkpoint. `new`: by model name, the new name of a parameter, buffer or module value that gets one."""
 
     new: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, group: RankGroup, rename: Rename | None, weights: SavedHalf, state: SavedHalf | None) -> SavedNames:
-        """The names that `rename` gives, the same on all ranks. Called by all ranks.
+        """Agree on the names that `rename` gives. Called by all ranks.
 
         Raises StateError, the same on all ranks, for two parameters of one name, and for ranks that give different names.
         """
@@ -46,11 +46,11 @@ class SavedNames:
 
     @property
     def given(self) -> dict[str, str]:
-        """The model's name of each name in the checkpoint that is another one."""
+        """By name in the checkpoint, the model's name where it differs."""
         return {new: fqn for fqn, new in self.new.items()}
 
     def of_half(self, half: SavedHalf) -> SavedHalf:
-        """The same values under their new names."""
+        """Return a half with its values under their new names."""
         if not self.new:
             return half
         values = {self(fqn): value for fqn, value in half.module_values.items()}
@@ -64,7 +64,7 @@ class SavedNames:
         return replace(value, stored_name=after + value.stored_name[len(before) :])
 
     def of_index(self, index: CheckpointIndex) -> CheckpointIndex:
-        """The same index with the new names of what `of_half` does not rename: aliases, and weights that are left out."""
+        """Rename in an index what `of_half` does not rename: aliases, and weights that are left out."""
         if not self.new:
             return index
         aliases = {self(alias): self(fqn) for alias, fqn in index.aliases.items()}
@@ -75,7 +75,7 @@ class SavedNames:
         )
 
     def of_optim(self, saved: SavedOptim) -> SavedOptim:
-        """The same state, whose parameters have their new names."""
+        """Return a saved optimizer with its parameters under their new names."""
         if not self.new:
             return saved
         full = saved.full

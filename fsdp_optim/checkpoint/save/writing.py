@@ -32,9 +32,9 @@ from fsdp_optim.storage.base import StoreWriter
 class RankWriter:
     """Writes this rank's part of some files, and keeps the checksums of the written segments.
 
-    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `stretches`, `heads`, `frames`:
-    the bytes that this rank uploads of values, of heads and of frames, whose files go to the store in parts. `plans`: the plans
-    of earlier calls.
+    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `part_ranges`, `heads`, `frames`:
+    of files that go to the store in parts, the bytes of values, heads and frames that this rank uploads. `plans`: the plans of
+    earlier calls.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RankWriter:
         *,
         checksums: bool,
         budget: Budget,
-        stretches: Mapping[Key, Sequence[PartRange]],
+        part_ranges: Mapping[Key, Sequence[PartRange]],
         heads: Mapping[str, HeadOfParts] = {},
         frames: Mapping[str, FramesOfParts] = {},
         plans: Plans,
@@ -60,7 +60,7 @@ class RankWriter:
             for value, start in zip(file.values, file.plan.starts, strict=True)
         }
         self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
-        self._rank, self._checksums, self._stretches = rank, checksums, stretches
+        self._rank, self._checksums, self._part_ranges = rank, checksums, part_ranges
         self._budget, self._plans = budget, plans
         self._heads = dict(heads)
         self._stored: dict[tuple[int, int, int], tuple[Placement, Sequence[tuple[int, Copy]]]] = {}
@@ -72,7 +72,7 @@ class RankWriter:
         return {name: numpy.concatenate([rows_of(()), *tables]) for name, tables in self._rows.items()}
 
     def extents_of(self, parts: Sequence[Slice]) -> dict[str, list[LocalExtent]]:
-        """The extents that this rank must write of some parts, by file."""
+        """Return the extents that this rank must write of some parts, by file."""
         extents: dict[str, list[LocalExtent]] = {}
         for part in parts:
             if part.flat is None and part.start:
@@ -81,7 +81,7 @@ class RankWriter:
             memory = LocalMemory(part.flat) if part.flat is not None else None
             if isinstance(part.cut, FlatRuns):
                 if memory is not None and part.flat is not None:
-                    extents.setdefault(name, []).extend(self._stretched(part, memory, part.flat.numel(), begin))
+                    extents.setdefault(name, []).extend(self._in_ranges(part, memory, part.flat.numel(), begin))
                 continue
             for base, copy in self._copies(part, begin):
                 if memory is None or part.flat is None:
@@ -96,19 +96,19 @@ class RankWriter:
                 )
         return extents
 
-    def _stretched(self, part: Slice, memory: LocalMemory, numel: int, begin: int) -> Iterator[LocalExtent]:
-        """The extents of a part whose local tensor has this rank's stretches of the value, one after the other."""
+    def _in_ranges(self, part: Slice, memory: LocalMemory, numel: int, begin: int) -> Iterator[LocalExtent]:
+        """Yield the extents of a part whose local tensor has this rank's ranges of the value, one after the other."""
         at, size = 0, part.value.dtype.itemsize
-        for stretch in self._stretches.get(part.value.key, ()):
-            num = stretch.last - stretch.first
+        for part_range in self._part_ranges.get(part.value.key, ()):
+            num = part_range.last - part_range.first
             first, last = max(part.start, at), min(part.start + numel, at + num)
             if first < last:
-                start = begin + (stretch.first + first - at) * size
-                yield clipped(memory.extent(start, first - part.start, last - first), stretch.start, stretch.stop)
+                start = begin + (part_range.first + first - at) * size
+                yield clipped(memory.extent(start, first - part.start, last - first), part_range.start, part_range.stop)
             at += num
 
     def _copies(self, part: Slice, start: int) -> Sequence[tuple[int, Copy]]:
-        """The copies to storage that this rank writes of a value, each with the first element of its part of storage.
+        """Return the copies of a value to storage that this rank writes, each with the first element of its part of storage.
 
         Of several ranks that could write a small value, its place in the file selects one, so that one rank writes adjacent
         values.
@@ -135,7 +135,7 @@ class RankWriter:
                 self.nbytes += sum(len(extent.memory) for extent in batch.extents)
 
     def _section(self, file: PlannedFile) -> DataSection:
-        """The data of a file, whose frames are written with it: in files in parts by the rank that has the part."""
+        """Return the data section of a file. Its frames are written too: of a file in parts, by the rank that puts the part."""
         if file.name not in self._frames:
             return file.section(partial(self.store_writer.write, file.name))
 
