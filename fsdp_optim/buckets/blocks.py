@@ -39,7 +39,7 @@ class BlockFolder:
         self._can_write = True
 
     def blocks_of(self, where: str, version: object) -> Blocks:
-        """The blocks of one checkpoint. Those of other checkpoints of the same place are removed."""
+        """Return the blocks of one checkpoint. Those of other checkpoints of the same place are removed."""
         place = self._folder / _hashed(where)
         kept = _hashed(where, version)
         with contextlib.suppress(OSError):
@@ -79,12 +79,12 @@ class Blocks:
         return self._root / _hashed(name) / str(number)
 
     def _sum(self, name: str, number: int, data: bytes | memoryview) -> bytes:
-        """The checksum of a block in its place: a block of another one does not have it."""
+        """Return the checksum of a block in its place: a block of another one does not have it."""
         seed = xxh3_64(f"{self._root.name} {name} {number}".encode()).intdigest()
         return xxh3_64(data, seed=seed).digest()
 
     def get(self, name: str, number: int, nbytes: int) -> bytes | None:
-        """A block of `nbytes` bytes; None where it is not there or is damaged."""
+        """Return a block of `nbytes` bytes; None where it is not there or is damaged."""
         try:
             with self._path(name, number).open("rb") as file:
                 data = file.read(nbytes + _SUM_NBYTES + 1)

@@ -98,5 +98,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def thread_rank() -> int:
-    """The rank that this thread is, inside `run_on_threads`."""
+    """Return the rank that this thread is, inside `run_on_threads`."""
     return world_here().rank

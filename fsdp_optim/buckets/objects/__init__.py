@@ -7,7 +7,7 @@ staging = store.begin(...)                    # staging.py, saves.py: the claim 
 writer = store.join(staging.address)          # writer.py, uploads.py: parts, several at the same time
 """
 
-from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
+from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, MissingObjectError, ObjectInfo, OvertakenError
 from fsdp_optim.buckets.objects.keys import Place
 from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
 from fsdp_optim.buckets.objects.staging import ObjectStaging
@@ -20,10 +20,10 @@ __all__ = [
     "Address",
     "Bucket",
     "BucketCan",
-    "Found",
     "Memory",
     "MemoryBucket",
     "MissingObjectError",
+    "ObjectInfo",
     "ObjectStaging",
     "ObjectStore",
     "ObjectWriter",

@@ -37,7 +37,7 @@ class OvertakenError(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ObjectInfo:
     """One object, or one unfinished upload, of a listing.
 
     Attributes:
@@ -81,14 +81,14 @@ class Bucket(Protocol):
     @property
     def can(self) -> BucketCan: ...
 
-    def look(self, key: str) -> Found | None:
-        """An object's size, version and age; None where there is none."""
+    def look(self, key: str) -> ObjectInfo | None:
+        """Return an object's size, version and age; None where there is none."""
 
-    def list(self, prefix: str) -> Iterator[Found]:
-        """All objects whose keys begin with `prefix`, in the order of their keys."""
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Return all objects whose keys begin with `prefix`, in the order of their keys."""
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """The distinct beginnings of keys up to the next `/` after `prefix`, without that `/`: one level of a tree."""
+        """Return the distinct beginnings of keys up to the next `/` after `prefix`, without that `/`: one level of a tree."""
 
     def read_into(self, key: str, pieces: Sequence[memoryview], offset: int, *, version: str | None = None) -> None:
         """Fill pieces of memory, one after the other, with the bytes of an object from `offset` on, by one request.
@@ -98,7 +98,7 @@ class Bucket(Protocol):
         """
 
     def read(self, key: str) -> tuple[bytes, str]:
-        """All of a small object, and its version. Raises MissingObjectError."""
+        """Return all of a small object, and its version. Raises MissingObjectError."""
 
     def put(self, key: str, data: bytes, *, only_if: str | None = None) -> str:
         """Put an object, whole; returns its version.
@@ -122,8 +122,8 @@ class Bucket(Protocol):
     def drop_upload(self, key: str, upload: str) -> None:
         """Remove an unfinished upload and its parts. An upload that is gone is no error."""
 
-    def uploads(self, prefix: str) -> Iterator[Found]:
-        """The unfinished uploads of keys that begin with `prefix`: `version` is the upload's id, `nbytes` 0."""
+    def uploads(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Return the unfinished uploads of keys that begin with `prefix`: `version` is the upload's id, `nbytes` 0."""
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. Objects that are gone are no error."""

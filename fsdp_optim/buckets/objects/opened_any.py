@@ -21,14 +21,14 @@ class OpenedAny(VersionedObjects):
 
     @classmethod
     def at(cls, bucket: Bucket, place: Place) -> OpenedAny:
-        """The objects of a place; where the place is an object, or the beginning of the names of objects, these alone."""
+        """Return the objects of a place; where the place is an object, or the beginning of the names of objects, these alone."""
         if next(iter(bucket.list(place.inside)), None) is not None:
             return cls(bucket, place.inside)
         name = place.prefix[len(place.parent) :]
         stem, dot, suffix = name.rpartition(".")
         begin, end = (f"{stem}-", f".{suffix}") if dot else (f"{name}-", "")
         if bucket.look(place.prefix) is not None or any(
-            found.key.endswith(end) for found in bucket.list(f"{place.parent}{begin}")
+            info.key.endswith(end) for info in bucket.list(f"{place.parent}{begin}")
         ):
             return cls(bucket, place.parent, name)
         raise MissingObjectError(f"{place.where}: there are no objects")
@@ -43,21 +43,21 @@ class OpenedAny(VersionedObjects):
     def names(self) -> list[str]:
         if self._names is None:
             self._names = []
-            for num, found in enumerate(self._bucket.list(self._prefix)):
+            for num, info in enumerate(self._bucket.list(self._prefix)):
                 if num >= MOST_FILES:
                     raise CheckpointError(
                         f"{self.where}: has more than {MOST_FILES} objects: give the prefix of one checkpoint"
                     )
-                name = found.key[len(self._prefix) :]
+                name = info.key[len(self._prefix) :]
                 if name and not name.endswith("/") and name.count("/") <= MOST_DEPTH:
                     self._names.append(name)
-                    self._found.setdefault(name, found)
+                    self._infos.setdefault(name, info)
             self._names.sort()
         return self._names
 
     def versions(self) -> list[tuple[str, tuple[object, ...] | None]]:
         listed = ((name, self._look(name)) for name in self.names())
-        return [(name, None if found is None else (found.version,)) for name, found in listed]
+        return [(name, None if info is None else (info.version,)) for name, info in listed]
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}{check_inside(self.where, name)}"

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_optim.buckets.objects.base import Bucket, Found
+from fsdp_optim.buckets.objects.base import Bucket, ObjectInfo
 from fsdp_optim.buckets.objects.keys import Place, new_token
 from fsdp_optim.buckets.objects.opened import OpenedObjects, current
 from fsdp_optim.buckets.objects.watched import BEAT, watched
@@ -67,13 +67,13 @@ class SaveLease:
     def beat(self) -> None:
         """Give a sign of life. A claim that was removed does not come back."""
         with self._beating:
-            found = self.bucket.look(self.place.claim(self.token))
-            if found is not None and not self._stop.is_set():
-                self.bucket.put(found.key, self._content, only_if=found.version)
+            claim = self.bucket.look(self.place.claim(self.token))
+            if claim is not None and not self._stop.is_set():
+                self.bucket.put(claim.key, self._content, only_if=claim.version)
 
     def is_held(self) -> bool:
-        """Whether the claim is still there: nobody has taken this save for dead."""
-        keys = {found.key for found in self.bucket.list(self.place.note(self.token))}
+        """Return whether the claim is still there: nobody has taken this save for dead."""
+        keys = {info.key for info in self.bucket.list(self.place.note(self.token))}
         return self.place.claim(self.token) in keys and self.place.tombstone(self.token) not in keys
 
     def mark_plain(self) -> None:
@@ -82,8 +82,8 @@ class SaveLease:
         self.bucket.put(self.place.plain(self.token), b"")
 
     def others(self) -> list[str]:
-        """The tokens of other saves that have a claim or notes here."""
-        tokens = {self.place.token_of_note(found.key) for found in self.bucket.list(self.place.saving)}
+        """Return the tokens of other saves that have a claim or notes here."""
+        tokens = {self.place.token_of_note(info.key) for info in self.bucket.list(self.place.saving)}
         return sorted(tokens - {self.token})
 
     def finish(self, probe: CheckpointProbe[Any]) -> None:
@@ -101,7 +101,7 @@ class SaveLease:
         """Remove the claim and all notes of the save."""
         self.stop()
         with self._beating:
-            notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
+            notes = [info.key for info in self.bucket.list(self.place.note(self.token))]
             self.bucket.delete([key for key in notes if key != self.place.claim(self.token)])
             self.bucket.delete([self.place.claim(self.token)])  # last, so that a later save sees the rest
 
@@ -114,14 +114,14 @@ class _Saves:
     dead: frozenset[str]
 
     @classmethod
-    def listed(cls, bucket: Bucket, place: Place, dead_after: float, mine: SaveLease | None = None) -> _Saves:
+    def listed(cls, bucket: Bucket, place: Place, dead_after: float, own_lease: SaveLease | None = None) -> _Saves:
         """All but the one with the claim `mine`."""
         ages: dict[str, float] = {}
-        for found in bucket.list(place.saving):
-            token = place.token_of_note(found.key)
-            if mine is not None and token == mine.token:
+        for info in bucket.list(place.saving):
+            token = place.token_of_note(info.key)
+            if own_lease is not None and token == own_lease.token:
                 continue
-            age = float("inf") if found.key == place.tombstone(token) else found.age
+            age = float("inf") if info.key == place.tombstone(token) else info.age
             known = ages.get(token, age)
             ages[token] = max(known, age) if float("inf") in (known, age) else min(known, age)
         dead = frozenset(token for token, age in ages.items() if age > dead_after)
@@ -145,23 +145,23 @@ def remove_all_dead(
     is_own = probe.is_own(None)
     for upload in list(bucket.uploads(parent)):
         # Without a claim, only an upload into the folder of a save is surely that of a save.
-        its = next((place for place in idle if upload.key.startswith(place.inside)), None)
-        is_old = its is not None and upload.age > dead_after and its.token_in(upload.key) is not None
-        if its is not None and is_old and is_own(its.name_in(upload.key)):
+        owner = next((place for place in idle if upload.key.startswith(place.inside)), None)
+        is_old = owner is not None and upload.age > dead_after and owner.token_in(upload.key) is not None
+        if owner is not None and is_old and is_own(owner.name_in(upload.key)):
             bucket.drop_upload(upload.key, upload.version)
 
 
 def remove_dead(
-    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, mine: SaveLease | None = None
+    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, own_lease: SaveLease | None = None
 ) -> _Saves:
     """Remove the leftovers of dead saves in a place. Returns the saves that were there, without the one that begins: `mine`."""
-    saves = _Saves.listed(bucket, place, dead_after, mine)
+    saves = _Saves.listed(bucket, place, dead_after, own_lease)
     if saves.dead:
         log.warning("%s: removing what a save that died, or was overtaken by another one, has left", place.where)
         for token in sorted(saves.dead):  # first: a save that is slow, not dead, must not finish any more
             mark_dead(bucket, place, token)
         bucket.delete([place.claim(token) for token in sorted(saves.dead)])
-        remove_strays(bucket, place, probe, dead_after, mine)
+        remove_strays(bucket, place, probe, dead_after, own_lease)
     return saves
 
 
@@ -179,7 +179,7 @@ def mark_dead(bucket: Bucket, place: Place, token: str | None = None, *, is_plai
 
 
 def remove_strays(
-    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, mine: SaveLease | None = None
+    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, own_lease: SaveLease | None = None
 ) -> bool:
     """Remove all objects of saves in a place but those of the checkpoint that the manifest names, and of saves that are alive.
 
@@ -189,49 +189,49 @@ def remove_strays(
     `mine`: the claim of a save that is over, or has put nothing yet, and removes the claim and its notes itself. Returns whether
     no other save is alive, so that nothing is left.
     """
-    mine_token = mine.token if mine is not None else ""
+    lease_token = own_lease.token if own_lease is not None else ""
     uploads, objects = list(bucket.uploads(place.inside)), list(bucket.list(place.inside))
-    live = _Saves.listed(bucket, place, dead_after, mine).live
+    live = _Saves.listed(bucket, place, dead_after, own_lease).live
     opened = current(bucket, place, probe)
     kept, is_own = opened.files.token if opened is not None else None, probe.is_own(None)
 
-    notes_of = {found.key: place.token_of_note(found.key) for found in objects if found.key.startswith(place.saving)}
+    notes_of = {info.key: place.token_of_note(info.key) for info in objects if info.key.startswith(place.saving)}
     is_noted = any(key == place.plain(token) for key, token in notes_of.items())
-    has_plain = not live and (is_noted or (mine is not None and mine.is_plain))
+    has_plain = not live and (is_noted or (own_lease is not None and own_lease.is_plain))
 
-    def is_stray(found: Found) -> bool:
-        token = place.token_in(found.key)
-        if not is_own(place.name_in(found.key)):
+    def is_stray(info: ObjectInfo) -> bool:
+        token = place.token_in(info.key)
+        if not is_own(place.name_in(info.key)):
             return False
         return has_plain if token is None else token not in live
 
     for upload in filter(is_stray, uploads):
         bucket.drop_upload(upload.key, upload.version)
     notes, strays = [], []
-    for found in objects:
-        token = place.token_in(found.key)
-        if found.key.startswith(place.saving):
-            if not live and token != mine_token:  # else they tell a later save that there is something to remove
-                notes.append(found.key)
-        elif found.key == place.manifest(probe.manifest) or (opened is not None and token == kept):
+    for info in objects:
+        token = place.token_in(info.key)
+        if info.key.startswith(place.saving):
+            if not live and token != lease_token:  # else they tell a later save that there is something to remove
+                notes.append(info.key)
+        elif info.key == place.manifest(probe.manifest) or (opened is not None and token == kept):
             continue
-        elif is_stray(found):
-            strays.append(found.key)
+        elif is_stray(info):
+            strays.append(info.key)
     bucket.delete(strays)
     bucket.delete(notes)
     return not live
 
 
 def own_keys(bucket: Bucket, opened: OpenedObjects, place: Place, probe: CheckpointProbe[Any]) -> Iterator[str]:
-    """The keys of the files of a checkpoint that is open, without its manifest."""
+    """Yield the keys of the files of a checkpoint that is open, without its manifest."""
     if opened.files.token is not None:
-        yield from (found.key for found in bucket.list(f"{place.inside}{opened.files.token}/"))
+        yield from (info.key for info in bucket.list(f"{place.inside}{opened.files.token}/"))
         return
     is_own = probe.is_own(opened)
-    for found in bucket.list(place.inside):
-        name = found.key.removeprefix(place.inside)
-        if name != probe.manifest and place.token_in(found.key) is None and is_own(name):
-            yield found.key
+    for info in bucket.list(place.inside):
+        name = info.key.removeprefix(place.inside)
+        if name != probe.manifest and place.token_in(info.key) is None and is_own(name):
+            yield info.key
 
 
 def check_held(claim: SaveLease) -> None:
@@ -241,7 +241,7 @@ def check_held(claim: SaveLease) -> None:
 
 
 def taken_for_dead(claim: SaveLease) -> CheckpointError:
-    """The error of a save that another one has taken for dead."""
+    """Return the error of a save that another one has taken for dead."""
     return CheckpointError(
         f"{claim.place.where}: another save took this one for dead, because it gave no sign of life for some time "
         f"(dead_after, here {claim.dead_after:g} s), and has removed its objects: save again"

@@ -39,7 +39,7 @@ class ObjectStaging(Staging):
         claim: SaveLease,
     ) -> None:
         """A save that has its claim."""
-        self._bucket, self._place, self._judge, self._capabilities = bucket, place, probe, capabilities
+        self._bucket, self._place, self._probe, self._capabilities = bucket, place, probe, capabilities
         self._claim, self._token = claim, claim.token
         self._before: OpenedObjects | None = None  # the checkpoint that it replaces
         self._has_folder = True  # whether its files have a folder of their own
@@ -67,8 +67,8 @@ class ObjectStaging(Staging):
         staging = cls(bucket, place, probe, capabilities, claim)
         try:
             remove_all_dead(bucket, siblings, place.parent, probe, dead_after)
-            found = remove_dead(bucket, place, probe, dead_after, claim)
-            staging._find_room(overwrite=overwrite, has_dead=bool(found.dead))
+            saves = remove_dead(bucket, place, probe, dead_after, claim)
+            staging._find_room(overwrite=overwrite, has_dead=bool(saves.dead))
         except BaseException:
             staging.abandon()
             raise
@@ -76,9 +76,9 @@ class ObjectStaging(Staging):
 
     def _find_room(self, *, overwrite: bool, has_dead: bool) -> None:
         """Find the checkpoint that is replaced, and decide whether the files get a folder of their own."""
-        self._before = check_free(self._bucket, self._place, self._judge, overwrite=overwrite)
+        self._before = check_free(self._bucket, self._place, self._probe, overwrite=overwrite)
         listed = self._bucket.list(self._place.inside)
-        is_empty = all(found.key.startswith(self._place.saving) for found in listed)
+        is_empty = all(info.key.startswith(self._place.saving) for info in listed)
         # The listing may be old: it does not have to show the files of the checkpoint that is replaced. A save that was slow,
         # not dead, may still put objects where nobody else has a folder.
         self._has_folder = self._before is not None or not is_empty or has_dead or bool(self._claim.others())
@@ -120,19 +120,21 @@ class ObjectStaging(Staging):
         self._shared[name] = SharedFile(nbytes, part_nbytes, upload)
 
     def seal(self, names: Sequence[str], receipts: Sequence[bytes], *, durable: bool) -> None:
-        found: dict[str, dict[int, str]] = {}
+        by_file: dict[str, dict[int, str]] = {}
         for receipt in receipts:
-            for name, its in json.loads(receipt).items():
-                found.setdefault(name, {}).update({int(number): one for number, one in its.items()})
+            for name, by_number in json.loads(receipt).items():
+                by_file.setdefault(name, {}).update(
+                    {int(number): part_receipt for number, part_receipt in by_number.items()}
+                )
         for name, file in self._shared.items():
-            its, num = found.get(name, {}), -(-file.nbytes // file.part_nbytes)
-            missing = [number for number in range(num) if number not in its]
+            by_number, num = by_file.get(name, {}), -(-file.nbytes // file.part_nbytes)
+            missing = [number for number in range(num) if number not in by_number]
             if missing:
                 raise CheckpointError(
                     f"{self._place.where}/{name}: nobody has put part {missing[0]} of its {num} parts"
                 )
             if file.upload:
-                parts = [its[number] for number in range(num)]
+                parts = [by_number[number] for number in range(num)]
                 self._bucket.end_upload(self._key(name), file.upload, parts, only_if=self._address.only_if)
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
@@ -148,7 +150,7 @@ class ObjectStaging(Staging):
         self._check_not_overtaken(manifest)
         before = None if self._before is None else self._bucket.read(self._place.manifest(manifest))
         # Known now: the manifest that says it is replaced next.
-        older = [] if self._before is None else list(own_keys(self._bucket, self._before, self._place, self._judge))
+        older = [] if self._before is None else list(own_keys(self._bucket, self._before, self._place, self._probe))
         try:
             self._bucket.put(self._place.manifest(manifest), data, only_if=ABSENT if before is None else before[1])
         except OvertakenError as error:
@@ -163,23 +165,23 @@ class ObjectStaging(Staging):
 
     def _check_not_overtaken(self, manifest: str) -> None:
         """Raise where the manifest is not the one of the beginning: a store that knows no conditions would not tell."""
-        found = self._bucket.look(self._place.manifest(manifest))
+        info = self._bucket.look(self._place.manifest(manifest))
         at_begin = None if self._before is None else self._before.manifest_version
-        if (None if found is None else found.version) != at_begin:
+        if (None if info is None else info.version) != at_begin:
             raise self._overtaken()
 
     def _check_whole(self, manifest: str, before: bytes | None) -> None:
         """Withdraw the manifest where another save took this one for dead at the last moment, and has removed its objects."""
-        found = current(self._bucket, self._place, self._judge)
-        if found is None:
+        opened = current(self._bucket, self._place, self._probe)
+        if opened is None:
             return
-        has_files = found.files.token == (self._token if self._has_folder else None)
-        if has_files and self._judge.status_in(found, whole=True).is_complete:
+        has_files = opened.files.token == (self._token if self._has_folder else None)
+        if has_files and self._probe.status_in(opened, whole=True).is_complete:
             return
         if before is None:
             self._bucket.delete([self._place.manifest(manifest)])
         else:
-            self._bucket.put(self._place.manifest(manifest), before, only_if=found.manifest_version)
+            self._bucket.put(self._place.manifest(manifest), before, only_if=opened.manifest_version)
         raise taken_for_dead(self._claim)
 
     def _is_mine(self, manifest: str, data: bytes) -> bool:
@@ -194,7 +196,7 @@ class ObjectStaging(Staging):
         """A later save removes objects that cannot be removed now, because the new checkpoint is there."""
         try:
             self._bucket.delete(older)
-            self._claim.finish(self._judge)
+            self._claim.finish(self._probe)
         except OSError as error:
             log.warning("%s: objects of an older save are left: %s", self._place.where, error)
         finally:
@@ -211,27 +213,30 @@ class ObjectStaging(Staging):
             if self._may_count():
                 self._claim.release()
             else:
-                self._claim.finish(self._judge)
+                self._claim.finish(self._probe)
                 if late:  # without a note, an object that has no folder of a save is a stranger's
                     mark_dead(self._bucket, self._place, self._token, is_plain=self._claim.is_plain)
         self._claim.stop()
 
     def _may_count(self) -> bool:
-        """Whether the manifest may be that of this save, though its `put` seemed to fail."""
-        found = current(self._bucket, self._place, self._judge)
-        return found is not None and own_token(self._judge.token_in(found)) in (self._token, None)
+        """Return whether the manifest may be that of this save, though its `put` seemed to fail."""
+        opened = current(self._bucket, self._place, self._probe)
+        return opened is not None and own_token(self._probe.token_in(opened)) in (self._token, None)
 
 
 def check_free(bucket: Bucket, place: Place, probe: CheckpointProbe[Any], *, overwrite: bool) -> OpenedObjects | None:
-    """The checkpoint that is there. Raises CheckpointError for one that may not be replaced, and for one of another format."""
-    found = current(bucket, place, probe)
-    if found is not None and not overwrite:
+    """Return the checkpoint that is there.
+
+    Raises CheckpointError for one that may not be replaced, and for one of another format.
+    """
+    opened = current(bucket, place, probe)
+    if opened is not None and not overwrite:
         raise CheckpointError(
             f"{place.where}: a checkpoint is there already: save to another path, or say overwrite=True"
         )
-    for other in probe.others if found is None else ():
+    for other in probe.others if opened is None else ():
         if bucket.look(place.manifest(other)) is not None:
             raise CheckpointError(
                 f"{place.where}: has a checkpoint of another format, because {other} is there: save to another path, or remove it"
             )
-    return found
+    return opened

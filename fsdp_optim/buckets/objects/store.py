@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
-from fsdp_optim.buckets.objects.directory import ObjectShelf
+from fsdp_optim.buckets.objects.directory import ObjectDirectory
 from fsdp_optim.buckets.objects.keys import Place
 from fsdp_optim.buckets.objects.opened import OpenedObjects, open_place
 from fsdp_optim.buckets.objects.opened_any import OpenedAny
@@ -42,7 +42,7 @@ class ObjectStore(Store):
         part_nbytes: int | None = None,
         dead_after: float = DEAD_AFTER,
     ) -> None:
-        self.bucket, self._judge, self._dead_after = bucket, probe, dead_after
+        self.bucket, self._probe, self._dead_after = bucket, probe, dead_after
         prefix = prefix.strip("/")
         if not prefix:
             raise CheckpointError(
@@ -61,7 +61,7 @@ class ObjectStore(Store):
 
     def open(self) -> OpenedObjects:
         try:
-            return open_place(self.bucket, self.place, self._judge)
+            return open_place(self.bucket, self.place, self._probe)
         except MissingObjectError as error:
             raise CheckpointError(str(error)) from error
 
@@ -70,7 +70,7 @@ class ObjectStore(Store):
 
     def with_probe(self, probe: CheckpointProbe[Any]) -> ObjectStore:
         other = copy.copy(self)
-        other._judge = probe
+        other._probe = probe
         return other
 
     def begin(self, *, overwrite: bool, durable: bool) -> ObjectStaging:
@@ -79,7 +79,7 @@ class ObjectStore(Store):
         return ObjectStaging.begun(
             self.bucket,
             self.place,
-            self._judge,
+            self._probe,
             self.capabilities,
             overwrite=overwrite,
             dead_after=self._dead_after,
@@ -92,8 +92,8 @@ class ObjectStore(Store):
     def machine_id(self) -> str:
         return self.where
 
-    def directory(self) -> ObjectShelf[Any]:
-        return ObjectShelf(self.bucket, self.place.parent, self._judge)
+    def directory(self) -> ObjectDirectory[Any]:
+        return ObjectDirectory(self.bucket, self.place.parent, self._probe)
 
     def siblings(self, known: Collection[str] = ()) -> Iterator[Opened]:
         directory = self.directory()
@@ -104,5 +104,5 @@ class ObjectStore(Store):
                 del without[opened.where]
                 yield opened
         for place in without.values():  # the siblings may have a checkpoint of another format
-            if any(self.bucket.look(place.manifest(name)) is not None for name in self._judge.others):
+            if any(self.bucket.look(place.manifest(name)) is not None for name in self._probe.others):
                 yield OpenedAny(self.bucket, place.inside)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_optim.buckets.objects.base import Bucket, Found, OvertakenError
+from fsdp_optim.buckets.objects.base import Bucket, ObjectInfo, OvertakenError
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Opened
 
@@ -16,16 +16,16 @@ class VersionedObjects(Opened):
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self.num_requests = bucket, bucket.can.most_reads
-        self._found: dict[str, Found | None] = {}
+        self._infos: dict[str, ObjectInfo | None] = {}
 
     def _key(self, name: str) -> str:
-        """The key of a file. Raises CheckpointError for a name that leaves the place."""
+        """Return the key of a file. Raises CheckpointError for a name that leaves the place."""
         raise NotImplementedError
 
-    def _look(self, name: str) -> Found | None:
-        if name not in self._found:
-            self._found[name] = self._bucket.look(self._key(name))
-        return self._found[name]
+    def _look(self, name: str) -> ObjectInfo | None:
+        if name not in self._infos:
+            self._infos[name] = self._bucket.look(self._key(name))
+        return self._infos[name]
 
     def has(self, name: str) -> bool:
         try:
@@ -34,8 +34,8 @@ class VersionedObjects(Opened):
             return True
 
     def version_of(self, name: str) -> tuple[object, ...] | None:
-        found = self._bucket.look(self._key(name))
-        return None if found is None else (found.version,)
+        info = self._bucket.look(self._key(name))
+        return None if info is None else (info.version,)
 
     def size_of(self, name: str) -> int:
         nbytes = self.nbytes_of(name)
@@ -44,8 +44,8 @@ class VersionedObjects(Opened):
         return nbytes
 
     def nbytes_of(self, name: str) -> int:
-        found = self._look(name)
-        return -1 if found is None else found.nbytes
+        info = self._look(name)
+        return -1 if info is None else info.nbytes
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
         nbytes = sum(map(len, pieces))
@@ -58,9 +58,9 @@ class VersionedObjects(Opened):
 
     def _fill(self, name: str, pieces: Sequence[memoryview], offset: int, stop: int) -> None:
         """Fill pieces of memory with the bytes [offset, stop) of a file, which has them."""
-        found = self._look(name)
+        info = self._look(name)
         try:
-            self._bucket.read_into(self._key(name), pieces, offset, version=found.version if found else None)
+            self._bucket.read_into(self._key(name), pieces, offset, version=info.version if info else None)
         except OvertakenError as error:
             raise CheckpointError(f"{self.named(name)}: was written again while it was read") from error
 

@@ -54,11 +54,11 @@ class Watched:
 
 
 def _sign_of_life(bucket: Bucket, claim: str) -> bytes | None:
-    """The content of a claim; None where it tells nothing: it is gone, or is written so that it may stay the same."""
+    """Return the content of a claim; None where it tells nothing: it is gone, or is written so that it may stay the same."""
     with contextlib.suppress(OSError, ValueError):
         content, _ = bucket.read(claim)
-        found = json.loads(content)
-        return content if isinstance(found, dict) and BEAT in found else None
+        fields = json.loads(content)
+        return content if isinstance(fields, dict) and BEAT in fields else None
     return None
 
 

@@ -49,7 +49,7 @@ class Address:
         return None if self.has_folder else ABSENT
 
     def part_nbytes_of(self, nbytes: int) -> int:
-        """The size of the parts of a file of `nbytes` bytes."""
+        """Return the size of the parts of a file of `nbytes` bytes."""
         return Capabilities(part_nbytes=self.part_nbytes, most_parts=self.most_parts).part_nbytes_of(nbytes)
 
     def files(self, place: Place) -> KeyedFiles:
@@ -57,20 +57,20 @@ class Address:
         return KeyedFiles(place, self.token if self.has_folder else None)
 
     def encoded(self) -> str:
-        """The address as text."""
+        """Return the address as text."""
         return json.dumps(
-            {**vars(self), "shared": {name: list(vars(one).values()) for name, one in self.shared.items()}}
+            {**vars(self), "shared": {name: list(vars(file).values()) for name, file in self.shared.items()}}
         )
 
     @classmethod
     def decoded(cls, text: str) -> Address:
         """The inverse of `encoded`."""
         values: dict[str, Any] = json.loads(text)
-        return cls(**{**values, "shared": {name: SharedFile(*one) for name, one in values["shared"].items()}})
+        return cls(**{**values, "shared": {name: SharedFile(*fields) for name, fields in values["shared"].items()}})
 
 
 def _nbytes_for_parts(budget_nbytes: int) -> int:
-    """The share of a budget that parts get: all but the share of the client, which is at most an eighth."""
+    """Return the share of a budget that parts get: all but the share of the client, which is at most an eighth."""
     of_client = min(budget_nbytes // 8, _CLIENT_NBYTES)
     return budget_nbytes - of_client
 
@@ -126,14 +126,17 @@ class ObjectWriter(StoreWriter):
             else:
                 opened.check_whole()
         self._uploads.wait()
-        found = {name: {number: one.result() for number, one in its.items()} for name, its in self._receipts.items()}
+        receipts = {
+            name: {number: future.result() for number, future in by_number.items()}
+            for name, by_number in self._receipts.items()
+        }
         for name, upload in list(self._own.items()):
-            its = found.pop(name)
-            parts = [its[number] for number in range(len(its))]
+            by_number = receipts.pop(name)
+            parts = [by_number[number] for number in range(len(by_number))]
             self._bucket.end_upload(self._files.key(name), upload, parts, only_if=self._address.only_if)
             del self._own[name]
         self._uploads.close()
-        return json.dumps({name: found[name] for name in found.keys() & self._address.shared.keys()}).encode()
+        return json.dumps({name: receipts[name] for name in receipts.keys() & self._address.shared.keys()}).encode()
 
     def discard(self) -> None:
         self._uploads.close()

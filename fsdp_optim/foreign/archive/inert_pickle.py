@@ -61,7 +61,7 @@ class Unpickler:
         }
 
     def load(self, file: Readable) -> Any:
-        """The next value in a file. Raises CheckpointError for anything that no honest program writes."""
+        """Return the next value in a file. Raises CheckpointError for anything that no honest program writes."""
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -278,10 +278,10 @@ class Unpickler:
             return self._table.globals[what]
         if self._prepared is None:
             return Unread(what)
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
 
     def _imported(self, what: str) -> Any:
         module, _, name = what.rpartition(".")
@@ -311,7 +311,7 @@ class Unpickler:
         self._push(self._called(self._stack.pop(), arguments, {}))
 
     def _new(self, cls: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        """An object of a class, without its `__init__`."""
+        """Return an object of a class, without its `__init__`."""
         if isinstance(cls, Known) and cls.call in self._table.stand_ins:
             return self._called(Known(cls.what, partial(cls.call.__new__, cls.call)), arguments, named)
         is_real = self._prepared is not None and isinstance(cls, type)

@@ -19,14 +19,14 @@ class Cuts:
         self._made: dict[tuple[Shape, tuple[_ChunkBox, ...]], Placement] = {}
 
     def placement(self, name: str, shape: Shape, boxes: tuple[_ChunkBox, ...]) -> Placement:
-        """The placement of a tensor. `name`: for errors. `boxes`: (offsets, sizes) of the chunks that have elements.
+        """Return the placement of a tensor. `name`: for errors. `boxes`: (offsets, sizes) of the chunks that have elements.
 
         Raises CheckpointError where chunks lie outside of the tensor or overlap, and where elements are in no chunk.
         """
-        found = self._made.get((shape, boxes))
-        if found is None:
-            found = self._made[shape, boxes] = _placement(name, shape, boxes)
-        return found
+        placement = self._made.get((shape, boxes))
+        if placement is None:
+            placement = self._made[shape, boxes] = _placement(name, shape, boxes)
+        return placement
 
 
 def _placement(name: str, shape: Shape, boxes: Sequence[_ChunkBox]) -> Placement:

@@ -52,7 +52,7 @@ class Operations:
         self._num_tuples = 0
 
     def checked(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """The pieces with the added operations. Raises ValueError for operations that torch's pickles do not have."""
+        """Yield the pieces with the added operations. Raises ValueError for operations that torch's pickles do not have."""
         for piece in pieces:
             for start in range(0, len(piece), _PIECE_NBYTES):
                 yield b"".join(self._add(piece[start : start + _PIECE_NBYTES], is_last=False))
@@ -89,7 +89,7 @@ class Operations:
             raise ValueError("it was cut short")
 
     def _end(self, data: bytes, at: int) -> int | None:
-        """The end of the operation with a text that begins at a byte; None if it is not there yet."""
+        """Return the end of the operation with a text that begins at a byte; None if it is not there yet."""
         operation = data[at : at + 1]
         if operation in _NBYTES_OF_LENGTH:
             start = at + 1 + _NBYTES_OF_LENGTH[operation]
@@ -105,7 +105,8 @@ class Operations:
                 return at + 5
         if operation == b"c":
             ends = [
-                found.end() for found, _ in zip(re.finditer(b"\n", data[at : at + _MOST_LINE]), range(2), strict=False)
+                newline.end()
+                for newline, _ in zip(re.finditer(b"\n", data[at : at + _MOST_LINE]), range(2), strict=False)
             ]
             if len(ends) == 2 or len(data) - at < _MOST_LINE:
                 return at + ends[1] if len(ends) == 2 else None
@@ -115,7 +116,7 @@ class Operations:
         raise ValueError(f"the operation {operation!r} at byte {self._at + at} is not known")
 
     def _looked_at(self, run: bytes) -> bytes:
-        """A run of operations, with one more behind each tuple."""
+        """Return a run of operations, with one more behind each tuple."""
         parts = [before + made + _LOOK if made else before for before, made in _UP_TO_TUPLE.findall(run)]
         looked = b"".join(parts)
         self._num_tuples += len(looked) - len(run)

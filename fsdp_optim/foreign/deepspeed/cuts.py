@@ -46,7 +46,7 @@ class Cut:
     skipped: int = 0
 
     def stored(self, key: str, parts: Parts) -> StoredTensor:
-        """The parameter, or a state value that is cut in the same way, in the parts of the ranks."""
+        """Return the parameter, or a state value that is cut in the same way, in the parts of the ranks."""
         numel, any_part = prod(self.shape), parts[0]
         if not numel:
             return StoredTensor(key, any_part.dtype, self.shape, any_part.file, any_part.start)

@@ -27,17 +27,17 @@ Partition = frozenset[frozenset[int]]
 
 
 def first_shards(tree: Any) -> Fields | None:
-    """The first ShardedTensor or DTensor in dicts and lists; None if there is none."""
+    """Return the first ShardedTensor or DTensor in dicts and lists; None if there is none."""
     if isinstance(tree, (ShardedTensorFields, DTensorFields)):
         return tree
     items = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
-    return next((found for found in map(first_shards, items) if found is not None), None)
+    return next((shards for shards in map(first_shards, items) if shards is not None), None)
 
 
 def numbers_in(files: RankFiles, rank: int, stored: StoredTensor) -> Sequence[int]:
-    """The elements of a small tensor of numbers in the file of a rank."""
-    found: list[int] = files.archives[rank].materialised(stored).flatten().tolist()
-    return found
+    """Return the elements of a small tensor of numbers in the file of a rank."""
+    numbers: list[int] = files.archives[rank].materialised(stored).flatten().tolist()
+    return numbers
 
 
 class Half:
@@ -49,7 +49,7 @@ class Half:
         self._known: dict[tuple[int, int], TorchShards] = {}
 
     def shards(self, rank: int, value: Fields, name: object) -> TorchShards:
-        """The shards in a stand-in, which is looked at once."""
+        """Return the shards in a stand-in, which is looked at once."""
         known = self._known.get((rank, id(value)))
         if known is None:
             with as_checkpoint_error(f"{self.files.opened.named(self.files.names[rank])}: {name}"):
@@ -64,14 +64,14 @@ class Half:
     @cached_property
     def _cuts(self) -> dict[Any, dict[Any, dict[int, TorchShards]]]:
         """By name, by cut, the shards of each rank."""
-        found: dict[Any, dict[Any, dict[int, TorchShards]]] = {}
+        cuts: dict[Any, dict[Any, dict[int, TorchShards]]] = {}
         for rank, values in self.values.items():
             for name, value in values.items():
                 fields = first_shards(value)
                 if fields is not None:
                     shards = self.shards(rank, fields, name)
-                    found.setdefault(name, {}).setdefault(shards.cut, {})[rank] = shards
-        return found
+                    cuts.setdefault(name, {}).setdefault(shards.cut, {})[rank] = shards
+        return cuts
 
     @property
     def partitions(self) -> set[Partition]:
@@ -104,7 +104,7 @@ class Half:
         return ""
 
     def _pieces(self, rank: int, name: object) -> Iterator[tuple[int, tuple[Box, StoredTensor]]]:
-        """The shards of all values of a name in the file of a rank, each with the number of its value."""
+        """Yield the shards of all values of a name in the file of a rank, each with the number of its value."""
         for at, fields in enumerate(_all_shards(self.values[rank][name])):
             for piece in self.shards(rank, fields, name).boxes:
                 yield at, piece
@@ -118,7 +118,7 @@ class Half:
         lowest = min(partition, key=min)
         names = {name for name, cuts in self._cuts.items() if len(cuts) > 1 and self._partition(name) == partition}
         self.values = {
-            rank: values if rank in lowest else {name: one for name, one in values.items() if name not in names}
+            rank: values if rank in lowest else {name: value for name, value in values.items() if name not in names}
             for rank, values in self.values.items()
         }
         self.__dict__.pop("_cuts", None)
@@ -152,7 +152,7 @@ class Half:
         for name in names:
             by = {rank: values[name] for rank, values in self.values.items() if name in values}
             alike: dict[object, list[int]] = {}
-            for rank, stored in by.items() if all(isinstance(one, StoredTensor) for one in by.values()) else ():
+            for rank, stored in by.items() if all(isinstance(value, StoredTensor) for value in by.values()) else ():
                 alike.setdefault((stored.shape, stored.dtype, self._sample(rank, stored)), []).append(rank)
             for ranks in alike.values() if len(alike) > 1 else ():
                 for rank in ranks:
@@ -166,20 +166,20 @@ class Half:
 
     def renamed(self, renames: Mapping[int, Mapping[str, str]]) -> dict[Any, dict[int, Any]]:
         """By new name, the value of each rank that has it."""
-        found: dict[Any, dict[int, Any]] = {}
+        by_name: dict[Any, dict[int, Any]] = {}
         for rank, values in self.values.items():
             for name, value in values.items():
-                found.setdefault(renames.get(rank, {}).get(name, name), {})[rank] = value
-        return found
+                by_name.setdefault(renames.get(rank, {}).get(name, name), {})[rank] = value
+        return by_name
 
     def value(self, key: str, by: Mapping[int, Any]) -> Any:
-        """One value of the optimizer: a tensor, or a plain value that is the same on all ranks."""
+        """Return one value of the optimizer: a tensor, or a plain value that is the same on all ranks."""
         if any(isinstance(value, (Fields, StoredTensor)) for value in by.values()):
             return self.tensor(key, by, strictly=True)
         return self.files.agreed(by, key)
 
     def tensor(self, key: str, by: Mapping[int, Any], *, strictly: bool) -> StoredTensor:
-        """One tensor of all ranks.
+        """Return one tensor of all ranks.
 
         `strictly`: a tensor that is not cut must be equal on all ranks; else the lowest rank's counts.
         """
@@ -203,7 +203,7 @@ class Half:
         lacking = sorted(some.ranks - set(sharded))
         if lacking:
             raise self.files.damaged(lacking[0] if lacking[0] < self.files.num else first, f"does not have {key}")
-        pieces = [piece for one in sharded.values() for piece in one.boxes]
+        pieces = [piece for shards in sharded.values() for piece in shards.boxes]
         try:
             return _placed(key, some.shape, pieces)
         except LayoutError as error:
@@ -211,12 +211,12 @@ class Half:
 
 
 def in_order(partition: Partition) -> list[list[int]]:
-    """The groups as lists, by which partitions are sorted."""
+    """Return the groups as lists, by which partitions are sorted."""
     return sorted(map(sorted, partition))
 
 
 def _owners(by: Mapping[int, TorchShards]) -> frozenset[int]:
-    """The ranks that share a tensor; those whose shard is empty are not among its shards. `by`: its shards by rank."""
+    """Return the ranks that share a tensor; those whose shard is empty are not among its shards. `by`: its shards by rank."""
     return frozenset(by) | next(iter(by.values())).ranks
 
 
@@ -229,7 +229,7 @@ def _all_shards(tree: Any) -> Iterator[Fields]:
 
 
 def _placed(key: str, shape: Shape, pieces: Sequence[tuple[Box, StoredTensor]]) -> StoredTensor:
-    """A tensor of boxes in several files. Raises LayoutError for elements in no box, or in two."""
+    """Return a tensor of boxes in several files. Raises LayoutError for elements in no box, or in two."""
     if not pieces:
         raise LayoutError("its elements are in no file")
     full = [(box, tensor) for box, tensor in pieces if box.numel]

@@ -67,7 +67,7 @@ class OptimDescription:
 
 
 def to_plain(description: OptimDescription) -> dict[str, Any]:
-    """The description as dicts and lists of unencoded values."""
+    """Return the description as dicts and lists of unencoded values."""
     return {
         "optimizer_class": description.optimizer_class,
         "groups": [
@@ -108,7 +108,7 @@ def from_plain(where: str, plain: Any) -> OptimDescription:
 def encoded(
     where: str, description: OptimDescription, *, allow_pickle: bool, records: Mapping[str, type]
 ) -> tuple[Any, list[torch.Tensor]]:
-    """The description as JSON values, and its tensors. Raises CheckpointError that names a value which cannot be saved."""
+    """Return the description as JSON values, and its tensors. Raises CheckpointError that names a value which cannot be saved."""
     encoder = Encoder(allow_pickle=allow_pickle, records=records)
     return encoder.encode(where, to_plain(description)), encoder.tensors
 

@@ -153,7 +153,7 @@ def _read(section: DataSection, batches: Iterable[list[Extent]]) -> Iterator[lis
 
 
 def _with_rest_of_segments(extents: Sequence[Extent], borders: Sequence[int]) -> Iterator[Extent]:
-    """The ranges, and temporary memory for the other bytes of the segments that they touch."""
+    """Yield the ranges, and temporary memory for the other bytes of the segments that they touch."""
     at = 0  # all bytes before this one are read, or not needed
     for index, extent in enumerate(extents):
         begin = max(at, borders[bisect.bisect_right(borders, extent.start) - 1])

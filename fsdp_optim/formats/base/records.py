@@ -27,7 +27,7 @@ COMMON, MODULES = "common", "model"
 
 
 def rank_extra_name(position: int) -> str:
-    """The name of the extra of one rank. `position`: the index of the rank among the ranks that saved."""
+    """Return the name of the extra of one rank. `position`: the index of the rank among the ranks that saved."""
     return f"rank-{position:05}"
 
 
@@ -64,7 +64,7 @@ class StoredTensor:
         return self.chunks.placement if self.chunks is not None else _whole_in_storage(self.shape)
 
     def place_on(self, rank: int) -> tuple[str, int]:
-        """The file in which the elements of one rank of storage are, and the byte at which they begin."""
+        """Return the file in which the elements of one rank of storage are, and the byte at which they begin."""
         return self.chunks.at[rank] if self.chunks is not None else (self.file, self.start)
 
 
@@ -150,7 +150,10 @@ class PlannedFile:
         return self.frames.nbytes
 
     def section(self, write: Callable[[Pieces, int], None]) -> DataSection:
-        """The data as `write_extents` writes it, with the frames. `write`: writes pieces of memory at a byte of the file."""
+        """Return the data as `write_extents` writes it, with the frames.
+
+        `write`: writes pieces of memory at a byte of the file.
+        """
         if not self.between:
             return DataSection(self.name, write, len(self.head), self.tensors_in)
 

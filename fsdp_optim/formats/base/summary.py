@@ -82,7 +82,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
         return self.sequence, -1 if self.step is None else self.step, self.created_ns, self.token
 
     def to_json(self) -> dict[str, Any]:
-        """The brief as JSON values, with its checksum."""
+        """Return the brief as JSON values, with its checksum."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values | {"xxh3_64": hex_of(_canonical(values))}
 
@@ -102,7 +102,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
 def content_of(
     names: Collection[str], *, has_optim: bool, weights: str = "all", weights_dtype: str | None = None
 ) -> str:
-    """A hash of the names of a model's parameters, of whether a checkpoint has an optimizer, and of its weights."""
+    """Return a hash of the names of a model's parameters, of whether a checkpoint has an optimizer, and of its weights."""
     of_weights = [value for value, default in ((weights, "all"), (weights_dtype, None)) if value != default]
     return hex_of(_canonical([sorted(names), has_optim, *of_weights]))
 
@@ -112,7 +112,7 @@ def _canonical(value: Any) -> bytes:
 
 
 def summary_in(where: str, beginning: bytes) -> ManifestSummary | None:
-    """The brief in the first bytes of a manifest; None if these bytes hold no whole brief."""
+    """Return the brief in the first bytes of a manifest; None if these bytes hold no whole brief."""
     text = beginning.decode("latin-1")  # a brief is ASCII, wherever the bytes were cut
     begins = _BEGINS.match(text)
     if begins is None:

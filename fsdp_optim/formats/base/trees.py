@@ -20,7 +20,7 @@ class Unread:
 
 
 def tensors_in(tree: Any) -> Iterator[StoredTensor]:
-    """All StoredTensors in dicts and lists."""
+    """Yield all StoredTensors in dicts and lists."""
     if isinstance(tree, StoredTensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -32,7 +32,7 @@ def tensors_in(tree: Any) -> Iterator[StoredTensor]:
 
 
 def unread_in(value: Any) -> Unread | None:
-    """The first object in a value that was not made; None if there is none."""
+    """Return the first object in a value that was not made; None if there is none."""
     if isinstance(value, Unread):
         return value
     if isinstance(value, (dict, list, tuple, set, frozenset)):

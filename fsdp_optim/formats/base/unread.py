@@ -20,11 +20,11 @@ class Unread:
 
 
 def unread_in(value: Any) -> Unread | None:
-    """The first Unread in a value, also inside containers; None if there is none."""
+    """Return the first Unread in a value, also inside containers; None if there is none."""
     if isinstance(value, Unread):
         return value
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple, set, frozenset)):
         return None
-    return next((found for child in value if (found := unread_in(child)) is not None), None)
+    return next((unread for child in value if (unread := unread_in(child)) is not None), None)

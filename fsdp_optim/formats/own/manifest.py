@@ -62,7 +62,7 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
     weights_name: str = MODEL
 
     def content(self, *, has_optim: bool) -> str:
-        """The `content` of a brief."""
+        """Return the `content` of a brief."""
         return content_of(self.params, has_optim=has_optim, weights=self.weights, weights_dtype=self.weights_dtype)
 
 
@@ -99,7 +99,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
         keep_last: int | None = None,
         manager: ManagerRecord | None = None,
     ) -> ManifestSummary:
-        """A brief that agrees with the rest of the manifest."""
+        """Return a brief that agrees with the rest of the manifest."""
         return ManifestSummary(
             version=self.version,
             sequence=sequence,
@@ -116,7 +116,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
         )
 
     def encoded(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         values = msgspec.to_builtins(self)
         del values["checksum"]
         values["brief"] = self.effective_summary.to_json()
@@ -126,7 +126,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 def version_for(model: ModelInfo) -> int:
-    """The lowest version of the format that has all entries of a new manifest, so that older readers can read it."""
+    """Return the lowest version of the format that has all entries of a new manifest, so that older readers can read it."""
     is_plain = (model.weights, model.weights_dtype, model.weights_name) == ("all", None, MODEL)
     return _VERSION_OF_ALL_WEIGHTS if is_plain else VERSION
 
@@ -189,7 +189,7 @@ def _check_summary(path: str, manifest: Manifest, summary: ManifestSummary) -> N
 
 
 def _is_as_written(text: bytes, checksum: str) -> bool:
-    """Whether the text has the checksum as it stands, so that its values need not be encoded again for the comparison."""
+    """Return whether the text has the checksum as it stands, so that its values need not be encoded again for the comparison."""
     prefix, suffix = b'{"checksum":"%s","checkpoint":' % checksum.encode(errors="replace"), b"}\n"
     if not text.startswith(prefix) or not text.endswith(suffix):
         return False
