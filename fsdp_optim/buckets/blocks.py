@@ -31,10 +31,10 @@ def _hashed(*words: object) -> str:
 
 
 class BlockFolder:
-    """A folder for the blocks of checkpoints. Nothing here raises: a block that the folder cannot give or take is not in it."""
+    """A folder for the blocks of checkpoints. Its methods raise nothing: a block that the folder cannot give or take is not in it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Raises CheckpointError for a value that is no path."""
+        """Open the folder. Raises CheckpointError for a value that is no path."""
         self._folder = absolute(folder)
         self._can_write = True
 
@@ -66,7 +66,7 @@ class BlockFolder:
                 return  # another process has removed the folder of an older checkpoint
             self._can_write = False
             reason = error.strerror or error
-            log.warning("%s: nothing more is kept in this cache, and loading goes on: %s", self._folder, reason)
+            log.warning("%s: nothing more is kept in this cache, and loading continues: %s", self._folder, reason)
 
 
 class Blocks:

@@ -40,7 +40,7 @@ class CachedStore(Store):
         opened = self.store.open()
         try:
             version = opened.version_of(self._manifest)
-            if version is None or opened.was_replaced():  # then the version may be that of another checkpoint
+            if version is None or opened.was_replaced():  # then the version may belong to another checkpoint
                 return opened
             blocks = self._folder.blocks_of(self.where, version)
             return CachedOpened(opened, blocks, self._manifest, self._block_nbytes)

@@ -25,7 +25,7 @@ class MountedObjects(ObjectStore):
         return f"{self.where} {this_host(self._folder)}"
 
     def sees(self, address: str) -> bool:
-        """As a Store does. The address is that of a save, whose claim must be visible, or the path of a beacon."""
+        """As a Store does. `address`: of a save, whose claim must be visible, or the path of a beacon."""
         is_save = address.startswith("{")
         return sees(self._folder / self.place.claim(Address.decoded(address).token) if is_save else Path(address))
 

@@ -33,7 +33,7 @@ from fsdp_optim.testing.ranks import run_on_ranks
 from fsdp_optim.view import ModelView, NamedHandle
 
 VALUES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-"""Names that the library knows as those of values which are cut like their parameter: what SGD and Adam need to step."""
+"""Names of state values that the library knows to be cut like their parameter: SGD and Adam need these to step."""
 
 ModelAndOptim = tuple[nn.Module, Any]
 """A wrapped model, and its optimizer."""
@@ -53,7 +53,7 @@ class Awkward(nn.Module):
             start += param.numel()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return every parameter is used."""
+        """Use every parameter."""
         self.inner(x[..., :3])
         made: torch.Tensor = self.first(x) * self.scale
         return made
@@ -97,7 +97,7 @@ class AdapterConformance:
             compare_views(by_rank)
 
     def test_padding_is_counted(self) -> None:
-        """The length of a local tensor is that of its elements and its padding."""
+        """A local tensor is as long as its elements and its padding together."""
         results = self._on_ranks(check_padding)
         if self.num_padded_promised and not any(any(by_rank) for by_rank in results):
             raise AssertionError("no Handle has num_padded at any world size")
@@ -122,7 +122,7 @@ class AdapterConformance:
 
 
 def run_check(check: Callable[[ModelAndOptim, ModelReader], Any], cls: type[AdapterConformance]) -> Any:
-    """On one rank: a check of a freshly wrapped model."""
+    """Run a check of a freshly wrapped model on this rank."""
     with ExitStack() as stack:
         if find_spec("fairscale") is not None:  # `wrap` may use it
             stack.enter_context(fairscale_on_cpu())
@@ -155,7 +155,7 @@ def _expect(holds: bool, what: str) -> None:
 
 
 def check_elements(made: ModelAndOptim, reader: ModelReader) -> list[dict[str, list[int]]]:
-    """Return the numbers on this rank, by FQN. Raises unless they are those of the placement."""
+    """Return the numbers on this rank, by FQN. Raises unless they are where the placement says."""
     plain, me, by_view = _plain(), dist.get_rank(), []
     for view in _views(made, reader):
         held: dict[str, list[int]] = {}
@@ -248,7 +248,7 @@ def check_padding(made: ModelAndOptim, reader: ModelReader) -> bool:
 
 
 def check_unchanged(made: ModelAndOptim, reader: ModelReader) -> None:
-    """Copies of everything that a training step depends on."""
+    """Check that reading changes nothing that a training step depends on."""
     model, optim = made
     before = _state_of(model, optim)
     for view in _views(made, reader):

@@ -1,7 +1,7 @@
 """A test class for every Store; `fsdp_optim.storage.base` has the protocol.
 
     class TestMyStore(StoreConformance, unittest.TestCase):
-        def make_store(self, judge):
+        def make_store(self, probe):
             return MyStore(...)          # at a new, empty place, each time that it is called
 
 A store is expected to keep its promises where its processes are on several machines, and where they are killed, too; no suite in
@@ -31,7 +31,7 @@ class _Summary:
 
 
 class AnyManifest(CheckpointProbe[_Summary]):
-    """The judge of a format in which a manifest makes a checkpoint complete. A manifest is any line and the token of the save."""
+    """The probe of a format in which a manifest makes a checkpoint complete. A manifest is any line and the token of the save."""
 
     manifest = MANIFEST
 
@@ -46,7 +46,7 @@ class AnyManifest(CheckpointProbe[_Summary]):
         return None
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        """Return every file counts as written by a save."""
+        """Count every file as written by a save."""
         return lambda name: True
 
 

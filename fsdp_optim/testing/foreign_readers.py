@@ -44,7 +44,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class WrittenSample:
-    """What a test has written.
+    """The checkpoint that a test has written.
 
     Attributes:
         model: tensors by the names in the checkpoint.

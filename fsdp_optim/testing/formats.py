@@ -5,7 +5,7 @@
             return MyFormat()
 
         def make_store(self, format):
-            return Folder(self.new_path(), format.judge)       # at a new, empty place, each time that it is called
+            return Folder(self.new_path(), format.probe)       # at a new, empty place, each time that it is called
 
 Everything runs in one process: how ranks share the work is the library's, and the same for all formats.
 """
@@ -61,7 +61,7 @@ class FormatConformance(MixIn):
         raise NotImplementedError
 
     def make_store(self, format: Format) -> Store:
-        """Return a store at a new, empty place, with the format's judge. Its reads go directly into the given memory."""
+        """Return a store at a new, empty place, with the format's probe. Its reads go directly into the given memory."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------- what is saved

@@ -68,7 +68,7 @@ def run_on_ranks(
         fn, world_size, args, kwargs, timeout, backend, grace: as for `RankPool.run`.
 
     Returns:
-        What `fn` has returned on each rank, in the order of the ranks.
+        The results of `fn`, in the order of the ranks.
 
     Raises:
         RanksFailed: a rank raised an error, or its process ended.
@@ -212,7 +212,7 @@ _IF_LOADED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "fa
 
 
 def _context() -> ForkServerContext | SpawnContext:
-    """Return a server process that workers are forked from; it starts with the first of them, and imports what is loaded here."""
+    """Return the context of a server process, which starts with the first worker and imports the wrappers that are loaded here."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

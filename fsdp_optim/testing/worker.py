@@ -41,7 +41,7 @@ class RemoteError(FsdpOptimError, RuntimeError):
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's part of one call: what to run, and in which world."""
+    """One rank's part of one call: a function, and the world in which to run it."""
 
     rank: int
     world_size: int
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What one rank did: a value, or an error with its traceback."""
+    """The outcome of one rank: a value, or an error with its traceback."""
 
     value: Any = None
     error: BaseException | None = None

@@ -69,7 +69,7 @@ class FsspecBucket(Bucket):
 
     @property
     def local_folder(self) -> str | None:
-        """The path of the folder, where its files are those of this machine or of what is mounted on it."""
+        """The path of the folder, where its files are on this machine or mounted on it."""
         return self._root if self._is_local else None
 
     @property
@@ -222,7 +222,7 @@ class FsspecBucket(Bucket):
             is_new = before is None or has_tag(after) or version_of(after) != version_of(before)
             if is_new or pause is None:
                 break
-            time.sleep(pause)  # the clock of the file system is too slow to tell the two files apart
+            time.sleep(pause)  # the clock of the file system is too coarse to distinguish the two files
         return version_of(after)
 
     def _check(self, key: str, only_if: str | None, info: Mapping[str, Any] | None) -> None:

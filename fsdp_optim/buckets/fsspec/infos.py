@@ -23,7 +23,7 @@ def version_of(info: Mapping[str, Any]) -> str:
 
 
 def has_tag(info: Mapping[str, Any]) -> bool:
-    """Return whether a version does not depend on the time, by which files that follow one another closely cannot be told apart."""
+    """Return whether a version is a tag: times do not distinguish files that follow one another closely."""
     return any(info.get(tag) for tag in _TAGS)
 
 

@@ -16,9 +16,7 @@ _LEAST_SECRET = 4  # letters; a shorter word is no secret, and could be part of 
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the name of a bucket and the key of a checkpoint in it: the URL of the folder, without a password, and the last
-    part.
-    """
+    """Split a URL into the name of a bucket (the URL of the folder, without a password) and the key of a checkpoint in it."""
     matched = _URL.fullmatch(url.rstrip("/"))
     if matched is None:
         raise CheckpointError(f"{url}: is not a URL, such as gs://bucket/run/step-1000")
@@ -74,7 +72,7 @@ def is_seen_at_its_end(file: Any) -> bool:
 
 
 def is_local(fs: Any) -> bool:
-    """Return whether the files are those of this machine, or are mounted on it."""
+    """Return whether the files are on this machine, or mounted on it."""
     from fsspec.implementations.local import LocalFileSystem
 
     return isinstance(fs, LocalFileSystem)

@@ -1,7 +1,7 @@
 """Stores whose files are objects under keys: no folders, no rename, no writing into an object that exists.
 
 bucket = MemoryBucket()                       # base.py: the methods of a `Bucket`
-store = ObjectStore(bucket, prefix, judge)    # store.py: any bucket as a `Store` (fsdp_optim.storage.base)
+store = ObjectStore(bucket, prefix, probe)    # store.py: any bucket as a `Store` (fsdp_optim.storage.base)
 opened = store.open()                         # opened.py, versioned.py: every object in the version that it had at first
 staging = store.begin(...)                    # staging.py, saves.py: the claim of a save under way, renewed until it ends
 writer = store.join(staging.address)          # writer.py, uploads.py: parts, several at the same time

@@ -7,8 +7,8 @@ tokens are the store's. Keys are relative to the bucket, with `/` between their 
     upload = bucket.begin_upload(key)                          # one process; large objects, in parts
     receipt = bucket.put_part(key, upload, number, data)       # any process, any part, in any order
     bucket.end_upload(key, upload, receipts, only_if=...)      # one process: the object is there now
-    for found in bucket.list(prefix): ...
-    bucket.read_into(key, pieces, offset, version=found.version)
+    for info in bucket.list(prefix): ...
+    bucket.read_into(key, pieces, offset, version=info.version)
 
 Every method may be called from several threads at once. Requests that fail for a reason that may pass (throttling, resets,
 time-outs, truncated bodies) are repeated with backoff for a stated time. Then, and for everything else, the error is a
@@ -42,8 +42,8 @@ class ObjectInfo:
 
     Attributes:
         version: a word that differs when the object is written again (an ETag); of an upload its id.
-        age: seconds since it was written, or begun, by the clock of the store, never by that of this machine. 0 where the store
-            does not tell, or this process has put nothing yet that would show the store's clock.
+        age: seconds since it was written, or begun, by the clock of the store, never by this machine's. 0 where the store does
+            not say when, or this process has put nothing yet that would show the store's clock.
     """
 
     key: str

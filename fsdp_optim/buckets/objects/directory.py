@@ -46,7 +46,7 @@ class ObjectDirectory(CheckpointDirectory[SummaryT]):
         return f"{self._bucket.name}/{self._prefix}".rstrip("/")
 
     def places(self) -> list[Place]:
-        """Return all places on the shelf, with a checkpoint or without."""
+        """Return all places under the prefix, with a checkpoint or without."""
         prefixes = self._bucket.folders(self._prefix)
         names = sorted(prefix for prefix in prefixes if not prefix.removeprefix(self._prefix).startswith("."))
         return [Place(f"{self._bucket.name}/{prefix}", prefix) for prefix in names]
@@ -54,7 +54,7 @@ class ObjectDirectory(CheckpointDirectory[SummaryT]):
     def opened(self, places: Sequence[Place] | None = None) -> Iterator[OpenedObjects | CheckpointError]:
         """Return the checkpoint of each place that has a manifest, or the reason why this is unknown; several at a time.
 
-        `places`: None: all of the shelf.
+        `places`: None: all places under the prefix.
         """
         return (opened for _, opened in self._looks(self.places() if places is None else places))
 
@@ -148,8 +148,12 @@ class ObjectDirectory(CheckpointDirectory[SummaryT]):
                 opened = open_place(self._bucket, place, self._probe)
                 keys = list(own_keys(self._bucket, opened, place, self._probe))
                 is_plain = opened.files.token is None
-                notes = mark_dead(self._bucket, place, is_plain=is_plain)  # a later save goes on where this one dies
-                self._bucket.delete([place.manifest(self._probe.manifest)])  # first: the rest is no checkpoint then
+                notes = mark_dead(
+                    self._bucket, place, is_plain=is_plain
+                )  # a later save continues where this process dies
+                self._bucket.delete(
+                    [place.manifest(self._probe.manifest)]
+                )  # before its files: they are no checkpoint then
                 self._bucket.delete(keys)
                 self._bucket.delete(notes)
             except OSError as error:

@@ -70,9 +70,7 @@ class Place:
         return self.note(token, "dead")
 
     def plain(self, token: str) -> str:
-        """Return the key of the object that shows that files without a folder of their own are those of saves, not of somebody
-        else.
-        """
+        """Return the key of the object that shows that files without a folder of their own were put by saves."""
         return self.note(token, "plain")
 
     def note(self, token: str, name: str = "") -> str:

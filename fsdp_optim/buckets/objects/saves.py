@@ -1,7 +1,7 @@
-"""Saves under way in a bucket: each has a claim, which it writes again and again. A claim that grows old is that of a dead save.
+"""Leases of the saves under way in a bucket: each save has a claim, which it renews until it ends. An old claim is a dead save's.
 
 A claim is old by the clock of the store, or because this process has watched it for that long. The clocks of machines do not
-count: a save puts its own claim before it judges others, and the time that the store gives it tells what the store's clock shows.
+count: a save puts its own claim before it looks at others, and the time that the store gives it shows the store's clock.
 
 What a dead save has left is removed: its unfinished uploads, its objects, its claim and its notes. The checkpoint that the
 manifest names is never touched, and nor is an object or an upload whose name no save gives.
@@ -29,7 +29,7 @@ from fsdp_optim.buckets.objects.watched import BEAT, watched
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import CheckpointProbe
 
-_BEATS = 5  # in the time after which a claim is that of a dead save
+_BEATS = 5  # in the time after which the save of a claim counts as dead
 _LOOKED_AT_ONCE = 16
 
 log = logging.getLogger("fsdp_optim")
@@ -37,7 +37,7 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass
 class SaveLease:
-    """The claim of one save, held by its leader.
+    """The lease of one save, held by its leader: the claim in the bucket, and a thread that renews it.
 
     `dead_after`: seconds without a sign of life. `is_plain`: whether `mark_plain` was called.
     """
@@ -56,12 +56,12 @@ class SaveLease:
 
     @property
     def _content(self) -> bytes:
-        """What is new each time: another process may know the claim by its bytes alone."""
+        """The content of the next beat, which is never repeated: another process may know the claim by its bytes alone."""
         return json.dumps({"token": self.token, BEAT: secrets.token_hex(8)}).encode()
 
     def _beat(self) -> None:
         while not self._stop.wait(self.dead_after / _BEATS):
-            with contextlib.suppress(OSError):  # the next one may come through
+            with contextlib.suppress(OSError):  # the next beat may come through
                 self.beat()
 
     def beat(self) -> None:
@@ -89,7 +89,7 @@ class SaveLease:
     def finish(self, probe: CheckpointProbe[Any]) -> None:
         """Remove the objects that belong neither to the present checkpoint nor to another live save, and the claim."""
         if not remove_strays(self.bucket, self.place, probe, self.dead_after, self):
-            # The other save may have looked already, so that nobody would remove what has become of no use.
+            # The other live save may have listed its leftovers already: without this note, nobody would remove ours.
             mark_dead(self.bucket, self.place, is_plain=self.is_plain)
         self.release()
 
@@ -115,7 +115,7 @@ class _Saves:
 
     @classmethod
     def listed(cls, bucket: Bucket, place: Place, dead_after: float, own_lease: SaveLease | None = None) -> _Saves:
-        """All but the one with the claim `mine`."""
+        """Sort the saves of a place, except that of `own_lease`, into live and dead ones."""
         ages: dict[str, float] = {}
         for info in bucket.list(place.saving):
             token = place.token_of_note(info.key)
@@ -144,7 +144,7 @@ def remove_all_dead(
         idle = [place for place, is_idle in zip(places, pool.map(remove, places), strict=True) if is_idle]
     is_own = probe.is_own(None)
     for upload in list(bucket.uploads(parent)):
-        # Without a claim, only an upload into the folder of a save is surely that of a save.
+        # Without a claim, only an upload into the folder of a save surely belongs to a save.
         owner = next((place for place in idle if upload.key.startswith(place.inside)), None)
         is_old = owner is not None and upload.age > dead_after and owner.token_in(upload.key) is not None
         if owner is not None and is_old and is_own(owner.name_in(upload.key)):
@@ -154,7 +154,7 @@ def remove_all_dead(
 def remove_dead(
     bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, own_lease: SaveLease | None = None
 ) -> _Saves:
-    """Remove the leftovers of dead saves in a place. Returns the saves that were there, without the one that begins: `mine`."""
+    """Remove the leftovers of dead saves in a place. Returns the saves that were there, without that of `own_lease`."""
     saves = _Saves.listed(bucket, place, dead_after, own_lease)
     if saves.dead:
         log.warning("%s: removing what a save that died, or was overtaken by another one, has left", place.where)
@@ -166,7 +166,7 @@ def remove_dead(
 
 
 def mark_dead(bucket: Bucket, place: Place, token: str | None = None, *, is_plain: bool = False) -> list[str]:
-    """Say that all that has no manifest is to be removed, by this process or a later save; returns the keys of the notes.
+    """Mark all that has no manifest for removal, by this process or a later save; return the keys of the notes.
 
     `is_plain`: also files that have no folder of their own.
     """
@@ -186,8 +186,8 @@ def remove_strays(
     An object that has no token in its key is a save's only where a note says so: else somebody has put it there, a pretrained
     `model.safetensors` for example.
 
-    `mine`: the claim of a save that is over, or has put nothing yet, and removes the claim and its notes itself. Returns whether
-    no other save is alive, so that nothing is left.
+    `own_lease`: of a save that has ended, or has put nothing yet, and removes its claim and notes itself. Returns whether no other
+    save is alive, so that nothing is left.
     """
     lease_token = own_lease.token if own_lease is not None else ""
     uploads, objects = list(bucket.uploads(place.inside)), list(bucket.list(place.inside))
@@ -211,7 +211,7 @@ def remove_strays(
     for info in objects:
         token = place.token_in(info.key)
         if info.key.startswith(place.saving):
-            if not live and token != lease_token:  # else they tell a later save that there is something to remove
+            if not live and token != lease_token:  # else the notes show a later save that there is something to remove
                 notes.append(info.key)
         elif info.key == place.manifest(probe.manifest) or (opened is not None and token == kept):
             continue

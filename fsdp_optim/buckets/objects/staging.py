@@ -60,7 +60,7 @@ class ObjectStaging(Staging):
     ) -> ObjectStaging:
         """Begin a save, and remove the leftovers of dead saves from the place, and from its siblings.
 
-        The claim comes first: its time tells some buckets what the clock of the store shows, by which others are dead.
+        The claim comes first: its time shows some buckets the clock of the store, by which other saves are dead.
         """
         check_free(bucket, place, probe, overwrite=overwrite)
         claim = SaveLease(bucket, place, new_token(), dead_after)
@@ -79,7 +79,7 @@ class ObjectStaging(Staging):
         self._before = check_free(self._bucket, self._place, self._probe, overwrite=overwrite)
         listed = self._bucket.list(self._place.inside)
         is_empty = all(info.key.startswith(self._place.saving) for info in listed)
-        # The listing may be old: it does not have to show the files of the checkpoint that is replaced. A save that was slow,
+        # The listing may be old: it need not show the files of the checkpoint that is replaced. A save that was slow,
         # not dead, may still put objects where nobody else has a folder.
         self._has_folder = self._before is not None or not is_empty or has_dead or bool(self._claim.others())
         if not self._has_folder:
@@ -143,28 +143,29 @@ class ObjectStaging(Staging):
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
         check_held(self._claim)
         if self._has_folder:
-            # The folder is a checkpoint by itself, and its manifest tells that the folder counts.
+            # A copy of the manifest in the folder makes it a checkpoint by itself, and shows readers that the folder counts.
             self._bucket.put(self._key(manifest), data)
         if self._before is not None and self._before.files.token is None:
             self._claim.mark_plain()
         self._check_not_overtaken(manifest)
         before = None if self._before is None else self._bucket.read(self._place.manifest(manifest))
-        # Known now: the manifest that says it is replaced next.
+        # List the old files now: the manifest that names them is replaced next.
         older = [] if self._before is None else list(own_keys(self._bucket, self._before, self._place, self._probe))
         try:
             self._bucket.put(self._place.manifest(manifest), data, only_if=ABSENT if before is None else before[1])
         except OvertakenError as error:
-            if not self._is_mine(manifest, data):  # a repeated request is overtaken by itself
+            if not self._is_own(manifest, data):  # a repeated request is overtaken by itself
                 raise self._overtaken() from error
-        if not self._is_mine(manifest, data):  # where the store knows no conditions
+        if not self._is_own(manifest, data):  # where the store knows no conditions
             raise self._overtaken()
+        # Only now: a save that took this one for dead in the meantime has put its tombstone before it removed any object.
         if not self._claim.is_held():
             self._check_whole(manifest, None if before is None else before[0])
         self._committed = True
         self._remove_older(older)
 
     def _check_not_overtaken(self, manifest: str) -> None:
-        """Raise where the manifest is not the one of the beginning: a store that knows no conditions would not tell."""
+        """Raise where the manifest is not that of the beginning: a store that knows no conditions would not refuse the put."""
         info = self._bucket.look(self._place.manifest(manifest))
         at_begin = None if self._before is None else self._before.manifest_version
         if (None if info is None else info.version) != at_begin:
@@ -184,7 +185,7 @@ class ObjectStaging(Staging):
             self._bucket.put(self._place.manifest(manifest), before, only_if=opened.manifest_version)
         raise taken_for_dead(self._claim)
 
-    def _is_mine(self, manifest: str, data: bytes) -> bool:
+    def _is_own(self, manifest: str, data: bytes) -> bool:
         with contextlib.suppress(MissingObjectError):
             return self._bucket.read(self._place.manifest(manifest))[0] == data
         return False
@@ -193,7 +194,7 @@ class ObjectStaging(Staging):
         return CheckpointError(f"{self._place.where}: cannot be put in place: another save to this path was faster")
 
     def _remove_older(self, older: Sequence[str]) -> None:
-        """A later save removes objects that cannot be removed now, because the new checkpoint is there."""
+        """Remove the objects of the replaced checkpoint. The new one is there already, so a later save may remove what is left."""
         try:
             self._bucket.delete(older)
             self._claim.finish(self._probe)
@@ -203,7 +204,7 @@ class ObjectStaging(Staging):
             self._claim.stop()
 
     def abandon(self, *, late: bool = False) -> None:
-        """What cannot be removed now is removed by a later save, to which the claim shows it, or a note where it comes `late`."""
+        """Remove what this save has put. A later save removes what is left: the claim shows it, or with `late` a note."""
         if self._committed:
             return
         with contextlib.suppress(OSError):
@@ -219,7 +220,7 @@ class ObjectStaging(Staging):
         self._claim.stop()
 
     def _may_count(self) -> bool:
-        """Return whether the manifest may be that of this save, though its `put` seemed to fail."""
+        """Return whether the manifest may be this save's, though its `put` seemed to fail."""
         opened = current(self._bucket, self._place, self._probe)
         return opened is not None and own_token(self._probe.token_in(opened)) in (self._token, None)
 

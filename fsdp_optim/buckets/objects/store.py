@@ -28,7 +28,7 @@ class ObjectStore(Store):
 
     Args:
         prefix: the beginning of the keys of this checkpoint; its siblings have another last part.
-        judge: answers of the format about the objects in the place.
+        probe: the answers of the format about the objects in the place.
         part_nbytes: the size of parts; None: `PART_NBYTES`, or the size that the bucket asks for.
         dead_after: seconds after which a save that gives no sign of life is dead.
     """

@@ -1,7 +1,7 @@
-"""Claims that this process watches: one that does not change for some time, by this process's own clock, is that of a dead save.
+"""Claims that this process watches: a claim that does not change for some time, by this process's own clock, is a dead save's.
 
-It is what shows a dead save where the store does not say when an object was written. Neither the clocks of other machines nor
-that of the store count.
+This shows a dead save where the store does not say when an object was written. Neither the clocks of other machines nor the
+store's count.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Watched:
         self._lock = threading.Lock()
 
     def silent(self, bucket: Bucket, place: Place, tokens: Iterable[str], dead_after: float) -> frozenset[str]:
-        """Those of some saves in a place whose claims have not changed for `dead_after` seconds.
+        """Return the saves in a place, of `tokens`, whose claims have not changed for `dead_after` seconds.
 
-        `tokens`: all other saves there that may be alive. What was seen of those that are missing is forgotten.
+        `tokens`: all other saves there that may be alive. Claims of other tokens are forgotten.
         """
         with self._lock:
             before = self._seen.get(place.where, {})
@@ -54,7 +54,7 @@ class Watched:
 
 
 def _sign_of_life(bucket: Bucket, claim: str) -> bytes | None:
-    """Return the content of a claim; None where it tells nothing: it is gone, or is written so that it may stay the same."""
+    """Return the content of a claim; None where it shows nothing: it is gone, or its writer does not change it at each beat."""
     with contextlib.suppress(OSError, ValueError):
         content, _ = bucket.read(claim)
         fields = json.loads(content)
@@ -64,5 +64,5 @@ def _sign_of_life(bucket: Bucket, claim: str) -> bytes | None:
 
 @functools.cache
 def watched() -> Watched:
-    """What this process watches. Each save opens the bucket anew, so that no bucket can keep it."""
+    """Return the claims that this process watches. Each save opens the bucket anew, so that no bucket can keep them."""
     return Watched()

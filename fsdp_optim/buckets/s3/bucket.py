@@ -117,7 +117,7 @@ class S3Bucket(Bucket):
         reading = _Reading(self._requests.named(key), pieces, offset, version)
         try:
             self._requests.repeat(
-                *("get_object", key, lambda client: reading.go_on(client, self._bucket_name, key)),
+                *("get_object", key, lambda client: reading.resume(client, self._bucket_name, key)),
                 expected=(*_NOT_THERE, *_OVERTAKEN, 416, "InvalidRange"),
                 progress=lambda: reading.num_read,
             )
@@ -317,14 +317,14 @@ class S3Bucket(Bucket):
 
 
 class _Reading:
-    """A range of an object on its way into pieces of memory; it can go on where a body ended too early."""
+    """A range of an object on its way into pieces of memory; it can resume where a body ended too early."""
 
     def __init__(self, where: str, pieces: Sequence[memoryview], offset: int, version: str | None) -> None:
         self._where, self._pieces, self._version, self.offset = where, pieces, version, offset
         self._nbytes = sum(len(piece) for piece in pieces)
         self.num_read = 0
 
-    def go_on(self, client: Any, bucket: str, key: str) -> None:
+    def resume(self, client: Any, bucket: str, key: str) -> None:
         """Make one request for the missing bytes."""
         start, wanted = self.offset + self.num_read, self._nbytes - self.num_read
         match = _condition(self._version)

@@ -226,7 +226,7 @@ class Requests:
             time.sleep(max(0.0, min(pause, began + seconds - time.monotonic())))
 
     def failure(self, key: str | None, answered: Answered, seconds: float = 0.0) -> CheckpointError:
-        """Return the error of one line for an answer that a caller had expected, and has no use for."""
+        """Return the one-line error for an answer that a caller had expected but cannot use."""
         failure = self._failure(answered.operation, key, answered, seconds)
         failure.__cause__ = None if answered.lacks_bucket else Undecided(answered.operation)
         return failure

@@ -29,7 +29,7 @@ class Answered(Exception):
     """An answer of the store that is an error.
 
     Attributes:
-        region: the region that the answer names; "" where it names none, or that of the request.
+        region: the region that the answer names; "" where it names none, or the region of the request.
         was_repeated: whether the request had been made before without an answer that came through; it may have succeeded then.
     """
 

@@ -1,9 +1,9 @@
-"""The manifest of a DCP checkpoint that this library writes: `.metadata`, which begins with this library's brief.
+"""The manifest of a DCP checkpoint that this library writes: `.metadata`, which begins with this library's summary.
 
-`.metadata` is a pickle. The brief is a str at its beginning that the pickle drops again, so torch.distributed.checkpoint reads
-the file as it reads its own, and the brief is read without unpickling anything:
+`.metadata` is a pickle. The summary is a str at its beginning that the pickle drops again, so torch.distributed.checkpoint reads
+the file as it reads its own, and the summary is read without unpickling anything:
 
-# bytes    | 80 02 | 58 length | JSON with the brief and a hash of the rest | 30  | the pickle of torch's Metadata
+# bytes    | 80 02 | 58 length | JSON with the summary and a hash of the rest | 30  | the pickle of torch's Metadata
 # meaning  | proto | a str     |                                            | pop |
 """
 
@@ -29,7 +29,7 @@ _BEGIN, _POP = b"\x80\x02X", b"0"
 _LENGTH = 4  # bytes
 _FIRST_NBYTES = 4096
 _PIECE_NBYTES = 8 << 20  # that are read at once
-_MOST_NBYTES = 1 << 20  # in a brief
+_MOST_NBYTES = 1 << 20  # in a summary
 _IS_TORCHS = b"torch.distributed.checkpoint"
 _OWN = re.compile(DCP.traces)
 _OF_TORCH = re.compile(r"__\d+_\d+\.distcp")
@@ -44,7 +44,7 @@ def with_summary(summary: ManifestSummary, pickle: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class _DcpManifest:
-    """The brief of a manifest, the hash of the rest, and the byte at which the rest begins."""
+    """The summary of a manifest, the hash of the rest, and the byte at which the rest begins."""
 
     summary: ManifestSummary
     rest: str
@@ -52,7 +52,7 @@ class _DcpManifest:
 
 
 def summary_of(opened: Opened) -> ManifestSummary | None:
-    """Return the brief of a checkpoint; None if torch.distributed.checkpoint itself has written it.
+    """Return the summary of a checkpoint; None if torch.distributed.checkpoint itself has written it.
 
     Raises CheckpointError if the manifest is damaged or cannot be read.
     """
@@ -80,7 +80,7 @@ def _manifest_of(opened: Opened) -> _DcpManifest | None:
 
 
 _OLDEST = ManifestSummary(VERSION, 0, None, None, 0, "", "", 0, {})
-"""Stands for the brief of a checkpoint that torch.distributed.checkpoint itself has written: it is older than all others."""
+"""Stands for the summary of a checkpoint that torch.distributed.checkpoint itself has written: it is older than all others."""
 
 
 class DcpProbe(CheckpointProbe[ManifestSummary]):

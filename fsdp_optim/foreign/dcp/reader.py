@@ -216,7 +216,7 @@ def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
 
 
 def _own_summary(opened: Opened) -> ManifestSummary | None:
-    """Return the brief of a checkpoint that this library has saved."""
+    """Return the summary of a checkpoint that this library has saved."""
     if opened.selected or not opened.has(METADATA):
         return None
     with contextlib.suppress(CheckpointError):

@@ -65,7 +65,7 @@ class TorchFilesProbe(CheckpointProbe[ManifestSummary]):
 
 
 def summary_of(opened: Opened) -> ManifestSummary:
-    """Return the brief in the manifest. Raises CheckpointError if it is damaged."""
+    """Return the summary in the manifest. Raises CheckpointError if it is damaged."""
     where = opened.named(NAME)
     values = parse_json(where, opened.read_whole(NAME, most_nbytes=_MOST_NBYTES))
     with as_checkpoint_error(where):

@@ -318,7 +318,7 @@ def _inside(tree: Any, path: Sequence[Any]) -> Any:
 
 
 def _own_summary(opened: Opened) -> ManifestSummary | None:
-    """Return the brief of a folder that this library has written; None for all others, and for a file by itself."""
+    """Return the summary of a folder that this library has written; None for all others, and for a file by itself."""
     if opened.selected or not opened.has(OUR_MANIFEST):
         return None
     return summary_of(opened)

@@ -156,9 +156,7 @@ class Encoder:
         return {"$pickle": self._binary(pickle.dumps(value))}
 
     def _binary(self, data: bytes | bytearray) -> Any:
-        """Return the form of a few bytes is text, that of more bytes the number of a tensor, because the size of the JSON is
-        limited.
-        """
+        """Encode a few bytes as text, and more bytes as the number of a tensor, because the size of the JSON is limited."""
         if len(data) <= _MOST_IN_TEXT:
             return base64.b64encode(data).decode()
         self.tensors.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -1,6 +1,6 @@
 """The description of an optimizer in a checkpoint: all but the elements of tensors. It is written and read as JSON here.
 
-`to_plain` and `from_plain` are inverse, and so are `encoded` and `decoded`, which go on to JSON and to the tensors beside it: a
+`to_plain` and `from_plain` are inverse, and so are `encoded` and `decoded`, which lead on to JSON and the tensors beside it: a
 hyperparameter may be a tensor, too.
 """
 

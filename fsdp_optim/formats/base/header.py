@@ -163,9 +163,7 @@ def _nbytes_of_metadata(metadata: Mapping[str, str]) -> int:
 
 
 def _nbytes_of_entry(entry: HeaderEntry, first: int) -> int:
-    """Return the bytes of a tensor in the JSON of a header, and of what follows it, in a file whose data are those from `first`
-    on.
-    """
+    """Return the bytes of a tensor, and of what follows it, in the JSON of the header of a file whose data begin at `first`."""
     shape = ",".join(map(str, _shown_shape(entry)))
     rest = f':{{"dtype":"{entry.code}","shape":[{shape}],"data_offsets":[{entry.start - first},{entry.stop - first}]}},'
     return len(_JSON.encode(entry.key).encode()) + len(rest)

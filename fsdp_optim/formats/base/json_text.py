@@ -15,8 +15,8 @@ _WORD = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 def parse_json(where: str, data: bytes) -> Any:
-    """Return the parsed value. Raises CheckpointError for a text that is not JSON, has a key twice or half of a character, or is
-    nested too deeply.
+    """Parse a text. Raises CheckpointError for a text that is not JSON, has a key twice or half of a character, or is nested too
+    deeply.
     """
     try:
         value = json.loads(data.decode(), object_pairs_hook=without_duplicates)

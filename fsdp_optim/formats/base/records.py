@@ -1,6 +1,6 @@
 """The values that formats and the rest of the library hand each other: tensors in files, the files of a save, its facts.
 
-`base.py` has the protocols that take and return these values, and gives their names too.
+`protocols.py` has the protocols that take and return these values.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SavedWeights:
     """The treatment of the model's weights by a save.
 
     `which` it has written: "all", "trainable" or "none"; None if unknown. `dtype`: torch's name of the dtype to which it has cast
-    floating ones; None if it has not, or if unknown.
+    floating-point weights; None if it has not, or if unknown.
     """
 
     which: str | None = None
@@ -172,7 +172,7 @@ class CheckpointContents:
         params: the shapes of the model's tensors, by key.
         optim: None if no optimizer is saved.
         weights: which of the model's tensors are saved: "all", "trainable" or "none".
-        weights_dtype: torch's name of the dtype to which floating ones are cast; None: they are saved as they are.
+        weights_dtype: torch's name of the dtype to which floating-point weights are cast; None: they are saved as they are.
         cut: how the parameters were flattened and cut, as for `Facts`; None if unknown.
     """
 
@@ -200,7 +200,7 @@ class Prepared:
         content: a string that is equal for two checkpoints of the same parameters that have the same of these: which weights,
             and whether an optimizer.
         shared: a string that every rank needs to plan the files.
-        files: small files that the leader writes, those of extras too.
+        files: small files that the leader writes, including the files of extras.
         description: the optimizer's description as a reader will read it; None if there is no optimizer to check.
         document: any object that the format itself needs in `last`.
     """

@@ -1,6 +1,6 @@
-"""The brief at the beginning of a manifest: the facts that order the checkpoints of a folder and group them into series.
+"""The summary at the beginning of a manifest: the facts that order the checkpoints of a folder and group them into series.
 
-A reader can read the brief without the rest of the manifest, which is large for models with many parameters. No content is
+A reader can read the summary without the rest of the manifest, which is large for models with many parameters. No content is
 trusted.
 """
 
@@ -21,9 +21,9 @@ from fsdp_optim.formats.base.json_text import without_duplicates
 from fsdp_optim.storage.base import check_name
 
 MOST_NBYTES = 1 << 20
-"""The most bytes of a brief. If a brief does not end within them, the whole manifest is read."""
+"""The most bytes of a summary. If a summary does not end within them, the whole manifest is read."""
 
-# "brief" sorts before all other keys, so that the manifest begins with the brief.
+# "brief" sorts before all other keys, so that the manifest begins with the summary.
 _BEGINS = re.compile(r'\{"checksum":"[0-9a-f]{16}","checkpoint":\{"brief":')
 
 
@@ -82,7 +82,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
         return self.sequence, -1 if self.step is None else self.step, self.created_ns, self.token
 
     def to_json(self) -> dict[str, Any]:
-        """Return the brief as JSON values, with its checksum."""
+        """Return the summary as JSON values, with its checksum."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values | {"xxh3_64": hex_of(_canonical(values))}
 
@@ -112,8 +112,8 @@ def _canonical(value: Any) -> bytes:
 
 
 def summary_in(where: str, beginning: bytes) -> ManifestSummary | None:
-    """Return the brief in the first bytes of a manifest; None if these bytes hold no whole brief."""
-    text = beginning.decode("latin-1")  # a brief is ASCII, wherever the bytes were cut
+    """Return the summary in the first bytes of a manifest; None if these bytes hold no whole summary."""
+    text = beginning.decode("latin-1")  # a summary is ASCII, wherever the bytes were cut
     begins = _BEGINS.match(text)
     if begins is None:
         return None

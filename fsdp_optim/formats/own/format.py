@@ -81,7 +81,7 @@ class OwnFormat(Format):
         for read in (
             read_summary,
             lambda opened: manifest_in(opened).effective_summary,
-        ):  # for a damaged brief the rest may do
+        ):  # for a damaged summary the rest may do
             with contextlib.suppress(OSError):
                 summary = read(opened)
                 return summary.sequence if summary is not None else 0

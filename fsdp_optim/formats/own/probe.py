@@ -1,4 +1,4 @@
-"""The judge of this library's own format: whether a place has a complete checkpoint. "Undecided" is a result of its own."""
+"""The probe of this library's own format: whether a place has a complete checkpoint. "Undecided" is a result of its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fsdp_optim.formats.own.manifest import NAME, VERSION, manifest_in
 from fsdp_optim.registry import manifests_but
 from fsdp_optim.storage.base import CheckpointStatus, Opened, is_sure_that_not
 
-_FIRST_NBYTES = 4096  # of a manifest, read first for its brief
-_TIMES = 16  # as many bytes are read next, if the brief is longer
+_FIRST_NBYTES = 4096  # of a manifest, read first for its summary
+_TIMES = 16  # as many bytes are read next, if the summary is longer
 _OWN = re.compile(
     r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
 )
@@ -24,7 +24,7 @@ _TRACE = re.compile(
 
 
 class OwnProbe:
-    """The `Judge` of this library's own format."""
+    """The `CheckpointProbe` of this library's own format."""
 
     manifest = NAME
 
@@ -83,7 +83,7 @@ PROBE = OwnProbe()
 
 
 def read_summary(opened: Opened) -> ManifestSummary | None:
-    """Return the brief of a manifest; None if it has none. Raises CheckpointError if the brief is damaged or unreadable."""
+    """Return the summary of a manifest; None if it has none. Raises CheckpointError if the summary is damaged or unreadable."""
     nbytes, size = _FIRST_NBYTES, opened.size_of(NAME)
     while True:
         summary = summary_in(opened.named(NAME), opened.read(NAME, 0, min(nbytes, size)))
@@ -93,5 +93,5 @@ def read_summary(opened: Opened) -> ManifestSummary | None:
 
 
 def any_summary(opened: Opened) -> ManifestSummary:
-    """Return the brief of a manifest or, for a manifest without one, a brief that is made of the rest."""
+    """Return the summary of a manifest or, for a manifest without one, a summary that is made of the rest."""
     return read_summary(opened) or manifest_in(opened).effective_summary
