@@ -31,7 +31,7 @@ def _hashed(*words: object) -> str:
 
 
 class BlockFolder:
-    """A folder for the blocks of checkpoints. Its methods raise nothing: a block that the folder cannot give or take is not in it."""
+    """A folder for the blocks of checkpoints. Its methods raise nothing: a block that cannot be read or written is not in it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Open the folder. Raises CheckpointError for a value that is no path."""

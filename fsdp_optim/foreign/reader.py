@@ -98,8 +98,7 @@ class ForeignReader:
         num_optims: the number of optimizers that `full_dict` has joined.
         sources: the objects that the StoredTensors name, where these are not simply files of the place.
         aliases: other names of weights, each with the stored name.
-        extra_values: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are
-            none.
+        extra_values: the values of the trainer, with `Withheld` in the place of each that is not decoded; None if there are none.
         module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
         rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
         pickled: a function that returns `extra_values` with all pickles loaded; None if no value is withheld.

@@ -19,7 +19,7 @@ from fsdp_optim.buckets.objects.base import ABSENT, MissingObjectError, Overtake
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.testing.bucket_uploads import UploadPromises
 
-_ODD_KEYS = (
+_UNUSUAL_KEYS = (
     *("run/with space", "run/with+plus", "run/per%20cent", "run/ünïcödé-名前", "run/a=b&c=d", "run/semi;colon,comma"),
     *(
         "run/(brackets)[1]{2}",
@@ -66,7 +66,7 @@ class BucketConformance(UploadPromises):
                 bucket.read_into("run/missing", [memoryview(bytearray(nbytes))], 0)
 
     def test_what_was_put_is_read(self) -> None:
-        """Through another handle too; size and version are those of the listing."""
+        """Through another handle too; size and version agree with the listing."""
         bucket = self.make_bucket()
         for nbytes in (0, 1, 1000, 300_000):
             key, data = f"run/of-{nbytes}", self._data(nbytes)
@@ -188,10 +188,10 @@ class BucketConformance(UploadPromises):
             self._case.assertEqual(set(listed), folders, prefix)
             self._case.assertEqual(len(listed), len(folders), prefix)
 
-    def test_odd_keys(self) -> None:
+    def test_unusual_keys(self) -> None:
         """Spaces, signs that URLs and XML give a meaning, and letters beyond ASCII: all calls take them."""
         bucket = self.make_bucket()
-        for key in _ODD_KEYS:
+        for key in _UNUSUAL_KEYS:
             with self._case.subTest(key=key):
                 version = bucket.put(key, key.encode())
                 self._case.assertEqual(bucket.read(key), (key.encode(), version))
@@ -201,8 +201,8 @@ class BucketConformance(UploadPromises):
                 upload = bucket.begin_upload(key)
                 self._case.assertEqual([(info.key, info.version) for info in bucket.uploads(key)], [(key, upload)])
                 bucket.drop_upload(key, upload)
-        self._case.assertEqual(self._keys(bucket, "run/"), sorted(_ODD_KEYS, key=str.encode))
-        bucket.delete(_ODD_KEYS)
+        self._case.assertEqual(self._keys(bucket, "run/"), sorted(_UNUSUAL_KEYS, key=str.encode))
+        bucket.delete(_UNUSUAL_KEYS)
         self._case.assertEqual(self._keys(bucket), [])
 
     def test_deleting(self) -> None:

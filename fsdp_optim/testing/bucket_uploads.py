@@ -13,7 +13,7 @@ class UploadPromises(BucketCase):
     """The promises of a Bucket about uploads in parts, one per test."""
 
     def test_parts_in_any_order(self) -> None:
-        """The object is there when the upload ends, not before; its version is that of the listing."""
+        """The object is there when the upload ends, not before; its version agrees with the listing."""
         bucket = self.make_bucket()
         parts = self._parts(bucket, 4)
         upload = bucket.begin_upload("run/object")
@@ -60,7 +60,7 @@ class UploadPromises(BucketCase):
             self._case.assertTrue(bucket.read(key)[0] == b"".join(parts))
 
     def test_a_part_that_is_put_again(self) -> None:
-        """The same bytes, as after an answer that was lost: the receipts are those of the last time."""
+        """The same bytes, as after an answer that was lost: the last receipts count."""
         bucket = self.make_bucket()
         parts = self._parts(bucket, 2)
         upload = bucket.begin_upload("run/object")

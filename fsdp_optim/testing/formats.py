@@ -64,7 +64,7 @@ class FormatConformance(MixIn):
         """Return a store at a new, empty place, with the format's probe. Its reads go directly into the given memory."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------------------------- what is saved
+    # ------------------------------------------------------------------------------------------- the sample
 
     def _tensors(self) -> dict[Half, Tensors]:
         """Tensors of every dtype, an empty one, a 0-dim one, odd sizes, and a name that is not ASCII."""

@@ -212,7 +212,7 @@ _IF_LOADED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "fa
 
 
 def _context() -> ForkServerContext | SpawnContext:
-    """Return the context of a server process, which starts with the first worker and imports the wrappers that are loaded here."""
+    """Return the context of a server process that forks workers; it starts with the first, and imports what is loaded here."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -334,7 +334,7 @@ class _Call:
                 self._released.discard(rank)  # the worker died: there is nobody to wait for
 
     def _receive(self, until: float) -> None:
-        """Take in messages and deaths: those that are there, or the first to come before `until` and within `_POLL`."""
+        """Take in messages and deaths that are there, or the first to come before `until` and within `_POLL`."""
         awaited = {
             self.workers[rank].connection: rank
             for rank in range(len(self.workers))

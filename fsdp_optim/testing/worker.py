@@ -136,7 +136,7 @@ def _leave_world() -> None:
     gc.collect()  # models are full of cycles, and they hold process groups
     if _take_fsdp_apart():
         gc.collect()
-    gc.freeze()  # what is left stays: the next collection does not walk it again
+    gc.freeze()  # the remaining objects stay: the next collection does not walk them again
 
 
 def _take_fsdp_apart() -> bool:

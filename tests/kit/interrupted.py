@@ -107,13 +107,13 @@ class InterruptedBucket(MemoryBucket):
 
 def left_over(bucket: Any, root: str, probe: Any) -> list[str]:
     """Objects and uploads under `root` that are neither strangers' nor of the checkpoint of their place."""
-    from fsdp_optim.buckets.objects import Place
+    from fsdp_optim.buckets.objects import ObjectPlace
     from fsdp_optim.buckets.objects.saves import current
     from fsdp_optim.formats.base.checksums import sums_of
 
     left = []
     for prefix in bucket.folders(root):
-        place = Place(f"{bucket.name}/{prefix}", prefix)
+        place = ObjectPlace(f"{bucket.name}/{prefix}", prefix)
         known = {place.inside + name for name in STRANGERS}
         opened = current(bucket, place, probe)
         if opened is not None:

@@ -111,7 +111,7 @@ class FsspecBucket(Bucket):
 
     def _look(self, key: str) -> ObjectInfo | None:
         info = self._info(key)
-        return None if info is None else self._found(key, info)
+        return None if info is None else self._object_info(key, info)
 
     def _info(self, key: str) -> Mapping[str, Any] | None:
         with self._errors(key, "looked at"):
@@ -124,7 +124,7 @@ class FsspecBucket(Bucket):
                 raise CheckpointError(f"{self.name}/{key}: is a symbolic link, and checkpoints have no links")
             return info if info["type"] == "file" else None
 
-    def _found(self, key: str, info: Mapping[str, Any]) -> ObjectInfo:
+    def _object_info(self, key: str, info: Mapping[str, Any]) -> ObjectInfo:
         return ObjectInfo(key, int(info["size"]), version_of(info), self._age(time_of(info)))
 
     def _age(self, written: float | None) -> float:
@@ -146,7 +146,7 @@ class FsspecBucket(Bucket):
         for info in self._walk(prefix.rpartition("/")[0], prefix):
             key = self._key(info["name"])
             if key.startswith(prefix):
-                yield self._found(key, info)
+                yield self._object_info(key, info)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[Mapping[str, Any]]:
         """Yield all files in a folder and below. Folders whose files cannot have the prefix are not entered."""

@@ -8,7 +8,7 @@ writer = store.join(staging.address)          # writer.py, uploads.py: parts, se
 """
 
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, MissingObjectError, ObjectInfo, OvertakenError
-from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.keys import ObjectPlace
 from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
 from fsdp_optim.buckets.objects.staging import ObjectStaging
 from fsdp_optim.buckets.objects.store import PART_NBYTES, ObjectStore
@@ -24,9 +24,9 @@ __all__ = [
     "MemoryBucket",
     "MissingObjectError",
     "ObjectInfo",
+    "ObjectPlace",
     "ObjectStaging",
     "ObjectStore",
     "ObjectWriter",
     "OvertakenError",
-    "Place",
 ]

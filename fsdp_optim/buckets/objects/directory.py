@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
-from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.keys import ObjectPlace
 from fsdp_optim.buckets.objects.opened import OpenedObjects, open_place
 from fsdp_optim.buckets.objects.saves import mark_dead, own_keys
 from fsdp_optim.errors import CheckpointError
@@ -45,26 +45,26 @@ class ObjectDirectory(CheckpointDirectory[SummaryT]):
     def where(self) -> str:
         return f"{self._bucket.name}/{self._prefix}".rstrip("/")
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[ObjectPlace]:
         """Return all places under the prefix, with a checkpoint or without."""
         prefixes = self._bucket.folders(self._prefix)
         names = sorted(prefix for prefix in prefixes if not prefix.removeprefix(self._prefix).startswith("."))
-        return [Place(f"{self._bucket.name}/{prefix}", prefix) for prefix in names]
+        return [ObjectPlace(f"{self._bucket.name}/{prefix}", prefix) for prefix in names]
 
-    def opened(self, places: Sequence[Place] | None = None) -> Iterator[OpenedObjects | CheckpointError]:
+    def opened(self, places: Sequence[ObjectPlace] | None = None) -> Iterator[OpenedObjects | CheckpointError]:
         """Return the checkpoint of each place that has a manifest, or the reason why this is unknown; several at a time.
 
         `places`: None: all places under the prefix.
         """
         return (opened for _, opened in self._looks(self.places() if places is None else places))
 
-    def _looks(self, places: Sequence[Place]) -> Iterator[tuple[Place, OpenedObjects | CheckpointError]]:
+    def _looks(self, places: Sequence[ObjectPlace]) -> Iterator[tuple[ObjectPlace, OpenedObjects | CheckpointError]]:
         with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
             for place, opened in zip(places, pool.map(self._look, places), strict=True):
                 if opened is not None:
                     yield place, opened
 
-    def _look(self, place: Place) -> OpenedObjects | CheckpointError | None:
+    def _look(self, place: ObjectPlace) -> OpenedObjects | CheckpointError | None:
         try:
             opened = open_place(self._bucket, place, self._probe)
             opened.fetch_head(self._probe.manifest)
@@ -74,7 +74,7 @@ class ObjectDirectory(CheckpointDirectory[SummaryT]):
             return error
         return opened
 
-    def _lost(self, place: Place) -> LostManifestError | None:
+    def _lost(self, place: ObjectPlace) -> LostManifestError | None:
         """Return the error of a place that has files of a save, and no manifest, though no save is under way; else None."""
         has_trace = False
         try:
@@ -129,8 +129,8 @@ class ObjectDirectory(CheckpointDirectory[SummaryT]):
             return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error))
         return status
 
-    def _place_of(self, entry: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> Place:
-        return Place(entry.where, entry.where.removeprefix(f"{self._bucket.name}/"))
+    def _place_of(self, entry: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> ObjectPlace:
+        return ObjectPlace(entry.where, entry.where.removeprefix(f"{self._bucket.name}/"))
 
     def status_of(self, entry: CompleteCheckpoint[SummaryT] | CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
         try:

@@ -36,7 +36,7 @@ def own_token(token: str | None) -> str | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class ObjectPlace:
     """One place for a checkpoint. `where`: its URL, for errors; `prefix`: the beginning of its keys, without a last slash."""
 
     where: str
@@ -97,7 +97,7 @@ class Place:
 class KeyedFiles:
     """Where the files of one save are. `token`: of the save, where the files have a folder of their own; else None."""
 
-    place: Place
+    place: ObjectPlace
     token: str | None
 
     def key(self, name: str) -> str:

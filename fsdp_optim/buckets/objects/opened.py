@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError, ObjectInfo
-from fsdp_optim.buckets.objects.keys import KeyedFiles, Place, own_token
+from fsdp_optim.buckets.objects.keys import KeyedFiles, ObjectPlace, own_token
 from fsdp_optim.buckets.objects.versioned import VersionedObjects
 from fsdp_optim.storage.base import CheckpointProbe
 
@@ -22,7 +22,7 @@ class OpenedObjects(VersionedObjects):
     `manifest`: its object, as it was found.
     """
 
-    def __init__(self, bucket: Bucket, place: Place, probe: CheckpointProbe[Any], manifest: ObjectInfo) -> None:
+    def __init__(self, bucket: Bucket, place: ObjectPlace, probe: CheckpointProbe[Any], manifest: ObjectInfo) -> None:
         super().__init__(bucket)
         self._place, self._probe, self._manifest = place, probe, manifest
         self._infos[probe.manifest] = manifest
@@ -75,13 +75,13 @@ class OpenedObjects(VersionedObjects):
         return manifest is None or manifest.version != self._manifest.version
 
 
-def current(bucket: Bucket, place: Place, probe: CheckpointProbe[Any]) -> OpenedObjects | None:
+def current(bucket: Bucket, place: ObjectPlace, probe: CheckpointProbe[Any]) -> OpenedObjects | None:
     """Return the checkpoint of a place; None where there is no manifest."""
     manifest = bucket.look(place.manifest(probe.manifest))
     return None if manifest is None else OpenedObjects(bucket, place, probe, manifest)
 
 
-def open_place(bucket: Bucket, place: Place, probe: CheckpointProbe[Any]) -> OpenedObjects:
+def open_place(bucket: Bucket, place: ObjectPlace, probe: CheckpointProbe[Any]) -> OpenedObjects:
     """Open the checkpoint of a place. Raises MissingObjectError where there is none."""
     opened = current(bucket, place, probe)
     if opened is None:

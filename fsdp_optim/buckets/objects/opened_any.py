@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
-from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.keys import ObjectPlace
 from fsdp_optim.buckets.objects.versioned import VersionedObjects
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import MOST_DEPTH, MOST_FILES, check_inside
@@ -20,7 +20,7 @@ class OpenedAny(VersionedObjects):
         self._names: list[str] | None = None
 
     @classmethod
-    def at(cls, bucket: Bucket, place: Place) -> OpenedAny:
+    def at(cls, bucket: Bucket, place: ObjectPlace) -> OpenedAny:
         """Return the objects of a place; where the place is an object, or the beginning of the names of objects, these alone."""
         if next(iter(bucket.list(place.inside)), None) is not None:
             return cls(bucket, place.inside)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import Bucket, ObjectInfo
-from fsdp_optim.buckets.objects.keys import Place, new_token
+from fsdp_optim.buckets.objects.keys import ObjectPlace, new_token
 from fsdp_optim.buckets.objects.opened import OpenedObjects, current
 from fsdp_optim.buckets.objects.watched import BEAT, watched
 from fsdp_optim.errors import CheckpointError
@@ -43,7 +43,7 @@ class SaveLease:
     """
 
     bucket: Bucket
-    place: Place
+    place: ObjectPlace
     token: str
     dead_after: float
     is_plain: bool = False
@@ -77,7 +77,7 @@ class SaveLease:
         return self.place.claim(self.token) in keys and self.place.tombstone(self.token) not in keys
 
     def mark_plain(self) -> None:
-        """Show that files without a folder of their own are this save's, or those of the checkpoint that it replaces."""
+        """Show that files without a folder of their own are this save's, or belong to the checkpoint that it replaces."""
         self.is_plain = True
         self.bucket.put(self.place.plain(self.token), b"")
 
@@ -114,7 +114,9 @@ class _Saves:
     dead: frozenset[str]
 
     @classmethod
-    def listed(cls, bucket: Bucket, place: Place, dead_after: float, own_lease: SaveLease | None = None) -> _Saves:
+    def listed(
+        cls, bucket: Bucket, place: ObjectPlace, dead_after: float, own_lease: SaveLease | None = None
+    ) -> _Saves:
         """Sort the saves of a place, except that of `own_lease`, into live and dead ones."""
         ages: dict[str, float] = {}
         for info in bucket.list(place.saving):
@@ -130,11 +132,11 @@ class _Saves:
 
 
 def remove_all_dead(
-    bucket: Bucket, places: Sequence[Place], parent: str, probe: CheckpointProbe[Any], dead_after: float
+    bucket: Bucket, places: Sequence[ObjectPlace], parent: str, probe: CheckpointProbe[Any], dead_after: float
 ) -> None:
     """Remove the leftovers of dead saves in several places under `parent`."""
 
-    def remove(place: Place) -> bool:
+    def remove(place: ObjectPlace) -> bool:
         saves = remove_dead(bucket, place, probe, dead_after)
         return not saves.live
 
@@ -152,7 +154,11 @@ def remove_all_dead(
 
 
 def remove_dead(
-    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, own_lease: SaveLease | None = None
+    bucket: Bucket,
+    place: ObjectPlace,
+    probe: CheckpointProbe[Any],
+    dead_after: float,
+    own_lease: SaveLease | None = None,
 ) -> _Saves:
     """Remove the leftovers of dead saves in a place. Returns the saves that were there, without that of `own_lease`."""
     saves = _Saves.listed(bucket, place, dead_after, own_lease)
@@ -165,7 +171,7 @@ def remove_dead(
     return saves
 
 
-def mark_dead(bucket: Bucket, place: Place, token: str | None = None, *, is_plain: bool = False) -> list[str]:
+def mark_dead(bucket: Bucket, place: ObjectPlace, token: str | None = None, *, is_plain: bool = False) -> list[str]:
     """Mark all that has no manifest for removal, by this process or a later save; return the keys of the notes.
 
     `is_plain`: also files that have no folder of their own.
@@ -179,17 +185,23 @@ def mark_dead(bucket: Bucket, place: Place, token: str | None = None, *, is_plai
 
 
 def remove_strays(
-    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, own_lease: SaveLease | None = None
+    bucket: Bucket,
+    place: ObjectPlace,
+    probe: CheckpointProbe[Any],
+    dead_after: float,
+    own_lease: SaveLease | None = None,
 ) -> bool:
-    """Remove all objects of saves in a place but those of the checkpoint that the manifest names, and of saves that are alive.
+    """Remove the objects of saves in a place, except of the checkpoint that the manifest names and of live saves.
 
     An object that has no token in its key is a save's only where a note says so: else somebody has put it there, a pretrained
     `model.safetensors` for example.
 
-    `own_lease`: of a save that has ended, or has put nothing yet, and removes its claim and notes itself. Returns whether no other
-    save is alive, so that nothing is left.
+    `own_lease`: of a save that has ended, or has put nothing yet, and removes its claim and notes itself. Returns whether no
+    other save is alive, so that nothing is left.
     """
     lease_token = own_lease.token if own_lease is not None else ""
+    # Objects before claims before the manifest: a save that begins now has put no object of this list, and a save that ends now
+    # has its claim until its manifest is there.
     uploads, objects = list(bucket.uploads(place.inside)), list(bucket.list(place.inside))
     live = _Saves.listed(bucket, place, dead_after, own_lease).live
     opened = current(bucket, place, probe)
@@ -222,7 +234,7 @@ def remove_strays(
     return not live
 
 
-def own_keys(bucket: Bucket, opened: OpenedObjects, place: Place, probe: CheckpointProbe[Any]) -> Iterator[str]:
+def own_keys(bucket: Bucket, opened: OpenedObjects, place: ObjectPlace, probe: CheckpointProbe[Any]) -> Iterator[str]:
     """Yield the keys of the files of a checkpoint that is open, without its manifest."""
     if opened.files.token is not None:
         yield from (info.key for info in bucket.list(f"{place.inside}{opened.files.token}/"))

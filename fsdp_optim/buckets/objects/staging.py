@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket, MissingObjectError, OvertakenError
-from fsdp_optim.buckets.objects.keys import Place, new_token, own_token
+from fsdp_optim.buckets.objects.keys import ObjectPlace, new_token, own_token
 from fsdp_optim.buckets.objects.opened import OpenedObjects, current
 from fsdp_optim.buckets.objects.saves import (
     SaveLease,
@@ -33,7 +33,7 @@ class ObjectStaging(Staging):
     def __init__(
         self,
         bucket: Bucket,
-        place: Place,
+        place: ObjectPlace,
         probe: CheckpointProbe[Any],
         capabilities: Capabilities,
         claim: SaveLease,
@@ -50,13 +50,13 @@ class ObjectStaging(Staging):
     def begun(
         cls,
         bucket: Bucket,
-        place: Place,
+        place: ObjectPlace,
         probe: CheckpointProbe[Any],
         capabilities: Capabilities,
         *,
         overwrite: bool,
         dead_after: float,
-        siblings: Sequence[Place] = (),
+        siblings: Sequence[ObjectPlace] = (),
     ) -> ObjectStaging:
         """Begin a save, and remove the leftovers of dead saves from the place, and from its siblings.
 
@@ -141,15 +141,15 @@ class ObjectStaging(Staging):
         self._bucket.put(self._key(name), data, only_if=self._address.only_if)
 
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
-        check_held(self._claim)
+        check_held(self._claim)  # another save may have taken this one for dead, and removed its objects
         if self._has_folder:
             # A copy of the manifest in the folder makes it a checkpoint by itself, and shows readers that the folder counts.
             self._bucket.put(self._key(manifest), data)
         if self._before is not None and self._before.files.token is None:
-            self._claim.mark_plain()
+            self._claim.mark_plain()  # so that a later save removes the old files if this process dies before it does
         self._check_not_overtaken(manifest)
         before = None if self._before is None else self._bucket.read(self._place.manifest(manifest))
-        # List the old files now: the manifest that names them is replaced next.
+        # Listed now, because the manifest that names the old files is replaced next.
         older = [] if self._before is None else list(own_keys(self._bucket, self._before, self._place, self._probe))
         try:
             self._bucket.put(self._place.manifest(manifest), data, only_if=ABSENT if before is None else before[1])
@@ -194,7 +194,7 @@ class ObjectStaging(Staging):
         return CheckpointError(f"{self._place.where}: cannot be put in place: another save to this path was faster")
 
     def _remove_older(self, older: Sequence[str]) -> None:
-        """Remove the objects of the replaced checkpoint. The new one is there already, so a later save may remove what is left."""
+        """Remove the objects of the replaced checkpoint. The new one is there, so a later save may remove what is left."""
         try:
             self._bucket.delete(older)
             self._claim.finish(self._probe)
@@ -225,7 +225,9 @@ class ObjectStaging(Staging):
         return opened is not None and own_token(self._probe.token_in(opened)) in (self._token, None)
 
 
-def check_free(bucket: Bucket, place: Place, probe: CheckpointProbe[Any], *, overwrite: bool) -> OpenedObjects | None:
+def check_free(
+    bucket: Bucket, place: ObjectPlace, probe: CheckpointProbe[Any], *, overwrite: bool
+) -> OpenedObjects | None:
     """Return the checkpoint that is there.
 
     Raises CheckpointError for one that may not be replaced, and for one of another format.

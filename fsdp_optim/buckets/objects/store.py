@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
 from fsdp_optim.buckets.objects.directory import ObjectDirectory
-from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.keys import ObjectPlace
 from fsdp_optim.buckets.objects.opened import OpenedObjects, open_place
 from fsdp_optim.buckets.objects.opened_any import OpenedAny
 from fsdp_optim.buckets.objects.staging import ObjectStaging
@@ -48,7 +48,7 @@ class ObjectStore(Store):
             raise CheckpointError(
                 f"{bucket.name}: a checkpoint needs a name of its own in the bucket: {bucket.name}/step-1000"
             )
-        self.place = Place(f"{bucket.name}/{prefix}", prefix)
+        self.place = ObjectPlace(f"{bucket.name}/{prefix}", prefix)
         can = bucket.can
         size = min(max(part_nbytes or PART_NBYTES, can.least_part_nbytes), can.most_part_nbytes)
         self.capabilities = Capabilities(

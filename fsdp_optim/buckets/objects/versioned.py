@@ -65,4 +65,4 @@ class VersionedObjects(Opened):
             raise CheckpointError(f"{self.named(name)}: was written again while it was read") from error
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there is nothing to release."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 
 from fsdp_optim.buckets.objects.base import Bucket
-from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.keys import ObjectPlace
 
 BEAT = "beat"
 """In a claim: a word that is new each time that the claim is written. Claims of older versions of this library have none."""
@@ -27,7 +27,7 @@ class Watched:
         self._seen: dict[str, dict[str, tuple[bytes, float]]] = {}
         self._lock = threading.Lock()
 
-    def silent(self, bucket: Bucket, place: Place, tokens: Iterable[str], dead_after: float) -> frozenset[str]:
+    def silent(self, bucket: Bucket, place: ObjectPlace, tokens: Iterable[str], dead_after: float) -> frozenset[str]:
         """Return the saves in a place, of `tokens`, whose claims have not changed for `dead_after` seconds.
 
         `tokens`: all other saves there that may be alive. Claims of other tokens are forgotten.

@@ -66,7 +66,7 @@ class Answered(Exception):
 
 
 def answer_of(operation: str, error: BaseException, region: str) -> Answered | None:
-    """Return the answer of the store in an error of boto3; None where no answer came. `region`: that of the request."""
+    """Return the answer of the store in an error of boto3; None where no answer came. `region`: the region of the request."""
     response: Mapping[str, Any] | None = getattr(error, "response", None)
     if not isinstance(response, Mapping) or "Error" not in response:
         return None

@@ -1,7 +1,7 @@
 """A reader of pickles of unknown origin: it builds plain values, and calls nothing but the functions of a table.
 
 The standard library's `pickletools` splits the bytes into operations; this file interprets them. An object of a class that is
-not in the table becomes an `Unread`. Nothing is imported, and no method of an object is called but those that are named here.
+not in the table becomes an `Unread`. Nothing is imported, and only the methods of objects that are named here are called.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Unpickler:
         self._stack.append(False)
 
     def do_string(self, argument: str) -> None:
-        """The str of Python 2, which `pickletools` decodes as Latin-1."""
+        """Push the str of Python 2, which `pickletools` decodes as Latin-1."""
         self._stack.append(argument.encode("latin-1").decode())
 
     do_binstring = do_short_binstring = do_string

@@ -84,9 +84,9 @@ class LegacyStorages:
 
     def source(self, storage: Storage) -> Source:
         """Return the place of the bytes of a storage."""
-        return Source(self._name, partial(self._found, storage))
+        return Source(self._name, partial(self._checked_start, storage))
 
-    def _found(self, storage: Storage) -> int:
+    def _checked_start(self, storage: Storage) -> int:
         start = self._start + self._starts[storage.key]
         head = self._opened.read(self._name, start - _NUMEL_NBYTES, _NUMEL_NBYTES)
         numel = int.from_bytes(head, "little", signed=True)

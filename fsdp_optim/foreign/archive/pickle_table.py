@@ -1,4 +1,4 @@
-"""The globals that a pickle may name, and the stand-ins for those that are not read."""
+"""The globals that a pickle may name, and the stand-ins for all others."""
 
 from __future__ import annotations
 

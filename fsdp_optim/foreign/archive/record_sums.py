@@ -16,7 +16,9 @@ from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
 from fsdp_optim.foreign.reader import Archive, ForeignReader
 from fsdp_optim.formats.base.checksums import hash_of
 
-_SMALL = 64 << 10  # bytes of an archive; of equal ones, such as thousands of learning rates, one is looked at
+_SMALL = (
+    64 << 10
+)  # bytes of an archive; of equal archives, such as thousands of learning rates, only the first is checked
 
 
 @dataclass
@@ -39,7 +41,7 @@ class RecordSums:
 
     @classmethod
     def of(cls, reader: object) -> RecordSums | None:
-        """Those of the files of a checkpoint that may be archives of `torch.save`; None for another format."""
+        """Return the checksums of the files of a checkpoint that may be archives of `torch.save`; None for another format."""
         if not isinstance(reader, ForeignReader):
             return None
         if reader.archives is not None:

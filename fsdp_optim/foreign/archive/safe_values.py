@@ -30,9 +30,9 @@ _DICTS = (dict, OrderedDict)
 
 
 def safe(value: Any, at: tuple[Any, ...] = ()) -> tuple[Any, Kinds]:
-    """Return the safe form of a value, and what parts of it were. `at`: the place of the value, with which all places begin.
+    """Return the safe form of a value, and the kinds of its replaced parts. `at`: the place of the value, with which all places begin.
 
-    What has no safe form stays as it is: the writer refuses it by its class.
+    A part without a safe form stays as it is: the writer refuses it by its class.
     """
     kinds: Kinds = []
     return _safe(value, at, kinds), kinds

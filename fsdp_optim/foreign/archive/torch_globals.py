@@ -1,6 +1,6 @@
 """The classes and functions that a pickle of torch may name. All others are inert: nothing of a file is executed.
 
-A tensor becomes whatever `Tensors.tensor` makes of its description: no element is read here.
+A tensor becomes whatever `TensorMaker.tensor` makes of its description: no element is read here.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Damaged:
     why: str
 
 
-class Tensors(Protocol):
+class TensorMaker(Protocol):
     """The maker of values for tensors."""
 
     def tensor(self, view: View) -> Any:
@@ -121,7 +121,7 @@ def storage_of(identity: Any) -> Storage:
     return Storage("torch.storage.UntypedStorage", _text(key), cls.dtype, numel)
 
 
-def table_of(tensors: Tensors) -> Table:
+def table_of(tensors: TensorMaker) -> Table:
     """Return the table of all globals that files of torch.save need."""
     rebuild = _Rebuild(tensors)
     calls: Mapping[str, Callable[..., Any]] = {
@@ -180,7 +180,7 @@ def _storage_classes() -> dict[str, StorageClass]:
 class _Rebuild:
     """The functions that make tensors, which return a Damaged for a tensor that cannot exist."""
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: TensorMaker) -> None:
         self._tensors = tensors
 
     def plain(
@@ -252,7 +252,7 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any = None) -> An
 
 
 def _set_metadata(target: OrderedDict[Any, Any], state: Any) -> None:
-    """The versions of modules beside a state dict. Other attributes of an OrderedDict are left out."""
+    """Set the versions of modules beside a state dict. Other attributes of an OrderedDict are left out."""
     if type(state) is not dict:
         raise TypeError("a state that is not a dict")
     if isinstance(state.get("_metadata"), dict):
@@ -327,7 +327,7 @@ def _complex(real: Any, imaginary: Any = 0.0) -> complex:
 
 
 def _range(*numbers: Any) -> Any:
-    """Return a range; one that would take much memory as a list is left out."""
+    """Return a range; a range that would take much memory as a list is left out."""
     if not all(type(number) is int and abs(number) < _MOST for number in numbers):
         raise TypeError("a range whose limits are no numbers")
     made = range(*numbers)

@@ -1,4 +1,4 @@
-"""Zip archives inside a file, or inside a part of a file: where the bytes of each record are, found out by few reads."""
+"""Zip archives inside a file, or inside a part of a file: where the bytes of each record are, by few reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HAS_DESCRIPTOR = 8  # a bit of a record's flags
 _IS_UTF_8 = 0x800
 _PIECE_NBYTES = 1 << 20  # read at once, where a record is compared with its checksum
 _FEW_NBYTES = 1 << 20  # that any record may have when it is no longer compressed
-_MOST_RATIO_OF_PICKLES = 64  # those of large models reach 20
+_MOST_RATIO_OF_PICKLES = 64  # pickles of large models reach 20
 _MOST_RATIO = 1100  # of compression; deflate reaches 1032
 
 
@@ -183,7 +183,7 @@ class Records:
             return Source(self._name, self._start + start)
         if not 0 <= info.header_offset < self._part.nbytes:
             raise CheckpointError(f"{self.where}: the record {record} begins outside of the file: it was changed")
-        return Source(self._name, partial(self._found, info))
+        return Source(self._name, partial(self._start_by_header, info))
 
     def size_of(self, record: str) -> int:
         """Return the number of bytes of a record."""
@@ -195,7 +195,7 @@ class Records:
         return self.infos[record]
 
     def _surely_at(self, info: zipfile.ZipInfo) -> int | None:
-        """Return the byte at which a record begins, if torch wrote the archive; None if only the file itself can tell.
+        """Return the byte at which a record begins, if torch wrote the archive; None if only the local header says it.
 
         torch pads each local header so that the record begins at a multiple of 64 bytes. That is certain where the next header
         begins exactly where this record then ends.
@@ -210,7 +210,7 @@ class Records:
         index = bisect_right(self._borders, header)
         return start if index < len(self._borders) and self._borders[index] == end else None
 
-    def _found(self, info: zipfile.ZipInfo) -> int:
+    def _start_by_header(self, info: zipfile.ZipInfo) -> int:
         """Return the byte of the file at which a record begins, by its local header."""
         where, name = f"{self.where}: the record {info.filename}", _encoded_name(info)
         if info.header_offset + _HEADER_NBYTES + len(name) > self._part.nbytes:

@@ -13,7 +13,7 @@ _ChunkBox = tuple[Shape, Shape]
 
 
 class Cuts:
-    """The placements of tensors. Tensors that are cut alike share one, so that each cut is checked once."""
+    """The placements of tensors. Tensors with the same cut share a placement, so that each cut is checked once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Shape, tuple[_ChunkBox, ...]], Placement] = {}

@@ -1,4 +1,4 @@
-"""DCP folders as a format that is written. Reading them is in `dcp.py`, whoever wrote them."""
+"""DCP folders as a format that is written. `reader.py` reads them, whoever wrote them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The items of DCP files: each is an archive of torch.save with one tensor, or with one value that is no tensor.
 
-Where the elements of a tensor begin is found out when the tensor is first needed, because a checkpoint may have a million items.
+The place of a tensor's elements is looked up when the tensor is first needed, because a checkpoint may have a million items.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _ItemHead:
 
 
 class Items:
-    """The places of the elements of tensors, found out one by one. `sources`: the bytes of those that had to be read whole."""
+    """The places of the elements of tensors, looked up on demand. `sources`: the bytes of tensors that had to be read whole."""
 
     def __init__(self, opened: Opened, tensors: Mapping[str, Tensor]) -> None:
         self._opened = opened
@@ -60,7 +60,7 @@ class Items:
         return place
 
     def read_apart(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the tensors, in one chunk each, of those of the keys whose tensors are no archives of torch.save."""
+        """Read the tensors that have one chunk each and are no archives of torch.save, by key."""
         tensors = {}
         for key in keys:
             tensor = self._tensors.get(key)
@@ -130,7 +130,7 @@ class Items:
 
 
 class LazyChunkPlaces(Mapping[int, tuple[str, int]]):
-    """By rank of storage, the file of a chunk and the byte at which its elements begin, found out when it is asked for."""
+    """By rank of storage, the file of a chunk and the byte at which its elements begin, looked up on demand."""
 
     def __init__(self, items: Items, name: str, tensor: Tensor) -> None:
         self._items, self._name, self._tensor = items, name, tensor
@@ -153,7 +153,7 @@ class LazyChunkPlaces(Mapping[int, tuple[str, int]]):
 def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle: bool = False) -> dict[str, Any]:
     """Return the values of items by key, tensors included. Several items are read at once.
 
-    `allow_pickle`: make objects of all classes; else those of unknown classes are inert.
+    `allow_pickle`: make objects of all classes; else objects of unknown classes are inert.
     """
     values: dict[str, Any] = {}
     known: dict[bytes, TorchArchive] = {}  # thousands of parameters have the same learning rate
@@ -204,15 +204,15 @@ def _archive(name: str, opened: Opened, item: ItemPlace) -> TorchArchive:
         raise CheckpointError(f"{error} ({name} is there, at byte {item.start})") from error
 
 
-def unread_in(value: Any) -> str:
+def unread_class_in(value: Any) -> str:
     """Return the name of the class of an inert object in a value; "" if it has none."""
     if isinstance(value, Unread):
         return value.what
-    return next((what for _, inner in children(value) if (what := unread_in(inner))), "")
+    return next((what for _, inner in children(value) if (what := unread_class_in(inner))), "")
 
 
 class _Part(Opened):
-    """A file, and those of its bytes that have been read."""
+    """A file of which some bytes are already in memory."""
 
     def __init__(self, opened: Opened, start: int, data: bytes) -> None:
         self._opened, self._start, self._data = opened, start, data
@@ -239,7 +239,7 @@ class _Part(Opened):
         return self._opened.was_replaced()
 
     def close(self) -> None:
-        """The files belong to another object."""
+        """Do nothing: the files belong to another object."""
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
         at = offset - self._start

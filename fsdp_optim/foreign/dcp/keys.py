@@ -164,7 +164,7 @@ def _optimizer_tree(where: str, members: Mapping[str, Path]) -> Mapping[str, Any
 
 
 def _is_dotted(part: str) -> bool:
-    """Return whether a part of a path is that of a nested dict whose writer recorded no paths, such as `param_groups.0.params`."""
+    """Return whether a part of a path joins keys of nested dicts, as writers do that record no paths: `param_groups.0.params`."""
     return re.fullmatch(rf"{GROUPS}\.\d+\.params", part) is not None
 
 

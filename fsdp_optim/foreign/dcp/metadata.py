@@ -1,6 +1,6 @@
 """The metadata of torch.distributed.checkpoint: the keys, the boxes of each tensor, and the item of a file that has each box.
 
-`dcp_pickle.py` reads the file; here its content is checked.
+`metadata_pickle.py` reads the file; here its content is checked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The pickle of a `.metadata` file, read without running anything in it.
 
 `inert_pickle.py` reads other pickles. It would take minutes here, because a checkpoint of a thousand ranks has millions of
-objects. So this file uses the unpickler of the standard library, with stand-ins for the few classes that torch writes, after a
-look at the operations in `dcp_operations.py`.
+objects. So this file uses the unpickler of the standard library, with stand-ins for the few classes that torch writes, after
+`pickle_operations.py` has checked the operations.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _OF_TORCH = re.compile(r"__\d+_\d+\.distcp")
 
 
 def with_summary(summary: ManifestSummary, pickle: bytes) -> bytes:
-    """Return the content of `.metadata`. `pickle`: that of torch's Metadata."""
+    """Return the content of `.metadata`. `pickle`: the pickle of torch's Metadata."""
     values = {"brief": summary.to_json(), "metadata_xxh3_64": hex_of(pickle)}
     text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
     return _BEGIN + len(text).to_bytes(_LENGTH, "little") + text + _POP + pickle

@@ -18,7 +18,7 @@ from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.foreign.dcp.full_dict import filled, full_dict, keys_in
-from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces, archives_in, read_values, unread_in
+from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces, archives_in, read_values, unread_class_in
 from fsdp_optim.foreign.dcp.keys import GROUPS, meaning_of
 from fsdp_optim.foreign.dcp.metadata import Metadata, Path, Tensor, read_metadata
 from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
@@ -116,7 +116,7 @@ class _DcpContents:
 
 
 def _folders(opened: Opened) -> dict[str, list[str]]:
-    """Return the names of the metadata files, by folder: one file, or where the ranks saved without each other one of each rank."""
+    """Return the names of the metadata files, by folder: one file, or one of each rank where each saved by itself."""
     by_folder: dict[str, dict[int, str]] = {}
     for name in [opened.selected] if opened.selected else opened.names():
         matched = _NAME.fullmatch(name)
@@ -138,7 +138,7 @@ def _folders(opened: Opened) -> dict[str, list[str]]:
 
 
 def _joined(parts: Sequence[Metadata]) -> Metadata:
-    """Return the metadata of ranks that saved without each other as one. A value that several ranks have is that of the first."""
+    """Join the metadata of ranks that saved without each other. Of a value that several ranks have, the first rank's counts."""
     if len(parts) == 1:
         only = parts[0]
         return replace(only, paths={key: only.paths.get(key, (key,)) for key in (*only.tensors, *only.values)})
@@ -176,12 +176,12 @@ def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
     files = _checked_files(opened, saved)
     items = Items(opened, saved.tensors)
     stored = dict(_stored(opened, saved, items))
-    extra = _Extra.of(opened, saved, stored, items, meaning.extra)
-    of_modules = _Extra.of(opened, saved, stored, items, meaning.module_values)
+    extra = _WholeValues.of(opened, saved, stored, items, meaning.extra)
+    of_modules = _WholeValues.of(opened, saved, stored, items, meaning.module_values)
     of_optimizers = [key for tree in meaning.optimizers for key in keys_in(tree)]
     values = read_values(opened, {key: saved.values[key] for key in of_optimizers if key in saved.values})
     for key, value in values.items():
-        if what := unread_in(value):
+        if what := unread_class_in(value):
             raise CheckpointError(
                 f"{opened.where}: {key}: has an object of the class {what}, which is not loaded into an optimizer: load the "
                 "checkpoint as it was saved, and save the optimizer without it"
@@ -225,7 +225,7 @@ def _own_summary(opened: Opened) -> ManifestSummary | None:
 
 
 def _of_ranks(where: str, extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Return the trainer's values that this library has saved, without those of each rank, and those of each rank."""
+    """Split the trainer's values that this library has saved into the common ones and each rank's own."""
     keys, of_ranks = extra.get(KEYS, {}), extra.get(OF_RANKS)
     if not isinstance(keys, Mapping):
         raise CheckpointError(f"{where}: {KEYS}: is not a dict")
@@ -244,7 +244,7 @@ def _of_ranks(where: str, extra: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 
 @dataclass(frozen=True)
-class _Extra:
+class _WholeValues:
     """Values that every rank reads whole: trees of them by name, and the items of their keys.
 
     `apart`: the tensors, already read, that are in no archive of torch.save.
@@ -264,8 +264,8 @@ class _Extra:
         stored: Mapping[str, StoredTensor],
         places: Items,
         trees: Mapping[str, Any],
-    ) -> _Extra:
-        """Read the values. Those that are too large, or have objects of unknown classes, are withheld."""
+    ) -> _WholeValues:
+        """Read the values. Values that are too large, or have objects of unknown classes, are withheld."""
         nbytes = {name: sum(_nbytes(stored, key) for key in keys_in(tree)) for name, tree in trees.items()}
         read = [key for name, tree in trees.items() if nbytes[name] <= _MOST_EXTRA_NBYTES for key in keys_in(tree)]
         apart = {key: made for key in read if (made := _empty(saved, key)) is not None}
@@ -283,7 +283,7 @@ class _Extra:
                 )
                 continue
             value = filled(tree, loaded.__getitem__)
-            what = unread_in(value)
+            what = unread_class_in(value)
             values[str(name)] = value if not what else _withheld(opened, name, what)
         return cls(opened, trees, items, apart, values)
 
@@ -390,7 +390,7 @@ def _of_lightning(opened: Opened) -> Mapping[str, Any]:
     archive = read_archive(opened, _OF_LIGHTNING)
     values = archive.value if isinstance(archive.value, dict) else {_OF_LIGHTNING: archive.value}
     return {
-        str(name): _withheld(opened, name, what) if (what := unread_in(value)) else archive.materialised(value)
+        str(name): _withheld(opened, name, what) if (what := unread_class_in(value)) else archive.materialised(value)
         for name, value in values.items()
     }
 

@@ -33,7 +33,7 @@ def is_shard(name: str) -> bool:
 
 
 def is_consolidated(name: str) -> bool:
-    """Return whether a file is the file of one rank, in the folder where torch keeps those of which it makes one checkpoint."""
+    """Return whether a file is one rank's, in the folder whose files torch consolidates into one checkpoint."""
     return name.startswith(f"{_SHARDED}/") and is_shard(name)
 
 
@@ -90,7 +90,7 @@ def check_is_whole(opened: Opened, file: OpenFile) -> None:
 def shards_in(opened: Opened, names: Sequence[str]) -> list[str]:
     """Return the files of all ranks in a folder, if it has such files.
 
-    `names`: all files of the folder. Raises CheckpointError where they are not those of one checkpoint.
+    `names`: all files of the folder. Raises CheckpointError where they are not of one checkpoint.
     """
     here = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     shards = [matched for name in here if (matched := _SHARD.fullmatch(name))]
@@ -118,9 +118,9 @@ def shards_in(opened: Opened, names: Sequence[str]) -> list[str]:
 
 
 def check_scalars(opened: Opened, made: Mapping[str, StoredTensor], sharded: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointError where torch has made one checkpoint of the files of ranks, and a tensor without dimensions differs.
+    """Raise CheckpointError where torch has consolidated the files of ranks, and a tensor without dimensions differs.
 
-    torch 2.13 copies no such tensor: it leaves zeros. `made`: the tensors of the one checkpoint; `sharded`: those of the ranks.
+    torch 2.13 copies no such tensor: it leaves zeros. `made`: the consolidated tensors; `sharded`: the tensors of the ranks.
     """
     for key, stored in made.items():
         other = sharded.get(key)
@@ -137,14 +137,14 @@ def check_scalars(opened: Opened, made: Mapping[str, StoredTensor], sharded: Map
 
 
 def ranks_beside(names: Sequence[str]) -> list[str]:
-    """Return the files of ranks of which torch may have made the one checkpoint of a folder. `names`: all files of the folder."""
+    """Return the files of ranks that torch may have consolidated into the checkpoint of a folder. `names`: all its files."""
     return [name for name in names if is_consolidated(name)] or [
         name for name in names if "/" not in name and is_shard(name)
     ]
 
 
 def num_ranks_of(names: Sequence[str]) -> int:
-    """Return the number of ranks that wrote files with these names, as far as the names tell."""
+    """Return the number of ranks that wrote files with these names, as far as the names say."""
     return max((int(matched[1]) for name in names if (matched := _SHARD.fullmatch(name))), default=0)
 
 
@@ -198,7 +198,7 @@ def _joined(opened: Opened, key: str, parts: Sequence[_FileChunk], cuts: Cuts, d
 
 
 def _doubts(names: Sequence[str]) -> str:
-    """What may be wrong where the chunks of files do not fit together."""
+    """Return the possible reasons why the chunks of files do not fit together."""
     num = num_ranks_of(names)
     there = {int(matched[1]) for name in names if (matched := _SHARD.fullmatch(name))}
     missing = [f"shard-{number:05}" for number in range(1, num + 1) if number not in there]

@@ -243,7 +243,7 @@ class _FilePlan:
 
 
 def _within(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) -> Iterator[list[PlannedTensor]]:
-    """Yield the tensors of each file, in their order: at most `most_nbytes` with what is between them, or one that is larger."""
+    """Yield the tensors of each file, in order: at most `most_nbytes` with the frames between them, or one larger tensor."""
     batch, plan = list[PlannedTensor](), _FilePlan()
     for tensor in tensors:
         plan.add(tensor, num_ranks)
@@ -258,7 +258,7 @@ def _within(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) 
 def chunks_of(shape: Shape, itemsize: int, num_ranks: int) -> Iterator[tuple[Shape, Shape]]:
     """Yield the chunks of a tensor as (offsets, sizes): the rows of each rank, if the tensor is cut along its first dimension.
 
-    A reader needs a chunk whole, so that no chunk is large; and small ones are joined, because each has an archive of its own.
+    A reader needs a complete chunk, so no chunk is large; small chunks are joined, because each has an archive of its own.
     """
     nbytes = prod(shape) * itemsize
     if not shape or not nbytes:
@@ -328,7 +328,7 @@ def _paths_of(optim: OptimDescription | None) -> dict[str, Path]:
 
 @dataclass
 class WrittenItem:
-    """Torch's Metadata on its way. `folder`: the folder of the files, counted from that of `.metadata`."""
+    """Torch's Metadata while it is built. `folder`: the folder of the files, relative to the folder of `.metadata`."""
 
     folder: str
     _tensors: dict[str, Any] = field(default_factory=dict)

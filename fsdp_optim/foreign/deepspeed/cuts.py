@@ -35,7 +35,7 @@ class Cut:
         flat: which flat tensor.
         start: the element of the whole flat tensor at which the parameter begins.
         chunk: the number of elements of the flat tensor on each rank.
-        skipped: the number of elements in a rank's part before those that `start` and `chunk` count.
+        skipped: the number of elements in a rank's part before the first one that `start` and `chunk` count.
     """
 
     fqn: str

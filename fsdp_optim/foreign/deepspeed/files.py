@@ -44,7 +44,7 @@ class DeepSpeedFiles:
         return bool(self.params)
 
 
-def is_one(opened: Opened) -> bool:
+def has_deepspeed_files(opened: Opened) -> bool:
     """Return whether a place has files of DeepSpeed, at its top or in the folder of a tag. Raises nothing."""
     if opened.selected:
         return False

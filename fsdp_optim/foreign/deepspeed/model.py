@@ -36,7 +36,7 @@ _OWN = frozenset(
         *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
     )
 )
-"""The values that DeepSpeed keeps for itself, and no caller needs."""
+"""The values that DeepSpeed keeps for itself, and no user needs."""
 
 _OF_DEEPSPEED = frozenset(
     (
@@ -44,14 +44,14 @@ _OF_DEEPSPEED = frozenset(
         *("skipped_steps", "global_steps", "global_samples", "ds_config", "ds_version"),
     )
 )
-"""Values of DeepSpeed that callers may need, beside those that they gave themselves as `client_state`."""
+"""Values of DeepSpeed that users may need, beside their own `client_state`."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
     """The files with the model: one file before stage 3 of ZeRO, and in stage 3 one of each rank.
 
-    In stage 3 each of them names all parameters, so those of other ranks than the first are read only where they are needed: for
+    In stage 3 each of them names all parameters, so other ranks' files than the first are read only where they are needed: for
     frozen parameters, of which each has a part, and for the values that a rank gave.
     """
 
@@ -191,7 +191,7 @@ class ModelFiles:
         return _RankExtras(self) if len(self.names) > 1 else ()
 
     def pickled(self, extra: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]] | None:
-        """Return a function that returns the values with real objects in the place of those that were not read."""
+        """Return a function that reads the values with real objects in the place of Unread."""
         return _pickled(self.first, extra)
 
 

@@ -259,7 +259,7 @@ def _full_dict(ranks: Sequence[_Rank], cuts: Sequence[Cut]) -> Mapping[str, Any]
 
 
 def with_step(group: dict[str, Any], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return a param group whose `step`, where an optimizer counts there (FusedAdam), is in the state of its parameters instead."""
+    """Move the `step` of a param group, where FusedAdam counts it, into the state of its parameters; return the group."""
     states = [state[fqn] for fqn in group["params"] if state.get(fqn)]
     if "step" in group and states and not any("step" in values for values in states):
         step = group.pop("step")

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
-from fsdp_optim.foreign.deepspeed.files import DeepSpeedFiles, find_files, is_one
+from fsdp_optim.foreign.deepspeed.files import DeepSpeedFiles, find_files, has_deepspeed_files
 from fsdp_optim.foreign.deepspeed.model import ModelFiles
 from fsdp_optim.foreign.deepspeed.optim import Optimizer, read_optimizer
 from fsdp_optim.foreign.deepspeed.trees import mapping, read_files
@@ -25,14 +25,14 @@ _STAGE_3 = "zero_pp_rank_"
 class DeepSpeed(ForeignFormat):
     """The folder of a tag, or the folder above it with the file `latest`.
 
-    The fp32 weights that ZeRO's optimizer holds are the weights; those of the module, in 16 bits, are given only where the
-    checkpoint has no others.
+    The fp32 weights that ZeRO's optimizer holds are the weights; the module's, in 16 bits, are given only where the checkpoint
+    has no others.
     """
 
     name = "deepspeed"
 
     def recognises(self, opened: Opened) -> bool:
-        return is_one(opened)
+        return has_deepspeed_files(opened)
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         files = find_files(opened)
@@ -104,9 +104,7 @@ def _weights(models: ModelFiles, optimizer: Optimizer | None, *, is_cut: bool) -
 
 
 def _without_zero(files: DeepSpeedFiles, models: ModelFiles) -> Optimizer | None:
-    """Return the optimizer of a checkpoint that has no files of ZeRO; None if no optimizer was saved, or its files were taken
-    away.
-    """
+    """Return the optimizer of a checkpoint without files of ZeRO; None if none was saved, or its files were removed."""
     with as_checkpoint_error(models.file):
         saved = models.saved.get("optimizer")
         if _stage_3_models(files):

@@ -36,7 +36,7 @@ STAND_INS: Mapping[str, Callable[..., Any]] = {
 
 
 def read_files(opened: Opened, names: Sequence[str]) -> list[TorchArchive]:
-    """Return the values of several files, read as many at a time as the store likes. Raises the error of the first that fails."""
+    """Read the values of several files, as many at a time as suits the store. Raises the error of the first that fails."""
     num = min(opened.num_requests, len(names))
     if num <= 1:
         return [read_archive(opened, name, stand_ins=STAND_INS) for name in names]

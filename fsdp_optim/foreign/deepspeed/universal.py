@@ -108,7 +108,7 @@ def _firsts(of_params: Mapping[str, Sequence[str]], archives: Sequence[TorchArch
 def _check_order(
     files: DeepSpeedFiles, models: ModelFiles, weights: Mapping[str, StoredTensor], archives: Mapping[str, TorchArchive]
 ) -> None:
-    """Refuse fp32 weights that are not those of the module, of a run with round robin gradients.
+    """Refuse fp32 weights that differ from the module's, as a run with round robin gradients leaves them.
 
     DeepSpeed's converter takes the parameters of a flat tensor in another order than such a run has laid them, unless it also
     aligned them, so that files have the elements of other parameters.

@@ -57,7 +57,7 @@ class HuggingFace(ForeignFormat):
         return self.open_files(opened, opened.selected)
 
     def open_files(self, opened: Opened, selected: str) -> ForeignReader:
-        """Open the file or the index `selected`; "": those of the folder."""
+        """Open the file or the index `selected`; "": the folder's own choice."""
         digest, notes = xxh3_128(), list[str]()
         shards = shards_in(opened, opened.names()) if not selected else []
         if not selected and not shards:

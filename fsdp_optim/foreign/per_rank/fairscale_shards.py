@@ -179,7 +179,7 @@ class _Shards:
                 continue  # see module_values
             tied = units.get(self._place(value))
             if tied is None:
-                model[key] = replace(value, key=key)  # a buffer: that of the first rank counts
+                model[key] = replace(value, key=key)  # a buffer: the first rank's counts
             elif key != tied.key and len(tied.fqns) == 1:
                 aliases[key] = tied.fqns[0]
         return model, aliases
@@ -212,9 +212,7 @@ class _Shards:
         return stored.file, stored.start, stored.shape, stored.key
 
     def _of_ranks(self, unit: _Unit) -> Iterator[tuple[RankParam, dict[int, StoredTensor]]]:
-        """Yield the live parameters that a unit's parameter is: one of all ranks, or one of each rank; with their weights by
-        rank.
-        """
+        """Yield the live parameters of a unit's parameter, one of all ranks or one of each, with their weights by rank."""
         tensors = {rank: weights[unit.key] for rank, weights in enumerate(self.weights)}
         for rank, stored in tensors.items():
             if not isinstance(stored, StoredTensor):
@@ -289,7 +287,7 @@ class _Shards:
         return joined(self.files, [_with_keys(optim, rank, owned) for rank, optim in enumerate(dicts)], by_key, _OPTIM)
 
     def _fits(self, optim: Mapping[str, Any], key: Any, place: int) -> bool:
-        """Return whether the values of an id on the first rank may be those of a unit."""
+        """Return whether the values of an id on the first rank may belong to a unit."""
         state = optim.get("state")
         values = state.get(key, {}) if isinstance(state, Mapping) else {}
         shapes = {value.shape for value in values.values() if isinstance(value, StoredTensor) and value.shape}
@@ -340,7 +338,7 @@ def _units(metadata: Sequence[Mapping[str, Any]]) -> Iterator[_Unit]:
 
 
 def _shared(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the pairs (name, other name) of tied parameters inside of flat ones."""
+    """Return the pairs (name, other name) of tied parameters inside of flat parameters."""
     return [
         (_joined_name(unit["fsdp_path"], source), _joined_name(unit["fsdp_path"], other))
         for unit in metadata["param_metadata"]

@@ -55,9 +55,7 @@ class FlatUnit:
         return fqn[len(self.path) + 1 :] if self.path else fqn
 
     def shard(self, rank: int, world_size: int) -> tuple[int, int, int]:
-        """Return the first element of a rank's shard, one past its last, and the number of elements of all shards, padding
-        included.
-        """
+        """Return the first element of a rank's shard, one past its last, and the length of every shard, with padding."""
         each = -(-self.numel // world_size)
         start = min(rank * each, self.numel)
         return start, min(start + each, self.numel), each
@@ -74,7 +72,7 @@ class FlatUnit:
 
 @dataclass(frozen=True)
 class FairscaleCut:
-    """How a checkpoint's parameters are flattened. `flattens`: False: those of each wrapped module are cut by themselves.
+    """How a checkpoint's parameters are flattened. `flattens`: False: each parameter of a wrapped module is cut by itself.
 
     `units`: the FQNs in each flat parameter of the model that saved, by the path of the wrapped module.
     """

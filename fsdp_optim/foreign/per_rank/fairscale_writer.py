@@ -171,7 +171,7 @@ class FairscaleShardsWriter(Writer):
 
 
 def _with_scalars(optim: OptimDescription, stored: StoredOptim) -> OptimDescription:
-    """Return the description with the 0-dim tensors themselves in it, because the metadata in the files depend on their elements."""
+    """Return the description with the 0-dim tensors themselves, because the metadata in the files depend on their elements."""
     scalars = {key: tensor for key, tensor in stored.tensors.items() if not tensor.shape}
     tensors = dict(zip(scalars, stored.read_small(list(scalars.values())), strict=True)) if scalars else {}
 
@@ -188,7 +188,7 @@ def _with_scalars(optim: OptimDescription, stored: StoredOptim) -> OptimDescript
 
 
 def _rank_in(name: str) -> int:
-    """Return the rank whose values an extra has; -1 for those of all ranks."""
+    """Return the rank whose values an extra has; -1 for the common values of all ranks."""
     return int(name.removeprefix("rank-")) if name.startswith("rank-") else -1
 
 
@@ -230,9 +230,7 @@ class _RankFile:
         return self._file(f"{STEM}-shard{self.rank}.pt", tree)
 
     def _in_order(self, units: Sequence[FlatUnit]) -> list[FlatUnit]:
-        """Return the units in the order of the wrapped model's parameters: that of the ids, where parameters are cut by
-        themselves.
-        """
+        """Return the units in the order of the wrapped model's parameters, by which ids count parameters that are cut alone."""
         optim = self.contents.optim
         if optim is None or all(unit.is_flat for unit in units):
             return list(units)
@@ -242,7 +240,7 @@ class _RankFile:
         return sorted(units, key=lambda unit: place.get(unit.fqns[0], len(place)) if unit.fqns else len(place))
 
     def _extras(self) -> dict[str, Any]:
-        """Return the trainer's values: those that all ranks have in common, and those of this rank."""
+        """Return the trainer's values: the common values of all ranks, and this rank's own."""
         own = self.writer._extras.get(f"rank-{self.rank:05}", {})
         return {**self.writer._extras.get(COMMON, {}), **_as_dict(own)}
 
@@ -331,7 +329,7 @@ class _RankFile:
         return {name: shard(name) if kind == TENSOR else value for name, kind, value in values}
 
     def _file(self, name: str, tree: Any) -> PlannedFile:
-        """Return the file with these records. Those of large elements come first, so that all elements are aligned."""
+        """Return the file with these records. Records of large elements come first, so that all elements are aligned."""
         small, archive = SmallTensors(len(self.records)), ArchiveFrames()
         pending, frames, at = archive.first(small.without(tree)), list[tuple[int, bytes]](), 0
         tensors, starts, slices = list[PlannedTensor](), list[int](), list[tuple[int, int]]()

@@ -13,7 +13,7 @@ def live_of_ids(
 ) -> Mapping[Any, int] | None:
     """Return the place of each id's live parameter in the model's order; None if the sizes allow several answers, or none.
 
-    An optimizer counts its parameters group by group, and lists those of a group in the order of the model, from which
+    An optimizer counts its parameters group by group, and lists the parameters of a group in the order of the model, from which
     frozen parameters may be left out. So the ids of a group are a part of the model's order, and two groups have no parameter in
     common.
 
@@ -33,7 +33,7 @@ def live_of_ids(
 def _only_answer(
     groups: Sequence[Sequence[Any]], num_live: int, fits: Callable[[Any, int], bool]
 ) -> Mapping[Any, int] | None:
-    """Return the only way to give the places to the ids, or None; walks through the places, and gives up after many steps."""
+    """Return the only way to give the places to the ids, or None. Walks through the places, and gives up after many steps."""
     start = (0,) * len(groups)
     # For each number of ids that the groups have used up: how many ways lead there, at most 2, and the last step of one of them.
     layers: list[dict[tuple[int, ...], tuple[int, int | None]]] = [{start: (1, None)}]

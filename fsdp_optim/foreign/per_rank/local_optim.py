@@ -147,9 +147,9 @@ def _state_of(
         if all(isinstance(value, StoredTensor) and not value.shape for value in value_on.values()):
             common: Any = files.scalar(value_on, what, f"state.{key}.{name}")
         elif any(isinstance(value, StoredTensor) for value in value_on.values()):
-            rank, odd = next((r, v) for r, v in value_on.items() if not _is_cut(v, live.local_shapes.get(r)))
+            rank, uncut = next((r, v) for r, v in value_on.items() if not _is_cut(v, live.local_shapes.get(r)))
             raise UnreadableOptimError(
-                f"{files.opened.named(files.names[rank])}: {what} has the shape {list(getattr(odd, 'shape', ()))}, the rank's "
+                f"{files.opened.named(files.names[rank])}: {what} has the shape {list(getattr(uncut, 'shape', ()))}, the rank's "
                 f"part of the parameter {list(live.local_shapes.get(rank, ()))}: it is not cut like the parameter, and the "
                 "files do not say how it is cut"
             )

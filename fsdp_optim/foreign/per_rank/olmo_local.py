@@ -202,9 +202,7 @@ class _Params:
             return unreadable(reason)
 
     def _live(self) -> Iterator[RankParam]:
-        """Yield the parameters that an optimizer may have had: flat ones, or (use_orig_params) the part of each original on a
-        rank.
-        """
+        """Yield the parameters that an optimizer may have had: flat, or (use_orig_params) each rank's part of each original."""
         for handle in self.handles:
             flat = f"{handle.prefix}.{_FLAT}" if handle.prefix else _FLAT
             yield RankParam(flat, handle.originals, {rank: tensor.shape for rank, tensor in enumerate(handle.data)})

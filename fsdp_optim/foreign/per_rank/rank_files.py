@@ -26,7 +26,7 @@ _MOST_NAMED = 8
 _MOST_EXTRA_NBYTES = 16 << 20  # of tensors among the values of the trainer, in one value
 
 
-class Shard:
+class ShardStandIn:
     """The parent of stand-ins for a rank's part of a tensor."""
 
 
@@ -40,8 +40,7 @@ def unreadable(reason: UnreadableOptimError) -> Mapping[str, Any]:
 
 
 def complete(where: str, file_of_rank: Mapping[int, str], world_size: int = 0) -> tuple[str, ...]:
-    """Return the files of ranks 0, 1, ... in order. `found`: file by rank; `world_size`: the number of ranks that saved, if
-    known.
+    """Return the files of ranks 0, 1, ... in order. `world_size`: the number of ranks that saved, if known.
 
     Raises CheckpointError that names the ranks whose files are missing.
     """
@@ -162,7 +161,7 @@ class RankFiles:
         kept = {
             str(name): _extra(self.archives[0], name, value)
             for name, value in model.items()
-            if not isinstance(value, (StoredTensor, Shard)) or is_extra_state(str(name))
+            if not isinstance(value, (StoredTensor, ShardStandIn)) or is_extra_state(str(name))
         }
         return {name: value if isinstance(value, Withheld) else [None, value] for name, value in kept.items()}
 
@@ -171,7 +170,7 @@ class RankFiles:
         return [ForeignValues(values, partial(self.pickled, values, rank)) for rank, values in enumerate(extras)]
 
     def pickled(self, values: Mapping[str, Any], rank: int = 0) -> Mapping[str, Any]:
-        """Return the values of the trainer of a rank, with all classes of those that are withheld. Runs the code in pickles."""
+        """Return the values of the trainer of a rank, with the withheld values decoded. Runs the code in pickles."""
         archive = self.archives[rank]
         real = archive.unpickled() if any(isinstance(value, Withheld) for value in values.values()) else {}
         return {

@@ -19,7 +19,7 @@ from fsdp_optim.layout import Block, Box, Boxes, Shape, bounds_of_box
 
 _SAMPLE = 1024  # elements of each shard that are compared, because copies and other parameters can have the same name
 
-Values = Mapping[int, Any]
+ValuesByRank = Mapping[int, Any]
 """By rank, what its file has."""
 
 Partition = frozenset[frozenset[int]]
@@ -40,10 +40,10 @@ def numbers_in(files: RankFiles, rank: int, stored: StoredTensor) -> Sequence[in
     return numbers
 
 
-class Half:
+class RankHalf:
     """The model's dicts of all ranks, or the states of their optimizers: by rank, by name."""
 
-    def __init__(self, files: RankFiles, values: Values) -> None:
+    def __init__(self, files: RankFiles, values: ValuesByRank) -> None:
         self.files = files
         self.values: dict[int, Mapping[Any, Any]] = dict(values)
         self._known: dict[tuple[int, int], TorchShards] = {}
@@ -84,8 +84,8 @@ class Half:
     def first_difference(self, partition: Partition) -> str:
         """In words, a tensor of which several groups of ranks have no copies; "" if all tensors of these groups are copies.
 
-        Tensors are copies if they are cut alike, and the first elements of every shard are equal. HYBRID_SHARD and a mesh that
-        leaves out tensor parallel ranks make copies; experts of one name are none.
+        Tensors are copies if they have the same cut and the first elements of every shard are equal. HYBRID_SHARD and a mesh
+        without the tensor parallel ranks make copies; experts of one name are none.
         """
         for name, cuts in self._cuts.items():
             if len(cuts) > 1 and self._partition(name) == partition:
@@ -124,7 +124,7 @@ class Half:
         self.__dict__.pop("_cuts", None)
 
     def renames(self) -> dict[int, dict[str, str]]:
-        """By rank, new names for those that mean different parameters on different ranks."""
+        """By rank, new names for names that mean different parameters on different ranks."""
         made: dict[int, dict[str, str]] = {}
         for name, cuts in self._cuts.items():
             if len(cuts) < 2:
@@ -151,10 +151,10 @@ class Half:
             return made
         for name in names:
             by = {rank: values[name] for rank, values in self.values.items() if name in values}
-            alike: dict[object, list[int]] = {}
+            ranks_by_value: dict[object, list[int]] = {}
             for rank, stored in by.items() if all(isinstance(value, StoredTensor) for value in by.values()) else ():
-                alike.setdefault((stored.shape, stored.dtype, self._sample(rank, stored)), []).append(rank)
-            for ranks in alike.values() if len(alike) > 1 else ():
+                ranks_by_value.setdefault((stored.shape, stored.dtype, self._sample(rank, stored)), []).append(rank)
+            for ranks in ranks_by_value.values() if len(ranks_by_value) > 1 else ():
                 for rank in ranks:
                     made.setdefault(rank, {})[name] = f"{name}@{min(ranks)}"
         return made
@@ -184,9 +184,9 @@ class Half:
         `strictly`: a tensor that is not cut must be equal on all ranks; else the lowest rank's counts.
         """
         sharded = {rank: self.shards(rank, value, key) for rank, value in by.items() if isinstance(value, Fields)}
-        odd = next((rank for rank, value in by.items() if isinstance(value, Fields) != bool(sharded)), None)
-        if odd is not None:
-            raise self.files.damaged(odd, f"{key} is not sharded, as in the files of other ranks")
+        unsharded = next((rank for rank, value in by.items() if isinstance(value, Fields) != bool(sharded)), None)
+        if unsharded is not None:
+            raise self.files.damaged(unsharded, f"{key} is not sharded, as in the files of other ranks")
         if sharded:
             return self._joined(key, sharded)
         whole = {rank: value for rank, value in by.items() if isinstance(value, StoredTensor)}
@@ -196,16 +196,16 @@ class Half:
         return replace(next(iter(whole.values())), key=key)
 
     def _joined(self, key: str, sharded: Mapping[int, TorchShards]) -> StoredTensor:
-        (first, some), *others = sharded.items()
+        (first, first_shard), *others = sharded.items()
         for rank, other in others:
-            if other.cut != some.cut:
+            if other.cut != first_shard.cut:
                 raise self.files.of_another_save(rank, first, f"{key} is cut in another way")
-        lacking = sorted(some.ranks - set(sharded))
+        lacking = sorted(first_shard.ranks - set(sharded))
         if lacking:
             raise self.files.damaged(lacking[0] if lacking[0] < self.files.num else first, f"does not have {key}")
         pieces = [piece for shards in sharded.values() for piece in shards.boxes]
         try:
-            return _placed(key, some.shape, pieces)
+            return _placed(key, first_shard.shape, pieces)
         except LayoutError as error:
             raise self.files.damaged(first, f"{key}: {error}") from error
 

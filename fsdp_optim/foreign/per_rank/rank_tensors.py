@@ -23,7 +23,7 @@ from fsdp_optim.foreign.per_rank.rank_files import (
     first_unread,
     unreadable,
 )
-from fsdp_optim.foreign.per_rank.rank_halves import Half, Values, first_shards, in_order, numbers_in
+from fsdp_optim.foreign.per_rank.rank_halves import RankHalf, ValuesByRank, first_shards, in_order, numbers_in
 from fsdp_optim.foreign.per_rank.torch_shards import DTensorFields, Fields, ShardedTensorFields, shards_of, stand_ins
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.foreign.torch.roles import is_extra_state
@@ -85,9 +85,7 @@ RANK_TENSORS = RankTensors()
 
 
 def _families(opened: Opened) -> dict[tuple[str, str], dict[int, str]]:
-    """Return the files whose names differ in a number only, by the text before and after it; if a file is selected, its own
-    family.
-    """
+    """Return the families of files whose names differ in a number only, by the text around it; of a selected file, its own."""
     matches = [match for name in opened.names() if (match := _NAME.fullmatch(name))]
     asked = _NAME.fullmatch(opened.selected)
     families: dict[tuple[str, str], list[tuple[int, str]]] = {}
@@ -101,9 +99,7 @@ def _families(opened: Opened) -> dict[tuple[str, str], dict[int, str]]:
 
 
 def _is_sharded(opened: Opened, file_of_rank: Mapping[int, str]) -> bool:
-    """Return whether one of the first files has sharded tensors, or the only file is that of a single rank, where nothing is
-    sharded.
-    """
+    """Return whether one of the first files has sharded tensors, or the only file is of a single rank and has none."""
     for name in [file_of_rank[rank] for rank in sorted(file_of_rank)][:_LOOKS]:
         if not is_torch_archive(opened, name):
             continue
@@ -147,18 +143,18 @@ class _RankContents:
         )
         return cls(files, *_halves(files, values))
 
-    def _half(self, key: Any) -> Values | None:
+    def _half(self, key: Any) -> ValuesByRank | None:
         if key is None:
             return None
         values = [archive.value if key == "" else archive.value[key] for archive in self.files.archives]
         return dict(enumerate(self.files.dicts(values, str(key) or "the file")))
 
     @property
-    def model(self) -> Values | None:
+    def model(self) -> ValuesByRank | None:
         return self._half(self.model_key)
 
     @property
-    def optim(self) -> Values | None:
+    def optim(self) -> ValuesByRank | None:
         return self._half(self.optim_key)
 
 
@@ -207,9 +203,9 @@ class _Merged:
     """The model and the optimizer of all ranks, as if one rank had saved them."""
 
     def __init__(self, model: _RankContents | None, optim: _RankContents | None) -> None:
-        self._model = Half(model.files, model.model or {}) if model is not None else None
-        self._optim = Half(optim.files, _states(optim.optim or {})) if optim is not None else None
-        self._groups: Values = dict(optim.optim or {}) if optim is not None else {}
+        self._model = RankHalf(model.files, model.model or {}) if model is not None else None
+        self._optim = RankHalf(optim.files, _states(optim.optim or {})) if optim is not None else None
+        self._groups: ValuesByRank = dict(optim.optim or {}) if optim is not None else {}
         halves = [half for half in (self._model, self._optim) if half is not None]
         for partition in sorted({partition for half in halves for partition in half.partitions}, key=in_order):
             differing = next((difference for half in halves if (difference := half.first_difference(partition))), "")
@@ -271,7 +267,7 @@ class _Merged:
         except UnreadableOptimError as reason:
             return unreadable(reason)
 
-    def _merged_optim(self, half: Half, groups: Values) -> dict[str, Any]:
+    def _merged_optim(self, half: RankHalf, groups: ValuesByRank) -> dict[str, Any]:
         files = half.files
         state: dict[Any, Any] = {}
         for key, by in half.renamed(self._renames).items():
@@ -310,7 +306,7 @@ class _Merged:
         }
         return {**with_keys(rest, "other"), "state": state, "param_groups": made}
 
-    def _listed(self, files: RankFiles, groups: Values, index: int) -> dict[str, Any]:
+    def _listed(self, files: RankFiles, groups: ValuesByRank, index: int) -> dict[str, Any]:
         """Return the parameters that a group lists on all ranks, each once, and their names beside ids."""
         params = {rank: group["params"] for rank, group in groups.items()}
         if any(isinstance(key, int) for listed in params.values() for key in listed):
@@ -327,7 +323,7 @@ class _Merged:
         return f"{section}.{self._renames.get(rank, {}).get(name, name)}.{of}"
 
 
-def _states(values: Values) -> dict[int, dict[Any, Mapping[str, Any]]]:
+def _states(values: ValuesByRank) -> dict[int, dict[Any, Mapping[str, Any]]]:
     """Return the state in optimizer dicts, nested or with one level of keys."""
     made: dict[int, dict[Any, Any]] = {}
     for rank, value in values.items():

@@ -1,7 +1,7 @@
 """Stand-ins for torch's ShardedTensor and DTensor in pickles: the facts about one rank's shards, and nothing else.
 
 torch itself reads a ShardedTensor only on the rank that saved it, inside a process group of the same size. Here any process reads
-those of all ranks.
+the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from fsdp_optim.foreign.archive.pickle_table import Known
-from fsdp_optim.foreign.per_rank.rank_files import Shard
+from fsdp_optim.foreign.per_rank.rank_files import ShardStandIn
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.layout import Box, MeshBoxes, Shape, contiguous_order
@@ -45,11 +45,11 @@ class Fields:
         return self.fields[name]
 
 
-class ShardedTensorFields(Fields, Shard):
+class ShardedTensorFields(Fields, ShardStandIn):
     """torch's ShardedTensor: (local shards, metadata, process group, sharding spec, rrefs)."""
 
 
-class DTensorFields(Fields, Shard):
+class DTensorFields(Fields, ShardStandIn):
     """torch's DTensor: `_local_tensor` and `_spec`."""
 
 
@@ -71,7 +71,7 @@ _PLACES = ("torch.distributed.tensor.placement_types", "torch.distributed._tenso
 
 
 def stand_ins() -> Mapping[str, Callable[..., Any]]:
-    """By `module.Class`, what stands in the place of the classes of torch that hold shards."""
+    """Return the stand-ins for the classes of torch that hold shards, by `module.Class`."""
     group = Known(f"{_SHARDED}.sharded_tensor.api.ShardedTensor.ProcessGroupState", GroupFields, is_stand_in=True)
 
     def of_class(cls: Any, name: Any) -> Any:
@@ -181,7 +181,7 @@ def _of_dtensor(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequ
     if shard is None:
         raise ValueError(f"rank {rank} is not on its mesh of the ranks {list(ranks)}")
     boxes: tuple[tuple[Box, StoredTensor], ...] = ()
-    if min(placement.holders(shard)) == rank:  # of copies, those of the lowest rank count
+    if min(placement.holders(shard)) == rank:  # of copies, the lowest rank's count
         _check_local(placement.box(shard), local)
         boxes = ((placement.box(shard), local),)
     return TorchShards(shape, placement, frozenset(ranks), boxes, own_rank)
@@ -219,8 +219,10 @@ def _axes(layout: Fields) -> list[list[int]]:
         pairs = [(_flat(axis["shape"]), _flat(axis["stride"])) for axis in listed]
     else:
         shape, stride = layout["shape"], layout["stride"]
-        alike = isinstance(shape, (tuple, list)) and isinstance(stride, (tuple, list))
-        pairs = [(_flat(a), _flat(b)) for a, b in (zip(shape, stride, strict=True) if alike else [(shape, stride)])]
+        are_nested = isinstance(shape, (tuple, list)) and isinstance(stride, (tuple, list))
+        pairs = [
+            (_flat(a), _flat(b)) for a, b in (zip(shape, stride, strict=True) if are_nested else [(shape, stride)])
+        ]
     axes = []
     for (
         sizes,

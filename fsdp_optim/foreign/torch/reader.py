@@ -209,7 +209,7 @@ class _Content:
         check_index(path, {key: file for key, file in listed.items() if not is_extra_state(key)}, self._files_of())
 
     def add_safetensors(self) -> None:
-        """Add the weights of safetensors files beside an optimizer of torch: those that a folder without it would have."""
+        """Add the weights of safetensors files beside an optimizer of torch, as of a folder without the optimizer."""
         reader = HUGGING_FACE.open_files(self.opened, "")
         self.notes = reader.notes
         self.files += reader.all_files()

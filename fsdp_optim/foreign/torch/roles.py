@@ -1,7 +1,7 @@
 """Which part of a torch file is the model, which is the optimizer, and which are values of the trainer: decided by structure.
 
 A model is a dict of tensors by name. An optimizer is a dict with `state` and `param_groups`, or their flattened form, or a list
-of such dicts. The keys that trainers use for them decide only where several parts look alike. A dict of weights with other values
+of such dicts. The keys that trainers use for them decide only between several candidates. A dict of weights with other values
 among them is a model too, if it is under such a key, if most of them are weights, or if a weight has the name of a submodule's
 parameter, such as "layer.weight": no weights are passed over.
 """
@@ -52,7 +52,7 @@ class TorchParts:
 
 
 def parts_of(where: str, value: Any) -> TorchParts:
-    """Return the parts of a value. Raises CheckpointError that names the keys where it has none, or several that look alike."""
+    """Return the parts of a value. Raises CheckpointError that names the keys where it has none, or several candidates."""
     path: tuple[Any, ...] = ()
     levels: list[Any] = []
     while True:
@@ -163,12 +163,12 @@ def is_optim(value: Any) -> bool:
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a state dict is of a value that a module adds by `get_extra_state`."""
+    """Return whether a name in a state dict belongs to a value of `get_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def is_no_tensor(value: Any) -> bool:
-    """Return whether a value is an object of another class than those of torch and its companions, whose objects may be tensors."""
+    """Return whether a value is an object of a class that is no tensor class of torch or its companions."""
     return isinstance(value, Unread) and not value.what.startswith("torch")
 
 

@@ -161,8 +161,9 @@ class TorchWriter(Writer):
         return {**by_key, **{other: by_key[fqn] for other, fqn in aliases if fqn in by_key}, **self._modules}
 
     def _keeps(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
-        """Take an extra into the planned files: values of modules are a part of the model's dict, and where one file has
-        everything, so are the others of that file.
+        """Take an extra into the planned files: values of modules are in the model's dict, and in one file all others too.
+
+        Returns whether the extra needs no file of its own.
         """
         if name != MODULES and not self.in_one:
             return False
@@ -285,9 +286,7 @@ def _check_fits_fairscale(optim: OptimDescription) -> None:
 
 
 def _fairscales(full: dict[str, Any]) -> dict[str, Any]:
-    """Return a full dict by id as fairscale's reader takes it: that cuts every tensor which is not in a list, even a single
-    number.
-    """
+    """Return a full dict by id for fairscale's reader, which cuts every tensor that is not in a list, even a single number."""
     state = {
         key: {
             name: [value] if isinstance(value, (torch.Tensor, TensorStub)) and not value.shape else value

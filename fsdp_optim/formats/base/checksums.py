@@ -56,7 +56,7 @@ class Digest:
 
 
 def segment_nbytes(sizes: Iterable[int], num_ranks: int) -> int:
-    """Return the length of segments in bytes, for a file whose tensors have these sizes and about `num_ranks` readers of parts."""
+    """Return the length of segments in bytes, for a file whose tensors have these sizes and about `num_ranks` readers."""
     listed = list(sizes)
     typical = sum(n * n for n in listed) // max(sum(listed), 1)
     suitable = typical // (_SEGMENTS_PER_RANK * max(num_ranks, 8))

@@ -82,7 +82,7 @@ def replaced_error(where: str) -> ReplacedError:
 
 
 class TensorReader(Protocol):
-    """What has tensors and reads their elements: an open checkpoint, or a dict in memory."""
+    """A source of tensors and their elements: an open checkpoint, or a dict in memory."""
 
     @property
     def index(self) -> CheckpointIndex:
@@ -124,7 +124,7 @@ class Writer(Protocol):
     ) -> list[PlannedFile]:
         """Plan files for the tensors of both halves, or of one, in this order.
 
-        Each file has at most `most_nbytes`, with its header and what is between tensors, or one tensor that is larger alone.
+        Each file has at most `most_nbytes`, with its header and the bytes between tensors, or one tensor that is larger alone.
         """
 
     def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
@@ -173,7 +173,7 @@ class Format(Protocol):
         """Return the writer for one save; None if the format can only be read."""
 
     def sequence_in(self, opened: Opened) -> int:
-        """Return the number of a checkpoint among those of its folder; 0 if unknown. Raises nothing."""
+        """Return the number of a checkpoint in its folder; 0 if unknown. Raises nothing."""
 
 
 class WrittenFormat(Format, Protocol):

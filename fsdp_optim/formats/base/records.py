@@ -217,7 +217,7 @@ class Stamp:
     """The facts of a save that are known only at its end.
 
     Attributes:
-        sequence: the number of the checkpoint among those of its folder.
+        sequence: the number of the checkpoint in its folder.
         manager: the record of a `CheckpointManager`.
         folder: the beginning of the names of all files but the manifest where the store has put these, such as "0123/".
     """

@@ -73,7 +73,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether this summary stands for that of a checkpoint whose writer left none: such a checkpoint is not listed."""
+        """Whether this summary stands in for a checkpoint whose writer left none: such a checkpoint is not listed."""
         return not self.world_size
 
     @property

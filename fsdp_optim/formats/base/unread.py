@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """Stands for an object whose class or function is not in the table of those that are read.
+    """Stands for an object whose class or function is not in the table of classes that are read.
 
     `what`: its name, `module.Class`.
     """

@@ -58,7 +58,7 @@ class Extra:
 
 
 def read_extra(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> Extra:
-    """Read the file of an extra. Raises CheckpointError if the bytes are not those that were saved."""
+    """Read the file of an extra. Raises CheckpointError if the bytes are not as they were saved."""
     path, whole = opened.named(name), opened.read_whole(name, info.nbytes)
     length = length_of_header(path, whole, len(whole))
     head, data = whole[: 8 + length], memoryview(whole)[8 + length :]
