@@ -160,7 +160,7 @@ class ObjectStaging(Staging):
             raise self._overtaken()
         # Only now: a save that took this one for dead in the meantime has put its tombstone before it removed any object.
         if not self._claim.is_held():
-            self._check_whole(manifest, None if before is None else before[0])
+            self._check_complete(manifest, None if before is None else before[0])
         self._committed = True
         self._remove_older(older)
 
@@ -171,7 +171,7 @@ class ObjectStaging(Staging):
         if (None if info is None else info.version) != at_begin:
             raise self._overtaken()
 
-    def _check_whole(self, manifest: str, before: bytes | None) -> None:
+    def _check_complete(self, manifest: str, before: bytes | None) -> None:
         """Withdraw the manifest where another save took this one for dead at the last moment, and has removed its objects."""
         opened = current(self._bucket, self._place, self._probe)
         if opened is None:

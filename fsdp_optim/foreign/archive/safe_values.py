@@ -30,7 +30,7 @@ _DICTS = (dict, OrderedDict)
 
 
 def safe(value: Any, at: tuple[Any, ...] = ()) -> tuple[Any, Kinds]:
-    """Return the safe form of a value, and the kinds of its replaced parts. `at`: the place of the value, with which all places begin.
+    """Return the safe form of a value, and the kinds of its replaced parts. `at`: the place of the value, where all places begin.
 
     A part without a safe form stays as it is: the writer refuses it by its class.
     """

@@ -75,7 +75,7 @@ class OwnFormat(Format):
         return Checkpoint.opened_in(opened, verify=verify)
 
     def writer(self) -> Writer:
-        return OurWriter(self.weights_name, self.beside)
+        return OwnWriter(self.weights_name, self.beside)
 
     def sequence_in(self, opened: Opened) -> int:
         for read in (
@@ -92,7 +92,7 @@ OURS = OwnFormat()
 
 
 @dataclass(frozen=True)
-class OurWriter(Writer):
+class OwnWriter(Writer):
     """The `Writer` of this library's own format. The attributes are those of `OwnFormat`."""
 
     weights_name: str = MODEL
