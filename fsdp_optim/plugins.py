@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from fsdp_optim.adapters.base import Adapter, Place
     from fsdp_optim.adapters.known import use_adapters
     from fsdp_optim.adapters.tree import ModuleTree
-    from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
+    from fsdp_optim.buckets.objects.base import (
+        ABSENT,
+        Bucket,
+        BucketCan,
+        MissingObjectError,
+        ObjectInfo,
+        OvertakenError,
+    )
     from fsdp_optim.buckets.objects.store import ObjectStore
     from fsdp_optim.foreign.dcp.format import DcpFolder
     from fsdp_optim.foreign.per_rank.fairscale_writer import FairscaleShards
@@ -114,7 +121,6 @@ __all__ = [
     "FlatChunks",
     "Folder",
     "Format",
-    "Found",
     "GroupDescription",
     "Half",
     "Handle",
@@ -123,6 +129,7 @@ __all__ = [
     "MeshBoxes",
     "MissingObjectError",
     "ModuleTree",
+    "ObjectInfo",
     "ObjectStore",
     "Opened",
     "OptimDescription",
@@ -188,7 +195,7 @@ _PLACES = {
     "fsdp_optim.adapters.base": "Adapter Place",
     "fsdp_optim.adapters.known": "use_adapters",
     "fsdp_optim.adapters.tree": "ModuleTree",
-    "fsdp_optim.buckets.objects.base": "ABSENT Bucket BucketCan Found MissingObjectError OvertakenError",
+    "fsdp_optim.buckets.objects.base": "ABSENT Bucket BucketCan ObjectInfo MissingObjectError OvertakenError",
     "fsdp_optim.buckets.objects.store": "ObjectStore",
     "fsdp_optim.foreign.dcp.format": "DcpFolder",
     "fsdp_optim.foreign.per_rank.fairscale_writer": "FairscaleShards",

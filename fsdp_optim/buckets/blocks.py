@@ -31,15 +31,15 @@ def _hashed(*words: object) -> str:
 
 
 class BlockFolder:
-    """A folder for the blocks of checkpoints. Nothing here raises: a block that the folder cannot give or take is not in it."""
+    """A folder for the blocks of checkpoints. Its methods raise nothing: a block that cannot be read or written is not in it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Raises CheckpointError for a value that is no path."""
+        """Open the folder. Raises CheckpointError for a value that is no path."""
         self._folder = absolute(folder)
         self._can_write = True
 
     def blocks_of(self, where: str, version: object) -> Blocks:
-        """The blocks of one checkpoint. Those of other checkpoints of the same place are removed."""
+        """Return the blocks of one checkpoint. Those of other checkpoints of the same place are removed."""
         place = self._folder / _hashed(where)
         kept = _hashed(where, version)
         with contextlib.suppress(OSError):
@@ -66,7 +66,7 @@ class BlockFolder:
                 return  # another process has removed the folder of an older checkpoint
             self._can_write = False
             reason = error.strerror or error
-            log.warning("%s: nothing more is kept in this cache, and loading goes on: %s", self._folder, reason)
+            log.warning("%s: nothing more is kept in this cache, and loading continues: %s", self._folder, reason)
 
 
 class Blocks:
@@ -79,12 +79,12 @@ class Blocks:
         return self._root / _hashed(name) / str(number)
 
     def _sum(self, name: str, number: int, data: bytes | memoryview) -> bytes:
-        """The checksum of a block in its place: a block of another one does not have it."""
+        """Return the checksum of a block in its place: a block of another one does not have it."""
         seed = xxh3_64(f"{self._root.name} {name} {number}".encode()).intdigest()
         return xxh3_64(data, seed=seed).digest()
 
     def get(self, name: str, number: int, nbytes: int) -> bytes | None:
-        """A block of `nbytes` bytes; None where it is not there or is damaged."""
+        """Return a block of `nbytes` bytes; None where it is not there or is damaged."""
         try:
             with self._path(name, number).open("rb") as file:
                 data = file.read(nbytes + _SUM_NBYTES + 1)

@@ -40,7 +40,7 @@ class CachedStore(Store):
         opened = self.store.open()
         try:
             version = opened.version_of(self._manifest)
-            if version is None or opened.was_replaced():  # then the version may be that of another checkpoint
+            if version is None or opened.was_replaced():  # then the version may belong to another checkpoint
                 return opened
             blocks = self._folder.blocks_of(self.where, version)
             return CachedOpened(opened, blocks, self._manifest, self._block_nbytes)
@@ -49,10 +49,10 @@ class CachedStore(Store):
             raise
 
     def open_any(self) -> Opened:
-        """The files, each read through the cache by its own version."""
+        """Return the files, each read through the cache by its own version."""
         opened = self.store.open_any()
         try:
-            versions = [one for one in opened.versions() if opened.selected in ("", one[0])]
+            versions = [entry for entry in opened.versions() if opened.selected in ("", entry[0])]
             return CachedOpened(opened, self._folder.blocks_of(self.where, versions), "", self._block_nbytes)
         except BaseException:
             opened.close()
@@ -84,7 +84,7 @@ class CachedStore(Store):
 
 
 def cached_in(store: Store, folder: str | PathLike[str], manifest: str) -> CachedStore:
-    """The same store, read through a cache in a folder of this machine."""
+    """Return the same store, read through a cache in a folder of this machine."""
     return CachedStore(store, BlockFolder(folder), manifest)
 
 
@@ -97,10 +97,10 @@ class _Held:
 
     def get(self, key: tuple[str, int]) -> bytes | None:
         with self.lock:
-            found = self.blocks.pop(key, None)
-            if found is not None:
-                self.blocks[key] = found
-            return found
+            block = self.blocks.pop(key, None)
+            if block is not None:
+                self.blocks[key] = block
+            return block
 
     def put(self, key: tuple[str, int], data: bytes) -> None:
         with self.lock:

@@ -19,13 +19,13 @@ from fsdp_optim.storage.posix.filesystem import this_host
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of an `ObjectStore`, and those of its bucket."""
+    """Return the options of an `ObjectStore`, and those of its bucket."""
     own = {name: options[name] for name in ("part_nbytes", "dead_after") if name in options}
     return own, {name: value for name, value in options.items() if name not in own}
 
 
 def open_s3(url: str, probe: CheckpointProbe[Any], options: Mapping[str, Any]) -> Store:
-    """The store of the checkpoint at a URL `s3://bucket/prefix`."""
+    """Return the store of the checkpoint at a URL `s3://bucket/prefix`."""
     from fsdp_optim.buckets.s3.bucket import S3Bucket
 
     own, rest = _split(options)
@@ -35,7 +35,7 @@ def open_s3(url: str, probe: CheckpointProbe[Any], options: Mapping[str, Any]) -
 
 
 def open_fsspec(url: str, probe: CheckpointProbe[Any], options: Mapping[str, Any]) -> Store:
-    """The store of the checkpoint at a URL of a scheme that fsspec knows."""
+    """Return the store of the checkpoint at a URL of a scheme that fsspec knows."""
     from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
 
     own, rest = _split(options)

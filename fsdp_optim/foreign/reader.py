@@ -52,7 +52,7 @@ class Source:
         return self.start() if callable(self.start) else self.start
 
     def made(self) -> memoryview | None:
-        """The bytes of `memory`, which this call may make; None if a file has them."""
+        """Return the bytes of `memory`, which this call may make; None if a file has them."""
         return self.memory() if callable(self.memory) else self.memory
 
 
@@ -98,8 +98,7 @@ class ForeignReader:
         num_optims: the number of optimizers that `full_dict` has joined.
         sources: the objects that the StoredTensors name, where these are not simply files of the place.
         aliases: other names of weights, each with the stored name.
-        extra_values: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are
-            none.
+        extra_values: the values of the trainer, with `Withheld` in the place of each that is not decoded; None if there are none.
         module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
         rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
         pickled: a function that returns `extra_values` with all pickles loaded; None if no value is withheld.
@@ -163,11 +162,11 @@ class ForeignReader:
     @cached_property
     def optim(self) -> Mapping[str, StoredTensor]:
         """The tensors of the optimizer's full dict, by their keys."""
-        found: dict[str, StoredTensor] = {}
+        by_key: dict[str, StoredTensor] = {}
         for stored in stored_in(self.full_dict):
-            if found.setdefault(stored.key, stored) is not stored and found[stored.key] != stored:
+            if by_key.setdefault(stored.key, stored) is not stored and by_key[stored.key] != stored:
                 raise CheckpointError(f"{self.where}: two tensors of the optimizer have the name {stored.key}")
-        return found
+        return by_key
 
     @cached_property
     def index(self) -> CheckpointIndex:
@@ -203,8 +202,8 @@ class ForeignReader:
         return {
             "format": self.format_name,
             "digest": self.metadata_digest,
-            "model": [[one.key, one.dtype, list(one.shape)] for one in self.model.values()],
-            "optim": [[one.key, one.dtype, list(one.shape)] for one in self.optim.values()],
+            "model": [[stored.key, stored.dtype, list(stored.shape)] for stored in self.model.values()],
+            "optim": [[stored.key, stored.dtype, list(stored.shape)] for stored in self.optim.values()],
         }
 
     @property
@@ -234,7 +233,7 @@ class ForeignReader:
                         check_bytes(path, key, extent.memory[first - extent.start : last - extent.start])
 
     def _made(self, name: str, source: Source) -> memoryview | None:
-        """The bytes of a source without a file. A thread keeps one, so that many do not fill the memory."""
+        """Return the bytes of a source without a file. A thread keeps one, so that many do not fill the memory."""
         last = self._last
         if source.memory is not None and last.name != name:
             last.name, last.data = "", None  # freed before the next one is made
@@ -245,19 +244,19 @@ class ForeignReader:
     @cached_property
     def _bools(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
         """By file, the first and last byte of each bool tensor, and its key."""
-        found: dict[str, list[tuple[int, int, str]]] = {}
+        by_file: dict[str, list[tuple[int, int, str]]] = {}
         for stored in (*self.model.values(), *self.optim.values()):
             for name, start, nbytes in _places(stored) if stored.dtype == "bool" else ():
-                found.setdefault(name, []).append((start, start + nbytes, stored.key))
-        return found
+                by_file.setdefault(name, []).append((start, start + nbytes, stored.key))
+        return by_file
 
     def all_files(self) -> list[str]:
-        """The files that have been read, or will be."""
+        """Return the files that have been read, or will be."""
         return sorted({*self._versions, *self.files})
 
     def tensors_in(self, file: str, start: int, stop: int, storage: str) -> list[str]:
-        """The tensors with elements in the bytes [start, stop) of a file, or in the storage of this name in it."""
-        found = []
+        """Return the tensors with elements in the bytes [start, stop) of a file, or in the storage of this name in it."""
+        keys = []
         for stored in (*self.model.values(), *self.optim.values()):
             for name, at, nbytes in _places(stored):
                 source = self._source(name)
@@ -266,8 +265,8 @@ class ForeignReader:
                     first = source.first_byte + at
                     is_inside = first < stop and start < first + nbytes
                 if is_inside:
-                    found.append(stored.key)
-        return list(dict.fromkeys(found))
+                    keys.append(stored.key)
+        return list(dict.fromkeys(keys))
 
     def verified(self) -> ForeignReader:
         return self
@@ -301,7 +300,7 @@ class ForeignValues(StoredExtra):
 
 
 def _without_overlaps(ranges: Sequence[Extent]) -> Iterator[Sequence[Extent]]:
-    """The same ranges in lists in which no byte is read twice. Tensors of one file may share memory."""
+    """Yield the same ranges in lists in which no byte is read twice. Tensors of one file may share memory."""
     rest = sorted(ranges, key=lambda extent: extent.start)
     while rest:
         apart: list[Extent] = []
@@ -313,7 +312,7 @@ def _without_overlaps(ranges: Sequence[Extent]) -> Iterator[Sequence[Extent]]:
 
 
 def _is_text(key: object) -> bool:
-    """Whether a name can be written into files."""
+    """Return whether a name can be written into files."""
     try:
         return isinstance(key, str) and key.encode() is not None
     except UnicodeEncodeError:
@@ -321,12 +320,12 @@ def _is_text(key: object) -> bool:
 
 
 def _no_names(start: int, stop: int) -> str:
-    """The tensors in a range, which only errors about checksums name; these files have none."""
+    """Return the tensors in a range, which only errors about checksums name; these files have none."""
     return "a tensor"
 
 
 def _places(stored: StoredTensor) -> Iterator[tuple[str, int, int]]:
-    """The name, first byte and number of bytes of each chunk that has elements."""
+    """Yield the name, first byte and number of bytes of each chunk that has elements."""
     for rank in stored.placement.ranks:
         nbytes = stored.placement.numel_on(rank) * stored.itemsize
         if nbytes:

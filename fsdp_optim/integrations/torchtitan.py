@@ -25,6 +25,7 @@ from torch import nn
 
 from fsdp_optim import api
 from fsdp_optim.checkpoint.common.run_state import per_rank
+from fsdp_optim.checkpoint.common.stores import directory_at
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, StateError, shortened

@@ -33,9 +33,9 @@ from fsdp_optim.testing.ranks import run_on_ranks
 from fsdp_optim.view import ModelView, NamedHandle
 
 VALUES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-"""Names that the library knows as those of values which are cut like their parameter: what SGD and Adam need to step."""
+"""Names of state values that the library knows to be cut like their parameter: SGD and Adam need these to step."""
 
-Made = tuple[nn.Module, Any]
+ModelAndOptim = tuple[nn.Module, Any]
 """A wrapped model, and its optimizer."""
 
 
@@ -53,7 +53,7 @@ class Awkward(nn.Module):
             start += param.numel()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Every parameter is used."""
+        """Use every parameter."""
         self.inner(x[..., :3])
         made: torch.Tensor = self.first(x) * self.scale
         return made
@@ -81,7 +81,7 @@ class AdapterConformance:
     def test_every_element_is_where_the_layout_says(self) -> None:
         """Each element lies where the placement says, and on no other rank; the ranks together hold all elements."""
         for by_rank in self._on_ranks(check_elements):
-            judge_elements(by_rank)
+            compare_elements(by_rank)
 
     def test_names_and_order_are_those_of_the_unwrapped_model(self) -> None:
         """Every parameter occurs once, under the name of the unwrapped model."""
@@ -91,15 +91,15 @@ class AdapterConformance:
         """`local` and `from_local` are inverse, for the dtype of the parameter and for another one."""
         self._on_ranks(check_inverse)
 
-    def test_what_the_ranks_say_is_alike(self) -> None:
+    def test_all_ranks_see_the_same(self) -> None:
         """All ranks see the same shapes, and the same ranks of a call."""
-        for by_rank in self._on_ranks(check_alike):
-            judge_alike(by_rank)
+        for by_rank in self._on_ranks(view_facts):
+            compare_views(by_rank)
 
     def test_padding_is_counted(self) -> None:
-        """The length of a local tensor is that of its elements and its padding."""
-        found = self._on_ranks(check_padding)
-        if self.num_padded_promised and not any(any(by_rank) for by_rank in found):
+        """A local tensor is as long as its elements and its padding together."""
+        results = self._on_ranks(check_padding)
+        if self.num_padded_promised and not any(any(by_rank) for by_rank in results):
             raise AssertionError("no Handle has num_padded at any world size")
 
     def test_nothing_is_changed(self) -> None:
@@ -110,19 +110,19 @@ class AdapterConformance:
         """State that equals the parameters gathers to the unwrapped parameters, and loads again unchanged."""
         self._on_ranks(check_gather)
 
-    def _on_ranks(self, check: Callable[[Made, ModelReader], Any]) -> list[list[Any]]:
+    def _on_ranks(self, check: Callable[[ModelAndOptim, ModelReader], Any]) -> list[list[Any]]:
         cls = type(self)
         if not isinstance(self, unittest.TestCase):
             raise TypeError("AdapterConformance is a mix-in: inherit from unittest.TestCase too")
-        found = []
+        results = []
         for size in self.world_sizes:
             with self.subTest(world_size=size):
-                found.append(run_on_ranks(run_check, size, check, cls))
-        return found
+                results.append(run_on_ranks(run_check, size, check, cls))
+        return results
 
 
-def run_check(check: Callable[[Made, ModelReader], Any], cls: type[AdapterConformance]) -> Any:
-    """On one rank: a check of a freshly wrapped model."""
+def run_check(check: Callable[[ModelAndOptim, ModelReader], Any], cls: type[AdapterConformance]) -> Any:
+    """Run a check of a freshly wrapped model on this rank."""
     with ExitStack() as stack:
         if find_spec("fairscale") is not None:  # `wrap` may use it
             stack.enter_context(fairscale_on_cpu())
@@ -133,20 +133,20 @@ def run_check(check: Callable[[Made, ModelReader], Any], cls: type[AdapterConfor
 
 
 def _plain() -> dict[str, torch.Tensor]:
-    """The parameters of the unwrapped model. Whole numbers survive a wrapper that keeps fewer bits."""
+    """Return the parameters of the unwrapped model. Whole numbers survive a wrapper that keeps fewer bits."""
     return {fqn: param.detach() for fqn, param in Awkward().named_parameters()}
 
 
-def _views(made: Made, reader: ModelReader) -> Iterator[ModelView]:
-    """The view of the model alone, and the view with its optimizer."""
+def _views(made: ModelAndOptim, reader: ModelReader) -> Iterator[ModelView]:
+    """Yield the view of the model alone, and the view with its optimizer."""
     yield reader.read()
     yield reader.read(optim=made[1])
 
 
 def _local(named: NamedHandle) -> torch.Tensor:
-    found = named.handle.local(named.handle.weights())
-    _expect(found is not None, f"{named.fqns}: local() does not know weights()")
-    return found if found is not None else torch.empty(0)
+    local = named.handle.local(named.handle.weights())
+    _expect(local is not None, f"{named.fqns}: local() does not know weights()")
+    return local if local is not None else torch.empty(0)
 
 
 def _expect(holds: bool, what: str) -> None:
@@ -154,9 +154,9 @@ def _expect(holds: bool, what: str) -> None:
         raise AssertionError(f"rank {dist.get_rank()}: {what}")
 
 
-def check_elements(made: Made, reader: ModelReader) -> list[dict[str, list[int]]]:
-    """The numbers on this rank, by FQN. Raises unless they are those of the placement."""
-    plain, me, found = _plain(), dist.get_rank(), []
+def check_elements(made: ModelAndOptim, reader: ModelReader) -> list[dict[str, list[int]]]:
+    """Return the numbers on this rank, by FQN. Raises unless they are where the placement says."""
+    plain, me, by_view = _plain(), dist.get_rank(), []
     for view in _views(made, reader):
         held: dict[str, list[int]] = {}
         for named in view.handles:
@@ -175,11 +175,11 @@ def check_elements(made: Made, reader: ModelReader) -> list[dict[str, list[int]]
                         f"{fqn}: {block} has {here.tolist()}, and the parameter has {there.reshape(-1).tolist()} there",
                     )
                     numbers += [int(number) for number in here.tolist()]
-        found.append(held)
-    return found
+        by_view.append(held)
+    return by_view
 
 
-def judge_elements(by_rank: Sequence[list[dict[str, list[int]]]]) -> None:
+def compare_elements(by_rank: Sequence[list[dict[str, list[int]]]]) -> None:
     """Check that the ranks together hold every element of the parameters, and of the tensors in the optimizer."""
     for views in zip(*by_rank, strict=True):
         for fqn, whole in _plain().items():
@@ -189,7 +189,7 @@ def judge_elements(by_rank: Sequence[list[dict[str, list[int]]]]) -> None:
                 raise AssertionError(f"{fqn}: no rank holds the elements {missing}")
 
 
-def check_names(made: Made, reader: ModelReader) -> None:
+def check_names(made: ModelAndOptim, reader: ModelReader) -> None:
     """Check that names and order are those of `named_parameters()` of the unwrapped model."""
     for view in _views(made, reader):
         _expect(list(view.order) == list(_plain()), f"the order is {list(view.order)}, not {list(_plain())}")
@@ -197,7 +197,7 @@ def check_names(made: Made, reader: ModelReader) -> None:
         _expect(sorted(fqns) == sorted(view.order), f"the Handles have {fqns}")
 
 
-def check_inverse(made: Made, reader: ModelReader) -> None:
+def check_inverse(made: ModelAndOptim, reader: ModelReader) -> None:
     """Check that `from_local` makes a value with the cut of the parameter, and that `local` returns the same elements."""
     for view in _views(made, reader):
         for named in view.handles:
@@ -213,8 +213,8 @@ def check_inverse(made: Made, reader: ModelReader) -> None:
                 _expect(same, f"{named.fqns}: from_local() and local() of {dtype} are not inverse")
 
 
-def check_alike(made: Made, reader: ModelReader) -> list[Any]:
-    """The ranks, the order, and the shape of each parameter."""
+def view_facts(made: ModelAndOptim, reader: ModelReader) -> list[Any]:
+    """Return the ranks, the order, and the shape of each parameter."""
     _expect(dist.get_rank() in reader.ranks, f"the ranks of the model are {reader.ranks}")
     return [
         (reader.ranks, view.order, {fqn: p.shape for named in view.handles for fqn, p in named.placements.items()})
@@ -222,33 +222,33 @@ def check_alike(made: Made, reader: ModelReader) -> list[Any]:
     ]
 
 
-def judge_alike(by_rank: Sequence[list[Any]]) -> None:
+def compare_views(by_rank: Sequence[list[Any]]) -> None:
     """Check that all ranks see the same."""
     for rank, seen in enumerate(by_rank):
         if seen != by_rank[0]:
             raise AssertionError(f"rank {rank} sees {seen}, and rank 0 sees {by_rank[0]}")
 
 
-def check_padding(made: Made, reader: ModelReader) -> bool:
-    """Whether there is padding at all."""
-    me, found = dist.get_rank(), False
+def check_padding(made: ModelAndOptim, reader: ModelReader) -> bool:
+    """Return whether there is padding at all."""
+    me, has_padding = dist.get_rank(), False
     for view in _views(made, reader):
         for named in view.handles:
             padded = named.handle.num_padded
             shard = named.handle.originals[0].placement.shard_of(me) if padded else None
             numel = sum(placement.numel_on(me) for placement in named.placements.values())
             padding = padded[shard] if shard is not None and shard < len(padded) else 0
-            found = found or any(padded)
+            has_padding = has_padding or any(padded)
             local = named.handle.local_numel
             numbers = (
                 f"{named.fqns}: {local} elements lie here, {numel} of parameters and {padding} of padding are described"
             )
             _expect(numel + padding <= local if len(named.fqns) > 1 else numel + padding == local, numbers)
-    return found
+    return has_padding
 
 
-def check_unchanged(made: Made, reader: ModelReader) -> None:
-    """Copies of everything that a training step depends on."""
+def check_unchanged(made: ModelAndOptim, reader: ModelReader) -> None:
+    """Check that reading changes nothing that a training step depends on."""
     model, optim = made
     before = _state_of(model, optim)
     for view in _views(made, reader):
@@ -273,7 +273,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def check_gather(made: Made, reader: ModelReader) -> None:
+def check_gather(made: ModelAndOptim, reader: ModelReader) -> None:
     """Check that the state value of every parameter is the parameter, doubled."""
     model, optim = made
     view = reader.read(optim=optim)

@@ -19,7 +19,7 @@ class BucketCase(MixIn):
     num_many: int = 1005
 
     def make_bucket(self) -> Bucket:
-        """A bucket with nothing in it."""
+        """Return a bucket with nothing in it."""
         raise NotImplementedError
 
     def another_handle(self, bucket: Bucket) -> Bucket:
@@ -30,7 +30,7 @@ class BucketCase(MixIn):
         return random.Random(f"{nbytes} {seed}").randbytes(nbytes)
 
     def _keys(self, bucket: Bucket, prefix: str = "") -> list[str]:
-        return [found.key for found in self.another_handle(bucket).list(prefix)]
+        return [info.key for info in self.another_handle(bucket).list(prefix)]
 
     def _parts(self, bucket: Bucket, num_parts: int, seed: int = 0) -> list[bytes]:
         """Parts of one size, but a shorter last one."""

@@ -19,7 +19,7 @@ from fsdp_optim.buckets.objects.base import ABSENT, MissingObjectError, Overtake
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.testing.bucket_uploads import UploadPromises
 
-_ODD_KEYS = (
+_UNUSUAL_KEYS = (
     *("run/with space", "run/with+plus", "run/per%20cent", "run/ünïcödé-名前", "run/a=b&c=d", "run/semi;colon,comma"),
     *(
         "run/(brackets)[1]{2}",
@@ -66,18 +66,20 @@ class BucketConformance(UploadPromises):
                 bucket.read_into("run/missing", [memoryview(bytearray(nbytes))], 0)
 
     def test_what_was_put_is_read(self) -> None:
-        """Through another handle too; size and version are those of the listing."""
+        """Through another handle too; size and version agree with the listing."""
         bucket = self.make_bucket()
         for nbytes in (0, 1, 1000, 300_000):
             key, data = f"run/of-{nbytes}", self._data(nbytes)
             version = bucket.put(key, data)
             other = self.another_handle(bucket)
             self._case.assertEqual(other.read(key), (data, version))
-            found = other.look(key)
-            assert found is not None
-            self._case.assertEqual((found.key, found.nbytes, found.version), (key, nbytes, version))
+            info = other.look(key)
+            assert info is not None
+            self._case.assertEqual((info.key, info.nbytes, info.version), (key, nbytes, version))
             listed = list(other.list(key))
-            self._case.assertEqual([(one.key, one.nbytes, one.version) for one in listed], [(key, nbytes, version)])
+            self._case.assertEqual(
+                [(entry.key, entry.nbytes, entry.version) for entry in listed], [(key, nbytes, version)]
+            )
 
     def test_an_object_is_replaced(self) -> None:
         """By another one of another length, which has another version."""
@@ -182,14 +184,14 @@ class BucketConformance(UploadPromises):
             self._case.assertEqual(self._keys(bucket, prefix), wanted, prefix)
             below = [key[len(prefix) :] for key in wanted]
             folders = {prefix + rest.partition("/")[0] for rest in below if "/" in rest}
-            found = list(bucket.folders(prefix))
-            self._case.assertEqual(set(found), folders, prefix)
-            self._case.assertEqual(len(found), len(folders), prefix)
+            listed = list(bucket.folders(prefix))
+            self._case.assertEqual(set(listed), folders, prefix)
+            self._case.assertEqual(len(listed), len(folders), prefix)
 
-    def test_odd_keys(self) -> None:
+    def test_unusual_keys(self) -> None:
         """Spaces, signs that URLs and XML give a meaning, and letters beyond ASCII: all calls take them."""
         bucket = self.make_bucket()
-        for key in _ODD_KEYS:
+        for key in _UNUSUAL_KEYS:
             with self._case.subTest(key=key):
                 version = bucket.put(key, key.encode())
                 self._case.assertEqual(bucket.read(key), (key.encode(), version))
@@ -197,10 +199,10 @@ class BucketConformance(UploadPromises):
                 bucket.read_into(key, [memoryview(memory)], 1, version=version)
                 self._case.assertEqual(memory, key.encode()[1:3])
                 upload = bucket.begin_upload(key)
-                self._case.assertEqual([(one.key, one.version) for one in bucket.uploads(key)], [(key, upload)])
+                self._case.assertEqual([(info.key, info.version) for info in bucket.uploads(key)], [(key, upload)])
                 bucket.drop_upload(key, upload)
-        self._case.assertEqual(self._keys(bucket, "run/"), sorted(_ODD_KEYS, key=str.encode))
-        bucket.delete(_ODD_KEYS)
+        self._case.assertEqual(self._keys(bucket, "run/"), sorted(_UNUSUAL_KEYS, key=str.encode))
+        bucket.delete(_UNUSUAL_KEYS)
         self._case.assertEqual(self._keys(bucket), [])
 
     def test_deleting(self) -> None:
@@ -232,8 +234,8 @@ class BucketConformance(UploadPromises):
         """Seconds since an object was written; not below 0, and small for a new one."""
         bucket = self.make_bucket()
         bucket.put("run/object", b"x")
-        found = bucket.look("run/object")
-        assert found is not None
-        for one in (found, *bucket.list("run/")):
-            self._case.assertGreaterEqual(one.age, 0)
-            self._case.assertLess(one.age, 600)
+        info = bucket.look("run/object")
+        assert info is not None
+        for entry in (info, *bucket.list("run/")):
+            self._case.assertGreaterEqual(entry.age, 0)
+            self._case.assertLess(entry.age, 600)

@@ -13,7 +13,7 @@ class UploadPromises(BucketCase):
     """The promises of a Bucket about uploads in parts, one per test."""
 
     def test_parts_in_any_order(self) -> None:
-        """The object is there when the upload ends, not before; its version is that of the listing."""
+        """The object is there when the upload ends, not before; its version agrees with the listing."""
         bucket = self.make_bucket()
         parts = self._parts(bucket, 4)
         upload = bucket.begin_upload("run/object")
@@ -25,9 +25,9 @@ class UploadPromises(BucketCase):
         self._case.assertEqual(self._keys(bucket), [])
         version = bucket.end_upload("run/object", upload, receipts)
         data = b"".join(parts)
-        found = self.another_handle(bucket).look("run/object")
-        assert found is not None
-        self._case.assertEqual((found.nbytes, found.version), (len(data), version))
+        info = self.another_handle(bucket).look("run/object")
+        assert info is not None
+        self._case.assertEqual((info.nbytes, info.version), (len(data), version))
         memory = bytearray(len(data))
         bucket.read_into("run/object", [memoryview(memory)], 0, version=version)
         self._case.assertTrue(memory == data)
@@ -60,7 +60,7 @@ class UploadPromises(BucketCase):
             self._case.assertTrue(bucket.read(key)[0] == b"".join(parts))
 
     def test_a_part_that_is_put_again(self) -> None:
-        """The same bytes, as after an answer that was lost: the receipts are those of the last time."""
+        """The same bytes, as after an answer that was lost: the last receipts count."""
         bucket = self.make_bucket()
         parts = self._parts(bucket, 2)
         upload = bucket.begin_upload("run/object")
@@ -118,11 +118,11 @@ class UploadPromises(BucketCase):
         uploads = {key: bucket.begin_upload(key) for key in ("run/a/one", "run/a/two", "run/b/one")}
         bucket.put_part("run/a/two", uploads["run/a/two"], 0, memoryview(b"x"))
         for prefix in ("", "run/", "run/a/", "run/a/t", "run/c"):
-            found = {one.key: one.version for one in self.another_handle(bucket).uploads(prefix)}
-            self._case.assertEqual(found, {key: one for key, one in uploads.items() if key.startswith(prefix)})
+            listed = {info.key: info.version for info in self.another_handle(bucket).uploads(prefix)}
+            self._case.assertEqual(listed, {key: upload for key, upload in uploads.items() if key.startswith(prefix)})
         for _ in range(2):
             self.another_handle(bucket).drop_upload("run/a/two", uploads["run/a/two"])
-        self._case.assertEqual({one.key for one in bucket.uploads("run/")}, {"run/a/one", "run/b/one"})
+        self._case.assertEqual({info.key for info in bucket.uploads("run/")}, {"run/a/one", "run/b/one"})
         self._case.assertEqual(self._keys(bucket), [])
 
     def test_two_uploads_of_one_key(self) -> None:
@@ -151,6 +151,6 @@ class UploadPromises(BucketCase):
         """Seconds since an upload was begun."""
         bucket = self.make_bucket()
         bucket.begin_upload("run/other")
-        (found,) = bucket.uploads("run/")
-        self._case.assertGreaterEqual(found.age, 0)
-        self._case.assertLess(found.age, 600)
+        (upload,) = bucket.uploads("run/")
+        self._case.assertGreaterEqual(upload.age, 0)
+        self._case.assertLess(upload.age, 600)

@@ -1,7 +1,7 @@
 """A test class for every Store; `fsdp_optim.storage.base` has the protocol.
 
     class TestMyStore(StoreConformance, unittest.TestCase):
-        def make_store(self, judge):
+        def make_store(self, probe):
             return MyStore(...)          # at a new, empty place, each time that it is called
 
 A store is expected to keep its promises where its processes are on several machines, and where they are killed, too; no suite in
@@ -26,27 +26,27 @@ _WAYS_OUT = ("../outside", "/outside", "extra/../../outside", "", ".hidden", "a/
 
 
 @dataclass(frozen=True)
-class _Brief:
+class _Summary:
     order: tuple[int, int, int, str] = (0, 0, 0, "")
 
 
-class AnyManifest(CheckpointProbe[_Brief]):
-    """The judge of a format in which a manifest makes a checkpoint complete. A manifest is any line and the token of the save."""
+class AnyManifest(CheckpointProbe[_Summary]):
+    """The probe of a format in which a manifest makes a checkpoint complete. A manifest is any line and the token of the save."""
 
     manifest = MANIFEST
 
-    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[_Brief]:
-        """Whether there is a manifest."""
-        return CheckpointStatus(_Brief()) if opened.has(MANIFEST) else CheckpointStatus(reason="it has no manifest")
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[_Summary]:
+        """Return whether there is a manifest."""
+        return CheckpointStatus(_Summary()) if opened.has(MANIFEST) else CheckpointStatus(reason="it has no manifest")
 
     def token_in(self, opened: Opened) -> str | None:
-        """The second line of the manifest."""
+        """Return the second line of the manifest."""
         with contextlib.suppress(OSError):
             return opened.read_whole(MANIFEST).decode().partition("\n")[2]
         return None
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        """Every file counts as written by a save."""
+        """Count every file as written by a save."""
         return lambda name: True
 
 
@@ -57,8 +57,8 @@ class StoreConformance(MixIn):
     another object for the same place, as another process would make it.
     """
 
-    def make_store(self, probe: CheckpointProbe[_Brief]) -> Store:
-        """A store at a new, empty place."""
+    def make_store(self, probe: CheckpointProbe[_Summary]) -> Store:
+        """Return a store at a new, empty place."""
         raise NotImplementedError
 
     def another_handle(self, store: Store) -> Store:
@@ -96,7 +96,7 @@ class StoreConformance(MixIn):
         staging.commit(MANIFEST, line + b"\n" + staging.token.encode(), durable=durable)
 
     def _line(self, opened: Opened) -> bytes:
-        """The line of a manifest."""
+        """Return the line of a manifest."""
         return self._read(opened, MANIFEST).partition(b"\n")[0]
 
     def _read(self, opened: Opened, name: str) -> bytes:
@@ -358,8 +358,8 @@ class StoreConformance(MixIn):
         """The siblings of a place include the place, so that the next sequence number is above its own."""
         store = self._new()
         self._save(store, {"model.safetensors": b"first"}, b"mine")
-        found = []
+        manifests = []
         for opened in store.siblings():
             with opened, contextlib.suppress(CheckpointError):
-                found.append(self._line(opened))
-        self._case.assertEqual(found, [b"mine"])
+                manifests.append(self._line(opened))
+        self._case.assertEqual(manifests, [b"mine"])

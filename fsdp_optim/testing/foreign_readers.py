@@ -44,7 +44,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class WrittenSample:
-    """What a test has written.
+    """The checkpoint that a test has written.
 
     Attributes:
         model: tensors by the names in the checkpoint.
@@ -61,7 +61,7 @@ class ReaderConformance(MixIn):
     """A mix-in for a `unittest.TestCase`: the promises of a format that is read, one per test."""
 
     def make_format(self) -> Format:
-        """The format."""
+        """Return the format."""
         raise NotImplementedError
 
     def write(self, folder: Path) -> WrittenSample:
@@ -72,7 +72,7 @@ class ReaderConformance(MixIn):
     """How many damaged copies of each file are read: with one bit changed, and cut short."""
 
     def open_any(self, folder: Path) -> Opened:
-        """The files of a folder, as a store opens files of any content."""
+        """Return the files of a folder, as a store opens files of any content."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------- helpers
@@ -116,10 +116,10 @@ class ReaderConformance(MixIn):
             optim = reader.index.optim
             stored = list(stored_in(optim.decoded(allow_pickle=False, records={}).full)) if optim is not None else []
             self._case.assertEqual(len(stored), len(written.optim))
-            for one, tensor in zip(stored, written.optim, strict=True):
-                self._check_read(reader, one.key, one, tensor)
+            for entry, tensor in zip(stored, written.optim, strict=True):
+                self._check_read(reader, entry.key, entry, tensor)
             self._case.assertEqual(
-                [*reader.index.optim_tensors.values()], list({one.key: one for one in stored}.values())
+                [*reader.index.optim_tensors.values()], list({entry.key: entry for entry in stored}.values())
             )
             reader.check_unchanged()
 
@@ -133,9 +133,9 @@ class ReaderConformance(MixIn):
                 for _ in range(4 if numel else 0):
                     first = rng.randrange(numel)
                     num = rng.randrange(1, numel - first + 1)
-                    found = read_elements(reader, reader.index.weights[name], first, num)
+                    data = read_elements(reader, reader.index.weights[name], first, num)
                     wanted = _bytes_of(tensor)[first * tensor.itemsize : (first + num) * tensor.itemsize]
-                    self._case.assertEqual(found, wanted, f"{name}: elements [{first}, {first + num})")
+                    self._case.assertEqual(data, wanted, f"{name}: elements [{first}, {first + num})")
 
     def test_extras(self) -> None:
         folder, written = self._written()
@@ -149,8 +149,8 @@ class ReaderConformance(MixIn):
     def test_two_readers_agree(self) -> None:
         """The identity is the same for two readers of one checkpoint, and another one for another checkpoint."""
         folder, _ = self._written()
-        with closing(self._open(folder)) as one, closing(self._open(folder)) as other:
-            self._case.assertEqual(one.index.identity, other.index.identity)
+        with closing(self._open(folder)) as reader, closing(self._open(folder)) as other:
+            self._case.assertEqual(reader.index.identity, other.index.identity)
 
     def test_nothing_is_written(self) -> None:
         folder, written = self._written()
@@ -222,12 +222,15 @@ class ReaderConformance(MixIn):
             (stored.dtype, tuple(stored.shape)), (dtype_name(tensor.dtype), tuple(tensor.shape)), name
         )
         self._case.assertIsInstance(dtype_named(stored.dtype), torch.dtype)
-        found = read_elements(reader, stored, 0, tensor.numel())
-        self._case.assertEqual(found, _bytes_of(tensor), name)
+        data = read_elements(reader, stored, 0, tensor.numel())
+        self._case.assertEqual(data, _bytes_of(tensor), name)
 
 
 def read_elements(reader: Reader, stored: StoredTensor, first: int, num: int) -> bytes:
-    """Some elements of a stored tensor, in row-major order, one run at a time. Raises ValueError if an element is in no chunk."""
+    """Return some elements of a stored tensor, in row-major order, one run at a time.
+
+    Raises ValueError if an element is in no chunk.
+    """
     size, data = stored.itemsize, bytearray(num * stored.itemsize)
     covered, memory = 0, memoryview(data)
     for copy in copies_into(stored.placement, Whole(stored.shape, (0,)), 0):

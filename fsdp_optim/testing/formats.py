@@ -5,7 +5,7 @@
             return MyFormat()
 
         def make_store(self, format):
-            return Folder(self.new_path(), format.judge)       # at a new, empty place, each time that it is called
+            return Folder(self.new_path(), format.probe)       # at a new, empty place, each time that it is called
 
 Everything runs in one process: how ranks share the work is the library's, and the same for all formats.
 """
@@ -57,14 +57,14 @@ class FormatConformance(MixIn):
     """A mix-in for a `unittest.TestCase`: the promises of a format, one per test."""
 
     def make_format(self) -> Format:
-        """The format."""
+        """Return the format."""
         raise NotImplementedError
 
     def make_store(self, format: Format) -> Store:
-        """A store at a new, empty place, with the format's judge. Its reads go directly into the given memory."""
+        """Return a store at a new, empty place, with the format's probe. Its reads go directly into the given memory."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------------------------- what is saved
+    # ------------------------------------------------------------------------------------------- the sample
 
     def _tensors(self) -> dict[Half, Tensors]:
         """Tensors of every dtype, an empty one, a 0-dim one, odd sizes, and a name that is not ASCII."""
@@ -103,7 +103,7 @@ class FormatConformance(MixIn):
         return saved
 
     def _put(self, files: Mapping[str, bytes], manifest: str) -> Store:
-        """The same files at a new place."""
+        """Return the same files at a new place."""
         store = self.make_store(self.make_format())
         staging = store.begin(overwrite=False, durable=False)
         store_writer = store.join(staging.address, durable=False, who="rank 0")
@@ -118,17 +118,17 @@ class FormatConformance(MixIn):
         """Everything that a reader returns, including elements."""
         with store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
-            index, found = reader.index, dict[str, Any](description=None)
+            index, values = reader.index, dict[str, Any](description=None)
             for half, tensors in (("model", index.weights), ("optim", index.optim_tensors)):
                 for key, stored in tensors.items():
-                    found[f"{half}: {key}"] = _elements_of(reader, stored)
+                    values[f"{half}: {key}"] = _elements_of(reader, stored)
             if index.optim is not None:
-                found["description"] = description_of(index.optim.decoded(allow_pickle=False, records={}))
+                values["description"] = description_of(index.optim.decoded(allow_pickle=False, records={}))
             for name in sorted(index.extras):
-                found[f"extra: {name}"] = index.extras[name].decoded(allow_pickle=False)
-            found["rest"] = (dict(index.aliases), index.facts.world_size, index.facts.step)
+                values[f"extra: {name}"] = index.extras[name].decoded(allow_pickle=False)
+            values["rest"] = (dict(index.aliases), index.facts.world_size, index.facts.step)
             reader.check_unchanged()
-            return found
+            return values
 
     # ------------------------------------------------------------------------------------------- promises
 
@@ -136,14 +136,16 @@ class FormatConformance(MixIn):
         """Everything is read as it was saved, bit by bit, from one file and from several."""
         halves, description = self._tensors(), self._description()
         for most_nbytes in (1 << 40, 1000):
-            found = self._everything(self._save(halves, description, most_nbytes=most_nbytes).store)
-            wanted: dict[str, Any] = {f"{half}: {key}": t for half, its in halves.items() for key, t in its.items()}
+            actual = self._everything(self._save(halves, description, most_nbytes=most_nbytes).store)
+            wanted: dict[str, Any] = {
+                f"{half}: {key}": t for half, tensors in halves.items() for key, t in tensors.items()
+            }
             wanted |= {"extra: common": {"step": 7, "t": torch.ones(2)}, "description": description}
             wanted |= {f"extra: {rank_extra_name(0)}": [0], f"extra: {rank_extra_name(1)}": [1]}
             wanted["rest"] = ({"other": "large"}, NUM_RANKS, 70)
-            self._case.assertEqual(sorted(found), sorted(wanted))
+            self._case.assertEqual(sorted(actual), sorted(wanted))
             for name, value in wanted.items():
-                self._case.assertTrue(_same(found[name], value), f"{name}: {found[name]!r:.200}, not {value!r:.200}")
+                self._case.assertTrue(_same(actual[name], value), f"{name}: {actual[name]!r:.200}, not {value!r:.200}")
 
     def test_weights_alone(self) -> None:
         """Without an optimizer there is no description."""
@@ -203,7 +205,7 @@ class FormatConformance(MixIn):
                 with self._case.subTest(file=name, damage=what):
                     if (what == "shorter" and not data) or (what == "missing" and name == saved.manifest):
                         continue
-                    files = {key: its for key, its in saved.files.items() if key != name}
+                    files = {key: content for key, content in saved.files.items() if key != name}
                     store = self._put(files if other is None else files | {name: other}, saved.manifest)
                     with self._case.assertRaises(CheckpointError) as caught:
                         self._everything(store)
@@ -242,12 +244,12 @@ class FormatConformance(MixIn):
 
     def test_two_saves_have_two_identities(self) -> None:
         """Different checkpoints have different identities, which ranks compare."""
-        found = []
+        identities = []
         for _ in range(2):
             with self._save({"model": {"w": torch.ones(2)}}, None).store.open() as opened:
-                found.append([self.make_format().open(opened, verify=True).index.identity for _ in range(2)])
-        self._case.assertEqual(found[0][0], found[0][1])
-        self._case.assertNotEqual(found[0][0], found[1][0])
+                identities.append([self.make_format().open(opened, verify=True).index.identity for _ in range(2)])
+        self._case.assertEqual(identities[0][0], identities[0][1])
+        self._case.assertNotEqual(identities[0][0], identities[1][0])
 
     def test_memory_while_reading(self) -> None:
         """A reader needs little memory besides the memory that it fills, also for a part of a large tensor."""
@@ -270,7 +272,7 @@ class FormatConformance(MixIn):
 
 
 def _elements_of(reader: Reader, stored: StoredTensor) -> torch.Tensor:
-    """A whole tensor, joined from its elements on the ranks of storage."""
+    """Return a whole tensor, joined from its elements on the ranks of storage."""
     whole = torch.empty(stored.placement.numel, dtype=dtype_named(stored.dtype))
     for rank in stored.placement.ranks:
         part = torch.empty(stored.placement.numel_on(rank), dtype=whole.dtype)
@@ -279,23 +281,23 @@ def _elements_of(reader: Reader, stored: StoredTensor) -> torch.Tensor:
         shard = stored.placement.shard_of(rank)
         for block in stored.placement.blocks(shard) if shard is not None else ():
             index = tuple(slice(o, o + n) for o, n in zip(block.box.offsets, block.box.sizes, strict=True))
-            mine = part[block.offset : block.offset + block.box.numel].view(block.box.sizes)
-            whole.view(stored.shape)[index] = mine
+            elements = part[block.offset : block.offset + block.box.numel].view(block.box.sizes)
+            whole.view(stored.shape)[index] = elements
     return whole.view(stored.shape)
 
 
-def _same(found: Any, wanted: Any) -> bool:
-    """Whether two values, and the tensors inside them, are equal bit by bit."""
+def _same(actual: Any, wanted: Any) -> bool:
+    """Return whether two values, and the tensors inside them, are equal bit by bit."""
     if isinstance(wanted, torch.Tensor):
         return (
-            isinstance(found, torch.Tensor)
-            and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-            and bytes(bytes_of(found.contiguous())) == bytes(bytes_of(wanted.contiguous()))
+            isinstance(actual, torch.Tensor)
+            and (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
+            and bytes(bytes_of(actual.contiguous())) == bytes(bytes_of(wanted.contiguous()))
         )
     if isinstance(wanted, Mapping):
-        return found.keys() == wanted.keys() and all(_same(found[key], its) for key, its in wanted.items())
+        return actual.keys() == wanted.keys() and all(_same(actual[key], expected) for key, expected in wanted.items())
     if isinstance(wanted, (GroupDescription, OptimDescription, ParamDescription)):
-        return type(found) is type(wanted) and _same(vars(found), vars(wanted))
+        return type(actual) is type(wanted) and _same(vars(actual), vars(wanted))
     if isinstance(wanted, Sequence) and not isinstance(wanted, str):
-        return len(found) == len(wanted) and all(map(_same, found, wanted))
-    return type(found) is type(wanted) and bool(found == wanted)
+        return len(actual) == len(wanted) and all(map(_same, actual, wanted))
+    return type(actual) is type(wanted) and bool(actual == wanted)

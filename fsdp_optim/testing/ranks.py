@@ -68,7 +68,7 @@ def run_on_ranks(
         fn, world_size, args, kwargs, timeout, backend, grace: as for `RankPool.run`.
 
     Returns:
-        What `fn` has returned on each rank, in the order of the ranks.
+        The results of `fn`, in the order of the ranks.
 
     Raises:
         RanksFailed: a rank raised an error, or its process ended.
@@ -157,7 +157,7 @@ class RankPool:
         return call.results(getattr(fn, "__qualname__", repr(fn)))
 
     def pids(self) -> list[int]:
-        """The process ids of the workers that are alive, in the order of the ranks that they become."""
+        """Return the process ids of the workers that are alive, in the order of the ranks that they become."""
         alive = [worker.process for group in self._workers.values() for worker in group if worker.is_alive()]
         return [process.pid for process in alive if process.pid is not None]
 
@@ -212,7 +212,7 @@ _IF_LOADED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "fa
 
 
 def _context() -> ForkServerContext | SpawnContext:
-    """A server process that workers are forked from; it starts with the first of them, and imports what is loaded here."""
+    """Return the context of a server process that forks workers; it starts with the first, and imports what is loaded here."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -225,11 +225,11 @@ class _Worker:
 
     def __init__(self, store_port: int, sees_gpus: bool) -> None:
         context = _context()
-        self.connection, theirs = context.Pipe()
-        arguments = (theirs, store_port, sees_gpus, dict(os.environ))
+        self.connection, worker_end = context.Pipe()
+        arguments = (worker_end, store_port, sees_gpus, dict(os.environ))
         self.process: BaseProcess = context.Process(target=worker_main, args=arguments, name="fsdp_optim rank")
         self.process.start()
-        theirs.close()  # so that we see the end of the stream when the worker dies
+        worker_end.close()  # so that we see the end of the stream when the worker dies
 
     def is_alive(self) -> bool:
         return self.process.is_alive()
@@ -303,7 +303,7 @@ class _Call:
                 worker.kill()
 
     def results(self, name: str) -> list[Any]:
-        """The values by rank. Raises the error of the call if a rank failed."""
+        """Return the values by rank. Raises the error of the call if a rank failed."""
         errors = {rank: o.error for rank, o in sorted(self.outcomes.items()) if o.error is not None}
         unfinished = [rank for rank in range(len(self.workers)) if rank not in self.outcomes]
         if not errors and not unfinished:
@@ -335,7 +335,7 @@ class _Call:
                 self._released.discard(rank)  # the worker died: there is nobody to wait for
 
     def _receive(self, until: float) -> None:
-        """Take in messages and deaths: those that are there, or the first to come before `until` and within `_POLL`."""
+        """Take in messages and deaths that are there, or the first to come before `until` and within `_POLL`."""
         awaited = {
             self.workers[rank].connection: rank
             for rank in range(len(self.workers))
@@ -374,7 +374,7 @@ class _Call:
         self._record(rank, Outcome(error=error, text=f"{type(error).__name__}: {error}\n"))
 
     def _report(self) -> str:
-        """A report of each rank's error; ranks with the same traceback share one paragraph."""
+        """Return a report of each rank's error; ranks with the same traceback share one paragraph."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, outcome in sorted(self.outcomes.items()):
             ranks_by_text.setdefault(outcome.text or f"returned {_short(outcome.value)}\n", []).append(rank)

@@ -63,7 +63,9 @@ def save_as(
     writer = written(format).writer()
     prepared = writer.prepare(_index_of(halves, description, extras), allow_pickle=False, records={})
     small = dict(prepared.files)
-    planned = {half: _planned(half, its) for half, its in halves.items() if half == "model" or description is not None}
+    planned = {
+        half: _planned(half, tensors) for half, tensors in halves.items() if half == "model" or description is not None
+    }
     files = writer.files(planned, prepared.shared, most_nbytes=most_nbytes, num_ranks=NUM_RANKS)
     staging = store.begin(overwrite=False, durable=False)
     store_writer = store.join(staging.address, durable=False, who="rank 0")
@@ -92,14 +94,14 @@ def save_as(
 def _index_of(
     halves: Mapping[Half, Tensors], description: OptimDescription | None, extras: Mapping[str, Any]
 ) -> CheckpointIndex:
-    """The index of the checkpoint that is written."""
+    """Return the index of the checkpoint that is written."""
 
     def stored(half: Half) -> dict[str, StoredTensor]:
-        its = halves.get(half, {}).items()
-        return {key: StoredTensor(key, dtype_name(tensor.dtype), tuple(tensor.shape), "", 0) for key, tensor in its}
+        items = halves.get(half, {}).items()
+        return {key: StoredTensor(key, dtype_name(tensor.dtype), tuple(tensor.shape), "", 0) for key, tensor in items}
 
     def read(tensors: Sequence[StoredTensor]) -> list[torch.Tensor]:
-        return [halves["optim"][one.key] for one in tensors]
+        return [halves["optim"][entry.key] for entry in tensors]
 
     weights, state = stored("model"), stored("optim")
     aliases = {"other": "large"} if "large" in weights else {}
@@ -114,15 +116,15 @@ def _index_of(
 
 
 def _planned(half: Half, tensors: Tensors) -> list[PlannedTensor]:
-    """The tensors with the widest elements first, as the library orders them."""
+    """Return the tensors with the widest elements first, as the library orders them."""
     ordered = sorted(tensors, key=lambda key: -tensors[key].itemsize)
     return [PlannedTensor(key, dtype_name(tensors[key].dtype), tuple(tensors[key].shape), half) for key in ordered]
 
 
 def _bytes_in(file: PlannedFile, index: int, halves: Mapping[Half, Tensors]) -> memoryview:
-    """The bytes of one of a file's tensors, or of the slice of it that the file has."""
-    one = file.tensors[index]
-    tensor = halves[one.half][one.key]
+    """Return the bytes of one of a file's tensors, or of the slice of it that the file has."""
+    planned = file.tensors[index]
+    tensor = halves[planned.half][planned.key]
     if not file.slices:
         return bytes_of(tensor)
     first, stop = file.slices[index]
@@ -130,6 +132,6 @@ def _bytes_in(file: PlannedFile, index: int, halves: Mapping[Half, Tensors]) -> 
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     flat = tensor.reshape(-1).view(torch.uint8)
     return flat.numpy().data if flat.numel() else memoryview(bytearray())

@@ -56,7 +56,7 @@ def run_on_threads(
         try:
             with entered(world):
                 result = fn(*args, **kwargs)
-        except BaseException as error:  # SystemExit too: it is the caller who must hear of it
+        except BaseException as error:  # SystemExit too: the caller must hear of it
             text = traceback.format_exc()
             with changed:
                 errors[rank], texts[rank] = error, text
@@ -98,5 +98,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def thread_rank() -> int:
-    """The rank that this thread is, inside `run_on_threads`."""
+    """Return the rank that this thread is, inside `run_on_threads`."""
     return world_here().rank

@@ -41,7 +41,7 @@ class RemoteError(FsdpOptimError, RuntimeError):
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's part of one call: what to run, and in which world."""
+    """One rank's part of one call: a function, and the world in which to run it."""
 
     rank: int
     world_size: int
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What one rank did: a value, or an error with its traceback."""
+    """The outcome of one rank: a value, or an error with its traceback."""
 
     value: Any = None
     error: BaseException | None = None
@@ -136,7 +136,7 @@ def _leave_world() -> None:
     gc.collect()  # models are full of cycles, and they hold process groups
     if _take_fsdp_apart():
         gc.collect()
-    gc.freeze()  # what is left stays: the next collection does not walk it again
+    gc.freeze()  # the remaining objects stay: the next collection does not walk them again
 
 
 def _take_fsdp_apart() -> bool:
@@ -146,22 +146,22 @@ def _take_fsdp_apart() -> bool:
     parameter. A part of these cycles is in C++, where garbage collection does not see them. Models would live as long as
     the process, with their process groups and the threads of these.
     """
-    found = False
+    has_models = False
     for thing in gc.get_objects():  # what this world has made: what was there before is frozen, and not listed
         if not issubclass(type(thing), torch.Tensor):
             continue
         for name in ("_post_backward_hook_state", "_shard_bwd_hook"):  # of torch and of fairscale
             if name in thing.__dict__:
-                found = True
+                has_models = True
                 handle = thing.__dict__.pop(name)[-1]
                 hooks = handle.hooks_dict_ref() if type(handle) is RemovableHandle else None
                 handle.remove()
                 if hooks is not None:  # fairscale forgets the handle of a hook when it adds another
                     hooks.clear()
         if "_param_infos" in thing.__dict__:  # a flat parameter, of either
-            found = True
+            has_models = True
             thing.__dict__.clear()
-    return found
+    return has_models
 
 
 def _forget_dtensor_meshes() -> None:

@@ -146,7 +146,7 @@ class TestTheSuite(unittest.TestCase):
     def test_it_finds(self, how: str, check: Callable[..., Any], words: str) -> None:
         """The conformance tests notice every broken promise."""
         with self.assertRaisesRegex((RanksFailed, AssertionError), words):
-            checks.judge_elements(run_on_ranks(run_wrong, 2, check, how))
+            checks.compare_elements(run_on_ranks(run_wrong, 2, check, how))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
-from fsdp_optim.foreign.torch.writer import TorchFilesJudge
+from fsdp_optim.foreign.torch.writer import TorchFilesProbe
 from fsdp_optim.offline import convert as conversion
 from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.plugins import TorchFiles
@@ -158,7 +158,7 @@ class TorchWriterTest(SharedFolder):
         model, bucket = nn.Linear(2, 2), MemoryBucket()
         fsdp_optim.save(self.root / "one", model, options=fsdp_optim.SaveOptions(durable=False))
         options = ConvertArguments(format="torch", overwrite=True)
-        place = ObjectStore(bucket, "run/torch", TorchFilesJudge())
+        place = ObjectStore(bucket, "run/torch", TorchFilesProbe())
         for _ in range(2):
             with contextlib.ExitStack() as stack:
                 if bucket.look("run/torch/model.pt") is not None:

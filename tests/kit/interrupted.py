@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from fsdp_optim.buckets.objects import BucketCan, Found, MemoryBucket
+from fsdp_optim.buckets.objects import BucketCan, MemoryBucket, ObjectInfo
 from fsdp_optim.buckets.objects.memory import Objects
 
 STRANGERS = ("config.json", "notes/today.txt")
@@ -53,11 +53,11 @@ class InterruptedBucket(MemoryBucket):
         if self._is_dead:
             raise Killed("dead")
 
-    def look(self, key: str) -> Found | None:
+    def look(self, key: str) -> ObjectInfo | None:
         self._count(f"look {key}")
         return next((found for found in super().list(key) if found.key == key), None)
 
-    def list(self, prefix: str) -> Iterator[Found]:
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         self._count(f"list {prefix}")
         return super().list(prefix)
 
@@ -94,7 +94,7 @@ class InterruptedBucket(MemoryBucket):
         self._count(f"drop_upload {key}")
         super().drop_upload(key, upload)
 
-    def uploads(self, prefix: str) -> Iterator[Found]:
+    def uploads(self, prefix: str) -> Iterator[ObjectInfo]:
         self._count(f"uploads {prefix}")
         return super().uploads(prefix)
 
@@ -107,13 +107,13 @@ class InterruptedBucket(MemoryBucket):
 
 def left_over(bucket: Any, root: str, probe: Any) -> list[str]:
     """Objects and uploads under `root` that are neither strangers' nor of the checkpoint of their place."""
-    from fsdp_optim.buckets.objects import Place
+    from fsdp_optim.buckets.objects import ObjectPlace
     from fsdp_optim.buckets.objects.saves import current
     from fsdp_optim.formats.base.checksums import sums_of
 
     left = []
     for prefix in bucket.folders(root):
-        place = Place(f"{bucket.name}/{prefix}", prefix)
+        place = ObjectPlace(f"{bucket.name}/{prefix}", prefix)
         known = {place.inside + name for name in STRANGERS}
         opened = current(bucket, place, probe)
         if opened is not None:

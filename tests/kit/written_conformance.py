@@ -5,13 +5,13 @@
             return WRITTEN_FOR_THEM
 
         def make_store(self, folder):
-            return Folder(folder, WRITTEN_FOR_THEM.judge)
+            return Folder(folder, WRITTEN_FOR_THEM.probe)
 
         def open_any(self, folder):
             return Folder(folder, PROBE).open_any()
 
 It has the promises of `ReaderConformance`, for checkpoints of the format's own writer, and those of a format that this library
-keeps: the number of a checkpoint, and that a judge calls it complete and damaged ones not.
+keeps: the number of a checkpoint, and that a probe calls it complete and damaged ones not.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WrittenConformance(ReaderConformance):
     extra_read: Any = None
 
     def make_store(self, folder: Path) -> Store:
-        """A store at a folder that is not there yet, with the format's judge."""
+        """A store at a folder that is not there yet, with the format's probe."""
         raise NotImplementedError
 
     def write(self, folder: Path) -> WrittenSample:
@@ -118,7 +118,7 @@ class WrittenConformance(ReaderConformance):
                 (folder / name).write_bytes(data)
 
     def test_two_saves_are_two(self) -> None:
-        """Every save has a token of its own, and its judge says it."""
+        """Every save has a token of its own, and its probe says it."""
         tokens = []
         for _ in range(2):
             with self._saved(self._new_place()).store.open() as opened:

@@ -24,7 +24,7 @@ from parameterized import parameterized
 from torch import nn
 
 from fsdp_optim import CheckpointError
-from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore, Place
+from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectPlace, ObjectStore
 from fsdp_optim.buckets.objects.saves import remove_dead
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.common.run_state import RunState
@@ -174,7 +174,7 @@ class RaceTest(unittest.TestCase):
 
         def then(memory: Memory) -> None:
             time.sleep(1.2 * SHORT)
-            remove_dead(MemoryBucket(memory), Place(f"memory://bucket/{MINE}", MINE), OURS.probe, SHORT)
+            remove_dead(MemoryBucket(memory), ObjectPlace(f"memory://bucket/{MINE}", MINE), OURS.probe, SHORT)
 
         def probe(memory: Memory, error: Exception | None) -> None:
             found = self.number_at(memory, MINE)

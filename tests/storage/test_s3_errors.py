@@ -205,7 +205,7 @@ class TestErrors(unittest.TestCase):
         bucket = S3Bucket("some-bucket", {**OPTIONS, "aws_session_token": TOKEN})
         with contextlib.suppress(CheckpointError):
             bucket.look("run/a")
-        seen = [bucket, bucket._requests, bucket._requests._clients, bucket._requests._clients._made]
+        seen = [bucket, bucket._requests, bucket._requests._clients, bucket._requests._clients._client]
         for secret in (SECRET_KEY, TOKEN):
             self.assertNotIn(secret, " ".join(map(repr, seen)) + bucket.name)
 

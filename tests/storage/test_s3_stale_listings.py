@@ -23,7 +23,7 @@ from kit.trained import Trained
 from kit.wrapping import cpu
 
 import fsdp_optim
-from fsdp_optim.buckets.objects import Found, MemoryBucket, ObjectStore
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectInfo, ObjectStore
 from fsdp_optim.checkpoint.catalog import listing as catalog
 from fsdp_optim.checkpoint.catalog.retention import KnownSaves
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
@@ -134,10 +134,10 @@ class StaleBucket(MemoryBucket):
     def put(self, key: str, data: bytes, *, only_if: str | None = None) -> str:
         return super().put(key, data)
 
-    def look(self, key: str) -> Found | None:
+    def look(self, key: str) -> ObjectInfo | None:
         return next((found for found in super().list(key) if found.key == key), None)
 
-    def list(self, prefix: str) -> Iterator[Found]:
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         if self.is_stale and ".saving-" not in prefix:
             self.is_stale = False
             return iter(())

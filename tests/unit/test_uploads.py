@@ -11,7 +11,7 @@ from unittest import mock
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
-from fsdp_optim.buckets.objects import Address, MemoryBucket, ObjectWriter, Place, multipart
+from fsdp_optim.buckets.objects import Address, MemoryBucket, ObjectPlace, ObjectWriter, multipart
 from fsdp_optim.buckets.objects.writer import SharedFile
 
 PART, NUM_PARTS = 8, 20
@@ -55,7 +55,7 @@ def writer_of(bucket: Counted, files: dict[str, SharedFile], num_parts: int) -> 
     """A writer whose budget has room for so many parts."""
     address = Address("token", False, PART, 10_000, files)
     budget = -(-num_parts * PART * 8 // 7)
-    return ObjectWriter(bucket, Place("memory://run/step", "run/step"), address, "rank 0", budget)
+    return ObjectWriter(bucket, ObjectPlace("memory://run/step", "run/step"), address, "rank 0", budget)
 
 
 class UploadsTest(unittest.TestCase):

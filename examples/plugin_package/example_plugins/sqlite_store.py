@@ -18,8 +18,8 @@ from fsdp_optim.plugins import (
     Bucket,
     BucketCan,
     CheckpointProbe,
-    Found,
     MissingObjectError,
+    ObjectInfo,
     ObjectStore,
     OvertakenError,
 )
@@ -71,21 +71,21 @@ class SqliteBucket(Bucket):
         except sqlite3.Error as error:
             raise CheckpointError(f"{self.name}: {error}") from error
 
-    def look(self, key: str) -> Found | None:
+    def look(self, key: str) -> ObjectInfo | None:
         return next((found for found in self.list(key) if found.key == key), None)
 
-    def list(self, prefix: str) -> Iterator[Found]:
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._listed("SELECT key, length(data), version, at FROM objects", prefix)
 
-    def uploads(self, prefix: str) -> Iterator[Found]:
+    def uploads(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._listed("SELECT key, 0, id, at FROM uploads", prefix)
 
-    def _listed(self, select: str, prefix: str) -> Iterator[Found]:
+    def _listed(self, select: str, prefix: str) -> Iterator[ObjectInfo]:
         with self._transaction() as database:
             rows = database.execute(
                 f"{select} WHERE substr(key, 1, ?) = ? ORDER BY key", (len(prefix), prefix)
             ).fetchall()
-        return iter([Found(key, nbytes, str(version), time.time() - at) for key, nbytes, version, at in rows])
+        return iter([ObjectInfo(key, nbytes, str(version), time.time() - at) for key, nbytes, version, at in rows])
 
     def folders(self, prefix: str) -> Iterator[str]:
         rest = (found.key[len(prefix) :] for found in self.list(prefix))

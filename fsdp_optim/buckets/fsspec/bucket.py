@@ -21,7 +21,7 @@ from typing import Any
 from fsdp_optim.buckets.fsspec.infos import has_tag, time_of, version_of
 from fsdp_optim.buckets.fsspec.opening import file_system_at, is_local, one_line, secrets_in, split_url, without
 from fsdp_optim.buckets.fsspec.uploads import FileUpload
-from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
+from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, MissingObjectError, ObjectInfo, OvertakenError
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Undecided
 
@@ -54,7 +54,7 @@ class FsspecBucket(Bucket):
 
     @classmethod
     def at(cls, url: str, options: Mapping[str, Any] | None = None) -> tuple[FsspecBucket, str]:
-        """The bucket and the key of the place of a checkpoint. `options`: the arguments of its file system.
+        """Return the bucket and the key of the place of a checkpoint. `options`: the arguments of its file system.
 
         Raises CheckpointError for a scheme that fsspec does not know, and for one whose package is missing.
         """
@@ -69,7 +69,7 @@ class FsspecBucket(Bucket):
 
     @property
     def local_folder(self) -> str | None:
-        """The path of the folder, where its files are those of this machine or of what is mounted on it."""
+        """The path of the folder, where its files are on this machine or mounted on it."""
         return self._root if self._is_local else None
 
     @property
@@ -102,16 +102,16 @@ class FsspecBucket(Bucket):
     def _words(self, error: BaseException) -> str:
         return without(self._secrets, one_line(error))
 
-    def look(self, key: str) -> Found | None:
+    def look(self, key: str) -> ObjectInfo | None:
         return None if key in self._hidden() else self._look(key)
 
     def _hidden(self) -> set[str]:
-        """The keys of files that this process is writing."""
+        """Return the keys of files that this process is writing."""
         return {upload.key for upload in list(self._uploads.values()) if upload.has_file}
 
-    def _look(self, key: str) -> Found | None:
+    def _look(self, key: str) -> ObjectInfo | None:
         info = self._info(key)
-        return None if info is None else self._found(key, info)
+        return None if info is None else self._object_info(key, info)
 
     def _info(self, key: str) -> Mapping[str, Any] | None:
         with self._errors(key, "looked at"):
@@ -124,8 +124,8 @@ class FsspecBucket(Bucket):
                 raise CheckpointError(f"{self.name}/{key}: is a symbolic link, and checkpoints have no links")
             return info if info["type"] == "file" else None
 
-    def _found(self, key: str, info: Mapping[str, Any]) -> Found:
-        return Found(key, int(info["size"]), version_of(info), self._age(time_of(info)))
+    def _object_info(self, key: str, info: Mapping[str, Any]) -> ObjectInfo:
+        return ObjectInfo(key, int(info["size"]), version_of(info), self._age(time_of(info)))
 
     def _age(self, written: float | None) -> float:
         """Seconds by the clock of the store, which shows when this process has put something; never by the machine's own clock.
@@ -137,19 +137,19 @@ class FsspecBucket(Bucket):
         store_time, own_time = self._shown
         return max(store_time + (time.monotonic() - own_time) - written, 0.0)
 
-    def list(self, prefix: str) -> Iterator[Found]:
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         hidden = self._hidden()
-        listed = (found for found in self._listed(prefix) if found.key not in hidden)
-        return iter(sorted((one for one in listed if not _is_being_put(one.key)), key=lambda one: one.key))
+        listed = (info for info in self._listed(prefix) if info.key not in hidden)
+        return iter(sorted((info for info in listed if not _is_being_put(info.key)), key=lambda info: info.key))
 
-    def _listed(self, prefix: str) -> Iterator[Found]:
+    def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
         for info in self._walk(prefix.rpartition("/")[0], prefix):
             key = self._key(info["name"])
             if key.startswith(prefix):
-                yield self._found(key, info)
+                yield self._object_info(key, info)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[Mapping[str, Any]]:
-        """All files in a folder and below. Folders whose files cannot have the prefix are not entered."""
+        """Yield all files in a folder and below. Folders whose files cannot have the prefix are not entered."""
         for info in self._ls(folder):
             key = self._key(info["name"].rstrip("/"))
             if info["type"] == "file":
@@ -162,10 +162,10 @@ class FsspecBucket(Bucket):
         with self._errors(folder, "listed"):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(path, detail=True)
+                infos = self._fs.ls(path, detail=True)
             except _MISSING:
                 return []
-        return [info for info in found if info["name"].rstrip("/") != path]  # some name the folder, or a file, itself
+        return [info for info in infos if info["name"].rstrip("/") != path]  # some name the folder, or a file, itself
 
     def folders(self, prefix: str) -> Iterator[str]:
         infos = [info for info in self._ls(prefix.rpartition("/")[0]) if info["type"] == "directory"]
@@ -182,13 +182,13 @@ class FsspecBucket(Bucket):
                 data = self._fs.cat_file(self._path(key), start=offset, end=offset + nbytes) if nbytes else b""
         except CheckpointError as error:
             failure = error
-        found = self._look(key)  # after the read, so that the bytes are of this version, or an error is raised
-        if found is None:
+        info = self._look(key)  # after the read, so that the bytes are of this version, or an error is raised
+        if info is None:
             raise MissingObjectError(f"{self.name}/{key}: there is no such object") from failure
-        if version is not None and found.version != version:
+        if version is not None and info.version != version:
             raise OvertakenError(f"{self.name}/{key}: has been written again since it was opened") from failure
-        if offset + nbytes > found.nbytes and nbytes:
-            raise CheckpointError(f"{self.name}/{key}: ends at byte {found.nbytes}: it was cut short")
+        if offset + nbytes > info.nbytes and nbytes:
+            raise CheckpointError(f"{self.name}/{key}: ends at byte {info.nbytes}: it was cut short")
         if failure is not None:
             raise failure
         if len(data) != nbytes:
@@ -222,7 +222,7 @@ class FsspecBucket(Bucket):
             is_new = before is None or has_tag(after) or version_of(after) != version_of(before)
             if is_new or pause is None:
                 break
-            time.sleep(pause)  # the clock of the file system is too slow to tell the two files apart
+            time.sleep(pause)  # the clock of the file system is too coarse to distinguish the two files
         return version_of(after)
 
     def _check(self, key: str, only_if: str | None, info: Mapping[str, Any] | None) -> None:
@@ -230,7 +230,7 @@ class FsspecBucket(Bucket):
             raise OvertakenError(f"{self.name}/{key}: another process has put or removed it")
 
     def _written(self, key: str) -> Mapping[str, Any]:
-        """The store's description of an object that was put just now."""
+        """Return the store's description of an object that was put just now."""
         info = self._info(key)
         if info is None:
             line = f"{self.name}/{key}: was written, and is not there"
@@ -295,24 +295,24 @@ class FsspecBucket(Bucket):
         return upload
 
     def _upload(self, key: str, upload: str) -> FileUpload:
-        found = self._uploads.get(upload)
-        if found is None:
+        file_upload = self._uploads.get(upload)
+        if file_upload is None:
             raise CheckpointError(f"{self.name}/{key}: the upload {upload} is gone")
-        return found
+        return file_upload
 
     def put_part(self, key: str, upload: str, number: int, data: memoryview) -> str:
         """Write a part, when its predecessors are written. fsspec offers no checksum by which a store could verify it."""
-        found = self._upload(key, upload)
+        file_upload = self._upload(key, upload)
         with self._errors(key, "written"):
-            return found.put(number, data)
+            return file_upload.put(number, data)
 
     def end_upload(self, key: str, upload: str, receipts: Sequence[str], *, only_if: str | None = None) -> str:
-        found = self._upload(key, upload)
-        found.check(receipts)
+        file_upload = self._upload(key, upload)
+        file_upload.check(receipts)
         if only_if is not None:
-            self._check(key, only_if, None if found.has_file else self._info(key))
+            self._check(key, only_if, None if file_upload.has_file else self._info(key))
         with self._errors(key, "written"):
-            whole = found.end()
+            whole = file_upload.end()
         version = self.put(key, whole, only_if=only_if) if whole is not None else version_of(self._written(key))
         del self._uploads[upload]
         return version
@@ -320,20 +320,23 @@ class FsspecBucket(Bucket):
     def drop_upload(self, key: str, upload: str) -> None:
         if upload.startswith(_PUT):
             return self.delete([key])
-        found = self._uploads.pop(upload, None)
-        if found is not None and found.drop():
+        file_upload = self._uploads.pop(upload, None)
+        if file_upload is not None and file_upload.drop():
             self.delete([key])
         return None
 
-    def uploads(self, prefix: str) -> Iterator[Found]:
-        """The uploads of this process, and temporary files of objects. Other stores remove unfinished uploads by themselves."""
+    def uploads(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield the uploads of this process, and temporary files of objects.
+
+        Other stores remove unfinished uploads by themselves.
+        """
         for name, upload in list(self._uploads.items()):
             if upload.key.startswith(prefix):
-                yield Found(upload.key, 0, name, time.monotonic() - upload.at)
+                yield ObjectInfo(upload.key, 0, name, time.monotonic() - upload.at)
         if self._is_local:
-            for found in list(self._listed(prefix)):
-                if _is_being_put(found.key):
-                    yield Found(found.key, 0, found.key.rpartition("/")[2], found.age)
+            for info in list(self._listed(prefix)):
+                if _is_being_put(info.key):
+                    yield ObjectInfo(info.key, 0, info.key.rpartition("/")[2], info.age)
 
     def delete(self, keys: Iterable[str]) -> None:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fsdp_optim: delete") as pool:

@@ -14,7 +14,7 @@ _MILLISECONDS = 1e11  # a number of seconds since 1970 is smaller for thousands 
 
 
 def version_of(info: Mapping[str, Any]) -> str:
-    """A word that differs when the file is written again: its tag, where the store has any, or its size and its time."""
+    """Return a word that differs when the file is written again: its tag, where the store has any, or its size and its time."""
     for tag in _TAGS:
         if info.get(tag):
             return f"{tag} {info[tag]}"
@@ -23,21 +23,21 @@ def version_of(info: Mapping[str, Any]) -> str:
 
 
 def has_tag(info: Mapping[str, Any]) -> bool:
-    """Whether a version does not depend on the time, by which files that follow one another closely cannot be told apart."""
+    """Return whether a version is a tag: times do not distinguish files that follow one another closely."""
     return any(info.get(tag) for tag in _TAGS)
 
 
 def time_of(info: Mapping[str, Any]) -> float | None:
-    """The time when a file was written, in seconds since 1970; None where the store does not say."""
+    """Return the time when a file was written, in seconds since 1970; None where the store does not say."""
     for name in _TIMES:
-        found = info.get(name)
-        if isinstance(found, str):
+        value = info.get(name)
+        if isinstance(value, str):
             try:
-                found = datetime.fromisoformat(found.replace("Z", "+00:00"))
+                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
             except ValueError:
                 continue
-        if isinstance(found, datetime):
-            return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
-        if isinstance(found, (int, float)) and not isinstance(found, bool):
-            return float(found) / 1000 if found > _MILLISECONDS else float(found)
+        if isinstance(value, datetime):
+            return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value) / 1000 if value > _MILLISECONDS else float(value)
     return None

@@ -16,20 +16,21 @@ _LEAST_SECRET = 4  # letters; a shorter word is no secret, and could be part of 
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """The name of a bucket and the key of a checkpoint in it: the URL of the folder, without a password, and the last part."""
-    found = _URL.fullmatch(url.rstrip("/"))
-    if found is None:
+    """Split a URL into the name of a bucket (the URL of the folder, without a password) and the key of a checkpoint in it."""
+    matched = _URL.fullmatch(url.rstrip("/"))
+    if matched is None:
         raise CheckpointError(f"{url}: is not a URL, such as gs://bucket/run/step-1000")
-    if found[1] in ("file", "local") and not found[2].startswith("/"):
-        raise CheckpointError(f"{url}: a URL of a file has three slashes: {found[1]}:///{found[2]}")
-    name, slash, prefix = _PASSWORD.sub(r"\1@", found[0]).rpartition("/")
+    if matched[1] in ("file", "local") and not matched[2].startswith("/"):
+        raise CheckpointError(f"{url}: a URL of a file has three slashes: {matched[1]}:///{matched[2]}")
+    name, slash, prefix = _PASSWORD.sub(r"\1@", matched[0]).rpartition("/")
     if not slash or name.endswith(":/"):
-        return found[0], ""
+        return matched[0], ""
     return name, prefix
 
 
 def file_system_at(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it. Raises CheckpointError for an unknown scheme and for a missing package.
+    """Return the file system of a URL, and the path in it. Raises CheckpointError for an unknown scheme and for a missing
+    package.
 
     The file system is not shared with other users of fsspec in this process, and keeps no listings.
     """
@@ -64,14 +65,14 @@ def file_system_at(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def is_seen_at_its_end(file: Any) -> bool:
-    """Whether a file that is open for writing is seen only when it is complete, as in object stores."""
+    """Return whether a file that is open for writing is seen only when it is complete, as in object stores."""
     from fsspec.spec import AbstractBufferedFile
 
     return isinstance(file, AbstractBufferedFile)
 
 
 def is_local(fs: Any) -> bool:
-    """Whether the files are those of this machine, or are mounted on it."""
+    """Return whether the files are on this machine, or mounted on it."""
     from fsspec.implementations.local import LocalFileSystem
 
     return isinstance(fs, LocalFileSystem)
@@ -91,12 +92,12 @@ def _refused(url: str, error: Exception, options: Mapping[str, Any]) -> Checkpoi
 
 
 def one_line(error: BaseException) -> str:
-    """The words of an error, without line breaks."""
+    """Return the words of an error, without line breaks."""
     return " ".join(str(error).split())
 
 
 def secrets_in(options: object, name: str = "") -> Iterator[str]:
-    """The words among options that must not be in an error: passwords, keys, tokens."""
+    """Yield the words among options that must not be in an error: passwords, keys, tokens."""
     if isinstance(options, Mapping):
         for key, value in options.items():
             yield from secrets_in(value, f"{name} {key}")
@@ -105,7 +106,7 @@ def secrets_in(options: object, name: str = "") -> Iterator[str]:
 
 
 def without(secrets: Iterable[str], line: str) -> str:
-    """A line without secrets."""
+    """Return a line without secrets."""
     for secret in secrets:
         line = line.replace(secret, "***")
     return line

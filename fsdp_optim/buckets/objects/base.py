@@ -7,8 +7,8 @@ tokens are the store's. Keys are relative to the bucket, with `/` between their 
     upload = bucket.begin_upload(key)                          # one process; large objects, in parts
     receipt = bucket.put_part(key, upload, number, data)       # any process, any part, in any order
     bucket.end_upload(key, upload, receipts, only_if=...)      # one process: the object is there now
-    for found in bucket.list(prefix): ...
-    bucket.read_into(key, pieces, offset, version=found.version)
+    for info in bucket.list(prefix): ...
+    bucket.read_into(key, pieces, offset, version=info.version)
 
 Every method may be called from several threads at once. Requests that fail for a reason that may pass (throttling, resets,
 time-outs, truncated bodies) are repeated with backoff for a stated time. Then, and for everything else, the error is a
@@ -37,13 +37,13 @@ class OvertakenError(CheckpointError):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ObjectInfo:
     """One object, or one unfinished upload, of a listing.
 
     Attributes:
         version: a word that differs when the object is written again (an ETag); of an upload its id.
-        age: seconds since it was written, or begun, by the clock of the store, never by that of this machine. 0 where the store
-            does not tell, or this process has put nothing yet that would show the store's clock.
+        age: seconds since it was written, or begun, by the clock of the store, never by this machine's. 0 where the store does
+            not say when, or this process has put nothing yet that would show the store's clock.
     """
 
     key: str
@@ -78,14 +78,14 @@ class Bucket(Protocol):
     @property
     def can(self) -> BucketCan: ...
 
-    def look(self, key: str) -> Found | None:
-        """An object's size, version and age; None where there is none."""
+    def look(self, key: str) -> ObjectInfo | None:
+        """Return an object's size, version and age; None where there is none."""
 
-    def list(self, prefix: str) -> Iterator[Found]:
-        """All objects whose keys begin with `prefix`, in the order of their keys."""
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Return all objects whose keys begin with `prefix`, in the order of their keys."""
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """The distinct beginnings of keys up to the next `/` after `prefix`, without that `/`: one level of a tree."""
+        """Return the distinct beginnings of keys up to the next `/` after `prefix`, without that `/`: one level of a tree."""
 
     def read_into(self, key: str, pieces: Sequence[memoryview], offset: int, *, version: str | None = None) -> None:
         """Fill pieces of memory, one after the other, with the bytes of an object from `offset` on, by one request.
@@ -95,7 +95,7 @@ class Bucket(Protocol):
         """
 
     def read(self, key: str) -> tuple[bytes, str]:
-        """All of a small object, and its version. Raises MissingObjectError."""
+        """Return all of a small object, and its version. Raises MissingObjectError."""
 
     def put(self, key: str, data: bytes, *, only_if: str | None = None) -> str:
         """Put an object, whole; returns its version.
@@ -119,8 +119,8 @@ class Bucket(Protocol):
     def drop_upload(self, key: str, upload: str) -> None:
         """Remove an unfinished upload and its parts. An upload that is gone is no error."""
 
-    def uploads(self, prefix: str) -> Iterator[Found]:
-        """The unfinished uploads of keys that begin with `prefix`: `version` is the upload's id, `nbytes` 0."""
+    def uploads(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Return the unfinished uploads of keys that begin with `prefix`: `version` is the upload's id, `nbytes` 0."""
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects. Objects that are gone are no error."""

@@ -22,21 +22,21 @@ _OF_SAVE = re.compile(rf"(?:\.saving-)?({_TOKEN})/.+")
 
 
 def new_token() -> str:
-    """A string that no other save has."""
+    """Return a string that no other save has."""
     return secrets.token_hex(8)
 
 
 def own_token(token: str | None) -> str | None:
-    """The part of a manifest's token that names objects: its last 16 digits.
+    """Return the part of a manifest's token that names objects: its last 16 digits.
 
     A checkpoint that an older version uploaded from a folder has more before them.
     """
-    found = re.search(f"{_TOKEN}$", token) if token is not None else None
-    return found[0] if found is not None else None
+    matched = re.search(f"{_TOKEN}$", token) if token is not None else None
+    return matched[0] if matched is not None else None
 
 
 @dataclass(frozen=True)
-class Place:
+class ObjectPlace:
     """One place for a checkpoint. `where`: its URL, for errors; `prefix`: the beginning of its keys, without a last slash."""
 
     where: str
@@ -58,49 +58,49 @@ class Place:
         return f"{self.prefix}/{_SAVING}"
 
     def manifest(self, name: str) -> str:
-        """The key of the manifest."""
+        """Return the key of the manifest."""
         return f"{self.prefix}/{check_name(self.where, name)}"
 
     def claim(self, token: str) -> str:
-        """The key of the object that shows that a save is under way."""
+        """Return the key of the object that shows that a save is under way."""
         return self.note(token, "claim")
 
     def tombstone(self, token: str) -> str:
-        """The key of the object by which another save says that this one is dead."""
+        """Return the key of the object by which another save says that this one is dead."""
         return self.note(token, "dead")
 
     def plain(self, token: str) -> str:
-        """The key of the object that shows that files without a folder of their own are those of saves, not of somebody else."""
+        """Return the key of the object that shows that files without a folder of their own were put by saves."""
         return self.note(token, "plain")
 
     def note(self, token: str, name: str = "") -> str:
-        """The key of a note of a save under way."""
+        """Return the key of a note of a save under way."""
         return f"{self.saving}{token}/{name}"
 
     def token_of_note(self, key: str) -> str:
-        """The token of the save that a claim or a note belongs to."""
+        """Return the token of the save that a claim or a note belongs to."""
         return key.removeprefix(self.saving).split("/")[0]
 
     def name_in(self, key: str) -> str:
-        """The name of a file under a key, which may be in the folder of a save."""
+        """Return the name of a file under a key, which may be in the folder of a save."""
         name = key.removeprefix(self.inside)
-        found = _OF_SAVE.fullmatch(name)
-        return name if found is None or name.startswith(_SAVING) else name.partition("/")[2]
+        matched = _OF_SAVE.fullmatch(name)
+        return name if matched is None or name.startswith(_SAVING) else name.partition("/")[2]
 
     def token_in(self, key: str) -> str | None:
-        """The token of the save that has put an object under a key of its own; None for every other key."""
-        found = _OF_SAVE.fullmatch(key.removeprefix(self.inside))
-        return found[1] if found is not None else None
+        """Return the token of the save that has put an object under a key of its own; None for every other key."""
+        matched = _OF_SAVE.fullmatch(key.removeprefix(self.inside))
+        return matched[1] if matched is not None else None
 
 
 @dataclass(frozen=True)
 class KeyedFiles:
     """Where the files of one save are. `token`: of the save, where the files have a folder of their own; else None."""
 
-    place: Place
+    place: ObjectPlace
     token: str | None
 
     def key(self, name: str) -> str:
-        """The key of a file. Raises CheckpointError for a name that leaves the checkpoint."""
+        """Return the key of a file. Raises CheckpointError for a name that leaves the checkpoint."""
         name = check_name(self.place.where, name)
         return f"{self.place.inside}{self.token}/{name}" if self.token is not None else f"{self.place.inside}{name}"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
+from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, MissingObjectError, ObjectInfo, OvertakenError
 from fsdp_optim.errors import CheckpointError
 
 Listed = tuple[str, int, str, float]
@@ -56,14 +56,14 @@ class Memory:
     def get(self, key: str, start: int, nbytes: int) -> tuple[bytes, int, str] | None:
         """Bytes of an object, its size and its version; None where there is none."""
         with self._lock:
-            found = self._objects.get(key)
-            return None if found is None else (found.data[start : start + nbytes], len(found.data), found.version)
+            stored = self._objects.get(key)
+            return None if stored is None else (stored.data[start : start + nbytes], len(stored.data), stored.version)
 
     def put(self, key: str, data: bytes, only_if: str | None) -> str | None:
         """Put an object; returns its version, or None where the condition does not hold."""
         with self._lock:
-            found = self._objects.get(key)
-            if only_if is not None and only_if != (found.version if found is not None else ABSENT):
+            stored = self._objects.get(key)
+            if only_if is not None and only_if != (stored.version if stored is not None else ABSENT):
                 return None
             version = f"v{next(self._numbers)}"
             self._objects[key] = _Object(data, version, time.monotonic())
@@ -100,14 +100,14 @@ class Memory:
             self._uploads.pop(upload, None)
 
     def listed(self, prefix: str) -> list[Listed]:
-        """The objects whose keys begin so."""
+        """Return the objects whose keys begin so."""
         with self._lock:
             now = time.monotonic()
-            found = sorted((key, one) for key, one in self._objects.items() if key.startswith(prefix))
-            return [(key, len(one.data), one.version, now - one.at) for key, one in found]
+            items = sorted((key, stored) for key, stored in self._objects.items() if key.startswith(prefix))
+            return [(key, len(stored.data), stored.version, now - stored.at) for key, stored in items]
 
     def uploads(self, prefix: str) -> list[Listed]:
-        """The uploads whose keys begin so."""
+        """Return the uploads whose keys begin so."""
         with self._lock:
             now = time.monotonic()
             return [(up.key, 0, name, now - up.at) for name, up in self._uploads.items() if up.key.startswith(prefix)]
@@ -145,21 +145,21 @@ class MemoryBucket(Bucket):
     def can(self) -> BucketCan:
         return self._can
 
-    def look(self, key: str) -> Found | None:
-        return next((found for found in self.list(key) if found.key == key), None)
+    def look(self, key: str) -> ObjectInfo | None:
+        return next((info for info in self.list(key) if info.key == key), None)
 
-    def list(self, prefix: str) -> Iterator[Found]:
-        return iter([Found(*one) for one in self.objects.listed(prefix)])
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter([ObjectInfo(*row) for row in self.objects.listed(prefix)])
 
     def folders(self, prefix: str) -> Iterator[str]:
-        keys = (found.key for found in self.list(prefix))
+        keys = (info.key for info in self.list(prefix))
         ends = {key[: key.index("/", len(prefix))] for key in keys if "/" in key[len(prefix) :]}
         return iter(sorted(ends))
 
     def read_into(self, key: str, pieces: Sequence[memoryview], offset: int, *, version: str | None = None) -> None:
         nbytes = sum(map(len, pieces))
-        data, size, found = self._get(key, offset, nbytes)
-        if version is not None and found != version:
+        data, size, current = self._get(key, offset, nbytes)
+        if version is not None and current != version:
             raise OvertakenError(f"{self.name}/{key}: has been written again since it was opened")
         if len(data) != nbytes:
             raise CheckpointError(f"{self.name}/{key}: ends at byte {size}: it was cut short")
@@ -169,10 +169,10 @@ class MemoryBucket(Bucket):
             at += len(piece)
 
     def _get(self, key: str, start: int, nbytes: int) -> tuple[bytes, int, str]:
-        found = self.objects.get(key, start, nbytes)
-        if found is None:
+        stored = self.objects.get(key, start, nbytes)
+        if stored is None:
             raise MissingObjectError(f"{self.name}/{key}: there is no such object")
-        return found
+        return stored
 
     def read(self, key: str) -> tuple[bytes, str]:
         data, _, version = self._get(key, 0, 1 << 62)
@@ -204,8 +204,8 @@ class MemoryBucket(Bucket):
     def drop_upload(self, key: str, upload: str) -> None:
         self.objects.drop(upload)
 
-    def uploads(self, prefix: str) -> Iterator[Found]:
-        return iter([Found(*one) for one in self.objects.uploads(prefix)])
+    def uploads(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter([ObjectInfo(*row) for row in self.objects.uploads(prefix)])
 
     def delete(self, keys: Iterable[str]) -> None:
         self.objects.delete(list(keys))

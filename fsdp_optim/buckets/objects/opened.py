@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from fsdp_optim.buckets.objects.base import Bucket, Found, MissingObjectError, OvertakenError
-from fsdp_optim.buckets.objects.keys import KeyedFiles, Place, own_token
+from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError, ObjectInfo, OvertakenError
+from fsdp_optim.buckets.objects.keys import KeyedFiles, ObjectPlace, own_token
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import MOST_DEPTH, MOST_FILES, CheckpointProbe, Opened, check_inside
 
@@ -19,16 +19,16 @@ class VersionedObjects(Opened):
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self.num_requests = bucket, bucket.can.most_reads
-        self._found: dict[str, Found | None] = {}
+        self._infos: dict[str, ObjectInfo | None] = {}
 
     def _key(self, name: str) -> str:
         """The key of a file. Raises CheckpointError for a name that leaves the place."""
         raise NotImplementedError
 
-    def _look(self, name: str) -> Found | None:
-        if name not in self._found:
-            self._found[name] = self._bucket.look(self._key(name))
-        return self._found[name]
+    def _look(self, name: str) -> ObjectInfo | None:
+        if name not in self._infos:
+            self._infos[name] = self._bucket.look(self._key(name))
+        return self._infos[name]
 
     def has(self, name: str) -> bool:
         try:
@@ -81,10 +81,10 @@ class OpenedObjects(VersionedObjects):
     `manifest`: its object, as it was found.
     """
 
-    def __init__(self, bucket: Bucket, place: Place, probe: CheckpointProbe[Any], manifest: Found) -> None:
+    def __init__(self, bucket: Bucket, place: ObjectPlace, probe: CheckpointProbe[Any], manifest: ObjectInfo) -> None:
         super().__init__(bucket)
-        self._place, self._judge, self._manifest = place, probe, manifest
-        self._found[probe.manifest] = manifest
+        self._place, self._probe, self._manifest = place, probe, manifest
+        self._infos[probe.manifest] = manifest
         self._heads: dict[str, bytes] = {}
 
     @property
@@ -99,23 +99,23 @@ class OpenedObjects(VersionedObjects):
     @cached_property
     def files(self) -> KeyedFiles:
         """Where the files are: the manifest's token says it, where a folder of that name has the same manifest."""
-        token = own_token(self._judge.token_in(self))
+        token = own_token(self._probe.token_in(self))
         if token is not None:
             own = KeyedFiles(self._place, token)
-            if self._bucket.look(own.key(self._judge.manifest)) is not None:
+            if self._bucket.look(own.key(self._probe.manifest)) is not None:
                 return own
         return KeyedFiles(self._place, None)
 
     def _key(self, name: str) -> str:
-        return self._place.manifest(name) if name == self._judge.manifest else self.files.key(name)
+        return self._place.manifest(name) if name == self._probe.manifest else self.files.key(name)
 
     def fetch_head(self, name: str) -> None:
         """Read the beginning of a file, from which `read_into` takes as much as possible."""
-        found = self._look(name)
-        if found is not None and name not in self._heads:
-            head = bytearray(min(found.nbytes, _HEAD_NBYTES))
+        info = self._look(name)
+        if info is not None and name not in self._heads:
+            head = bytearray(min(info.nbytes, _HEAD_NBYTES))
             if head:
-                self._bucket.read_into(self._key(name), [memoryview(head)], 0, version=found.version)
+                self._bucket.read_into(self._key(name), [memoryview(head)], 0, version=info.version)
             self._heads[name] = bytes(head)
 
     def _fill(self, name: str, pieces: Sequence[memoryview], offset: int, stop: int) -> None:
@@ -129,17 +129,17 @@ class OpenedObjects(VersionedObjects):
             offset += len(piece)
 
     def was_replaced(self) -> bool:
-        found = self._bucket.look(self._place.manifest(self._judge.manifest))
-        return found is None or found.version != self._manifest.version
+        manifest = self._bucket.look(self._place.manifest(self._probe.manifest))
+        return manifest is None or manifest.version != self._manifest.version
 
 
-def current(bucket: Bucket, place: Place, probe: CheckpointProbe[Any]) -> OpenedObjects | None:
-    """The checkpoint of a place; None where there is no manifest."""
-    found = bucket.look(place.manifest(probe.manifest))
-    return None if found is None else OpenedObjects(bucket, place, probe, found)
+def current(bucket: Bucket, place: ObjectPlace, probe: CheckpointProbe[Any]) -> OpenedObjects | None:
+    """Return the checkpoint of a place; None where there is no manifest."""
+    manifest = bucket.look(place.manifest(probe.manifest))
+    return None if manifest is None else OpenedObjects(bucket, place, probe, manifest)
 
 
-def open_place(bucket: Bucket, place: Place, probe: CheckpointProbe[Any]) -> OpenedObjects:
+def open_place(bucket: Bucket, place: ObjectPlace, probe: CheckpointProbe[Any]) -> OpenedObjects:
     """Open the checkpoint of a place. Raises MissingObjectError where there is none."""
     opened = current(bucket, place, probe)
     if opened is None:
@@ -158,7 +158,7 @@ class OpenedAny(VersionedObjects):
         self._names: list[str] | None = None
 
     @classmethod
-    def at(cls, bucket: Bucket, place: Place) -> OpenedAny:
+    def at(cls, bucket: Bucket, place: ObjectPlace) -> OpenedAny:
         """The objects of a place; where the place is an object, or the beginning of the names of objects, these alone."""
         if next(iter(bucket.list(place.inside)), None) is not None:
             return cls(bucket, place.inside)
@@ -189,7 +189,7 @@ class OpenedAny(VersionedObjects):
                 name = found.key[len(self._prefix) :]
                 if name and not name.endswith("/") and name.count("/") <= MOST_DEPTH:
                     self._names.append(name)
-                    self._found.setdefault(name, found)
+                    self._infos.setdefault(name, found)
             self._names.sort()
         return self._names
 

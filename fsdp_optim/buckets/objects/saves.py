@@ -1,7 +1,7 @@
-"""Saves under way in a bucket: each has a claim, which it writes again and again. A claim that grows old is that of a dead save.
+"""Leases of the saves under way in a bucket: each save has a claim, which it renews until it ends. An old claim is a dead save's.
 
 A claim is old by the clock of the store, or because this process has watched it for that long. The clocks of machines do not
-count: a save puts its own claim before it judges others, and the time that the store gives it tells what the store's clock shows.
+count: a save puts its own claim before it looks at others, and the time that the store gives it shows the store's clock.
 
 What a dead save has left is removed: its unfinished uploads, its objects, its claim and its notes. The checkpoint that the
 manifest names is never touched, and nor is an object or an upload whose name no save gives.
@@ -22,14 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_optim.buckets.objects.base import Bucket, Found
-from fsdp_optim.buckets.objects.keys import Place, new_token
+from fsdp_optim.buckets.objects.base import Bucket, ObjectInfo
+from fsdp_optim.buckets.objects.keys import ObjectPlace, new_token
 from fsdp_optim.buckets.objects.opened import OpenedObjects, current
 from fsdp_optim.buckets.objects.watched import BEAT, watched
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import CheckpointProbe
 
-_BEATS = 5  # in the time after which a claim is that of a dead save
+_BEATS = 5  # in the time after which the save of a claim counts as dead
 _LOOKED_AT_ONCE = 16
 
 log = logging.getLogger("fsdp_optim")
@@ -37,13 +37,13 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass
 class SaveLease:
-    """The claim of one save, held by its leader.
+    """The lease of one save, held by its leader: the claim in the bucket, and a thread that renews it.
 
     `dead_after`: seconds without a sign of life. `is_plain`: whether `mark_plain` was called.
     """
 
     bucket: Bucket
-    place: Place
+    place: ObjectPlace
     token: str
     dead_after: float
     is_plain: bool = False
@@ -56,40 +56,40 @@ class SaveLease:
 
     @property
     def _content(self) -> bytes:
-        """What is new each time: another process may know the claim by its bytes alone."""
+        """The content of the next beat, which is never repeated: another process may know the claim by its bytes alone."""
         return json.dumps({"token": self.token, BEAT: secrets.token_hex(8)}).encode()
 
     def _beat(self) -> None:
         while not self._stop.wait(self.dead_after / _BEATS):
-            with contextlib.suppress(OSError):  # the next one may come through
+            with contextlib.suppress(OSError):  # the next beat may come through
                 self.beat()
 
     def beat(self) -> None:
         """Give a sign of life. A claim that was removed does not come back."""
         with self._beating:
-            found = self.bucket.look(self.place.claim(self.token))
-            if found is not None and not self._stop.is_set():
-                self.bucket.put(found.key, self._content, only_if=found.version)
+            claim = self.bucket.look(self.place.claim(self.token))
+            if claim is not None and not self._stop.is_set():
+                self.bucket.put(claim.key, self._content, only_if=claim.version)
 
     def is_held(self) -> bool:
-        """Whether the claim is still there: nobody has taken this save for dead."""
-        keys = {found.key for found in self.bucket.list(self.place.note(self.token))}
+        """Return whether the claim is still there: nobody has taken this save for dead."""
+        keys = {info.key for info in self.bucket.list(self.place.note(self.token))}
         return self.place.claim(self.token) in keys and self.place.tombstone(self.token) not in keys
 
     def mark_plain(self) -> None:
-        """Show that files without a folder of their own are this save's, or those of the checkpoint that it replaces."""
+        """Show that files without a folder of their own are this save's, or belong to the checkpoint that it replaces."""
         self.is_plain = True
         self.bucket.put(self.place.plain(self.token), b"")
 
     def others(self) -> list[str]:
-        """The tokens of other saves that have a claim or notes here."""
-        tokens = {self.place.token_of_note(found.key) for found in self.bucket.list(self.place.saving)}
+        """Return the tokens of other saves that have a claim or notes here."""
+        tokens = {self.place.token_of_note(info.key) for info in self.bucket.list(self.place.saving)}
         return sorted(tokens - {self.token})
 
     def finish(self, probe: CheckpointProbe[Any]) -> None:
         """Remove the objects that belong neither to the present checkpoint nor to another live save, and the claim."""
         if not remove_strays(self.bucket, self.place, probe, self.dead_after, self):
-            # The other save may have looked already, so that nobody would remove what has become of no use.
+            # The other live save may have listed its leftovers already: without this note, nobody would remove ours.
             mark_dead(self.bucket, self.place, is_plain=self.is_plain)
         self.release()
 
@@ -101,7 +101,7 @@ class SaveLease:
         """Remove the claim and all notes of the save."""
         self.stop()
         with self._beating:
-            notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
+            notes = [info.key for info in self.bucket.list(self.place.note(self.token))]
             self.bucket.delete([key for key in notes if key != self.place.claim(self.token)])
             self.bucket.delete([self.place.claim(self.token)])  # last, so that a later save sees the rest
 
@@ -114,14 +114,16 @@ class _Saves:
     dead: frozenset[str]
 
     @classmethod
-    def listed(cls, bucket: Bucket, place: Place, dead_after: float, mine: SaveLease | None = None) -> _Saves:
-        """All but the one with the claim `mine`."""
+    def listed(
+        cls, bucket: Bucket, place: ObjectPlace, dead_after: float, own_lease: SaveLease | None = None
+    ) -> _Saves:
+        """Sort the saves of a place, except that of `own_lease`, into live and dead ones."""
         ages: dict[str, float] = {}
-        for found in bucket.list(place.saving):
-            token = place.token_of_note(found.key)
-            if mine is not None and token == mine.token:
+        for info in bucket.list(place.saving):
+            token = place.token_of_note(info.key)
+            if own_lease is not None and token == own_lease.token:
                 continue
-            age = float("inf") if found.key == place.tombstone(token) else found.age
+            age = float("inf") if info.key == place.tombstone(token) else info.age
             known = ages.get(token, age)
             ages[token] = max(known, age) if float("inf") in (known, age) else min(known, age)
         dead = frozenset(token for token, age in ages.items() if age > dead_after)
@@ -130,11 +132,11 @@ class _Saves:
 
 
 def remove_all_dead(
-    bucket: Bucket, places: Sequence[Place], parent: str, probe: CheckpointProbe[Any], dead_after: float
+    bucket: Bucket, places: Sequence[ObjectPlace], parent: str, probe: CheckpointProbe[Any], dead_after: float
 ) -> None:
     """Remove the leftovers of dead saves in several places under `parent`."""
 
-    def remove(place: Place) -> bool:
+    def remove(place: ObjectPlace) -> bool:
         saves = remove_dead(bucket, place, probe, dead_after)
         return not saves.live
 
@@ -144,29 +146,33 @@ def remove_all_dead(
         idle = [place for place, is_idle in zip(places, pool.map(remove, places), strict=True) if is_idle]
     is_own = probe.is_own(None)
     for upload in list(bucket.uploads(parent)):
-        # Without a claim, only an upload into the folder of a save is surely that of a save.
-        its = next((place for place in idle if upload.key.startswith(place.inside)), None)
-        is_old = its is not None and upload.age > dead_after and its.token_in(upload.key) is not None
-        if its is not None and is_old and is_own(its.name_in(upload.key)):
+        # Without a claim, only an upload into the folder of a save surely belongs to a save.
+        owner = next((place for place in idle if upload.key.startswith(place.inside)), None)
+        is_old = owner is not None and upload.age > dead_after and owner.token_in(upload.key) is not None
+        if owner is not None and is_old and is_own(owner.name_in(upload.key)):
             bucket.drop_upload(upload.key, upload.version)
 
 
 def remove_dead(
-    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, mine: SaveLease | None = None
+    bucket: Bucket,
+    place: ObjectPlace,
+    probe: CheckpointProbe[Any],
+    dead_after: float,
+    own_lease: SaveLease | None = None,
 ) -> _Saves:
-    """Remove the leftovers of dead saves in a place. Returns the saves that were there, without the one that begins: `mine`."""
-    saves = _Saves.listed(bucket, place, dead_after, mine)
+    """Remove the leftovers of dead saves in a place. Returns the saves that were there, without that of `own_lease`."""
+    saves = _Saves.listed(bucket, place, dead_after, own_lease)
     if saves.dead:
         log.warning("%s: removing what a save that died, or was overtaken by another one, has left", place.where)
         for token in sorted(saves.dead):  # first: a save that is slow, not dead, must not finish any more
             mark_dead(bucket, place, token)
         bucket.delete([place.claim(token) for token in sorted(saves.dead)])
-        remove_strays(bucket, place, probe, dead_after, mine)
+        remove_strays(bucket, place, probe, dead_after, own_lease)
     return saves
 
 
-def mark_dead(bucket: Bucket, place: Place, token: str | None = None, *, is_plain: bool = False) -> list[str]:
-    """Say that all that has no manifest is to be removed, by this process or a later save; returns the keys of the notes.
+def mark_dead(bucket: Bucket, place: ObjectPlace, token: str | None = None, *, is_plain: bool = False) -> list[str]:
+    """Mark all that has no manifest for removal, by this process or a later save; return the keys of the notes.
 
     `is_plain`: also files that have no folder of their own.
     """
@@ -179,59 +185,65 @@ def mark_dead(bucket: Bucket, place: Place, token: str | None = None, *, is_plai
 
 
 def remove_strays(
-    bucket: Bucket, place: Place, probe: CheckpointProbe[Any], dead_after: float, mine: SaveLease | None = None
+    bucket: Bucket,
+    place: ObjectPlace,
+    probe: CheckpointProbe[Any],
+    dead_after: float,
+    own_lease: SaveLease | None = None,
 ) -> bool:
-    """Remove all objects of saves in a place but those of the checkpoint that the manifest names, and of saves that are alive.
+    """Remove the objects of saves in a place, except of the checkpoint that the manifest names and of live saves.
 
     An object that has no token in its key is a save's only where a note says so: else somebody has put it there, a pretrained
     `model.safetensors` for example.
 
-    `mine`: the claim of a save that is over, or has put nothing yet, and removes the claim and its notes itself. Returns whether
-    no other save is alive, so that nothing is left.
+    `own_lease`: of a save that has ended, or has put nothing yet, and removes its claim and notes itself. Returns whether no
+    other save is alive, so that nothing is left.
     """
-    mine_token = mine.token if mine is not None else ""
+    lease_token = own_lease.token if own_lease is not None else ""
+    # Objects before claims before the manifest: a save that begins now has put no object of this list, and a save that ends now
+    # has its claim until its manifest is there.
     uploads, objects = list(bucket.uploads(place.inside)), list(bucket.list(place.inside))
-    live = _Saves.listed(bucket, place, dead_after, mine).live
+    live = _Saves.listed(bucket, place, dead_after, own_lease).live
     opened = current(bucket, place, probe)
     kept, is_own = opened.files.token if opened is not None else None, probe.is_own(None)
 
-    notes_of = {found.key: place.token_of_note(found.key) for found in objects if found.key.startswith(place.saving)}
+    notes_of = {info.key: place.token_of_note(info.key) for info in objects if info.key.startswith(place.saving)}
     is_noted = any(key == place.plain(token) for key, token in notes_of.items())
-    has_plain = not live and (is_noted or (mine is not None and mine.is_plain))
+    has_plain = not live and (is_noted or (own_lease is not None and own_lease.is_plain))
 
-    def is_stray(found: Found) -> bool:
-        token = place.token_in(found.key)
-        if not is_own(place.name_in(found.key)):
+    def is_stray(info: ObjectInfo) -> bool:
+        token = place.token_in(info.key)
+        if not is_own(place.name_in(info.key)):
             return False
         return has_plain if token is None else token not in live
 
     for upload in filter(is_stray, uploads):
         bucket.drop_upload(upload.key, upload.version)
     notes, strays = [], []
-    for found in objects:
-        token = place.token_in(found.key)
-        if found.key.startswith(place.saving):
-            if not live and token != mine_token:  # else they tell a later save that there is something to remove
-                notes.append(found.key)
-        elif found.key == place.manifest(probe.manifest) or (opened is not None and token == kept):
+    for info in objects:
+        token = place.token_in(info.key)
+        if info.key.startswith(place.saving):
+            if not live and token != lease_token:  # else the notes show a later save that there is something to remove
+                notes.append(info.key)
+        elif info.key == place.manifest(probe.manifest) or (opened is not None and token == kept):
             continue
-        elif is_stray(found):
-            strays.append(found.key)
+        elif is_stray(info):
+            strays.append(info.key)
     bucket.delete(strays)
     bucket.delete(notes)
     return not live
 
 
-def own_keys(bucket: Bucket, opened: OpenedObjects, place: Place, probe: CheckpointProbe[Any]) -> Iterator[str]:
-    """The keys of the files of a checkpoint that is open, without its manifest."""
+def own_keys(bucket: Bucket, opened: OpenedObjects, place: ObjectPlace, probe: CheckpointProbe[Any]) -> Iterator[str]:
+    """Yield the keys of the files of a checkpoint that is open, without its manifest."""
     if opened.files.token is not None:
-        yield from (found.key for found in bucket.list(f"{place.inside}{opened.files.token}/"))
+        yield from (info.key for info in bucket.list(f"{place.inside}{opened.files.token}/"))
         return
     is_own = probe.is_own(opened)
-    for found in bucket.list(place.inside):
-        name = found.key.removeprefix(place.inside)
-        if name != probe.manifest and place.token_in(found.key) is None and is_own(name):
-            yield found.key
+    for info in bucket.list(place.inside):
+        name = info.key.removeprefix(place.inside)
+        if name != probe.manifest and place.token_in(info.key) is None and is_own(name):
+            yield info.key
 
 
 def check_held(claim: SaveLease) -> None:
@@ -241,7 +253,7 @@ def check_held(claim: SaveLease) -> None:
 
 
 def taken_for_dead(claim: SaveLease) -> CheckpointError:
-    """The error of a save that another one has taken for dead."""
+    """Return the error of a save that another one has taken for dead."""
     return CheckpointError(
         f"{claim.place.where}: another save took this one for dead, because it gave no sign of life for some time "
         f"(dead_after, here {claim.dead_after:g} s), and has removed its objects: save again"

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
-from fsdp_optim.buckets.objects.directory import ObjectShelf
-from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.directory import ObjectDirectory
+from fsdp_optim.buckets.objects.keys import ObjectPlace
 from fsdp_optim.buckets.objects.opened import OpenedAny, OpenedObjects, open_place
 from fsdp_optim.buckets.objects.staging import ObjectStaging
 from fsdp_optim.buckets.objects.writer import Address, ObjectWriter
@@ -27,7 +27,7 @@ class ObjectStore(Store):
 
     Args:
         prefix: the beginning of the keys of this checkpoint; its siblings have another last part.
-        judge: answers of the format about the objects in the place.
+        probe: the answers of the format about the objects in the place.
         part_nbytes: the size of parts; None: `PART_NBYTES`, or the size that the bucket asks for.
         dead_after: seconds after which a save that gives no sign of life is dead.
     """
@@ -41,13 +41,13 @@ class ObjectStore(Store):
         part_nbytes: int | None = None,
         dead_after: float = DEAD_AFTER,
     ) -> None:
-        self.bucket, self._judge, self._dead_after = bucket, probe, dead_after
+        self.bucket, self._probe, self._dead_after = bucket, probe, dead_after
         prefix = prefix.strip("/")
         if not prefix:
             raise CheckpointError(
                 f"{bucket.name}: a checkpoint needs a name of its own in the bucket: {bucket.name}/step-1000"
             )
-        self.place = Place(f"{bucket.name}/{prefix}", prefix)
+        self.place = ObjectPlace(f"{bucket.name}/{prefix}", prefix)
         can = bucket.can
         size = min(max(part_nbytes or PART_NBYTES, can.least_part_nbytes), can.most_part_nbytes)
         self.capabilities = Capabilities(
@@ -60,7 +60,7 @@ class ObjectStore(Store):
 
     def open(self) -> OpenedObjects:
         try:
-            return open_place(self.bucket, self.place, self._judge)
+            return open_place(self.bucket, self.place, self._probe)
         except MissingObjectError as error:
             raise CheckpointError(str(error)) from error
 
@@ -69,7 +69,7 @@ class ObjectStore(Store):
 
     def with_probe(self, probe: CheckpointProbe[Any]) -> ObjectStore:
         other = copy.copy(self)
-        other._judge = probe
+        other._probe = probe
         return other
 
     def begin(self, *, overwrite: bool, durable: bool) -> ObjectStaging:
@@ -78,7 +78,7 @@ class ObjectStore(Store):
         return ObjectStaging.begun(
             self.bucket,
             self.place,
-            self._judge,
+            self._probe,
             self.capabilities,
             overwrite=overwrite,
             dead_after=self._dead_after,
@@ -91,8 +91,8 @@ class ObjectStore(Store):
     def machine_id(self) -> str:
         return self.where
 
-    def directory(self) -> ObjectShelf[Any]:
-        return ObjectShelf(self.bucket, self.place.parent, self._judge)
+    def directory(self) -> ObjectDirectory[Any]:
+        return ObjectDirectory(self.bucket, self.place.parent, self._probe)
 
     def siblings(self, known: Collection[str] = ()) -> Iterator[Opened]:
         directory = self.directory()
@@ -103,5 +103,5 @@ class ObjectStore(Store):
                 del without[opened.where]
                 yield opened
         for place in without.values():  # the siblings may have a checkpoint of another format
-            if any(self.bucket.look(place.manifest(name)) is not None for name in self._judge.others):
+            if any(self.bucket.look(place.manifest(name)) is not None for name in self._probe.others):
                 yield OpenedAny(self.bucket, place.inside)

@@ -90,5 +90,5 @@ class Uploads:
 
 
 def _held_of(upload: str, nbytes: int) -> int:
-    """The bytes that a part takes until it is sent: a whole object is copied once more."""
+    """Return the bytes that a part takes until it is sent: a whole object is copied once more."""
     return nbytes if upload else 2 * nbytes

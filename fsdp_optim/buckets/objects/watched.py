@@ -1,7 +1,7 @@
-"""Claims that this process watches: one that does not change for some time, by this process's own clock, is that of a dead save.
+"""Claims that this process watches: a claim that does not change for some time, by this process's own clock, is a dead save's.
 
-It is what shows a dead save where the store does not say when an object was written. Neither the clocks of other machines nor
-that of the store count.
+This shows a dead save where the store does not say when an object was written. Neither the clocks of other machines nor the
+store's count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 
 from fsdp_optim.buckets.objects.base import Bucket
-from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.keys import ObjectPlace
 
 BEAT = "beat"
 """In a claim: a word that is new each time that the claim is written. Claims of older versions of this library have none."""
@@ -27,10 +27,10 @@ class Watched:
         self._seen: dict[str, dict[str, tuple[bytes, float]]] = {}
         self._lock = threading.Lock()
 
-    def silent(self, bucket: Bucket, place: Place, tokens: Iterable[str], dead_after: float) -> frozenset[str]:
-        """Those of some saves in a place whose claims have not changed for `dead_after` seconds.
+    def silent(self, bucket: Bucket, place: ObjectPlace, tokens: Iterable[str], dead_after: float) -> frozenset[str]:
+        """Return the saves in a place, of `tokens`, whose claims have not changed for `dead_after` seconds.
 
-        `tokens`: all other saves there that may be alive. What was seen of those that are missing is forgotten.
+        `tokens`: all other saves there that may be alive. Claims of other tokens are forgotten.
         """
         with self._lock:
             before = self._seen.get(place.where, {})
@@ -54,15 +54,15 @@ class Watched:
 
 
 def _sign_of_life(bucket: Bucket, claim: str) -> bytes | None:
-    """The content of a claim; None where it tells nothing: it is gone, or is written so that it may stay the same."""
+    """Return the content of a claim; None where it shows nothing: it is gone, or its writer does not change it at each beat."""
     with contextlib.suppress(OSError, ValueError):
         content, _ = bucket.read(claim)
-        found = json.loads(content)
-        return content if isinstance(found, dict) and BEAT in found else None
+        fields = json.loads(content)
+        return content if isinstance(fields, dict) and BEAT in fields else None
     return None
 
 
 @functools.cache
 def watched() -> Watched:
-    """What this process watches. Each save opens the bucket anew, so that no bucket can keep it."""
+    """Return the claims that this process watches. Each save opens the bucket anew, so that no bucket can keep them."""
     return Watched()

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket
-from fsdp_optim.buckets.objects.keys import KeyedFiles, Place
+from fsdp_optim.buckets.objects.keys import KeyedFiles, ObjectPlace
 from fsdp_optim.buckets.objects.multipart import MultipartFile
 from fsdp_optim.buckets.objects.uploads import Uploads
 from fsdp_optim.errors import CheckpointError
@@ -61,10 +61,10 @@ class Address(NamedTuple):
         return None if self.has_folder else ABSENT
 
     def part_nbytes_of(self, nbytes: int) -> int:
-        """The size of the parts of a file of `nbytes` bytes."""
+        """Return the size of the parts of a file of `nbytes` bytes."""
         return Capabilities(part_nbytes=self.part_nbytes, most_parts=self.most_parts).part_nbytes_of(nbytes)
 
-    def files(self, place: Place) -> KeyedFiles:
+    def files(self, place: ObjectPlace) -> KeyedFiles:
         """Where the files are."""
         return KeyedFiles(place, self.token if self.has_folder else None)
 
@@ -79,7 +79,7 @@ class Address(NamedTuple):
 
 
 def _nbytes_for_parts(budget_nbytes: int) -> int:
-    """The share of a budget that parts get: all but the share of the client, which is at most an eighth."""
+    """Return the share of a budget that parts get: all but the share of the client, which is at most an eighth."""
     of_client = min(budget_nbytes // 8, _CLIENT_NBYTES)
     return budget_nbytes - of_client
 
@@ -87,7 +87,7 @@ def _nbytes_for_parts(budget_nbytes: int) -> int:
 class ObjectWriter(StoreWriter):
     """Puts the parts of shared files, and files of its own. Its receipt has the receipts of parts by file."""
 
-    def __init__(self, bucket: Bucket, place: Place, address: Address, who: str, budget_nbytes: int) -> None:
+    def __init__(self, bucket: Bucket, place: ObjectPlace, address: Address, who: str, budget_nbytes: int) -> None:
         self._bucket, self._place, self._address, self._who = bucket, place, address, who
         self._files = address.files(place)
         self._uploads = Uploads(bucket, _nbytes_for_parts(budget_nbytes), address.only_if)

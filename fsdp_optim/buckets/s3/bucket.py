@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any
 
-from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
+from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, MissingObjectError, ObjectInfo, OvertakenError
 from fsdp_optim.buckets.s3.client import Clients, Requests, raise_alone
 from fsdp_optim.buckets.s3.errors import Answered
 from fsdp_optim.errors import CheckpointError
@@ -29,7 +29,7 @@ _CANNOT_DELETE_MANY = (*_NOT_KNOWN, 405, "MethodNotAllowed", "MissingContentMD5"
 
 
 def _least_part_of(name: str, options: Mapping[str, Any]) -> int:
-    """The least size of a part. Raises CheckpointError for a size that S3 would refuse only when all parts are there."""
+    """Return the least size of a part. Raises CheckpointError for a size that S3 would refuse only when all parts are there."""
     asked = options.get("part_nbytes", _LEAST_PART)
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
         raise CheckpointError(f"{name}: part_nbytes must be a number of bytes, not {asked!r}")
@@ -72,14 +72,14 @@ class S3Bucket(Bucket):
     def can(self) -> BucketCan:
         return self._can
 
-    def look(self, key: str) -> Found | None:
+    def look(self, key: str) -> ObjectInfo | None:
         try:
             answer = self._requests.send("head_object", key, expected=_NOT_THERE)
         except Answered:
             self._check_bucket()
             return None
         self._was_reached = True
-        return Found(key, answer["ContentLength"], _version(answer), _age(answer, answer["LastModified"]))
+        return ObjectInfo(key, answer["ContentLength"], _version(answer), _age(answer, answer["LastModified"]))
 
     def _check_bucket(self) -> None:
         """Raise MissingObjectError where there is no bucket: an answer that an object is missing does not show it."""
@@ -90,15 +90,15 @@ class S3Bucket(Bucket):
                 return  # rights to see objects, but not to see the bucket
             self._was_reached = True
 
-    def list(self, prefix: str) -> Iterator[Found]:
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for answer in self._pages(prefix):
-            for one in answer.get("Contents", ()):
-                yield Found(one["Key"], one["Size"], _version(one), _age(answer, one["LastModified"]))
+            for entry in answer.get("Contents", ()):
+                yield ObjectInfo(entry["Key"], entry["Size"], _version(entry), _age(answer, entry["LastModified"]))
 
     def folders(self, prefix: str) -> Iterator[str]:
         for answer in self._pages(prefix, Delimiter="/"):
-            for one in answer.get("CommonPrefixes", ()):
-                yield one["Prefix"].removesuffix("/")
+            for entry in answer.get("CommonPrefixes", ()):
+                yield entry["Prefix"].removesuffix("/")
 
     def _pages(self, prefix: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         while True:
@@ -117,7 +117,7 @@ class S3Bucket(Bucket):
         reading = _Reading(self._requests.named(key), pieces, offset, version)
         try:
             self._requests.repeat(
-                *("get_object", key, lambda client: reading.go_on(client, self._bucket_name, key)),
+                *("get_object", key, lambda client: reading.resume(client, self._bucket_name, key)),
                 expected=(*_NOT_THERE, *_OVERTAKEN, 416, "InvalidRange"),
                 progress=lambda: reading.num_read,
             )
@@ -129,14 +129,14 @@ class S3Bucket(Bucket):
         return self._name.removeprefix("s3://")
 
     def _check_version(self, key: str, version: str | None) -> None:
-        found = self.look(key)
-        if found is None:
+        info = self.look(key)
+        if info is None:
             raise MissingObjectError(f"{self._requests.named(key)}: there is no such object")
-        if version not in (None, found.version):
+        if version not in (None, info.version):
             raise OvertakenError(f"{self._requests.named(key)}: was written again since it was listed")
 
     def _no_read(self, key: str, answered: Answered, reading: _Reading | None = None) -> CheckpointError:
-        """The error for an answer that is no object."""
+        """Return the error for an answer that is no object."""
         where = self._requests.named(key)
         if answered.code == "NoSuchBucket":
             return self._requests.failure(key, answered)
@@ -246,12 +246,12 @@ class S3Bucket(Bucket):
         try:
             version = self._complete(key, upload, parts, _condition(only_if))
         except Answered as answered:
-            found = self.look(key) if answered.was_repeated else None
-            if found is not None and found.nbytes == nbytes and found.age <= time.monotonic() - began + 2:
-                return found.version  # the first attempt had succeeded, but its answer was lost
+            info = self.look(key) if answered.was_repeated else None
+            if info is not None and info.nbytes == nbytes and info.age <= time.monotonic() - began + 2:
+                return info.version  # the first attempt had succeeded, but its answer was lost
             raise_alone(self._no_put(key, answered, only_if))
-        found = self.look(key)  # some stores list another ETag than they answer here
-        return found.version if found is not None and found.nbytes == nbytes else version
+        info = self.look(key)  # some stores list another ETag than they answer here
+        return info.version if info is not None and info.nbytes == nbytes else version
 
     def _complete(self, key: str, upload: str, parts: Sequence[Mapping[str, Any]], condition: Mapping[str, str]) -> str:
         given: dict[str, Any] = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
@@ -276,7 +276,7 @@ class S3Bucket(Bucket):
             if answered.code == "NoSuchBucket":
                 raise_alone(self._requests.failure(key, answered))
 
-    def uploads(self, prefix: str) -> Iterator[Found]:
+    def uploads(self, prefix: str) -> Iterator[ObjectInfo]:
         after: dict[str, Any] = {}
         while True:
             try:
@@ -285,9 +285,9 @@ class S3Bucket(Bucket):
                 )
             except Answered:  # so rclone says that there is none; another store may not list them at all
                 return
-            for one in answer.get("Uploads", ()):
-                if one["Key"].startswith(prefix):
-                    yield Found(one["Key"], 0, one["UploadId"], _age(answer, one["Initiated"]))
+            for entry in answer.get("Uploads", ()):
+                if entry["Key"].startswith(prefix):
+                    yield ObjectInfo(entry["Key"], 0, entry["UploadId"], _age(answer, entry["Initiated"]))
             if not answer.get("IsTruncated"):
                 return
             after = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer.get("NextUploadIdMarker", "")}
@@ -317,14 +317,14 @@ class S3Bucket(Bucket):
 
 
 class _Reading:
-    """A range of an object on its way into pieces of memory; it can go on where a body ended too early."""
+    """A range of an object on its way into pieces of memory; it can resume where a body ended too early."""
 
     def __init__(self, where: str, pieces: Sequence[memoryview], offset: int, version: str | None) -> None:
         self._where, self._pieces, self._version, self.offset = where, pieces, version, offset
         self._nbytes = sum(len(piece) for piece in pieces)
         self.num_read = 0
 
-    def go_on(self, client: Any, bucket: str, key: str) -> None:
+    def resume(self, client: Any, bucket: str, key: str) -> None:
         """Make one request for the missing bytes."""
         start, wanted = self.offset + self.num_read, self._nbytes - self.num_read
         match = _condition(self._version)
@@ -363,7 +363,7 @@ def _condition(only_if: str | None) -> dict[str, str]:
 
 
 def _version(answer: Mapping[str, Any]) -> str:
-    """The ETag without its quotes, which some stores leave out of listings."""
+    """Return the ETag without its quotes, which some stores leave out of listings."""
     return str(answer["ETag"]).strip('"')
 
 

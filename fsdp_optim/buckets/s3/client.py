@@ -65,7 +65,7 @@ def _descriptions(data_path: str | None) -> Any:
 
 
 @dataclass(frozen=True, repr=False)
-class Made:
+class ProcessClient:
     """A client, the process that made it, and the secrets of its credentials."""
 
     client: Any
@@ -80,40 +80,40 @@ class Clients:
         _check_options(options)
         self._options = dict(options)
         self.retry_seconds = float(options.get("retry_seconds", _RETRY_SECONDS))
-        self._made: Made | None = None
+        self._client: ProcessClient | None = None
         self._lock, self._lock_pid = threading.Lock(), getpid()
 
     def __repr__(self) -> str:
         return "Clients()"
 
-    def get(self) -> Made:
+    def get(self) -> ProcessClient:
         """Return the client of this process."""
-        pid, made = getpid(), self._made
-        if made is not None and made.pid == pid:
-            return made
+        pid, client = getpid(), self._client
+        if client is not None and client.pid == pid:
+            return client
         if self._lock_pid != pid:  # another thread of the parent may have had it when this process was forked
             self._lock, self._lock_pid = threading.Lock(), pid
         with self._lock:
-            if self._made is None or self._made.pid != pid:
-                self._made = self._new_client(pid)
-            return self._made
+            if self._client is None or self._client.pid != pid:
+                self._client = self._new_client(pid)
+            return self._client
 
-    def forget(self, made: Made) -> None:
+    def forget(self, client: ProcessClient) -> None:
         """Let the next request make a client, which asks for credentials again; unless another thread has done so."""
         with self._lock:
-            if self._made is made:
-                self._made = None
+            if self._client is client:
+                self._client = None
 
     def without_secrets(self, line: str) -> str:
-        """A line without secrets."""
-        made = self._made
-        return re.sub(r"//[^/@\s]*@", "//", without(made.secrets if made else self._secrets(), line))
+        """Return a line without secrets."""
+        client = self._client
+        return re.sub(r"//[^/@\s]*@", "//", without(client.secrets if client else self._secrets(), line))
 
     def _secrets(self, *more: str | None) -> tuple[str, ...]:
         names = ("aws_secret_access_key", "aws_session_token")
         return tuple(str(secret) for secret in (*(self._options.get(name) for name in names), *more) if secret)
 
-    def _new_client(self, pid: int) -> Made:
+    def _new_client(self, pid: int) -> ProcessClient:
         try:
             import boto3
             from botocore.config import Config
@@ -129,8 +129,8 @@ class Clients:
             response_checksum_validation="when_required",  # some servers give the checksum of the whole with a range of it
         )
         given = self._options.get("config")
-        theirs = Config(**given) if isinstance(given, Mapping) else given
-        config = config if theirs is None else config.merge(theirs)
+        users_config = Config(**given) if isinstance(given, Mapping) else given
+        config = config if users_config is None else config.merge(users_config)
         of_session = {name: value for name, value in self._options.items() if name in _OF_SESSION}
         core = of_session.setdefault("botocore_session", None) or get_session()
         session = boto3.Session(**{**of_session, "botocore_session": core})
@@ -144,7 +144,9 @@ class Clients:
             client.meta.config.s3 = {**s3, "payload_signing_enabled": False}
         credentials = session.get_credentials()
         frozen = credentials.get_frozen_credentials() if credentials is not None else None
-        return Made(client, pid, self._secrets(*((frozen.secret_key, frozen.token) if frozen is not None else ())))
+        return ProcessClient(
+            client, pid, self._secrets(*((frozen.secret_key, frozen.token) if frozen is not None else ()))
+        )
 
 
 class Requests:
@@ -157,7 +159,7 @@ class Requests:
         return f"Requests({self._where!r})"
 
     def named(self, key: str | None) -> str:
-        """The URL of an object, or of the bucket."""
+        """Return the URL of an object, or of the bucket."""
         return self._where if key is None else f"{self._where}/{key}"
 
     def send(
@@ -195,17 +197,19 @@ class Requests:
         seconds = self._clients.retry_seconds
         began, tries, refreshed, reached = time.monotonic(), 0, False, progress()
         while True:
-            made: Made | None = None
+            process_client: ProcessClient | None = None
             try:
-                made = self._clients.get()
-                return make(made.client)
+                process_client = self._clients.get()
+                return make(process_client.client)
             except CheckpointError:
                 raise
             except Exception as error:
-                answered = answer_of(operation, error, made.client.meta.region_name if made is not None else "")
-                if answered is not None and answered.may_have_expired and not refreshed and made is not None:
+                answered = answer_of(
+                    operation, error, process_client.client.meta.region_name if process_client is not None else ""
+                )
+                if answered is not None and answered.may_have_expired and not refreshed and process_client is not None:
                     refreshed = True
-                    self._clients.forget(made)
+                    self._clients.forget(process_client)
                     continue
                 if progress() != reached:
                     began, tries, reached = time.monotonic(), 0, progress()
@@ -222,7 +226,7 @@ class Requests:
             time.sleep(max(0.0, min(pause, began + seconds - time.monotonic())))
 
     def failure(self, key: str | None, answered: Answered, seconds: float = 0.0) -> CheckpointError:
-        """The error of one line for an answer that a caller had expected, and has no use for."""
+        """Return the one-line error for an answer that a caller had expected but cannot use."""
         failure = self._failure(answered.operation, key, answered, seconds)
         failure.__cause__ = None if answered.lacks_bucket else Undecided(answered.operation)
         return failure
@@ -260,14 +264,14 @@ class Body:
         return len(self._data)
 
     def read(self, nbytes: int | None = None) -> memoryview:
-        """The next bytes; none at the end."""
+        """Return the next bytes; none at the end."""
         end = len(self._data) if nbytes is None or nbytes < 0 else self._at + max(nbytes, self._LEAST)
         block = self._data[self._at : end]
         self._at += len(block)
         return block
 
     def tell(self) -> int:
-        """The position."""
+        """Return the position."""
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:

@@ -29,7 +29,7 @@ class Answered(Exception):
     """An answer of the store that is an error.
 
     Attributes:
-        region: the region that the answer names; "" where it names none, or that of the request.
+        region: the region that the answer names; "" where it names none, or the region of the request.
         was_repeated: whether the request had been made before without an answer that came through; it may have succeeded then.
     """
 
@@ -66,7 +66,7 @@ class Answered(Exception):
 
 
 def answer_of(operation: str, error: BaseException, region: str) -> Answered | None:
-    """The answer of the store in an error of boto3; None where no answer came. `region`: that of the request."""
+    """Return the answer of the store in an error of boto3; None where no answer came. `region`: the region of the request."""
     response: Mapping[str, Any] | None = getattr(error, "response", None)
     if not isinstance(response, Mapping) or "Error" not in response:
         return None
@@ -79,7 +79,7 @@ def answer_of(operation: str, error: BaseException, region: str) -> Answered | N
 
 
 def is_passing(error: BaseException, answered: Answered | None) -> bool:
-    """Whether the same request may succeed later."""
+    """Return whether the same request may succeed later."""
     if answered is not None:
         return answered.status in _PASSING_STATUSES or answered.code in _PASSING_CODES
     from botocore import exceptions
@@ -100,7 +100,7 @@ def _verb(operation: str) -> str:
 
 
 def line_of_answer(bucket: str, where: str, answered: Answered) -> str:
-    """The line that a user reads about an answer. `bucket`: its URL; `where`: the URL of the object, or of the bucket."""
+    """Return the line that a user reads about an answer. `bucket`: its URL; `where`: the URL of the object, or of the bucket."""
     verb = _verb(answered.operation)
     if answered.lacks_bucket:
         return f"{bucket}: there is no such bucket"
@@ -120,7 +120,7 @@ def line_of_answer(bucket: str, where: str, answered: Answered) -> str:
 
 
 def line_of_error(bucket: str, where: str, operation: str, error: BaseException) -> str:
-    """The line that a user reads where no answer came."""
+    """Return the line that a user reads where no answer came."""
     from botocore import exceptions
 
     words = " ".join(str(error).split())
@@ -135,7 +135,7 @@ def line_of_error(bucket: str, where: str, operation: str, error: BaseException)
 
 
 def without(secrets: Iterable[str], line: str) -> str:
-    """A line without secrets."""
+    """Return a line without secrets."""
     for secret in secrets:
         line = line.replace(secret, "***")
     return line

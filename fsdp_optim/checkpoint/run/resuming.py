@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
-from fsdp_optim.checkpoint.common.stores import store_at
+from fsdp_optim.checkpoint.common.stores import directory_at, store_at
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.options import Model, OnDamage

@@ -1,7 +1,7 @@
 """A reader of pickles of unknown origin: it builds plain values, and calls nothing but the functions of a table.
 
 The standard library's `pickletools` splits the bytes into operations; this file interprets them. An object of a class that is
-not in the table becomes an `Unread`. Nothing is imported, and no method of an object is called but those that are named here.
+not in the table becomes an `Unread`. Nothing is imported, and only the methods of objects that are named here are called.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Unpickler:
         }
 
     def load(self, file: Readable) -> Any:
-        """The next value in a file. Raises CheckpointError for anything that no honest program writes."""
+        """Return the next value in a file. Raises CheckpointError for anything that no honest program writes."""
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -157,7 +157,7 @@ class Unpickler:
         self._stack.append(False)
 
     def do_string(self, argument: str) -> None:
-        """The str of Python 2, which `pickletools` decodes as Latin-1."""
+        """Push the str of Python 2, which `pickletools` decodes as Latin-1."""
         self._stack.append(argument.encode("latin-1").decode())
 
     do_binstring = do_short_binstring = do_string
@@ -278,10 +278,10 @@ class Unpickler:
             return self._table.globals[what]
         if self._prepared is None:
             return Unread(what)
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
 
     def _imported(self, what: str) -> Any:
         module, _, name = what.rpartition(".")
@@ -311,7 +311,7 @@ class Unpickler:
         self._push(self._called(self._stack.pop(), arguments, {}))
 
     def _new(self, cls: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        """An object of a class, without its `__init__`."""
+        """Return an object of a class, without its `__init__`."""
         if isinstance(cls, Known) and cls.call in self._table.stand_ins:
             return self._called(Known(cls.what, partial(cls.call.__new__, cls.call)), arguments, named)
         is_real = self._prepared is not None and isinstance(cls, type)

@@ -25,7 +25,7 @@ HEAD_NBYTES = 32
 
 
 def is_legacy(head: bytes) -> bool:
-    """Whether a file that begins with these bytes is one of torch before 1.6: the first pickle is a number."""
+    """Return whether a file that begins with these bytes is one of torch before 1.6: the first pickle is a number."""
     return head[:1] == b"\x80" and _MAGIC_NUMBER.to_bytes(10, "little") in head
 
 
@@ -42,7 +42,7 @@ class LegacyStorages:
         self.digest = ""
 
     def load(self, plain: Unpickler, unpickler: Unpickler) -> Any:
-        """The value of the file. `plain` reads the values that torch adds."""
+        """Return the value of the file. `plain` reads the values that torch adds."""
         file = self._pickles
         magic, version, system = (plain.load(file) for _ in range(3))
         if magic != _MAGIC_NUMBER or version != _VERSION or not isinstance(system, dict):
@@ -73,7 +73,7 @@ class LegacyStorages:
             )
 
     def storage(self, identity: Any) -> Any:
-        """The storage, or the class of a module, that a persistent id describes."""
+        """Return the storage, or the class of a module, that a persistent id describes."""
         if type(identity) is tuple and len(identity) == 4 and identity[0] == "module":
             return identity[1]
         *described, view = identity
@@ -83,10 +83,10 @@ class LegacyStorages:
         return self._storages.setdefault(storage.key, storage)
 
     def source(self, storage: Storage) -> Source:
-        """The place of the bytes of a storage."""
-        return Source(self._name, partial(self._found, storage))
+        """Return the place of the bytes of a storage."""
+        return Source(self._name, partial(self._checked_start, storage))
 
-    def _found(self, storage: Storage) -> int:
+    def _checked_start(self, storage: Storage) -> int:
         start = self._start + self._starts[storage.key]
         head = self._opened.read(self._name, start - _NUMEL_NBYTES, _NUMEL_NBYTES)
         numel = int.from_bytes(head, "little", signed=True)

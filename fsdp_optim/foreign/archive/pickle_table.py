@@ -1,4 +1,4 @@
-"""The globals that a pickle may name, and the stand-ins for those that are not read."""
+"""The globals that a pickle may name, and the stand-ins for all others."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Table:
     stand_ins: frozenset[type] = frozenset()
 
     def with_stand_ins(self, stand_ins: Mapping[str, Callable[..., Any]]) -> Table:
-        """The same table with classes and functions of a format."""
+        """Return the same table with classes and functions of a format."""
         classes = frozenset(call for call in stand_ins.values() if isinstance(call, type))
         added = {name: Known(name, call, is_stand_in=True) for name, call in stand_ins.items()}
         return Table({**self.globals, **added}, self.build, classes)
 
 
 def checked_keys(keys: Any) -> list[Any]:
-    """The same keys. Raises TypeError for a key that is not a small plain value, because hashing it could take forever."""
+    """Return the same keys. Raises TypeError for a key that is not a small plain value, because hashing it could take forever."""
     if not isinstance(keys, (list, tuple, set, frozenset, dict)):
         raise TypeError(f"keys in a {type(keys).__name__}")
     for key in keys:

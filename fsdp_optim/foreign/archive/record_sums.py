@@ -16,7 +16,9 @@ from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
 from fsdp_optim.foreign.reader import Archive, ForeignReader
 from fsdp_optim.formats.base.checksums import hash_of
 
-_SMALL = 64 << 10  # bytes of an archive; of equal ones, such as thousands of learning rates, one is looked at
+_SMALL = (
+    64 << 10
+)  # bytes of an archive; of equal archives, such as thousands of learning rates, only the first is checked
 
 
 @dataclass
@@ -39,7 +41,7 @@ class RecordSums:
 
     @classmethod
     def of(cls, reader: object) -> RecordSums | None:
-        """Those of the files of a checkpoint that may be archives of `torch.save`; None for another format."""
+        """Return the checksums of the files of a checkpoint that may be archives of `torch.save`; None for another format."""
         if not isinstance(reader, ForeignReader):
             return None
         if reader.archives is not None:
@@ -56,8 +58,8 @@ class RecordSums:
         self.is_whole, self.shown = bool(self.archives), shown
         left = iter(self.archives)
         with ThreadPoolExecutor(num_threads, thread_name_prefix="fsdp_optim: verify") as pool:
-            for one in [pool.submit(self._run, left) for _ in range(num_threads)]:
-                one.result()
+            for future in [pool.submit(self._run, left) for _ in range(num_threads)]:
+                future.result()
         return self.problems
 
     def _run(self, left: Iterator[Archive]) -> None:
@@ -74,7 +76,7 @@ class RecordSums:
                 self.shown(self._num_done)
 
     def _look(self, archive: Archive) -> tuple[list[str], bool]:
-        """The problems of one archive, and whether all of its records have a CRC32."""
+        """Return the problems of one archive, and whether all of its records have a CRC32."""
         opened, problems, is_whole = self.reader.opened, [], True
         try:
             if archive.nbytes <= _SMALL and self._is_known(opened.read(archive.file, archive.start, archive.nbytes)):
@@ -108,12 +110,12 @@ class RecordSums:
             self._small.add(hashed)
         return is_known
 
-    def _in_words(self, archive: Archive, records: Records, record: str, found: int, saved: int) -> str:
+    def _in_words(self, archive: Archive, records: Records, record: str, actual: int, saved: int) -> str:
         names = [archive.name] if archive.name else self.reader.tensors_in(*records.range_of(record))
         having = f", with {shortened(names)}," if names else ""
         return (
-            f"{records.where}: the record {record}{having} is not what was saved: its CRC32 is {found:08x}, not {saved:08x}: the "
-            "file was damaged; load another checkpoint"
+            f"{records.where}: the record {record}{having} is not what was saved: its CRC32 is {actual:08x}, not {saved:08x}: "
+            "the file was damaged; load another checkpoint"
         )
 
 

@@ -30,9 +30,9 @@ _DICTS = (dict, OrderedDict)
 
 
 def safe(value: Any, at: tuple[Any, ...] = ()) -> tuple[Any, Kinds]:
-    """The safe form of a value, and what parts of it were. `at`: the place of the value, with which all places begin.
+    """Return the safe form of a value, and the kinds of its replaced parts. `at`: the place of the value, where all places begin.
 
-    What has no safe form stays as it is: the writer refuses it by its class.
+    A part without a safe form stays as it is: the writer refuses it by its class.
     """
     kinds: Kinds = []
     return _safe(value, at, kinds), kinds
@@ -51,7 +51,7 @@ def _safe(value: Any, at: tuple[Any, ...], kinds: Kinds) -> Any:
 
 
 def _stand_in(value: Any) -> tuple[str, Any]:
-    """The kind of a value that has a safe form, and this form; "" for all others."""
+    """Return the kind of a value that has a safe form, and this form; "" for all others."""
     if type(value) is numpy.ndarray and value.dtype.kind in _NUMBERS:
         try:
             return "ndarray", torch.from_numpy(numpy.array(value, order="C"))
@@ -69,12 +69,12 @@ def _stand_in(value: Any) -> tuple[str, Any]:
 
 
 def _most_of(value: numpy.generic) -> int:
-    """The bytes of the widest number of this kind that Python's own numbers hold exactly."""
+    """Return the bytes of the widest number of this kind that Python's own numbers hold exactly."""
     return 16 if value.dtype.kind == "c" else 8
 
 
 def in_file(value: Any) -> Any:
-    """The safe form of a value that has a file of its own."""
+    """Return the safe form of a value that has a file of its own."""
     made, kinds = safe(value)
     if not kinds:
         return made
@@ -92,7 +92,7 @@ def of_file(where: str, value: Any) -> Any:
 
 
 def restored(where: str, value: Any, kinds: Any, at: tuple[Any, ...] = ()) -> Any:
-    """The original of a safe form. `at`: the place of this value, from where the places in the list lead on.
+    """Return the original of a safe form. `at`: the place of this value, from where the places in the list lead on.
 
     Raises CheckpointError if the list is not of this value.
     """

@@ -21,7 +21,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.inert_pickle import MOST_NBYTES, Unpickler
 from fsdp_optim.foreign.archive.legacy_archive import HEAD_NBYTES, LegacyStorages, is_legacy
 from fsdp_optim.foreign.archive.pickle_table import Table
-from fsdp_optim.foreign.archive.torch_globals import Storage, Tensors, View, storage_of, table_of
+from fsdp_optim.foreign.archive.torch_globals import Storage, TensorMaker, View, storage_of, table_of
 from fsdp_optim.foreign.archive.tree import check_tree, mapped
 from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
 from fsdp_optim.foreign.reader import Source
@@ -57,19 +57,19 @@ class TorchArchive:
     _again: Callable[[], Any] = field(repr=False)
 
     def unpickled(self) -> Any:
-        """The same value with real objects in the place of each Unread: runs whatever code the file names.
+        """Return the same value with real objects in the place of each Unread: runs whatever code the file names.
 
         Tensors inside these objects are real tensors; those in dicts and lists are StoredTensors.
         """
         return self._again()
 
     def materialised(self, value: Any) -> Any:
-        """A part of the value with real tensors, which are read whole."""
+        """Return a part of the value with real tensors, which are read whole."""
         return materialised(self._opened, self.sources, value)
 
 
 def is_torch_archive(opened: Opened, name: str) -> bool:
-    """Whether a file begins like one of `torch.save`. Raises nothing."""
+    """Return whether a file begins like one of `torch.save`. Raises nothing."""
     try:
         head = opened.read(name, 0, min(HEAD_NBYTES, opened.size_of(name)))
     except CheckpointError:
@@ -87,7 +87,7 @@ def read_archive(
 ) -> TorchArchive:
     """Read the pickle of a file of `torch.save`, or of `nbytes` bytes of a file from byte `start` on.
 
-    `stand_ins`: by `module.Class`, what is called in the place of a class or a function that the pickle names. An object of a
+    `stand_ins`: by `module.Class`, the callable in the place of a class or a function that the pickle names. An object of a
     class here gets its state by `__setstate__`, if the class has it. For a tensor subclass without a storage, such as a DTensor,
     the stand-in is called with dtype, shape and the rest of the description, then `__setstate__` with the state.
 
@@ -185,7 +185,7 @@ def _archive(
     return TorchArchive(where, value, places.sources, digest if isinstance(digest, str) else digest(), opened, again)
 
 
-class _Places(Tensors):
+class _Places(TensorMaker):
     """Makes StoredTensors, and the sources that these name.
 
     `source_of`: the place of the bytes of a storage. `prefix`: the beginning of the names of sources.
@@ -223,7 +223,7 @@ class _Places(Tensors):
 
 
 def _in_row_major_order(opened: Opened, name: str, source: Source, view: View) -> memoryview:
-    """The elements of a tensor in row-major order, from those that it spans in its storage."""
+    """Return the elements of a tensor in row-major order, from the elements of its storage that it spans."""
     nbytes = view.num_spanned * view.itemsize
     first = view.offset * view.itemsize
     made = source.made()
@@ -244,12 +244,12 @@ def _in_row_major_order(opened: Opened, name: str, source: Source, view: View) -
 
 
 def materialised(opened: Opened, sources: Mapping[str, Source], value: Any) -> Any:
-    """A value of an archive with real tensors in the place of StoredTensors; objects that occur twice stay one object."""
+    """Return a value of an archive with real tensors in the place of StoredTensors; objects that occur twice stay one object."""
     return mapped(value, StoredTensor, partial(read_tensor, opened, sources))
 
 
 def read_tensor(opened: Opened, sources: Mapping[str, Source], stored: StoredTensor) -> torch.Tensor:
-    """The elements of a StoredTensor in one place."""
+    """Return the elements of a StoredTensor in one place."""
     dtype, nbytes = dtype_named(stored.dtype), prod(stored.shape) * stored.itemsize
     if not nbytes:
         return torch.empty(stored.shape, dtype=dtype)

@@ -1,6 +1,6 @@
 """The classes and functions that a pickle of torch may name. All others are inert: nothing of a file is executed.
 
-A tensor becomes whatever `Tensors.tensor` makes of its description: no element is read here.
+A tensor becomes whatever `TensorMaker.tensor` makes of its description: no element is read here.
 """
 
 from __future__ import annotations
@@ -106,23 +106,23 @@ class Damaged:
     why: str
 
 
-class Tensors(Protocol):
+class TensorMaker(Protocol):
     """The maker of values for tensors."""
 
     def tensor(self, view: View) -> Any:
-        """The value for a tensor. Raises ValueError where the tensor cannot lie in its storage."""
+        """Return the value for a tensor. Raises ValueError where the tensor cannot lie in its storage."""
 
 
 def storage_of(identity: Any) -> Storage:
-    """The storage that a persistent id of a zip archive describes."""
+    """Return the storage that a persistent id of a zip archive describes."""
     kind, cls, key, _, numel = identity
     if _text(kind) != "storage" or type(cls) is not StorageClass or not _is_size(numel):
         raise ValueError("a persistent id that does not describe a storage")
     return Storage("torch.storage.UntypedStorage", _text(key), cls.dtype, numel)
 
 
-def table_of(tensors: Tensors) -> Table:
-    """The table of all globals that files of torch.save need."""
+def table_of(tensors: TensorMaker) -> Table:
+    """Return the table of all globals that files of torch.save need."""
     rebuild = _Rebuild(tensors)
     calls: Mapping[str, Callable[..., Any]] = {
         "torch._utils._rebuild_tensor": rebuild.plain,
@@ -169,7 +169,7 @@ def _dtypes() -> dict[str, torch.dtype]:
 @cache
 def _storage_classes() -> dict[str, StorageClass]:
     made = {f"torch.{name}Storage": StorageClass(dtype) for name, dtype in _TYPED.items() if hasattr(torch, dtype)}
-    of_cuda = {name.replace("torch.", "torch.cuda."): one for name, one in made.items()}
+    of_cuda = {name.replace("torch.", "torch.cuda."): storage_class for name, storage_class in made.items()}
     untyped = ("torch.storage.UntypedStorage", "torch.UntypedStorage", "torch.storage._UntypedStorage")
     return {**made, **of_cuda, **dict.fromkeys(untyped, StorageClass("uint8"))}
 
@@ -180,7 +180,7 @@ def _storage_classes() -> dict[str, StorageClass]:
 class _Rebuild:
     """The functions that make tensors, which return a Damaged for a tensor that cannot exist."""
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: TensorMaker) -> None:
         self._tensors = tensors
 
     def plain(
@@ -229,21 +229,21 @@ def _parameter(data: Any, *others: Any) -> Any:
 
 
 def _of_device(data: Any, dtype: Any, *others: Any) -> Any:
-    """A tensor of a device that torch saves by way of the CPU."""
+    """Return a tensor of a device that torch saves by way of the CPU."""
     if getattr(data, "dtype", None) == str(dtype).removeprefix("torch."):
         return data
     return Unread("torch._utils._rebuild_device_tensor_from_cpu_tensor")
 
 
 def _of_subclass(cls: Any, *description: Any) -> Any:
-    """A tensor subclass without a storage of its own, such as a DTensor, as the stand-in of a format returns it."""
+    """Return a tensor subclass without a storage of its own, such as a DTensor, as the stand-in of a format returns it."""
     if isinstance(cls, Known) and cls.is_stand_in:
         return cls.call(*description)
     return Unread(cls.what if isinstance(cls, Unread) else "torch._utils._rebuild_wrapper_subclass")
 
 
 def _from_type(function: Any, cls: Any, arguments: Any, state: Any = None) -> Any:
-    """A tensor of a subclass, or with attributes, which are left out."""
+    """Return a tensor of a subclass, or with attributes, which are left out."""
     if type(arguments) is not tuple or not isinstance(function, (Known, Unread)):
         raise TypeError("a tensor without arguments")
     if isinstance(function, Unread) or isinstance(cls, Unread):
@@ -260,7 +260,7 @@ def _from_type(function: Any, cls: Any, arguments: Any, state: Any = None) -> An
 
 
 def _set_metadata(target: OrderedDict[Any, Any], state: Any) -> None:
-    """The versions of modules beside a state dict. Other attributes of an OrderedDict are left out."""
+    """Set the versions of modules beside a state dict. Other attributes of an OrderedDict are left out."""
     if type(state) is not dict:
         raise TypeError("a state that is not a dict")
     if isinstance(state.get("_metadata"), dict):
@@ -280,10 +280,10 @@ def _device(kind: Any, index: Any = None) -> torch.device:
 
 
 def _layout(name: Any) -> Any:
-    found = getattr(torch, str(name).removeprefix("torch."), None) if isinstance(name, str) else None
-    if not isinstance(found, torch.layout):
+    layout = getattr(torch, str(name).removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(layout, torch.layout):
         raise TypeError("a layout of tensors that torch does not have")
-    return found
+    return layout
 
 
 def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
@@ -320,7 +320,7 @@ def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
 
 
 def _no_bytes() -> bytes:
-    """The empty bytes, which the protocol of torch.save writes as a call."""
+    """Return the empty bytes, which the protocol of torch.save writes as a call."""
     return b""
 
 
@@ -335,7 +335,7 @@ def _complex(real: Any, imaginary: Any = 0.0) -> complex:
 
 
 def _range(*numbers: Any) -> Any:
-    """A range; one that would take much memory as a list is left out."""
+    """Return a range; a range that would take much memory as a list is left out."""
     if not all(type(number) is int and abs(number) < _MOST for number in numbers):
         raise TypeError("a range whose limits are no numbers")
     made = range(*numbers)
@@ -343,7 +343,7 @@ def _range(*numbers: Any) -> Any:
 
 
 def _reconstructed(cls: Any, base: Any, state: Any) -> Any:
-    """An object of the first pickle protocols."""
+    """Return an object of the first pickle protocols."""
     if isinstance(cls, Unread):
         return Unread(cls.what)
     if isinstance(cls, Known):

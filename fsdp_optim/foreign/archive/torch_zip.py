@@ -111,7 +111,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(value: Any) -> bytes:
-    """An object with stubs in the place of tensors, as the record `data.pkl` has it."""
+    """Return an object with stubs in the place of tensors, as the record `data.pkl` has it."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -133,7 +133,7 @@ class ArchiveFrames:
     _records: list[_Record] = field(default_factory=list)
 
     def header(self, name: str, nbytes: int, crc: int = 0) -> bytes:
-        """The header of a record, whose content must begin right after it."""
+        """Return the header of a record, whose content must begin right after it."""
         path = f"{_ROOT}/{name}".encode()
         self._records.append(_Record(path, nbytes, crc, self.at))
         is_big = nbytes >= _MOST_32
@@ -148,19 +148,21 @@ class ArchiveFrames:
         return made
 
     def small(self, name: str, content: bytes) -> bytes:
-        """A whole record."""
+        """Return a whole record."""
         return self.header(name, len(content), zlib.crc32(content)) + content
 
     def first(self, value: Any) -> bytes:
-        """The records before those with elements. `value`: the object, with stubs in the place of tensors."""
-        return self.small("data.pkl", pickled(value)) + b"".join(self.small(*one) for one in _FIRST_RECORDS.items())
+        """Return the records before those with elements. `value`: the object, with stubs in the place of tensors."""
+        return self.small("data.pkl", pickled(value)) + b"".join(
+            self.small(*record) for record in _FIRST_RECORDS.items()
+        )
 
     def tensor(self, number: int, nbytes: int) -> bytes:
-        """The header of the record with the elements of a tensor, which begins at a multiple of 64 bytes."""
+        """Return the header of the record with the elements of a tensor, which begins at a multiple of 64 bytes."""
         return self.header(f"data/{number}", nbytes)
 
     def end(self) -> bytes:
-        """The directory at the end of the archive."""
+        """Return the directory at the end of the archive."""
         listed = b"".join(map(_listed, self._records))
         start, num, after = self.at, len(self._records), self.at + len(listed)
         end = b""
@@ -195,7 +197,7 @@ def _listed(record: _Record) -> bytes:
 
 
 def frames_around(value: Any, stubs: Sequence[TensorStub]) -> Iterator[bytes]:
-    """The bytes before each tensor of an archive, in the order of the stubs, and those after the last one."""
+    """Yield the bytes before each tensor of an archive, in the order of the stubs, and those after the last one."""
     frames = ArchiveFrames()
     pending = frames.first(value)
     for stub in stubs:

@@ -58,7 +58,7 @@ class _Check:
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The items of a container with their keys, and the attributes of an object of a plain class."""
+    """Yield the items of a container with their keys, and the attributes of an object of a plain class."""
     if isinstance(value, dict):
         yield from value.items()
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -68,7 +68,10 @@ def children(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mapped(value: Any, cls: type, function: Callable[[Any], Any]) -> Any:
-    """The same tree with `function(item)` in the place of each item of a class. An item that occurs twice stays one object."""
+    """Return the same tree with `function(item)` in the place of each item of a class.
+
+    An item that occurs twice stays one object.
+    """
     return _Mapped(cls, function).of(value)
 
 

@@ -1,4 +1,4 @@
-"""Zip archives inside a file, or inside a part of a file: where the bytes of each record are, found out by few reads."""
+"""Zip archives inside a file, or inside a part of a file: where the bytes of each record are, by few reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HAS_DESCRIPTOR = 8  # a bit of a record's flags
 _IS_UTF_8 = 0x800
 _PIECE_NBYTES = 1 << 20  # read at once, where a record is compared with its checksum
 _FEW_NBYTES = 1 << 20  # that any record may have when it is no longer compressed
-_MOST_RATIO_OF_PICKLES = 64  # those of large models reach 20
+_MOST_RATIO_OF_PICKLES = 64  # pickles of large models reach 20
 _MOST_RATIO = 1100  # of compression; deflate reaches 1032
 
 
@@ -68,7 +68,7 @@ class FilePart(io.RawIOBase):
         return nbytes
 
     def read(self, size: int | None = -1) -> bytes:
-        """The next bytes: fewer than `size` only at the end, however large the number in a damaged file is."""
+        """Return the next bytes: fewer than `size` only at the end, however large the number in a damaged file is."""
         most = max(self.nbytes - self._position, 0)
         data = self.at(self._position, most if size is None or size < 0 else min(size, most))
         self._position += len(data)
@@ -83,7 +83,7 @@ class FilePart(io.RawIOBase):
             return self._opened.read(self._name, self._start + start, nbytes)
         first = min(start, max(self.nbytes - _BLOCK_NBYTES, 0))
         block = self._opened.read(self._name, self._start + first, min(_BLOCK_NBYTES, self.nbytes - first))
-        self._blocks = [one for one in self._blocks if one[0] == 0 or self._is_last(*one)]
+        self._blocks = [entry for entry in self._blocks if entry[0] == 0 or self._is_last(*entry)]
         self._blocks.append((first, block))
         return block[start - first : start - first + nbytes]
 
@@ -106,7 +106,7 @@ class Records:
             self._borders = sorted({*(info.header_offset for info in infos), self._zip.start_dir})
 
     def read(self, record: str, most_nbytes: int) -> bytes:
-        """The bytes of a small record."""
+        """Return the bytes of a small record."""
         info = self._info(record)
         if info.file_size > most_nbytes:
             raise CheckpointError(
@@ -140,7 +140,7 @@ class Records:
             )
 
     def crcs(self, record: str) -> tuple[int, int] | None:
-        """The CRC32 of the bytes of a record, and the one that was saved; None if none was saved. Reads the whole record.
+        """Return the CRC32 of the bytes of a record, and the one that was saved; None if none was saved. Reads the whole record.
 
         Raises CheckpointError for a compressed record that is damaged.
         """
@@ -165,14 +165,14 @@ class Records:
         return sum(info.compress_size for info in self.infos.values())
 
     def range_of(self, record: str) -> tuple[str, int, int, str]:
-        """The file of a record, its first byte, the byte after its last one (as far as these say), and its own name."""
+        """Return the file of a record, its first byte, the byte after its last one (as far as these say), and its own name."""
         info = self._info(record)
         stored = info.compress_type == zipfile.ZIP_STORED
         start = self.source(record).first_byte if stored else 0
         return self._name, start, start + (info.file_size if stored else 0), record.rpartition("/")[2]
 
     def source(self, record: str) -> Source:
-        """The place of the bytes of a record: a range of the file, or memory for a record that is compressed."""
+        """Return the place of the bytes of a record: a range of the file, or memory for a record that is compressed."""
         info = self._info(record)
         if info.compress_type != zipfile.ZIP_STORED:
             return Source(memory=partial(self._decompressed, info))
@@ -183,10 +183,10 @@ class Records:
             return Source(self._name, self._start + start)
         if not 0 <= info.header_offset < self._part.nbytes:
             raise CheckpointError(f"{self.where}: the record {record} begins outside of the file: it was changed")
-        return Source(self._name, partial(self._found, info))
+        return Source(self._name, partial(self._start_by_header, info))
 
     def size_of(self, record: str) -> int:
-        """The number of bytes of a record."""
+        """Return the number of bytes of a record."""
         return self._info(record).file_size
 
     def _info(self, record: str) -> zipfile.ZipInfo:
@@ -195,7 +195,7 @@ class Records:
         return self.infos[record]
 
     def _surely_at(self, info: zipfile.ZipInfo) -> int | None:
-        """The byte at which a record begins, if torch wrote the archive; None if only the file itself can tell.
+        """Return the byte at which a record begins, if torch wrote the archive; None if only the local header says it.
 
         torch pads each local header so that the record begins at a multiple of 64 bytes. That is certain where the next header
         begins exactly where this record then ends.
@@ -210,8 +210,8 @@ class Records:
         index = bisect_right(self._borders, header)
         return start if index < len(self._borders) and self._borders[index] == end else None
 
-    def _found(self, info: zipfile.ZipInfo) -> int:
-        """The byte of the file at which a record begins, by its local header."""
+    def _start_by_header(self, info: zipfile.ZipInfo) -> int:
+        """Return the byte of the file at which a record begins, by its local header."""
         where, name = f"{self.where}: the record {info.filename}", _encoded_name(info)
         if info.header_offset + _HEADER_NBYTES + len(name) > self._part.nbytes:
             raise CheckpointError(f"{where}: begins outside of the file: it was changed")

@@ -13,20 +13,20 @@ _ChunkBox = tuple[Shape, Shape]
 
 
 class Cuts:
-    """The placements of tensors. Tensors that are cut alike share one, so that each cut is checked once."""
+    """The placements of tensors. Tensors with the same cut share a placement, so that each cut is checked once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Shape, tuple[_ChunkBox, ...]], Placement] = {}
 
     def placement(self, name: str, shape: Shape, boxes: tuple[_ChunkBox, ...]) -> Placement:
-        """The placement of a tensor. `name`: for errors. `boxes`: (offsets, sizes) of the chunks that have elements.
+        """Return the placement of a tensor. `name`: for errors. `boxes`: (offsets, sizes) of the chunks that have elements.
 
         Raises CheckpointError where chunks lie outside of the tensor or overlap, and where elements are in no chunk.
         """
-        found = self._made.get((shape, boxes))
-        if found is None:
-            found = self._made[shape, boxes] = _placement(name, shape, boxes)
-        return found
+        placement = self._made.get((shape, boxes))
+        if placement is None:
+            placement = self._made[shape, boxes] = _placement(name, shape, boxes)
+        return placement
 
 
 def _placement(name: str, shape: Shape, boxes: Sequence[_ChunkBox]) -> Placement:

@@ -1,11 +1,11 @@
-"""DCP folders as a format that is written. Reading them is in `dcp.py`, whoever wrote them."""
+"""DCP folders as a format that is written. `reader.py` reads them, whoever wrote them."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
 
-from fsdp_optim.foreign.dcp.probe import DCP_JUDGE, NAME, brief_of
+from fsdp_optim.foreign.dcp.probe import DCP_PROBE, NAME, summary_of
 from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.foreign.dcp.writer import DcpWriter
 from fsdp_optim.formats.base.protocols import Format, Reader, Writer
@@ -17,7 +17,7 @@ class DcpFolder(Format):
     """A folder of torch.distributed.checkpoint. `is_flat`: with the weights at the top level, as torchtitan has them."""
 
     is_flat: bool = False
-    probe = DCP_JUDGE
+    probe = DCP_PROBE
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class DcpFolder(Format):
 
     def sequence_in(self, opened: Opened) -> int:
         with contextlib.suppress(OSError):
-            summary = brief_of(opened)
+            summary = summary_of(opened)
             return summary.sequence if summary is not None else 0
         return 0
 

@@ -10,7 +10,7 @@ from fsdp_optim.foreign.dcp.keys import GROUPS, STATE, Leaf
 
 
 def keys_in(tree: Any) -> Iterator[str]:
-    """The keys of all leaves."""
+    """Yield the keys of all leaves."""
     if isinstance(tree, Leaf):
         yield tree.key
     elif isinstance(tree, Mapping):
@@ -22,7 +22,7 @@ def keys_in(tree: Any) -> Iterator[str]:
 
 
 def filled(tree: Any, value_of: Callable[[str], Any]) -> Any:
-    """The tree with values in the place of leaves."""
+    """Return the tree with values in the place of leaves."""
     if isinstance(tree, Leaf):
         return value_of(tree.key)
     if isinstance(tree, Mapping):
@@ -32,16 +32,16 @@ def filled(tree: Any, value_of: Callable[[str], Any]) -> Any:
     return tree
 
 
-def full_dict(where: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The full dict of all optimizers of a checkpoint; None if there are none.
+def full_dict(where: str, optims: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the full dict of all optimizers of a checkpoint; None if there are none.
 
     Raises CheckpointError where they cannot be one: two have the same parameter, or one is flattened and another is not.
     """
-    if not found:
+    if not optims:
         return None
-    if all(GROUPS not in one for one in found):
-        return _united(where, found)
-    if any(GROUPS not in one for one in found):
+    if all(GROUPS not in optim for optim in optims):
+        return _united(where, optims)
+    if any(GROUPS not in optim for optim in optims):
         raise CheckpointError(
             f"{where}: some of its optimizers have flattened state dicts, and others do not: save them alike"
         )
@@ -49,27 +49,27 @@ def full_dict(where: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any] 
     groups: list[Mapping[str, Any]] = []
     others: dict[str, Any] = {}
     num_params = 0
-    for one in found:
-        listed = [dict(group) for group in one[GROUPS]]
+    for optim in optims:
+        listed = [dict(group) for group in optim[GROUPS]]
         params = [param for group in listed for param in group.get("params", ())]
-        shift = num_params if len(found) > 1 else 0
+        shift = num_params if len(optims) > 1 else 0
         ids = {str(param): param + shift for param in params if type(param) is int}
         for group in listed:
             if "params" in group:
                 group["params"] = [
                     ids.get(str(param), param) if type(param) is int else param for param in group["params"]
                 ]
-        _unite(where, state, {ids.get(str(key), key): values for key, values in one.get(STATE, {}).items()})
-        _unite(where, others, {name: value for name, value in one.items() if name not in (STATE, GROUPS)})
+        _unite(where, state, {ids.get(str(key), key): values for key, values in optim.get(STATE, {}).items()})
+        _unite(where, others, {name: value for name, value in optim.items() if name not in (STATE, GROUPS)})
         groups += listed
         num_params += len(params)
     return {STATE: state, GROUPS: groups, **others}
 
 
-def _united(where: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _united(where: str, optims: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     united: dict[str, Any] = {}
-    for one in found:
-        _unite(where, united, one)
+    for optim in optims:
+        _unite(where, united, optim)
     return united
 
 

@@ -1,6 +1,6 @@
 """The items of DCP files: each is an archive of torch.save with one tensor, or with one value that is no tensor.
 
-Where the elements of a tensor begin is found out when the tensor is first needed, because a checkpoint may have a million items.
+The place of a tensor's elements is looked up when the tensor is first needed, because a checkpoint may have a million items.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ class _ItemHead:
 
 
 class Items:
-    """The places of the elements of tensors, found out one by one. `sources`: the bytes of those that had to be read whole."""
+    """The places of the elements of tensors, looked up on demand. `sources`: the bytes of tensors that had to be read whole."""
 
     def __init__(self, opened: Opened, tensors: Mapping[str, Tensor]) -> None:
         self._opened = opened
         self._tensors = tensors
         self._heads: dict[tuple[int, str, Shape], _ItemHead] = {}
-        self._found: dict[ItemPlace, tuple[str, int]] = {}
+        self._places: dict[ItemPlace, tuple[str, int]] = {}
         self._ahead: dict[ItemPlace, bytes] = {}
         self._order: dict[str, list[ItemPlace]] | None = None
         self._safetensors = SafetensorsInside(opened)
         self.sources: dict[str, Source] = {}
 
     def place(self, name: str, item: ItemPlace, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
-        """The file, or the name in `sources`, and the byte at which the elements of a chunk begin. `name`: for errors."""
-        found = self._found.get(item)
-        if found is None:
-            found = self._found[item] = self._place(name, item, dtype, offsets, sizes)
-        return found
+        """Return the file, or the name in `sources`, and the byte at which the elements of a chunk begin. `name`: for errors."""
+        place = self._places.get(item)
+        if place is None:
+            place = self._places[item] = self._place(name, item, dtype, offsets, sizes)
+        return place
 
     def read_apart(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors, in one chunk each, of those of the keys whose tensors are no archives of torch.save."""
-        found = {}
+        """Read the tensors that have one chunk each and are no archives of torch.save, by key."""
+        tensors = {}
         for key in keys:
             tensor = self._tensors.get(key)
             if tensor is None or len(tensor.items) != 1:
@@ -71,8 +71,8 @@ class Items:
             if place is not None:
                 dtype, made = dtype_named(tensor.dtype), torch.empty(sizes, dtype=dtype_named(tensor.dtype))
                 data = bytearray(self._opened.read(*place, made.numel() * dtype.itemsize))
-                found[key] = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(sizes)
-        return found
+                tensors[key] = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(sizes)
+        return tensors
 
     def _place(self, name: str, item: ItemPlace, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
         kind = (item.nbytes, dtype, sizes)
@@ -108,17 +108,17 @@ class Items:
     def _read_ahead(self, item: ItemPlace, nbytes: int) -> None:
         """Read the heads of the next items of a file at the same time, where each request takes long."""
         order = self._items_of(item.file)
-        at = bisect.bisect_left(order, item.start, key=lambda one: one.start)
-        some = [one for one in order[at:] if one not in self._found][: _AHEAD * self._opened.num_requests]
+        at = bisect.bisect_left(order, item.start, key=lambda other: other.start)
+        some = [other for other in order[at:] if other not in self._places][: _AHEAD * self._opened.num_requests]
 
-        def read(one: ItemPlace) -> bytes:
-            return self._opened.read(one.file, one.start, min(nbytes, one.nbytes))
+        def read(other: ItemPlace) -> bytes:
+            return self._opened.read(other.file, other.start, min(nbytes, other.nbytes))
 
         with ThreadPoolExecutor(self._opened.num_requests, thread_name_prefix="fsdp_optim: read") as pool:
             self._ahead.update(zip(some, pool.map(read, some), strict=True))
 
     def _items_of(self, file: str) -> list[ItemPlace]:
-        """The items of tensors in one file, in the order of their bytes."""
+        """Return the items of tensors in one file, in the order of their bytes."""
         if self._order is None:
             self._order = {}
             for tensor in self._tensors.values():
@@ -130,7 +130,7 @@ class Items:
 
 
 class LazyChunkPlaces(Mapping[int, tuple[str, int]]):
-    """By rank of storage, the file of a chunk and the byte at which its elements begin, found out when it is asked for."""
+    """By rank of storage, the file of a chunk and the byte at which its elements begin, looked up on demand."""
 
     def __init__(self, items: Items, name: str, tensor: Tensor) -> None:
         self._items, self._name, self._tensor = items, name, tensor
@@ -151,9 +151,9 @@ class LazyChunkPlaces(Mapping[int, tuple[str, int]]):
 
 
 def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle: bool = False) -> dict[str, Any]:
-    """The values of items by key, tensors included. Several items are read at once.
+    """Return the values of items by key, tensors included. Several items are read at once.
 
-    `allow_pickle`: make objects of all classes; else those of unknown classes are inert.
+    `allow_pickle`: make objects of all classes; else objects of unknown classes are inert.
     """
     values: dict[str, Any] = {}
     known: dict[bytes, TorchArchive] = {}  # thousands of parameters have the same learning rate
@@ -177,14 +177,17 @@ def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle:
 def archives_in(
     opened: Opened, tensors: Mapping[str, Tensor], values: Mapping[str, ItemPlace], beside: str
 ) -> list[Archive]:
-    """All items, in the order of their bytes, as archives that may have checksums. `beside`: a file that is one too, if there."""
+    """Return all items, in the order of their bytes, as archives that may have checksums.
+
+    `beside`: a file that is one too, if there.
+    """
     by_key = [(item, key) for key, tensor in tensors.items() for item in tensor.items]
     by_key += [(item, key) for key, item in values.items()]
-    found = {
+    archives = {
         (item.file, item.start, item.nbytes): Archive(item.file, item.start, item.nbytes, key) for item, key in by_key
     }
     return [
-        *sorted(found.values()),
+        *sorted(archives.values()),
         *([Archive(beside, 0, opened.size_of(beside))] if beside in opened.names() else []),
     ]
 
@@ -194,22 +197,22 @@ def _are_close(item: ItemPlace, following: ItemPlace) -> bool:
 
 
 def _archive(name: str, opened: Opened, item: ItemPlace) -> TorchArchive:
-    """The archive of an item. Raises CheckpointError that names `name`, which is in the item."""
+    """Return the archive of an item. Raises CheckpointError that names `name`, which is in the item."""
     try:
         return read_archive(opened, item.file, start=item.start, nbytes=item.nbytes)
     except CheckpointError as error:
         raise CheckpointError(f"{error} ({name} is there, at byte {item.start})") from error
 
 
-def unread_in(value: Any) -> str:
-    """The name of the class of an inert object in a value; "" if it has none."""
+def unread_class_in(value: Any) -> str:
+    """Return the name of the class of an inert object in a value; "" if it has none."""
     if isinstance(value, Unread):
         return value.what
-    return next((what for _, inner in children(value) if (what := unread_in(inner))), "")
+    return next((what for _, inner in children(value) if (what := unread_class_in(inner))), "")
 
 
 class _Part(Opened):
-    """A file, and those of its bytes that have been read."""
+    """A file of which some bytes are already in memory."""
 
     def __init__(self, opened: Opened, start: int, data: bytes) -> None:
         self._opened, self._start, self._data = opened, start, data
@@ -236,7 +239,7 @@ class _Part(Opened):
         return self._opened.was_replaced()
 
     def close(self) -> None:
-        """The files belong to another object."""
+        """Do nothing: the files belong to another object."""
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
         at = offset - self._start

@@ -53,7 +53,7 @@ class _Root:
     head: str = ""
 
     def rest_of(self, path: Path) -> Path | None:
-        """The rest of a longer path; None for a path that is somewhere else."""
+        """Return the rest of a longer path; None for a path that is somewhere else."""
         depth = len(self.path)
         if path[:depth] != self.path or len(path) == depth:
             return None
@@ -72,7 +72,8 @@ class _Root:
 
 
 def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]) -> Meaning:
-    """The meaning of keys. `paths`: the place of each key; `tensors`: the number of dimensions of each key that is a tensor.
+    """Return the meaning of keys. `paths`: the place of each key; `tensors`: the number of dimensions of each key that is a
+    tensor.
 
     Raises CheckpointError that names the candidates, where the structure leaves open which one is the model or the optimizer.
     """
@@ -91,19 +92,19 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
     optimizers = [_optimizer_tree(f"{where}: {root}", members[root]) for root in roots]
     fqns = {fqn for root in roots for fqn in _fqns(members[root].values())}
     model = _model_root(where, {key: rest[key] for key in rest if key in tensors}, fqns, roots, tensors)
-    found: dict[str, str] = {}
+    weights: dict[str, str] = {}
     module_values: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
     for key, path in rest.items():
         inside = model.rest_of(path) if model is not None else None
         is_of_module = inside is not None and f".{inside[0]}".endswith(_EXTRA_STATE)
         if inside is not None and len(inside) == 1 and key in tensors and not is_of_module:
-            found[str(inside[0])] = key
+            weights[str(inside[0])] = key
         elif inside is not None and (model != _Root(()) or is_of_module):
             _put(where, module_values, inside, Leaf(key))
         else:
             _put(where, extra, path, Leaf(key))
-    return Meaning(found, _listed(where, module_values), optimizers, _listed(where, extra))
+    return Meaning(weights, _listed(where, module_values), optimizers, _listed(where, extra))
 
 
 # ------------------------------------------------------------------------------------------- the optimizer
@@ -114,21 +115,21 @@ def _is_of_optimizer(part: str | int) -> bool:
 
 
 def _optimizer_roots(paths: Iterable[Path]) -> list[_Root]:
-    """The places that have param groups, without those inside of another one."""
-    found: dict[_Root, None] = {}
+    """Return the places that have param groups, without those inside of another one."""
+    roots: dict[_Root, None] = {}
     for path in paths:
         for depth, part in enumerate(path):
             if not isinstance(part, str) or GROUPS not in part:
                 continue
             parts = part.split(".")
             if GROUPS in parts:
-                found[_Root(path[:depth], ".".join(parts[: parts.index(GROUPS)]))] = None
+                roots[_Root(path[:depth], ".".join(parts[: parts.index(GROUPS)]))] = None
                 break
-    return [root for root in found if not any(other.is_above(root) for other in found)]
+    return [root for root in roots if not any(other.is_above(root) for other in roots)]
 
 
 def _in_order(where: str, roots: Sequence[_Root]) -> list[_Root]:
-    """Several optimizers in the order of their numbers. Raises CheckpointError where they have no numbers."""
+    """Return several optimizers in the order of their numbers. Raises CheckpointError where they have no numbers."""
     if len(roots) < 2:
         return list(roots)
     numbered: dict[tuple[Any, ...], dict[int, _Root]] = {}
@@ -150,7 +151,7 @@ def _in_order(where: str, roots: Sequence[_Root]) -> list[_Root]:
 
 
 def _optimizer_tree(where: str, members: Mapping[str, Path]) -> Mapping[str, Any]:
-    """The full dict of one optimizer, nested or flattened as it was saved."""
+    """Return the full dict of one optimizer, nested or flattened as it was saved."""
     if any(isinstance(path[0], str) and _is_dotted(path[0]) for path in members.values()):
         members = {key: _undotted(path) for key, path in members.items()}
     if any(path[0] == GROUPS for path in members.values()):  # this library writes both forms, and this one says more
@@ -163,7 +164,7 @@ def _optimizer_tree(where: str, members: Mapping[str, Path]) -> Mapping[str, Any
 
 
 def _is_dotted(part: str) -> bool:
-    """Whether a part of a path is that of a nested dict whose writer recorded no paths, such as `param_groups.0.params`."""
+    """Return whether a part of a path joins keys of nested dicts, as writers do that record no paths: `param_groups.0.params`."""
     return re.fullmatch(rf"{GROUPS}\.\d+\.params", part) is not None
 
 
@@ -179,7 +180,7 @@ def _undotted(path: Path) -> Path:
 
 
 def _fqns(paths: Iterable[Path]) -> Iterator[str]:
-    """The names of parameters in an optimizer's keys; none for ids."""
+    """Yield the names of parameters in an optimizer's keys; none for ids."""
     for path in paths:
         part = path[0]
         if part == STATE and len(path) > 2:
@@ -198,7 +199,7 @@ def _fqns(paths: Iterable[Path]) -> Iterator[str]:
 def _model_root(
     where: str, tensors: Mapping[str, Path], fqns: set[str], roots: Sequence[_Root], dims: Mapping[str, int]
 ) -> _Root | None:
-    """The place of the model's dict. `tensors`: the paths of tensors that are no optimizer's. None: there is no model."""
+    """Return the place of the model's dict. `tensors`: the paths of tensors that are no optimizer's. None: there is no model."""
     names: dict[Path, dict[str, str]] = {}
     for key, path in tensors.items():
         names.setdefault(path[:-1], {})[str(path[-1])] = key
@@ -209,11 +210,11 @@ def _model_root(
         ):
             return None
         candidates = [_Root(path) for path in names]
-    for is_better in (_is_called_a_model, lambda one: one.path[:-1] in [root.path[:-1] for root in roots]):
-        better = [one for one in candidates if is_better(one)]
+    for is_better in (_is_called_a_model, lambda candidate: candidate.path[:-1] in [root.path[:-1] for root in roots]):
+        better = [candidate for candidate in candidates if is_better(candidate)]
         candidates = better if len(candidates) > 1 and better else candidates
     if len(candidates) > 1:
-        likely = [one for one in candidates if _looks_like_a_model(names[one.path], dims)]
+        likely = [candidate for candidate in candidates if _looks_like_a_model(names[candidate.path], dims)]
         candidates = likely or candidates
     if len(candidates) > 1:
         raise CheckpointError(
@@ -224,7 +225,7 @@ def _model_root(
 
 
 def _heads(names: Mapping[str, str], fqns: set[str]) -> list[str]:
-    """The beginnings after which all of an optimizer's parameters are among some names: "", or one such as "model"."""
+    """Return the beginnings after which all of an optimizer's parameters are among some names: "", or one such as "model"."""
     if fqns <= names.keys():
         return [""]
     first = max(fqns, key=len)
@@ -238,7 +239,7 @@ def _is_called_a_model(root: _Root) -> bool:
 
 
 def _looks_like_a_model(names: Mapping[str, str], dims: Mapping[str, int]) -> bool:
-    """Whether tensors may be a model's: some have dimensions, as counters and the like do not."""
+    """Return whether tensors may be a model's: some have dimensions, as counters and the like do not."""
     return any(dims[key] > 0 for key in names.values())
 
 
@@ -257,7 +258,7 @@ def _put(where: str, tree: dict[Any, Any], path: Path, leaf: Leaf) -> None:
 
 
 def _listed(where: str, tree: Any) -> Any:
-    """The tree with lists in the place of dicts whose keys are numbers."""
+    """Return the tree with lists in the place of dicts whose keys are numbers."""
     if not isinstance(tree, dict):
         return tree
     made = {part: _listed(where, inner) for part, inner in tree.items()}

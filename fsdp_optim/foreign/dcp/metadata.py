@@ -1,6 +1,6 @@
 """The metadata of torch.distributed.checkpoint: the keys, the boxes of each tensor, and the item of a file that has each box.
 
-`dcp_pickle.py` reads the file; here its content is checked.
+`metadata_pickle.py` reads the file; here its content is checked.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ def _tensor(where: str, key: str, value: SavedTensor, items: Mapping[tuple[str, 
         raise CheckpointError(f"{where}: {key}: has {in_words(dtype)} in the place of a dtype")
     boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in value.chunks if 0 not in chunk.sizes])
     try:
-        found = tuple([items[key, offsets] for offsets, _ in boxes])
+        places = tuple([items[key, offsets] for offsets, _ in boxes])
     except KeyError as error:
         raise CheckpointError(f"{where}: {key}: the chunk at {list(error.args[0][1])} is in no file") from None
-    return Tensor(dtype_name(dtype), value.size, boxes, found)
+    return Tensor(dtype_name(dtype), value.size, boxes, places)
 
 
 def _paths(where: str, planner_data: Any, keys: Mapping[str, Any]) -> dict[str, Path]:
-    """The places of keys, where the writer flattened nested dicts and lists. Other planners keep other things there."""
+    """Return the places of keys, where the writer flattened nested dicts and lists. Other planners keep other things there."""
     if not isinstance(planner_data, dict):
         return {}
     paths = {}

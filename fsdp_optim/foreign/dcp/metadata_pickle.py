@@ -1,8 +1,8 @@
 """The pickle of a `.metadata` file, read without running anything in it.
 
 `inert_pickle.py` reads other pickles. It would take minutes here, because a checkpoint of a thousand ranks has millions of
-objects. So this file uses the unpickler of the standard library, with stand-ins for the few classes that torch writes, after a
-look at the operations in `dcp_operations.py`.
+objects. So this file uses the unpickler of the standard library, with stand-ins for the few classes that torch writes, after
+`pickle_operations.py` has checked the operations.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class _Unpickler(pickle.Unpickler):
         """Look at each tuple when it is made, which `Operations` asks for: it is a path, a shape, or arguments."""
         left, inside = _MOST_IN_TUPLE - len(made), [item for item in made if type(item) is tuple]
         while inside:
-            one = inside.pop()
-            left -= len(one)
-            inside.extend(item for item in one if type(item) is tuple)
+            nested = inside.pop()
+            left -= len(nested)
+            inside.extend(item for item in nested if type(item) is tuple)
             if left < 0:
                 break
         if left < 0:
@@ -198,7 +198,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load(where: str, pieces: Iterable[bytes]) -> Any:
-    """The object in a pickle that comes in pieces: no further one is asked for when one shows that it is damaged.
+    """Return the object in a pickle that comes in pieces: no further one is asked for when one shows that it is damaged.
 
     Raises CheckpointError, which names `where`, for a pickle that is cut short or damaged.
     """
@@ -214,7 +214,7 @@ def load(where: str, pieces: Iterable[bytes]) -> Any:
 
 
 def _size(items: Any = ()) -> tuple[int, ...]:
-    """A torch.Size, which is made of numbers only."""
+    """Return a torch.Size, which is made of numbers only."""
     made = tuple(items)
     if not all(type(item) is int for item in made):
         raise ValueError("a shape that has other values than numbers")
@@ -222,7 +222,7 @@ def _size(items: Any = ()) -> tuple[int, ...]:
 
 
 def in_words(value: Any) -> str:
-    """An object of the pickle as a noun for error messages."""
+    """Return an object of the pickle as a noun for error messages."""
     if isinstance(value, Unknown):
         return f"an object of the class {value.what}"
     if isinstance(value, type):

@@ -2,7 +2,7 @@
 
 Operations that ask for memory without bringing as many bytes are refused, and so is a pickle with more objects in its bytes than
 torch writes: by the first piece that has too many, so that not even the bytes are all read. Behind each tuple an operation is
-added that lets the reader look at it, because the hash of deeply nested tuples ends a process, and that of tuples that share
+added that lets the reader look at it, because hashing deeply nested tuples crashes the process, and hashing tuples that share
 others never ends.
 """
 
@@ -23,13 +23,13 @@ _UP_TO_TUPLE = re.compile(rb"((?:" + _ALONE + rb"+|" + _WITH_ARGUMENT + rb")*)("
 _NBYTES_OF_LENGTH = {b"\x8c": 1, b"X": 4, b"\x8d": 8, b"\x8a": 1, b"C": 1, b"B": 4}
 """Operations with a str, bytes or a long number, by the number of bytes of its length."""
 
-_MOST_FIXED = 9  # bytes of an operation without a length, but for those that end at a line
+_MOST_FIXED = 9  # bytes of an operation without a length, unless it ends at a line
 _MOST_LINE = 4096  # bytes of the two names of a class
 _BEFORE_ARGUMENTS = frozenset((b"h", b"K", b"q", b"\x80", b"M", b"J", b"j", b"G"))
 _FRAME = b"\x95"  # says how many bytes follow, which is no longer true
 _LOOK = b"Q"  # gives the value on the stack to `persistent_load`; no metadata has it
 
-_PIECE_NBYTES = 1 << 20  # that are checked before the next ones
+_PIECE_NBYTES = 1 << 20  # bytes that are checked at once
 _FEW = 1 << 16  # of each kind of object, which even a short pickle may have
 _NBYTES_EACH = {b"}": 16, b"]": 16, b"\x81": 16, b"R": 12}
 """Bytes for each further dict, list, object and shape. In the metadata of torch, the part with the chunks is the densest: it has
@@ -45,14 +45,14 @@ class Operations:
 
     def __init__(self) -> None:
         self.is_done = False
-        self._at = 0  # bytes before those that wait
-        self._waiting = b""  # the beginning of an operation that is not whole
+        self._at = 0  # bytes before `_waiting`
+        self._waiting = b""  # the beginning of an operation whose end has not come
         self._skip = 0  # bytes of a text that are still to come
         self._counts = dict.fromkeys(_NBYTES_EACH, 0)
         self._num_tuples = 0
 
     def checked(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """The pieces with the added operations. Raises ValueError for operations that torch's pickles do not have."""
+        """Yield the pieces with the added operations. Raises ValueError for operations that torch's pickles do not have."""
         for piece in pieces:
             for start in range(0, len(piece), _PIECE_NBYTES):
                 yield b"".join(self._add(piece[start : start + _PIECE_NBYTES], is_last=False))
@@ -89,7 +89,7 @@ class Operations:
             raise ValueError("it was cut short")
 
     def _end(self, data: bytes, at: int) -> int | None:
-        """The end of the operation with a text that begins at a byte; None if it is not there yet."""
+        """Return the end of the operation with a text that begins at a byte; None if it is not there yet."""
         operation = data[at : at + 1]
         if operation in _NBYTES_OF_LENGTH:
             start = at + 1 + _NBYTES_OF_LENGTH[operation]
@@ -105,7 +105,8 @@ class Operations:
                 return at + 5
         if operation == b"c":
             ends = [
-                found.end() for found, _ in zip(re.finditer(b"\n", data[at : at + _MOST_LINE]), range(2), strict=False)
+                newline.end()
+                for newline, _ in zip(re.finditer(b"\n", data[at : at + _MOST_LINE]), range(2), strict=False)
             ]
             if len(ends) == 2 or len(data) - at < _MOST_LINE:
                 return at + ends[1] if len(ends) == 2 else None
@@ -115,7 +116,7 @@ class Operations:
         raise ValueError(f"the operation {operation!r} at byte {self._at + at} is not known")
 
     def _looked_at(self, run: bytes) -> bytes:
-        """A run of operations, with one more behind each tuple."""
+        """Return a run of operations, with one more behind each tuple."""
         parts = [before + made + _LOOK if made else before for before, made in _UP_TO_TUPLE.findall(run)]
         looked = b"".join(parts)
         self._num_tuples += len(looked) - len(run)

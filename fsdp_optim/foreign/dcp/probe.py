@@ -1,9 +1,9 @@
-"""The manifest of a DCP checkpoint that this library writes: `.metadata`, which begins with this library's brief.
+"""The manifest of a DCP checkpoint that this library writes: `.metadata`, which begins with this library's summary.
 
-`.metadata` is a pickle. The brief is a str at its beginning that the pickle drops again, so torch.distributed.checkpoint reads
-the file as it reads its own, and the brief is read without unpickling anything:
+`.metadata` is a pickle. The summary is a str at its beginning that the pickle drops again, so torch.distributed.checkpoint reads
+the file as it reads its own, and the summary is read without unpickling anything:
 
-# bytes    | 80 02 | 58 length | JSON with the brief and a hash of the rest | 30  | the pickle of torch's Metadata
+# bytes    | 80 02 | 58 length | JSON with the summary and a hash of the rest | 30  | the pickle of torch's Metadata
 # meaning  | proto | a str     |                                            | pop |
 """
 
@@ -29,14 +29,14 @@ _BEGIN, _POP = b"\x80\x02X", b"0"
 _LENGTH = 4  # bytes
 _FIRST_NBYTES = 4096
 _PIECE_NBYTES = 8 << 20  # that are read at once
-_MOST_NBYTES = 1 << 20  # in a brief
+_MOST_NBYTES = 1 << 20  # in a summary
 _IS_TORCHS = b"torch.distributed.checkpoint"
 _OWN = re.compile(DCP.traces)
 _OF_TORCH = re.compile(r"__\d+_\d+\.distcp")
 
 
-def with_brief(summary: ManifestSummary, pickle: bytes) -> bytes:
-    """The content of `.metadata`. `pickle`: that of torch's Metadata."""
+def with_summary(summary: ManifestSummary, pickle: bytes) -> bytes:
+    """Return the content of `.metadata`. `pickle`: the pickle of torch's Metadata."""
     values = {"brief": summary.to_json(), "metadata_xxh3_64": hex_of(pickle)}
     text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
     return _BEGIN + len(text).to_bytes(_LENGTH, "little") + text + _POP + pickle
@@ -44,23 +44,23 @@ def with_brief(summary: ManifestSummary, pickle: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class _DcpManifest:
-    """The brief of a manifest, the hash of the rest, and the byte at which the rest begins."""
+    """The summary of a manifest, the hash of the rest, and the byte at which the rest begins."""
 
     summary: ManifestSummary
     rest: str
     start: int
 
 
-def brief_of(opened: Opened) -> ManifestSummary | None:
-    """The brief of a checkpoint; None if torch.distributed.checkpoint itself has written it.
+def summary_of(opened: Opened) -> ManifestSummary | None:
+    """Return the summary of a checkpoint; None if torch.distributed.checkpoint itself has written it.
 
     Raises CheckpointError if the manifest is damaged or cannot be read.
     """
-    found = _found(opened)
-    return found.summary if found is not None else None
+    manifest = _manifest_of(opened)
+    return manifest.summary if manifest is not None else None
 
 
-def _found(opened: Opened) -> _DcpManifest | None:
+def _manifest_of(opened: Opened) -> _DcpManifest | None:
     where, size = opened.named(NAME), opened.size_of(NAME)
     first = opened.read(NAME, 0, min(size, _FIRST_NBYTES))
     if not first.startswith(_BEGIN) or not first[len(_BEGIN) + _LENGTH :].startswith(b'{"brief":'):
@@ -85,7 +85,7 @@ _OLDEST = ManifestSummary(
 """Stands for the brief of a checkpoint that torch.distributed.checkpoint itself has written: it is older than all others."""
 
 
-class DcpJudge(CheckpointProbe[ManifestSummary]):
+class DcpProbe(CheckpointProbe[ManifestSummary]):
     """The `CheckpointProbe` of DCP checkpoints. Those of other writers count as complete; their token is empty."""
 
     manifest = NAME
@@ -96,36 +96,36 @@ class DcpJudge(CheckpointProbe[ManifestSummary]):
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:
-            found = _found(opened)
-            if found is None:
+            manifest = _manifest_of(opened)
+            if manifest is None:
                 return CheckpointStatus(_OLDEST)
-            if found.summary.version > VERSION:
+            if manifest.summary.version > VERSION:
                 return CheckpointStatus(
-                    is_sure=False, reason=f"{opened.named(NAME)} has the schema version {found.summary.version}"
+                    is_sure=False, reason=f"{opened.named(NAME)} has the schema version {manifest.summary.version}"
                 )
             if whole:
                 digest, size = Digest(), opened.size_of(NAME)
-                for start in range(found.start, size, _PIECE_NBYTES):
+                for start in range(manifest.start, size, _PIECE_NBYTES):
                     digest.add(opened.read(NAME, start, min(_PIECE_NBYTES, size - start)))
-                if digest.hex != found.rest:
+                if digest.hex != manifest.rest:
                     return CheckpointStatus(
                         reason=f"{opened.named(NAME)} is not the file that was saved: its checksum differs"
                     )
-            for name, nbytes in found.summary.files.items():
+            for name, nbytes in manifest.summary.files.items():
                 if opened.nbytes_of(name) != nbytes:
                     return CheckpointStatus(
                         reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved"
                     )
         except (OSError, MemoryError) as error:
             return CheckpointStatus(is_sure=is_sure_that_not(error), reason=str(error))
-        return CheckpointStatus(found.summary)
+        return CheckpointStatus(manifest.summary)
 
     def token_in(self, opened: Opened) -> str | None:
         try:
-            found = _found(opened)
+            manifest = _manifest_of(opened)
         except (OSError, MemoryError):
             return None
-        return found.summary.token if found is not None else None
+        return manifest.summary.token if manifest is not None else None
 
     def is_trace(self, name: str) -> bool:
         return _OWN.fullmatch(name) is not None
@@ -135,8 +135,8 @@ class DcpJudge(CheckpointProbe[ManifestSummary]):
         is_torchs = False
         if opened is not None:
             try:
-                found = _found(opened)
-                listed, is_torchs = set(found.summary.files) if found is not None else None, found is None
+                manifest = _manifest_of(opened)
+                listed, is_torchs = set(manifest.summary.files) if manifest is not None else None, manifest is None
             except (OSError, MemoryError):
                 pass
 
@@ -150,4 +150,4 @@ class DcpJudge(CheckpointProbe[ManifestSummary]):
         return is_own
 
 
-DCP_JUDGE: CheckpointProbe[Any] = DcpJudge()
+DCP_PROBE: CheckpointProbe[Any] = DcpProbe()

@@ -18,12 +18,12 @@ from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.foreign.dcp.full_dict import filled, full_dict, keys_in
-from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces, archives_in, read_values, unread_in
+from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces, archives_in, read_values, unread_class_in
 from fsdp_optim.foreign.dcp.keys import GROUPS, meaning_of
 from fsdp_optim.foreign.dcp.metadata import Metadata, Path, Tensor, read_metadata
 from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
 from fsdp_optim.foreign.dcp.probe import NAME as METADATA
-from fsdp_optim.foreign.dcp.probe import brief_of
+from fsdp_optim.foreign.dcp.probe import summary_of
 from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, with_keys
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.formats.base.checksums import hex_of
@@ -91,7 +91,7 @@ class _DcpContents:
             folder: _joined([read_metadata(opened, name, folder) for name in names])
             for folder, names in folders.items()
         }
-        whole = [folder for folder, found in each.items() if _has_both(found)]
+        whole = [folder for folder, metadata in each.items() if _has_both(metadata)]
         if len(each) > 1 and whole:
             named = shortened(folder.rstrip("/") for folder in each)
             raise CheckpointError(f"{opened.where}: has several checkpoints, {named}: give the path of one of them")
@@ -99,28 +99,34 @@ class _DcpContents:
         if len(each) == 1:
             only = next(iter(each.values()))
             return cls(only.tensors, only.values, only.paths, only.digest, files)
-        tensors = {f"{folder}{key}": one for folder, found in each.items() for key, one in found.tensors.items()}
-        values = {f"{folder}{key}": one for folder, found in each.items() for key, one in found.values.items()}
+        tensors = {
+            f"{folder}{key}": entry for folder, metadata in each.items() for key, entry in metadata.tensors.items()
+        }
+        values = {
+            f"{folder}{key}": entry for folder, metadata in each.items() for key, entry in metadata.values.items()
+        }
         paths = {
             f"{folder}{key}": (folder.rstrip("/"), *path)
-            for folder, found in each.items()
-            for key, path in found.paths.items()
+            for folder, metadata in each.items()
+            for key, path in metadata.paths.items()
         }
-        return cls(tensors, values, paths, hex_of("".join(found.digest for found in each.values()).encode()), files)
+        return cls(
+            tensors, values, paths, hex_of("".join(metadata.digest for metadata in each.values()).encode()), files
+        )
 
 
 def _folders(opened: Opened) -> dict[str, list[str]]:
-    """The names of the metadata files, by folder: one file, or where the ranks saved without each other one of each rank."""
-    found: dict[str, dict[int, str]] = {}
+    """Return the names of the metadata files, by folder: one file, or one of each rank where each saved by itself."""
+    by_folder: dict[str, dict[int, str]] = {}
     for name in [opened.selected] if opened.selected else opened.names():
         matched = _NAME.fullmatch(name)
         if matched is not None:
             folder = f"{matched[1]}/" if matched[1] else ""
-            found.setdefault(folder, {})[int(matched[3]) if matched[3] else -1] = name
-    if "" in found:
-        found = {"": found[""]}
+            by_folder.setdefault(folder, {})[int(matched[3]) if matched[3] else -1] = name
+    if "" in by_folder:
+        by_folder = {"": by_folder[""]}
     folders = {}
-    for folder, by_rank in found.items():
+    for folder, by_rank in by_folder.items():
         ranks = sorted(by_rank)
         if ranks[0] >= 0 and ranks != list(range(len(ranks))):
             missing = next(rank for rank in range(len(ranks)) if rank not in by_rank)
@@ -131,35 +137,35 @@ def _folders(opened: Opened) -> dict[str, list[str]]:
     return folders
 
 
-def _joined(found: Sequence[Metadata]) -> Metadata:
-    """The metadata of ranks that saved without each other as one. A value that several ranks have is that of the first."""
-    if len(found) == 1:
-        only = found[0]
+def _joined(parts: Sequence[Metadata]) -> Metadata:
+    """Join the metadata of ranks that saved without each other. Of a value that several ranks have, the first rank's counts."""
+    if len(parts) == 1:
+        only = parts[0]
         return replace(only, paths={key: only.paths.get(key, (key,)) for key in (*only.tensors, *only.values)})
     tensors: dict[str, Tensor] = {}
     values: dict[str, ItemPlace] = {}
     paths: dict[str, Path] = {}
-    for one in found:
-        for key, tensor in one.tensors.items():
+    for part in parts:
+        for key, tensor in part.tensors.items():
             other = tensors.setdefault(key, tensor)
             if other is not tensor:
                 chunks = dict(zip((*tensor.boxes, *other.boxes), (*tensor.items, *other.items), strict=True))
                 tensors[key] = replace(other, boxes=tuple(chunks), items=tuple(chunks.values()))
-        for key, item in one.values.items():
+        for key, item in part.values.items():
             values.setdefault(key, item)
-        for key in (*one.tensors, *one.values):
-            paths.setdefault(key, one.paths.get(key, (key,)))
-    return Metadata(tensors, values, paths, hex_of("".join(one.digest for one in found).encode()))
+        for key in (*part.tensors, *part.values):
+            paths.setdefault(key, part.paths.get(key, (key,)))
+    return Metadata(tensors, values, paths, hex_of("".join(part.digest for part in parts).encode()))
 
 
-def _has_both(found: Metadata) -> bool:
-    """Whether a folder has an optimizer and tensors beside it."""
+def _has_both(metadata: Metadata) -> bool:
+    """Return whether a folder has an optimizer and tensors beside it."""
     roots = {
         ".".join(map(str, path)).partition(GROUPS)[0]
-        for path in found.paths.values()
+        for path in metadata.paths.values()
         if GROUPS in ".".join(map(str, path))
     }
-    return bool(roots) and any(not key.startswith(tuple(roots)) for key in found.tensors)
+    return bool(roots) and any(not key.startswith(tuple(roots)) for key in metadata.tensors)
 
 
 # ------------------------------------------------------------------------------------------- the reader
@@ -170,17 +176,17 @@ def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
     files = _checked_files(opened, saved)
     items = Items(opened, saved.tensors)
     stored = dict(_stored(opened, saved, items))
-    extra = _Extra.of(opened, saved, stored, items, meaning.extra)
-    of_modules = _Extra.of(opened, saved, stored, items, meaning.module_values)
+    extra = _WholeValues.of(opened, saved, stored, items, meaning.extra)
+    of_modules = _WholeValues.of(opened, saved, stored, items, meaning.module_values)
     of_optimizers = [key for tree in meaning.optimizers for key in keys_in(tree)]
     values = read_values(opened, {key: saved.values[key] for key in of_optimizers if key in saved.values})
     for key, value in values.items():
-        if what := unread_in(value):
+        if what := unread_class_in(value):
             raise CheckpointError(
                 f"{opened.where}: {key}: has an object of the class {what}, which is not loaded into an optimizer: load the "
                 "checkpoint as it was saved, and save the optimizer without it"
             )
-    summary = _own_brief(opened)
+    summary = _own_summary(opened)
 
     def pickled() -> Mapping[str, Any]:
         return extra.pickled() if summary is None else _of_ranks(opened.where, extra.pickled())[0]
@@ -209,17 +215,17 @@ def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
     )
 
 
-def _own_brief(opened: Opened) -> ManifestSummary | None:
-    """The brief of a checkpoint that this library has saved."""
+def _own_summary(opened: Opened) -> ManifestSummary | None:
+    """Return the summary of a checkpoint that this library has saved."""
     if opened.selected or not opened.has(METADATA):
         return None
     with contextlib.suppress(CheckpointError):
-        return brief_of(opened)
+        return summary_of(opened)
     return None
 
 
 def _of_ranks(where: str, extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The trainer's values that this library has saved, without those of each rank, and those of each rank."""
+    """Split the trainer's values that this library has saved into the common ones and each rank's own."""
     keys, of_ranks = extra.get(KEYS, {}), extra.get(OF_RANKS)
     if not isinstance(keys, Mapping):
         raise CheckpointError(f"{where}: {KEYS}: is not a dict")
@@ -238,7 +244,7 @@ def _of_ranks(where: str, extra: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 
 @dataclass(frozen=True)
-class _Extra:
+class _WholeValues:
     """Values that every rank reads whole: trees of them by name, and the items of their keys.
 
     `apart`: the tensors, already read, that are in no archive of torch.save.
@@ -258,17 +264,17 @@ class _Extra:
         stored: Mapping[str, StoredTensor],
         places: Items,
         trees: Mapping[str, Any],
-    ) -> _Extra:
-        """Read the values. Those that are too large, or have objects of unknown classes, are withheld."""
+    ) -> _WholeValues:
+        """Read the values. Values that are too large, or have objects of unknown classes, are withheld."""
         nbytes = {name: sum(_nbytes(stored, key) for key in keys_in(tree)) for name, tree in trees.items()}
         read = [key for name, tree in trees.items() if nbytes[name] <= _MOST_EXTRA_NBYTES for key in keys_in(tree)]
         apart = {key: made for key in read if (made := _empty(saved, key)) is not None}
         apart.update(places.read_apart(read))
         items = {key: item for key in read if key not in apart and (item := _item(saved, key)) is not None}
-        found = {**read_values(opened, items), **apart}
+        loaded = {**read_values(opened, items), **apart}
         values: dict[str, Any] = {}
         for name, tree in trees.items():
-            there = [key for key in keys_in(tree) if key in found]
+            there = [key for key in keys_in(tree) if key in loaded]
             if there != [*keys_in(tree)]:
                 values[str(name)] = Withheld(
                     f"{opened.where}: {name}: has tensors of {nbytes[name]} bytes that are neither the model's nor the "
@@ -276,22 +282,22 @@ class _Extra:
                     is_unsafe=False,
                 )
                 continue
-            value = filled(tree, found.__getitem__)
-            what = unread_in(value)
+            value = filled(tree, loaded.__getitem__)
+            what = unread_class_in(value)
             values[str(name)] = value if not what else _withheld(opened, name, what)
         return cls(opened, trees, items, apart, values)
 
     def pickled(self) -> Mapping[str, Any]:
-        """The values with objects of all classes, which can run any code."""
+        """Return the values with objects of all classes, which can run any code."""
         withheld = [name for name, value in self.values.items() if isinstance(value, Withheld)]
-        found = read_values(
+        loaded = read_values(
             self.opened,
             {key: self.items[key] for name in withheld for key in keys_in(self.trees[name]) if key in self.items},
             allow_pickle=True,
         )
-        found.update(self.apart)
-        there = {name for name in withheld if all(key in found for key in keys_in(self.trees[name]))}
-        made = {name: filled(self.trees[name], found.__getitem__) for name in there}
+        loaded.update(self.apart)
+        there = {name for name in withheld if all(key in loaded for key in keys_in(self.trees[name]))}
+        made = {name: filled(self.trees[name], loaded.__getitem__) for name in there}
         return {**self.values, **made}
 
 
@@ -303,7 +309,10 @@ def _withheld(opened: Opened, name: object, what: str) -> Withheld:
 
 
 def _checked_files(opened: Opened, saved: _DcpContents) -> list[str]:
-    """The files that have items. Raises CheckpointError that names a file which is missing or too short, and one of its keys."""
+    """Return the files that have items.
+
+    Raises CheckpointError that names a file which is missing or too short, and one of its keys.
+    """
     ends: dict[str, tuple[int, str]] = {}
     items = ((item, key) for key, tensor in saved.tensors.items() for item in tensor.items)
     for item, key in (*items, *((item, key) for key, item in saved.values.items())):
@@ -328,7 +337,7 @@ def _checked_files(opened: Opened, saved: _DcpContents) -> list[str]:
 
 
 def _stored(opened: Opened, saved: _DcpContents, items: Items) -> Iterator[tuple[str, StoredTensor]]:
-    """Every tensor by key, without its elements. Raises CheckpointError where its chunks are not the whole tensor."""
+    """Yield every tensor by key, without its elements. Raises CheckpointError where its chunks are not the whole tensor."""
     cuts = Cuts()
     for key, tensor in saved.tensors.items():
         name = f"{opened.where}: {key}"
@@ -355,7 +364,7 @@ def _stored(opened: Opened, saved: _DcpContents, items: Items) -> Iterator[tuple
 
 
 def _item(saved: _DcpContents, key: str) -> ItemPlace | None:
-    """The item with the whole value; None for a tensor in several chunks or without elements."""
+    """Return the item with the whole value; None for a tensor in several chunks or without elements."""
     if key in saved.values:
         return saved.values[key]
     items = saved.tensors[key].items
@@ -363,7 +372,7 @@ def _item(saved: _DcpContents, key: str) -> ItemPlace | None:
 
 
 def _empty(saved: _DcpContents, key: str) -> torch.Tensor | None:
-    """A tensor without elements, which is in no file; None for all other values."""
+    """Return a tensor without elements, which is in no file; None for all other values."""
     tensor = saved.tensors.get(key)
     if tensor is None or tensor.items or 0 not in tensor.shape:
         return None
@@ -375,17 +384,17 @@ def _nbytes(stored: Mapping[str, StoredTensor], key: str) -> int:
 
 
 def _of_lightning(opened: Opened) -> Mapping[str, Any]:
-    """The values of the trainer that Lightning keeps in a file of its own."""
+    """Return the values of the trainer that Lightning keeps in a file of its own."""
     if _OF_LIGHTNING not in opened.names():
         return {}
     archive = read_archive(opened, _OF_LIGHTNING)
     values = archive.value if isinstance(archive.value, dict) else {_OF_LIGHTNING: archive.value}
     return {
-        str(name): _withheld(opened, name, what) if (what := unread_in(value)) else archive.materialised(value)
+        str(name): _withheld(opened, name, what) if (what := unread_class_in(value)) else archive.materialised(value)
         for name, value in values.items()
     }
 
 
 def _world_size(opened: Opened) -> int:
-    """The number of ranks that wrote files."""
+    """Return the number of ranks that wrote files."""
     return max((int(matched[1]) + 1 for name in opened.names() if (matched := _DATA.fullmatch(name))), default=0)

@@ -34,16 +34,16 @@ class SafetensorsInside:
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._found: dict[str, _Inside | None] = {}
+        self._insides: dict[str, _Inside | None] = {}
 
     def place(self, name: str, item: ItemPlace, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int] | None:
-        """The file of a chunk and the byte at which its elements begin; None for a file whose tensors are no safetensors.
+        """Return the file of a chunk and the byte at which its elements begin; None for a file whose tensors are no safetensors.
 
         `name`: for errors. Raises CheckpointError where the file has another tensor than the metadata say.
         """
-        if item.file not in self._found:
-            self._found[item.file] = self._read(item)
-        inside = self._found[item.file]
+        if item.file not in self._insides:
+            self._insides[item.file] = self._read(item)
+        inside = self._insides[item.file]
         if inside is None:
             return None
         where = f"{self._opened.named(item.file)}: {name}"

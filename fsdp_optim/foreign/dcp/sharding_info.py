@@ -28,12 +28,12 @@ _KEY = "DCP_SHARDING_INFO"
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file has the name that HuggingFaceStorageWriter(save_distributed=True) gives to the file of one rank."""
+    """Return whether a file has the name that HuggingFaceStorageWriter(save_distributed=True) gives to the file of one rank."""
     return _SHARD.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def is_consolidated(name: str) -> bool:
-    """Whether a file is the file of one rank, in the folder where torch keeps those of which it makes one checkpoint."""
+    """Return whether a file is one rank's, in the folder whose files torch consolidates into one checkpoint."""
     return name.startswith(f"{_SHARDED}/") and is_shard(name)
 
 
@@ -42,7 +42,7 @@ class _Chunk(msgspec.Struct, frozen=True):
 
 
 def offsets_in(path: str, header: Header) -> Mapping[str, Shape] | None:
-    """The first element of each chunk of a file, by key; None for a file without chunks.
+    """Return the first element of each chunk of a file, by key; None for a file without chunks.
 
     Raises CheckpointError where the metadata do not describe the tensors of the file.
     """
@@ -51,7 +51,7 @@ def offsets_in(path: str, header: Header) -> Mapping[str, Shape] | None:
     where = f"{path}: {_KEY} in its metadata"
     with as_checkpoint_error(where):
         listed = msgspec.convert(parse_json(where, header.metadata[_KEY].encode()), dict[str, _Chunk])
-    found = {}
+    by_key = {}
     for entry in header.entries:
         offsets = listed[entry.key].saved_offsets if entry.key in listed else None
         if offsets is None or len(offsets) != len(entry.shape) or min(offsets, default=0) < 0:
@@ -59,8 +59,8 @@ def offsets_in(path: str, header: Header) -> Mapping[str, Shape] | None:
             raise CheckpointError(
                 f"{where}: {begins} {entry.key}, of shape {list(entry.shape)}, begins: it was changed"
             )
-        found[entry.key] = offsets
-    return found
+        by_key[entry.key] = offsets
+    return by_key
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ def check_is_whole(opened: Opened, file: OpenFile) -> None:
 
 
 def shards_in(opened: Opened, names: Sequence[str]) -> list[str]:
-    """The files of all ranks in a folder, if it has such files.
+    """Return the files of all ranks in a folder, if it has such files.
 
-    `names`: all files of the folder. Raises CheckpointError where they are not those of one checkpoint.
+    `names`: all files of the folder. Raises CheckpointError where they are not of one checkpoint.
     """
     here = [name for name in names if name.endswith(".safetensors") and "/" not in name]
-    found = [matched for name in here if (matched := _SHARD.fullmatch(name))]
-    if not found:
+    shards = [matched for name in here if (matched := _SHARD.fullmatch(name))]
+    if not shards:
         if not any(name in ("model.safetensors", _INDEX) for name in names) and any(map(is_consolidated, names)):
             raise CheckpointError(
                 f"{opened.where}: has no index, and the files of ranks in its folder {_SHARDED}: torch was killed while it made "
@@ -105,31 +105,31 @@ def shards_in(opened: Opened, names: Sequence[str]) -> list[str]:
     others = [name for name in names if name == _INDEX or (name in here and not is_shard(name))]
     if others:
         raise CheckpointError(
-            f"{opened.where}: has files of ranks, such as {found[0][0]}, and {shortened(others)}: keep the files of one "
+            f"{opened.where}: has files of ranks, such as {shards[0][0]}, and {shortened(others)}: keep the files of one "
             f"checkpoint in the folder, or give the path of {opened.named(_INDEX if _INDEX in others else others[0])}"
         )
-    totals = sorted({int(one[3]) for one in found})
+    totals = sorted({int(shard[3]) for shard in shards})
     if len(totals) > 1:
         raise CheckpointError(
             f"{opened.where}: has files of two checkpoints, with {totals[0]} and with {totals[1]} files for each rank: remove "
             "those that are not of the last save"
         )
-    return [one[0] for one in found]
+    return [shard[0] for shard in shards]
 
 
 def check_scalars(opened: Opened, made: Mapping[str, StoredTensor], sharded: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointError where torch has made one checkpoint of the files of ranks, and a tensor without dimensions differs.
+    """Raise CheckpointError where torch has consolidated the files of ranks, and a tensor without dimensions differs.
 
-    torch 2.13 copies no such tensor: it leaves zeros. `made`: the tensors of the one checkpoint; `sharded`: those of the ranks.
+    torch 2.13 copies no such tensor: it leaves zeros. `made`: the consolidated tensors; `sharded`: the tensors of the ranks.
     """
-    for key, one in made.items():
+    for key, stored in made.items():
         other = sharded.get(key)
-        if one.shape or other is None or (other.dtype, other.shape) != (one.dtype, one.shape):
+        if stored.shape or other is None or (other.dtype, other.shape) != (stored.dtype, stored.shape):
             continue
-        bytes_of = [opened.read(*each.place_on(each.placement.ranks[0]), each.itemsize) for each in (one, other)]
+        bytes_of = [opened.read(*each.place_on(each.placement.ranks[0]), each.itemsize) for each in (stored, other)]
         if bytes_of[0] != bytes_of[1]:
             raise CheckpointError(
-                f"{opened.named(one.file)}: {key} has other bytes ({bytes_of[0].hex()}) than in the files of the ranks "
+                f"{opened.named(stored.file)}: {key} has other bytes ({bytes_of[0].hex()}) than in the files of the ranks "
                 f"({bytes_of[1].hex()}), of which torch has made this file (enable_consolidation=True): torch leaves zeros for "
                 "tensors without dimensions, so give the path of a folder with the files of the ranks alone "
                 f"({opened.named(other.file)})"
@@ -137,14 +137,14 @@ def check_scalars(opened: Opened, made: Mapping[str, StoredTensor], sharded: Map
 
 
 def ranks_beside(names: Sequence[str]) -> list[str]:
-    """The files of ranks of which torch may have made the one checkpoint of a folder. `names`: all files of the folder."""
+    """Return the files of ranks that torch may have consolidated into the checkpoint of a folder. `names`: all its files."""
     return [name for name in names if is_consolidated(name)] or [
         name for name in names if "/" not in name and is_shard(name)
     ]
 
 
 def num_ranks_of(names: Sequence[str]) -> int:
-    """The number of ranks that wrote files with these names, as far as the names tell."""
+    """Return the number of ranks that wrote files with these names, as far as the names say."""
     return max((int(matched[1]) for name in names if (matched := _SHARD.fullmatch(name))), default=0)
 
 
@@ -159,8 +159,8 @@ class _FileChunk:
 
 
 def joined_chunks(opened: Opened, files: Sequence[OpenFile]) -> Iterator[StoredTensor]:
-    """The tensors in the files of all ranks. Raises CheckpointError where chunks overlap, or elements are in no file."""
-    found: dict[str, list[_FileChunk]] = {}
+    """Yield the tensors in the files of all ranks. Raises CheckpointError where chunks overlap, or elements are in no file."""
+    by_key: dict[str, list[_FileChunk]] = {}
     for file in files:
         path = opened.named(file.name)
         offsets = offsets_in(path, file.header)
@@ -170,18 +170,18 @@ def joined_chunks(opened: Opened, files: Sequence[OpenFile]) -> Iterator[StoredT
             )
         for entry in file.header.entries:
             part = _FileChunk(file.name, entry, offsets[entry.key], file.start + entry.start)
-            found.setdefault(entry.key, []).append(part)
+            by_key.setdefault(entry.key, []).append(part)
     cuts, doubts = Cuts(), _doubts([file.name for file in files])
-    for key, parts in found.items():
+    for key, parts in by_key.items():
         yield _joined(opened, key, parts, cuts, doubts)
 
 
 def _joined(opened: Opened, key: str, parts: Sequence[_FileChunk], cuts: Cuts, doubts: str) -> StoredTensor:
-    name, one = f"{opened.where}: {key}", parts[0].entry
+    name, entry = f"{opened.where}: {key}", parts[0].entry
     for other in parts:
-        if (other.entry.dtype, len(other.first)) != (one.dtype, len(one.shape)):
+        if (other.entry.dtype, len(other.first)) != (entry.dtype, len(entry.shape)):
             raise CheckpointError(
-                f"{name}: is {one.dtype} of shape {list(one.shape)} in {parts[0].file}, and {other.entry.dtype} of shape "
+                f"{name}: is {entry.dtype} of shape {list(entry.shape)} in {parts[0].file}, and {other.entry.dtype} of shape "
                 f"{list(other.entry.shape)} in {other.file}: the files are of different saves"
             )
     ends = [tuple(map(sum, zip(part.first, part.entry.shape, strict=True))) for part in parts]
@@ -194,11 +194,11 @@ def _joined(opened: Opened, key: str, parts: Sequence[_FileChunk], cuts: Cuts, d
     places = {-1 - number: (part.file, part.start) for number, part in enumerate(filled)}
     file, start = places.get(-1, (parts[0].file, parts[0].start))
     chunks = Chunks(placement, places)
-    return StoredTensor(key, one.dtype, shape, file, start, request_nbytes=opened.request_nbytes, chunks=chunks)
+    return StoredTensor(key, entry.dtype, shape, file, start, request_nbytes=opened.request_nbytes, chunks=chunks)
 
 
 def _doubts(names: Sequence[str]) -> str:
-    """What may be wrong where the chunks of files do not fit together."""
+    """Return the possible reasons why the chunks of files do not fit together."""
     num = num_ranks_of(names)
     there = {int(matched[1]) for name in names if (matched := _SHARD.fullmatch(name))}
     missing = [f"shard-{number:05}" for number in range(1, num + 1) if number not in there]

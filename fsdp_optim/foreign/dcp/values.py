@@ -36,12 +36,12 @@ _NUMBERS = "biufc"  # kinds of numpy's dtypes
 
 
 def key_of(path: Path) -> str:
-    """The key under which torch.distributed.checkpoint saves the value at a path."""
+    """Return the key under which torch.distributed.checkpoint saves the value at a path."""
     return ".".join(map(str, path))
 
 
 def flattened(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """The values inside dicts, and inside lists that have dicts or tensors, each with its path.
+    """Yield the values inside dicts, and inside lists that have dicts or tensors, each with its path.
 
     An empty dict is a value, which torch.distributed.checkpoint would leave out.
     """
@@ -56,7 +56,7 @@ def flattened(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def other_keys_in(where: str, value: Any, path: Path = ()) -> Iterator[tuple[Path, list[Any]]]:
-    """The path and the keys of each dict inside a value that has other keys than str.
+    """Yield the path and the keys of each dict inside a value that has other keys than str.
 
     Raises CheckpointError if two keys of a dict become the same str.
     """
@@ -77,7 +77,7 @@ def other_keys_in(where: str, value: Any, path: Path = ()) -> Iterator[tuple[Pat
 
 
 def with_keys(where: str, value: Any, listed: Any) -> Any:
-    """A value with the original keys of its dicts. `listed`: pairs as `other_keys_in` gives them.
+    """Return a value with the original keys of its dicts. `listed`: pairs as `other_keys_in` gives them.
 
     Raises CheckpointError if they do not fit the value.
     """
@@ -123,7 +123,7 @@ class ValueItem:
     tensor: tuple[str, tuple[int, ...]] | None = None
 
     def to_json(self) -> list[Any]:
-        """The item as JSON values."""
+        """Return the item as JSON values."""
         return [list(self.path), self.start, self.nbytes, self.tensor and [self.tensor[0], list(self.tensor[1])]]
 
     @classmethod
@@ -160,13 +160,13 @@ class ValueFile:
         self.items += [ValueItem(path, *at, tensor) for path in paths]
 
     def encoded(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         index = json.dumps([item.to_json() for item in self.items], separators=(",", ":")).encode()
         return bytes(self._data) + index + len(index).to_bytes(_LENGTH, "little")
 
 
 def _own(where: str, value: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor on the CPU. Raises CheckpointError for one whose elements cannot be copied."""
+    """Return a copy of a tensor on the CPU. Raises CheckpointError for one whose elements cannot be copied."""
     check_elements(where, value, CheckpointError)
     if value.layout is not torch.strided:
         raise CheckpointError(
@@ -178,14 +178,17 @@ def _own(where: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def items_in(data: bytes) -> list[Any]:
-    """The items of a file of values, as JSON values."""
+    """Return the items of a file of values, as JSON values."""
     length = int.from_bytes(data[-_LENGTH:], "little")
-    found: list[Any] = json.loads(data[-_LENGTH - length : -_LENGTH])
-    return found
+    items: list[Any] = json.loads(data[-_LENGTH - length : -_LENGTH])
+    return items
 
 
 def _archive(where: str, value: Any, allow_pickle: bool) -> bytes:
-    """The value as an archive of torch.save. Raises CheckpointError for objects of unknown classes without `allow_pickle`."""
+    """Return the value as an archive of torch.save.
+
+    Raises CheckpointError for objects of unknown classes without `allow_pickle`.
+    """
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -204,7 +207,7 @@ def _archive(where: str, value: Any, allow_pickle: bool) -> bytes:
 
 
 def _has_numbers(value: Any) -> bool:
-    """Whether the numpy arrays inside plain containers have numbers as elements."""
+    """Return whether the numpy arrays inside plain containers have numbers as elements."""
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         return value.dtype.kind in _NUMBERS
     if isinstance(value, Mapping):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.torch_zip import ALIGNMENT, TensorStub, frames_around
-from fsdp_optim.foreign.dcp.probe import NAME, VERSION, with_brief
+from fsdp_optim.foreign.dcp.probe import NAME, VERSION, with_summary
 from fsdp_optim.foreign.dcp.values import (
     KEYS,
     OF_RANKS,
@@ -105,7 +105,9 @@ class DcpWriter(Writer):
     def files(
         self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
-        return [file for half, its in tensors.items() for file in self._of_half(half, its, most_nbytes, num_ranks)]
+        return [
+            file for half, planned in tensors.items() for file in self._of_half(half, planned, most_nbytes, num_ranks)
+        ]
 
     def _of_half(
         self, half: Half, tensors: Sequence[PlannedTensor], most_nbytes: int, num_ranks: int
@@ -115,7 +117,7 @@ class DcpWriter(Writer):
         names = [f"{half}-{number + 1:05}-of-{len(per_file):05}.distcp" for number in range(len(per_file))]
         if len(per_file) == 1:
             names = [f"{half}.distcp"]
-        return [self._planned(name, half, its, num_ranks) for name, its in zip(names, per_file, strict=True)]
+        return [self._planned(name, half, planned, num_ranks) for name, planned in zip(names, per_file, strict=True)]
 
     def _planned(self, name: str, half: Half, tensors: Sequence[PlannedTensor], num_ranks: int) -> PlannedFile:
         plan = _FilePlan()
@@ -193,7 +195,7 @@ class DcpWriter(Writer):
             weights=contents.weights,
             weights_dtype=contents.weights_dtype,
         )
-        yield NAME, with_brief(summary, pickle.dumps(listed.metadata(stamp.token)))
+        yield NAME, with_summary(summary, pickle.dumps(listed.metadata(stamp.token)))
 
 
 # ------------------------------------------------------------------------------------------- tensors
@@ -208,10 +210,10 @@ class _Names:
 
     def __call__(self, start: int, stop: int) -> str:
         ends = (*self.starts[1:], stop)
-        found = [
+        keys = [
             key for key, first, end in zip(self.keys, self.starts, ends, strict=True) if first < stop and start < end
         ]
-        return shortened(found)
+        return shortened(keys)
 
 
 @dataclass
@@ -241,7 +243,7 @@ class _FilePlan:
 
 
 def _within(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) -> Iterator[list[PlannedTensor]]:
-    """The tensors of each file, in their order: at most `most_nbytes` with what is between them, or one that is larger."""
+    """Yield the tensors of each file, in order: at most `most_nbytes` with the frames between them, or one larger tensor."""
     batch, plan = list[PlannedTensor](), _FilePlan()
     for tensor in tensors:
         plan.add(tensor, num_ranks)
@@ -254,9 +256,9 @@ def _within(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) 
 
 
 def chunks_of(shape: Shape, itemsize: int, num_ranks: int) -> Iterator[tuple[Shape, Shape]]:
-    """The chunks of a tensor as (offsets, sizes): the rows of each rank, if the tensor is cut along its first dimension.
+    """Yield the chunks of a tensor as (offsets, sizes): the rows of each rank, if the tensor is cut along its first dimension.
 
-    A reader needs a chunk whole, so that no chunk is large; and small ones are joined, because each has an archive of its own.
+    A reader needs a complete chunk, so no chunk is large; small chunks are joined, because each has an archive of its own.
     """
     nbytes = prod(shape) * itemsize
     if not shape or not nbytes:
@@ -311,7 +313,7 @@ def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[ty
 
 
 def _paths_of(optim: OptimDescription | None) -> dict[str, Path]:
-    """The path of each stored tensor of the optimizer, by its key."""
+    """Return the path of each stored tensor of the optimizer, by its key."""
     params = optim.params if optim is not None else {}
     return {
         key: (OPTIM, _STATE, fqn, str(name))
@@ -326,7 +328,7 @@ def _paths_of(optim: OptimDescription | None) -> dict[str, Path]:
 
 @dataclass
 class WrittenItem:
-    """Torch's Metadata on its way. `folder`: the folder of the files, counted from that of `.metadata`."""
+    """Torch's Metadata while it is built. `folder`: the folder of the files, relative to the folder of `.metadata`."""
 
     folder: str
     _tensors: dict[str, Any] = field(default_factory=dict)
@@ -343,13 +345,13 @@ class WrittenItem:
     def add_chunk(self, path: Path, tensor: PlannedTensor, chunk: Chunk, file: str) -> None:
         """List a chunk of a tensor."""
         key, size = self._key(path), self._size(tensor.shape)
-        found = self._tensors.get(key)
-        if found is None:
-            found = self._tensors[key] = self._tensor(tensor.dtype, size)
+        entry = self._tensors.get(key)
+        if entry is None:
+            entry = self._tensors[key] = self._tensor(tensor.dtype, size)
         metadata, _ = self._torchs
         offsets = self._size(chunk.offsets)
-        found.chunks.append(metadata.ChunkStorageMetadata(offsets, self._size(chunk.sizes)))
-        self._put(key, offsets, len(found.chunks) - 1, file, chunk.start, chunk.nbytes)
+        entry.chunks.append(metadata.ChunkStorageMetadata(offsets, self._size(chunk.sizes)))
+        self._put(key, offsets, len(entry.chunks) - 1, file, chunk.start, chunk.nbytes)
 
     def add_value(self, item: ValueItem, file: str) -> None:
         """List a value of a file of values."""
@@ -392,6 +394,6 @@ class WrittenItem:
         made: Metadata = metadata.Metadata(
             self._tensors, self._paths, self._places, metadata.StorageMeta(save_id=token)
         )
-        if "version" in {one.name for one in fields(metadata.Metadata)}:
+        if "version" in {field.name for field in fields(metadata.Metadata)}:
             made.version = "1.0.0"
         return made

@@ -35,7 +35,7 @@ class Cut:
         flat: which flat tensor.
         start: the element of the whole flat tensor at which the parameter begins.
         chunk: the number of elements of the flat tensor on each rank.
-        skipped: the number of elements in a rank's part before those that `start` and `chunk` count.
+        skipped: the number of elements in a rank's part before the first one that `start` and `chunk` count.
     """
 
     fqn: str
@@ -46,7 +46,7 @@ class Cut:
     skipped: int = 0
 
     def stored(self, key: str, parts: Parts) -> StoredTensor:
-        """The parameter, or a state value that is cut in the same way, in the parts of the ranks."""
+        """Return the parameter, or a state value that is cut in the same way, in the parts of the ranks."""
         numel, any_part = prod(self.shape), parts[0]
         if not numel:
             return StoredTensor(key, any_part.dtype, self.shape, any_part.file, any_part.start)

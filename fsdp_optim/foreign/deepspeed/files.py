@@ -44,8 +44,8 @@ class DeepSpeedFiles:
         return bool(self.params)
 
 
-def is_one(opened: Opened) -> bool:
-    """Whether a place has files of DeepSpeed, at its top or in the folder of a tag. Raises nothing."""
+def has_deepspeed_files(opened: Opened) -> bool:
+    """Return whether a place has files of DeepSpeed, at its top or in the folder of a tag. Raises nothing."""
     if opened.selected:
         return False
     try:
@@ -56,7 +56,7 @@ def is_one(opened: Opened) -> bool:
 
 
 def find_files(opened: Opened) -> DeepSpeedFiles:
-    """The files of the checkpoint in a place: of the place itself, of the tag that `latest` names, or of the only tag."""
+    """Return the files of the checkpoint in a place: of the place itself, of the tag that `latest` names, or of the only tag."""
     names = opened.names()
     folder = _folder(opened, names)
     inside = frozenset(name[len(folder) :] for name in names if name.startswith(folder))
@@ -83,7 +83,7 @@ def _is_state(name: str) -> bool:
 
 
 def _folder(opened: Opened, names: Sequence[str]) -> str:
-    """The folder of the tag to read, with a "/" at its end; "" for the place itself."""
+    """Return the folder of the tag to read, with a "/" at its end; "" for the place itself."""
     if any(_is_state(name) and "/" not in name for name in names):
         return ""
     for latest in LATEST:
@@ -107,8 +107,8 @@ def _folder(opened: Opened, names: Sequence[str]) -> str:
 def _by_rank(
     where: str, folder: str, inside: frozenset[str], pattern: re.Pattern[str], *, is_universal: bool
 ) -> dict[int, str]:
-    """The files that match a pattern, by data parallel rank."""
-    found: dict[int, str] = {}
+    """Return the files that match a pattern, by data parallel rank."""
+    by_rank: dict[int, str] = {}
     for name in sorted(inside):
         matched = pattern.fullmatch(name)
         if matched is None:
@@ -121,10 +121,10 @@ def _by_rank(
                 "not say how parameters were cut: convert it with deepspeed.checkpoint.ds_to_universal"
             )
         rank = int(matched[1] or 0)
-        if rank in found:
+        if rank in by_rank:
             raise CheckpointError(
-                f"{where}: {found[rank].rpartition('/')[2]} and {name} are both of rank {rank}, so the folder has files of two "
+                f"{where}: {by_rank[rank].rpartition('/')[2]} and {name} are both of rank {rank}, so the folder has files of two "
                 "saves: remove those of the older one"
             )
-        found[rank] = f"{folder}{name}"
-    return dict(sorted(found.items()))
+        by_rank[rank] = f"{folder}{name}"
+    return dict(sorted(by_rank.items()))

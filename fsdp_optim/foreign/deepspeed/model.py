@@ -36,7 +36,7 @@ _OWN = frozenset(
         *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
     )
 )
-"""The values that DeepSpeed keeps for itself, and no caller needs."""
+"""The values that DeepSpeed keeps for itself, and no user needs."""
 
 _OF_DEEPSPEED = frozenset(
     (
@@ -44,14 +44,14 @@ _OF_DEEPSPEED = frozenset(
         *("skipped_steps", "global_steps", "global_samples", "ds_config", "ds_version"),
     )
 )
-"""Values of DeepSpeed that callers may need, beside those that they gave themselves as `client_state`."""
+"""Values of DeepSpeed that users may need, beside their own `client_state`."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
     """The files with the model: one file before stage 3 of ZeRO, and in stage 3 one of each rank.
 
-    In stage 3 each of them names all parameters, so those of other ranks than the first are read only where they are needed: for
+    In stage 3 each of them names all parameters, so other ranks' files than the first are read only where they are needed: for
     frozen parameters, of which each has a part, and for the values that a rank gave.
     """
 
@@ -61,10 +61,10 @@ class ModelFiles:
     @cached_property
     def first(self) -> TorchArchive:
         """The file of the first rank."""
-        found = read_files(self.opened, self.names[:1])[0]
-        with as_checkpoint_error(found.where):
-            mapping(found.value, "the file")
-        return found
+        archive = read_files(self.opened, self.names[:1])[0]
+        with as_checkpoint_error(archive.where):
+            mapping(archive.value, "the file")
+        return archive
 
     @cached_property
     def all(self) -> Sequence[TorchArchive]:
@@ -80,7 +80,7 @@ class ModelFiles:
         return self.all if self.saved.get("frozen_param_shapes") else [self.first]
 
     def of_rank(self, rank: int) -> TorchArchive:
-        """The file of one rank, which may be read for this call."""
+        """Return the file of one rank, which may be read for this call."""
         if rank == 0 or "all" in vars(self):
             return self.all[rank] if rank else self.first
         archive = read_files(self.opened, [self.names[rank]])[0]
@@ -152,7 +152,7 @@ class ModelFiles:
         """Weights that are not trained, where DeepSpeed saves them beside the module: from stage 2 of ZeRO on."""
         with as_checkpoint_error(self.file):
             shapes = shapes_of(self.saved.get("frozen_param_shapes") or {}, "frozen_param_shapes")
-        found = {}
+        weights = {}
         for name, shape in shapes.items():
             fragments = []
             for archive in self.all:
@@ -162,11 +162,11 @@ class ModelFiles:
             files = [archive.where for archive in self.all]
             check_same_dtype(name, fragments, files)
             if len(fragments) == 1 and fragments[0].shape == shape:
-                found[name] = replace(fragments[0], key=name)
+                weights[name] = replace(fragments[0], key=name)
             else:
                 with as_checkpoint_error(self.file):
-                    found[name] = cut_fragments(name, shape, fragments, files)
-        return found
+                    weights[name] = cut_fragments(name, shape, fragments, files)
+        return weights
 
     @property
     def module_values(self) -> Mapping[str, Any]:
@@ -181,17 +181,17 @@ class ModelFiles:
     # ------------------------------------------------------------------------------------------- values of the trainer
 
     def extra(self, scaler: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values of the first rank. `scaler`: the numbers of the loss scaler."""
-        found = _values(self.first, lambda name: name not in _OWN)
-        added = {"loss_scaler": dict(scaler)} if scaler and "loss_scaler" not in found else {}
-        return {**found, **added}
+        """Return the values of the first rank. `scaler`: the numbers of the loss scaler."""
+        values = _values(self.first, lambda name: name not in _OWN)
+        added = {"loss_scaler": dict(scaler)} if scaler and "loss_scaler" not in values else {}
+        return {**values, **added}
 
     def rank_extras(self) -> Sequence[ForeignValues]:
-        """The values that each rank gave, None for a rank that gave none; empty where only the first rank has a file."""
+        """Return the values that each rank gave, None for a rank that gave none; empty where only the first rank has a file."""
         return _RankExtras(self) if len(self.names) > 1 else ()
 
     def pickled(self, extra: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]] | None:
-        """A function that returns the values with real objects in the place of those that were not read."""
+        """Return a function that reads the values with real objects in the place of Unread."""
         return _pickled(self.first, extra)
 
 
@@ -230,7 +230,7 @@ def _pickled(archive: TorchArchive, values: Mapping[str, Any]) -> Callable[[], M
 
 
 def _versioned(value: Any) -> Any:
-    """A value of a module with the version of the module's code, which is not known."""
+    """Return a value of a module with the version of the module's code, which is not known."""
     return value if isinstance(value, Withheld) else [None, value]
 
 
@@ -257,11 +257,11 @@ def _unread_in(value: Any) -> Unread | None:
         return value
     if isinstance(value, StoredTensor):
         return None
-    return next((found for _, child in children(value) if (found := _unread_in(child)) is not None), None)
+    return next((unread for _, child in children(value) if (unread := _unread_in(child)) is not None), None)
 
 
 def flat_as(stored: StoredTensor, key: str, shape: tuple[int, ...]) -> StoredTensor:
-    """A tensor that was saved flat, in the shape of its parameter. Raises ValueError if the numbers of elements differ."""
+    """Return a tensor that was saved flat, in the shape of its parameter. Raises ValueError if the numbers of elements differ."""
     if prod(stored.shape) != prod(shape):
         raise ValueError(f"{key} has {prod(stored.shape)} elements, not those of the shape {list(shape)}")
     return replace(stored, key=key, shape=shape)

@@ -139,7 +139,7 @@ class _Rank:
             )
 
     def end_of(self, index: int) -> int:
-        """The padding at the end of one flat tensor."""
+        """Return the padding at the end of one flat tensor."""
         return self.ends[index] if index < len(self.ends) else 0
 
     def check_beside(self, first: _Rank, num_files: int) -> None:
@@ -149,8 +149,8 @@ class _Rank:
                 f"{self.file}: is of {self.num_ranks} ranks, but files of {num_files} ranks are there: some are missing, or "
                 "are left over from another save"
             )
-        mine, others = self._facts(), first._facts()
-        for what, value in mine.items():
+        facts, others = self._facts(), first._facts()
+        for what, value in facts.items():
             if value != others[what]:
                 raise CheckpointError(
                     f"{self.file}: differs in {what} from {first.file}: {value!r:.80} is not {others[what]!r:.80}; the files "
@@ -158,7 +158,7 @@ class _Rank:
                 )
 
     def _facts(self) -> Mapping[str, Any]:
-        """The values that are the same on all ranks of one save."""
+        """Return the values that are the same on all ranks of one save."""
         return {
             "the stage of ZeRO": self.stage,
             "the number of groups": len(self.flats),
@@ -181,7 +181,10 @@ class _Rank:
 def _state_and_groups(
     saved: object, step: object
 ) -> tuple[Mapping[int, Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
-    """The state by flat tensor, and the groups. A list is an elastic checkpoint, which has no hyperparameters but `step`."""
+    """Return the state by flat tensor, and the groups.
+
+    A list is an elastic checkpoint, which has no hyperparameters but `step`.
+    """
     if isinstance(saved, (list, tuple)):
         added = {} if step is None else {"step": step}
         return {index: {**added, **_values(values)} for index, values in enumerate(saved)}, None
@@ -202,7 +205,10 @@ def _values(values: object) -> dict[str, Any]:
 def _paddings(saved: object) -> Sequence[Sequence[int]] | None:
     if saved is None:
         return None
-    return [[whole_number(one, "a padding") for one in listed(of_group, "paddings")] for of_group in listed(saved, "")]
+    return [
+        [whole_number(padding, "a padding") for padding in listed(of_group, "paddings")]
+        for of_group in listed(saved, "")
+    ]
 
 
 def _cuts(ranks: Sequence[_Rank], groups: Sequence[Mapping[str, Shape]]) -> Sequence[Cut]:
@@ -216,7 +222,7 @@ def _cuts(ranks: Sequence[_Rank], groups: Sequence[Mapping[str, Shape]]) -> Sequ
             raise CheckpointError(f"{first.file}: has no weights")
         return list(cuts_of_params(files, shapes, flats))
     paddings = first.paddings or [[0] * len(shapes) for shapes in groups]
-    if len(groups) != len(flats) or [len(one) for one in paddings] != [len(shapes) for shapes in groups]:
+    if len(groups) != len(flats) or [len(of_group) for of_group in paddings] != [len(shapes) for shapes in groups]:
         raise CheckpointError(
             f"{first.file}: has {len(flats)} groups of weights, but the model's file has {len(groups)}: the files are of "
             "different saves"
@@ -228,7 +234,7 @@ def _cuts(ranks: Sequence[_Rank], groups: Sequence[Mapping[str, Shape]]) -> Sequ
 
 
 def _full_dict(ranks: Sequence[_Rank], cuts: Sequence[Cut]) -> Mapping[str, Any]:
-    """The state of each parameter, and the groups with names."""
+    """Return the state of each parameter, and the groups with names."""
     first = ranks[0]
     members: dict[int, list[Cut]] = {index: [] for index in range(len(first.flats))}
     for cut in cuts:
@@ -255,21 +261,21 @@ def _full_dict(ranks: Sequence[_Rank], cuts: Sequence[Cut]) -> Mapping[str, Any]
 
 
 def with_step(group: dict[str, Any], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """A param group whose `step`, where an optimizer counts there (FusedAdam), is in the state of its parameters instead."""
-    mine = [state[fqn] for fqn in group["params"] if state.get(fqn)]
-    if "step" in group and mine and not any("step" in values for values in mine):
+    """Move the `step` of a param group, where FusedAdam counts it, into the state of its parameters; return the group."""
+    states = [state[fqn] for fqn in group["params"] if state.get(fqn)]
+    if "step" in group and states and not any("step" in values for values in states):
         step = group.pop("step")
-        for values in mine:
+        for values in states:
             values["step"] = step
     return group
 
 
 def _value_of(ranks: Sequence[_Rank], index: int, name: str) -> Callable[[Cut], Any]:
-    """A function that returns a state value of one flat tensor for a parameter in it."""
-    found = [rank.state[index][name] for rank in ranks]
-    tensors = [value for value in found if isinstance(value, StoredTensor) and value.shape]
-    if not tensors and all(isinstance(value, (*_NUMBERS, StoredTensor)) for value in found):
-        number = found[0]
+    """Return a function that returns a state value of one flat tensor for a parameter in it."""
+    values = [rank.state[index][name] for rank in ranks]
+    tensors = [value for value in values if isinstance(value, StoredTensor) and value.shape]
+    if not tensors and all(isinstance(value, (*_NUMBERS, StoredTensor)) for value in values):
+        number = values[0]
         if isinstance(number, StoredTensor):
             number = replace(number, key=f"{index}.{name}")
         return lambda cut: number
@@ -277,7 +283,7 @@ def _value_of(ranks: Sequence[_Rank], index: int, name: str) -> Callable[[Cut], 
     numels = [prod(value.shape) for value in tensors if len(value.shape) == 1]
     is_padded = len(set(numels)) == 1 and numels[0] == whole[0] + ranks[0].end_of(index)
     if len(numels) != len(ranks) or not (numels == whole or is_padded):
-        shapes = [list(value.shape) if isinstance(value, StoredTensor) else value for value in found[:_MOST_NAMED]]
+        shapes = [list(value.shape) if isinstance(value, StoredTensor) else value for value in values[:_MOST_NAMED]]
         raise CheckpointError(
             f"{ranks[0].file}: the state value {name} of group {index} is {shapes!r:.200} on the ranks, but the weights have the "
             f"shapes {[[num] for num in whole[:_MOST_NAMED]]}: the state of such an optimizer cannot be read"

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
-from fsdp_optim.foreign.deepspeed.files import DeepSpeedFiles, find_files, is_one
+from fsdp_optim.foreign.deepspeed.files import DeepSpeedFiles, find_files, has_deepspeed_files
 from fsdp_optim.foreign.deepspeed.model import ModelFiles
 from fsdp_optim.foreign.deepspeed.optim import Optimizer, read_optimizer
 from fsdp_optim.foreign.deepspeed.trees import mapping, read_files
@@ -25,14 +25,14 @@ _STAGE_3 = "zero_pp_rank_"
 class DeepSpeed(ForeignFormat):
     """The folder of a tag, or the folder above it with the file `latest`.
 
-    The fp32 weights that ZeRO's optimizer holds are the weights; those of the module, in 16 bits, are given only where the
-    checkpoint has no others.
+    The fp32 weights that ZeRO's optimizer holds are the weights; the module's, in 16 bits, are given only where the checkpoint
+    has no others.
     """
 
     name = "deepspeed"
 
     def recognises(self, opened: Opened) -> bool:
-        return is_one(opened)
+        return has_deepspeed_files(opened)
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         files = find_files(opened)
@@ -82,29 +82,29 @@ def _check_ranks(files: DeepSpeedFiles, models: ModelFiles) -> None:
     """Raise CheckpointError that names the first missing file, unless there are files of all ranks, and of no others."""
     kinds = [(files.models, "model")] if _stage_3_models(files) else []
     kinds += [(files.optims, "optim")] if files.optims else []
-    for found, kind in kinds:
-        wanted = set(range(models.num_ranks or len(found)))
-        like = next(iter(found.values())).rpartition("/")[2]
-        for rank in sorted(wanted ^ set(found)):
+    for names, kind in kinds:
+        wanted = set(range(models.num_ranks or len(names)))
+        like = next(iter(names.values())).rpartition("/")[2]
+        for rank in sorted(wanted ^ set(names)):
             head, _, tail = like.partition(_STAGE_3)
             name = f"{head}{_STAGE_3}{rank}_{tail.partition('_')[2]}"
-            problem = "is left over from another save" if rank in found else "is missing"
+            problem = "is left over from another save" if rank in names else "is missing"
             raise CheckpointError(
-                f"{files.where}/{name}: {problem}: {models.num_ranks} ranks saved, and {kind} states of {len(found)} are there"
+                f"{files.where}/{name}: {problem}: {models.num_ranks} ranks saved, and {kind} states of {len(names)} are there"
             )
 
 
 def _weights(models: ModelFiles, optimizer: Optimizer | None, *, is_cut: bool) -> Mapping[str, StoredTensor]:
-    """All weights and buffers, in fp32 as far as the optimizer has them. `is_cut`: the module has no whole weights."""
+    """Return all weights and buffers, in fp32 as far as the optimizer has them. `is_cut`: the module has no whole weights."""
     masters = optimizer.masters if optimizer is not None else {}
     aliases, buffers = models.aliases, models.buffers
     module = buffers if is_cut else models.module
-    found = {**module, **models.frozen(), **masters, **buffers}
-    return {name: stored for name, stored in found.items() if name not in aliases or aliases[name] not in found}
+    weights = {**module, **models.frozen(), **masters, **buffers}
+    return {name: stored for name, stored in weights.items() if name not in aliases or aliases[name] not in weights}
 
 
 def _without_zero(files: DeepSpeedFiles, models: ModelFiles) -> Optimizer | None:
-    """The optimizer of a checkpoint that has no files of ZeRO; None if no optimizer was saved, or its files were taken away."""
+    """Return the optimizer of a checkpoint without files of ZeRO; None if none was saved, or its files were removed."""
     with as_checkpoint_error(models.file):
         saved = models.saved.get("optimizer")
         if _stage_3_models(files):
@@ -126,7 +126,7 @@ def _without_zero(files: DeepSpeedFiles, models: ModelFiles) -> Optimizer | None
 
 
 def _with_keys(archive: TorchArchive, tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A plain optimizer's dict whose tensors have keys."""
+    """Return a plain optimizer's dict whose tensors have keys."""
     groups: Any = archive.materialised(tree["param_groups"])
     return {**tree, "state": _keyed(tree["state"], ""), "param_groups": groups}
 

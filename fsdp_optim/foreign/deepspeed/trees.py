@@ -36,7 +36,7 @@ STAND_INS: Mapping[str, Callable[..., Any]] = {
 
 
 def read_files(opened: Opened, names: Sequence[str]) -> list[TorchArchive]:
-    """The values of several files, read as many at a time as the store likes. Raises the error of the first that fails."""
+    """Read the values of several files, as many at a time as suits the store. Raises the error of the first that fails."""
     num = min(opened.num_requests, len(names))
     if num <= 1:
         return [read_archive(opened, name, stand_ins=STAND_INS) for name in names]
@@ -45,28 +45,28 @@ def read_files(opened: Opened, names: Sequence[str]) -> list[TorchArchive]:
 
 
 def mapping(value: object, what: str) -> Mapping[Any, Any]:
-    """The value, if it is a dict. Raises TypeError that names `what`, as the functions below do."""
+    """Return the value, if it is a dict. Raises TypeError that names `what`, as the functions below do."""
     if not isinstance(value, dict):
         raise TypeError(f"{what} is a {type(value).__name__}, not a dict")
     return value
 
 
 def listed(value: object, what: str) -> Sequence[Any]:
-    """The value, if it is a list or a tuple."""
+    """Return the value, if it is a list or a tuple."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{what} is a {type(value).__name__}, not a list")
     return value
 
 
 def whole_number(value: object, what: str) -> int:
-    """The value, if it is an int of at least 0."""
+    """Return the value, if it is an int of at least 0."""
     if type(value) is not int or value < 0:
         raise TypeError(f"{what} is {value!r:.40}, not a number of at least 0")
     return value
 
 
 def shape_of(value: object, what: str) -> Shape:
-    """The value as a shape, if it is a list of sizes."""
+    """Return the value as a shape, if it is a list of sizes."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{what} is a {type(value).__name__}, not a shape")
     return tuple(whole_number(size, what) for size in value)
@@ -83,14 +83,14 @@ def shapes_of(value: object, what: str) -> dict[str, Shape]:
 
 
 def flat_tensor(value: object, what: str) -> StoredTensor:
-    """The value, if it is a tensor of one dimension."""
+    """Return the value, if it is a tensor of one dimension."""
     if not isinstance(value, StoredTensor) or len(value.shape) != 1:
         raise TypeError(f"{what} is {_kind(value)}, not a flat tensor")
     return value
 
 
 def any_tensor(value: object, what: str) -> StoredTensor:
-    """The value, if it is a tensor."""
+    """Return the value, if it is a tensor."""
     if not isinstance(value, StoredTensor):
         raise TypeError(f"{what} is {_kind(value)}, not a tensor")
     return value

@@ -36,7 +36,7 @@ _NUM_COMPARED = 64  # elements of each parameter
 def read_universal(
     opened: Opened, files: DeepSpeedFiles, models: ModelFiles
 ) -> tuple[Optimizer, Sequence[TorchArchive]]:
-    """The fp32 weights of all parameters and the optimizer, and the files that were read."""
+    """Return the fp32 weights of all parameters and the optimizer, and the files that were read."""
     with as_checkpoint_error(models.file):
         groups = [shapes_of(shapes, "param_shapes") for shapes in listed(models.saved.get("param_shapes") or (), "")]
     shapes = {name: shape for group in groups for name, shape in group.items()}
@@ -72,14 +72,14 @@ def read_universal(
 
 
 def _names_by_param(files: DeepSpeedFiles) -> Mapping[str, Sequence[str]]:
-    """The names of the values of each parameter, the weight first."""
-    found: dict[str, list[str]] = {fqn: [_WEIGHT] for fqn in files.params}
+    """Return the names of the values of each parameter, the weight first."""
+    by_param: dict[str, list[str]] = {fqn: [_WEIGHT] for fqn in files.params}
     for path in sorted(files.names):
         folder, _, name = path.rpartition("/")
         fqn, stem = folder.removeprefix("zero/"), name.removesuffix(".pt")
-        if folder.startswith("zero/") and name.endswith(".pt") and fqn in found and stem != _WEIGHT:
-            found[fqn].append(stem)
-    return found
+        if folder.startswith("zero/") and name.endswith(".pt") and fqn in by_param and stem != _WEIGHT:
+            by_param[fqn].append(stem)
+    return by_param
 
 
 def _value(archive: TorchArchive, fqn: str, name: str, shape: Shape | None) -> Any:
@@ -98,7 +98,7 @@ def _value(archive: TorchArchive, fqn: str, name: str, shape: Shape | None) -> A
 
 
 def _firsts(of_params: Mapping[str, Sequence[str]], archives: Sequence[TorchArchive]) -> Iterator[TorchArchive]:
-    """The file of the weight of each parameter."""
+    """Yield the file of the weight of each parameter."""
     at = 0
     for names in of_params.values():
         yield archives[at]
@@ -108,7 +108,7 @@ def _firsts(of_params: Mapping[str, Sequence[str]], archives: Sequence[TorchArch
 def _check_order(
     files: DeepSpeedFiles, models: ModelFiles, weights: Mapping[str, StoredTensor], archives: Mapping[str, TorchArchive]
 ) -> None:
-    """Refuse fp32 weights that are not those of the module, of a run with round robin gradients.
+    """Refuse fp32 weights that differ from the module's, as a run with round robin gradients leaves them.
 
     DeepSpeed's converter takes the parameters of a flat tensor in another order than such a run has laid them, unless it also
     aligned them, so that files have the elements of other parameters.
@@ -142,7 +142,7 @@ def _check_shapes(files: DeepSpeedFiles, fqn: str, weight: StoredTensor, values:
 def _common(
     archive: TorchArchive, shapes: Sequence[Mapping[str, Shape]], state: Mapping[str, dict[str, Any]]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The full dict, and the numbers of the loss scaler, from the file of the values that belong to no parameter."""
+    """Return the full dict, and the numbers of the loss scaler, from the file of the values that belong to no parameter."""
     with as_checkpoint_error(archive.where):
         saved = mapping(archive.value, "the file")
         steps = _steps(saved)
@@ -164,15 +164,15 @@ def _common(
 
 
 def _steps(saved: Mapping[str, Any]) -> Mapping[int, Any]:
-    """The step of each flat group, which the universal checkpoint of stage 3 has in the first rank's own state."""
+    """Return the step of each flat group, which the universal checkpoint of stage 3 has in the first rank's own state."""
     tree = saved.get("optimizer_state_dict")
     if not isinstance(tree, dict):
         return {}
-    found: dict[int, Any] = {}
+    steps: dict[int, Any] = {}
     for index, values in mapping(tree.get("state", {}), "the state").items():
         step = mapping(values, "the state of a group").get("step")
         if isinstance(step, StoredTensor) and not step.shape:
-            found[index] = replace(step, key=f"{index}.step")
+            steps[index] = replace(step, key=f"{index}.step")
         elif isinstance(step, (int, float)):
-            found[index] = step
-    return found
+            steps[index] = step
+    return steps

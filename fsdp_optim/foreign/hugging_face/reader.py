@@ -57,14 +57,14 @@ class HuggingFace(ForeignFormat):
         return self.open_files(opened, opened.selected)
 
     def open_files(self, opened: Opened, selected: str) -> ForeignReader:
-        """Open the file or the index `selected`; "": those of the folder."""
+        """Open the file or the index `selected`; "": the folder's own choice."""
         digest, notes = xxh3_128(), list[str]()
         shards = shards_in(opened, opened.names()) if not selected else []
         if not selected and not shards:
             selected = self._chosen(opened, notes)
         if shards:
             opens = [_open_file(opened, name, digest) for name in shards]
-            model = {one.key: one for one in joined_chunks(opened, opens)}
+            model = {tensor.key: tensor for tensor in joined_chunks(opened, opens)}
         elif selected.endswith(_INDEX):
             text = opened.read_whole(selected, most_nbytes=MOST_INDEX_NBYTES)
             digest.update(text)
@@ -72,9 +72,9 @@ class HuggingFace(ForeignFormat):
             model = _whole_tensors(opened, [_open_file(opened, name, digest) for name in sorted(set(listed.values()))])
             check_index(opened.named(selected), listed, {key: stored.file for key, stored in model.items()})
             ranks = ranks_beside(opened.names()) if selected == _WHOLE_INDEX else []
-            if ranks and any(not one.shape for one in model.values()):
+            if ranks and any(not tensor.shape for tensor in model.values()):
                 sharded = joined_chunks(opened, [_open_file(opened, name, digest) for name in ranks])
-                check_scalars(opened, model, {one.key: one for one in sharded})
+                check_scalars(opened, model, {tensor.key: tensor for tensor in sharded})
         else:
             files = [selected] if selected else self._files(opened)
             model = _whole_tensors(opened, [_open_file(opened, name, digest) for name in files])
@@ -89,7 +89,7 @@ class HuggingFace(ForeignFormat):
         )
 
     def _chosen(self, opened: Opened, notes: list[str]) -> str:
-        """The file or the index of a folder, in the order of transformers; "" for files without an index.
+        """Return the file or the index of a folder, in the order of transformers; "" for files without an index.
 
         `notes`: gets a line for the user if there is another.
         """
@@ -97,46 +97,46 @@ class HuggingFace(ForeignFormat):
         chosen = _named_by_config(opened, names)
         if chosen:
             return chosen
-        found = [name for name in names if name.endswith(_INDEX)]
+        indices = [name for name in names if name.endswith(_INDEX)]
         if _WHOLE in names:
-            if _WHOLE_INDEX in found and _is_whole(opened, _WHOLE_INDEX):
+            if _WHOLE_INDEX in indices and _is_whole(opened, _WHOLE_INDEX):
                 notes.append(
                     f"{opened.where}: has {_WHOLE} and {_WHOLE_INDEX}, each with weights: {_WHOLE} is read, as by transformers; "
                     f"load {opened.named(_WHOLE_INDEX)} to read the others"
                 )
             return _WHOLE
-        if len(found) > 1 and _WHOLE_INDEX not in found:
+        if len(indices) > 1 and _WHOLE_INDEX not in indices:
             raise CheckpointError(
-                f"{opened.where}: has several indices, {', '.join(found)}: give the path of one of them"
+                f"{opened.where}: has several indices, {', '.join(indices)}: give the path of one of them"
             )
-        return _WHOLE_INDEX if _WHOLE_INDEX in found else found[0] if found else ""
+        return _WHOLE_INDEX if _WHOLE_INDEX in indices else indices[0] if indices else ""
 
     def _files(self, opened: Opened) -> Sequence[str]:
-        """The files of a folder without an index."""
-        found = [name for name in opened.names() if name.endswith(_SUFFIX) and "/" not in name]
-        split = [matched for name in found if (matched := _SPLIT.fullmatch(name))]
-        stems = {(one[1], one[3]) for one in split}
-        if len(split) == len(found) and len(stems) == 1:
+        """Return the files of a folder without an index."""
+        names = [name for name in opened.names() if name.endswith(_SUFFIX) and "/" not in name]
+        split = [matched for name in names if (matched := _SPLIT.fullmatch(name))]
+        stems = {(match[1], match[3]) for match in split}
+        if len(split) == len(names) and len(stems) == 1:
             total = int(split[0][3])
-            missing = sorted(set(range(1, total + 1)) - {int(one[2]) for one in split})
+            missing = sorted(set(range(1, total + 1)) - {int(match[2]) for match in split})
             if missing or len(split) != total:
                 raise CheckpointError(
                     f"{opened.where}: {len(split)} of {total} files are there; number {missing[0] if missing else 0} is missing"
                 )
-            return found
-        if len(found) > 1:
+            return names
+        if len(names) > 1:
             raise CheckpointError(
-                f"{opened.where}: has {len(found)} safetensors files and no index that names those which belong together: give "
-                f"the path of one of them: {shortened(found)}"
+                f"{opened.where}: has {len(names)} safetensors files and no index that names those which belong together: give "
+                f"the path of one of them: {shortened(names)}"
             )
-        return found
+        return names
 
 
 HUGGING_FACE = HuggingFace()
 
 
 def _open_file(opened: Opened, name: str, digest: xxh3_128) -> OpenFile:
-    """A file whose header has been read. Raises CheckpointError that names it if it is damaged."""
+    """Return a file whose header has been read. Raises CheckpointError that names it if it is damaged."""
     path, nbytes = opened.named(name), opened.size_of(name)
     prefix = opened.read(name, 0, min(8, nbytes))
     if prefix.startswith(b"PK") and is_shard(name):
@@ -150,7 +150,10 @@ def _open_file(opened: Opened, name: str, digest: xxh3_128) -> OpenFile:
 
 
 def _whole_tensors(opened: Opened, files: Sequence[OpenFile]) -> dict[str, StoredTensor]:
-    """The tensors of several files, each complete in one of them. Raises CheckpointError if two files have the same tensor."""
+    """Return the tensors of several files, each complete in one of them.
+
+    Raises CheckpointError if two files have the same tensor.
+    """
     model: dict[str, StoredTensor] = {}
     for file in files:
         check_is_whole(opened, file)
@@ -164,7 +167,7 @@ def _whole_tensors(opened: Opened, files: Sequence[OpenFile]) -> dict[str, Store
 
 
 def _named_by_config(opened: Opened, names: Sequence[str]) -> str:
-    """The file of weights that a config.json of transformers names; "" if it names none that is in the folder."""
+    """Return the file of weights that a config.json of transformers names; "" if it names none that is in the folder."""
     if _CONFIG not in names or opened.size_of(_CONFIG) > _MOST_CONFIG_NBYTES:
         return ""
     with contextlib.suppress(CheckpointError):
@@ -175,7 +178,7 @@ def _named_by_config(opened: Opened, names: Sequence[str]) -> str:
 
 
 def _is_whole(opened: Opened, index: str) -> bool:
-    """Whether all files that an index names are there."""
+    """Return whether all files that an index names are there."""
     with contextlib.suppress(CheckpointError):
         text = opened.read_whole(index, most_nbytes=MOST_INDEX_NBYTES)
         return set(weight_map_of(opened.named(index), text).values()) <= set(opened.names())
@@ -187,7 +190,7 @@ class _ShardIndex(msgspec.Struct, frozen=True):
 
 
 def weight_map_of(path: str, text: bytes) -> Mapping[str, str]:
-    """The file of each tensor, as an index file says. Raises CheckpointError for a damaged index."""
+    """Return the file of each tensor, as an index file says. Raises CheckpointError for a damaged index."""
     with as_checkpoint_error(path):
         listed = msgspec.convert(parse_json(path, text), _ShardIndex).weight_map
         for file in listed.values():
@@ -195,9 +198,9 @@ def weight_map_of(path: str, text: bytes) -> Mapping[str, str]:
         return listed
 
 
-def check_index(path: str, listed: Mapping[str, str], found: Mapping[str, str]) -> None:
+def check_index(path: str, listed: Mapping[str, str], file_of: Mapping[str, str]) -> None:
     """Raise CheckpointError unless the index and the files name the same tensors. `found`: the file of each tensor."""
-    for key in {**listed, **found}:
-        is_in = found.get(key, "in no file")
+    for key in {**listed, **file_of}:
+        is_in = file_of.get(key, "in no file")
         if listed.get(key) != is_in:
             raise CheckpointError(f"{path}: says that {key} is in {listed.get(key)}, but it is {is_in}")

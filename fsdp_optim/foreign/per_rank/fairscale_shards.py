@@ -82,14 +82,14 @@ FAIRSCALE_SHARDS = FairscaleShardFiles()
 def _of_stem(opened: Opened, selected: str) -> list[re.Match[str]]:
     stem = selected.removesuffix(".pt")
     try:
-        found = [match for name in opened.names() if (match := _NAME.fullmatch(name))]
+        matches = [match for name in opened.names() if (match := _NAME.fullmatch(name))]
     except CheckpointError:
         return []
-    return [match for match in found if match["stem"] == stem]
+    return [match for match in matches if match["stem"] == stem]
 
 
 def _names(opened: Opened) -> tuple[str, ...]:
-    """The files of one save, in the order of their ranks."""
+    """Return the files of one save, in the order of their ranks."""
     selected = _NAME.fullmatch(opened.selected)
     if selected is not None:
         matches = _of_stem(opened, selected["stem"])
@@ -103,8 +103,8 @@ def _names(opened: Opened) -> tuple[str, ...]:
             f"{opened.where}: has the files of several checkpoints, {shortened(f'{stem}.pt' for stem in stems)}: give "
             "the path of one of them"
         )
-    found = by_rank(opened.where, ((int(match["rank"]), match.string) for match in matches))
-    return complete(opened.where, found)
+    file_of_rank = by_rank(opened.where, ((int(match["rank"]), match.string) for match in matches))
+    return complete(opened.where, file_of_rank)
 
 
 def _step(value: Mapping[str, Any]) -> int | None:
@@ -150,8 +150,8 @@ class _Shards:
             )
         metadata = files.dicts([value.get(key) for value in values], key)
         weights = files.dicts([value.get("model") for value in values], "model")
-        files.agreed({rank: list(one) for rank, one in enumerate(weights)}, "the list of names in model")
-        described = [_without_padding(one) for one in metadata]
+        files.agreed({rank: list(of_rank) for rank, of_rank in enumerate(weights)}, "the list of names in model")
+        described = [_without_padding(of_rank) for of_rank in metadata]
         files.agreed(dict(enumerate(described)), key)
         files.agreed({rank: _step(value) for rank, value in enumerate(values)}, "num_updates")
         units = {unit.key: unit for unit in _units(metadata)}
@@ -163,7 +163,7 @@ class _Shards:
         return cls(files, values, weights, in_order, _shared(metadata[0]))
 
     def model(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-        """The weights and buffers by name, and other names of them."""
+        """Return the weights and buffers by name, and other names of them."""
         model: dict[str, StoredTensor] = {}
         for unit in self.units:
             for live, tensors in self._of_ranks(unit):
@@ -179,7 +179,7 @@ class _Shards:
                 continue  # see module_values
             tied = units.get(self._place(value))
             if tied is None:
-                model[key] = replace(value, key=key)  # a buffer: that of the first rank counts
+                model[key] = replace(value, key=key)  # a buffer: the first rank's counts
             elif key != tied.key and len(tied.fqns) == 1:
                 aliases[key] = tied.fqns[0]
         return model, aliases
@@ -191,26 +191,28 @@ class _Shards:
         return FairscaleCut(units, flattens=alone is None) if units is not None else None
 
     def flattened(self) -> dict[str, tuple[str, ...]] | None:
-        """The FQNs of each unit by its path; None if a unit is not one flat parameter."""
-        found = {unit.path: unit.fqns for unit in self.units}
+        """Return the FQNs of each unit by its path; None if a unit is not one flat parameter."""
+        fqns_of = {unit.path: unit.fqns for unit in self.units}
         is_flat = all(unit.key.rpartition(".")[2].startswith("flat_param_") for unit in self.units)
-        return found if is_flat and len(found) == len(self.units) and not any(u.is_own for u in self.units) else None
+        return (
+            fqns_of if is_flat and len(fqns_of) == len(self.units) and not any(u.is_own for u in self.units) else None
+        )
 
     def cut_alone(self) -> dict[str, tuple[str, ...]] | None:
-        """The FQNs of each wrapped module by its path, if every parameter is cut by itself; else None."""
+        """Return the FQNs of each wrapped module by its path, if every parameter is cut by itself; else None."""
         metadata = next(self.values[0][key] for key in _METADATA if key in self.values[0])
-        found: dict[str, tuple[str, ...]] = {str(unit["fsdp_path"]): () for unit in metadata["param_metadata"]}
+        fqns_of: dict[str, tuple[str, ...]] = {str(unit["fsdp_path"]): () for unit in metadata["param_metadata"]}
         for unit in self.units:
             if unit.fqns != (unit.key,) or unit.is_own:
                 return None
-            found[unit.path] = (*found.get(unit.path, ()), unit.key)
-        return found
+            fqns_of[unit.path] = (*fqns_of.get(unit.path, ()), unit.key)
+        return fqns_of
 
     def _place(self, stored: StoredTensor) -> tuple[object, ...]:
         return stored.file, stored.start, stored.shape, stored.key
 
     def _of_ranks(self, unit: _Unit) -> Iterator[tuple[RankParam, dict[int, StoredTensor]]]:
-        """The live parameters that a unit's parameter is: one of all ranks, or one of each rank; with their weights by rank."""
+        """Yield the live parameters of a unit's parameter, one of all ranks or one of each, with their weights by rank."""
         tensors = {rank: weights[unit.key] for rank, weights in enumerate(self.weights)}
         for rank, stored in tensors.items():
             if not isinstance(stored, StoredTensor):
@@ -246,7 +248,7 @@ class _Shards:
         )
 
     def _cut(self, unit: _Unit, ranks: range, suffix: str) -> RankParam:
-        """A parameter cut into equal chunks over these ranks."""
+        """Return a parameter cut into equal chunks over these ranks."""
         shape = self.weights[0][unit.key].shape
         chunk, start = prod(shape), 0
         originals = []
@@ -262,9 +264,9 @@ class _Shards:
         return RankParam(f"{unit.key}{suffix}", tuple(originals), dict.fromkeys(ranks, shape))
 
     def optim(self) -> Mapping[str, Any] | None:
-        """The optimizer's full dict by name; None if the files have none."""
+        """Return the optimizer's full dict by name; None if the files have none."""
         dicts = [value.get(_OPTIM) for value in self.values]
-        if all(not one for one in dicts):
+        if all(not optim for optim in dicts):
             return None
         checked = self.files.dicts(dicts, _OPTIM)
         try:
@@ -281,11 +283,11 @@ class _Shards:
         if all(len(live) == 1 for live in owned.values()):
             return joined(self.files, dicts, {key: live[0] for key, live in owned.items()}, _OPTIM)
         # Ids of parameters that each rank has for itself become keys of their own.
-        by_key = {(key, one.name): one for key, live in owned.items() for one in live}
-        return joined(self.files, [_with_keys(one, rank, owned) for rank, one in enumerate(dicts)], by_key, _OPTIM)
+        by_key = {(key, param.name): param for key, live in owned.items() for param in live}
+        return joined(self.files, [_with_keys(optim, rank, owned) for rank, optim in enumerate(dicts)], by_key, _OPTIM)
 
     def _fits(self, optim: Mapping[str, Any], key: Any, place: int) -> bool:
-        """Whether the values of an id on the first rank may be those of a unit."""
+        """Return whether the values of an id on the first rank may belong to a unit."""
         state = optim.get("state")
         values = state.get(key, {}) if isinstance(state, Mapping) else {}
         shapes = {value.shape for value in values.values() if isinstance(value, StoredTensor) and value.shape}
@@ -300,7 +302,7 @@ class _Shards:
 
 
 def _with_keys(optim: Mapping[str, Any], rank: int, owned: Mapping[Any, Sequence[RankParam]]) -> dict[str, Any]:
-    """The dict of one rank with keys (id, name of the live parameter)."""
+    """Return the dict of one rank with keys (id, name of the live parameter)."""
     state = optim.get("state")
     groups = optim["param_groups"]
     return {
@@ -310,7 +312,8 @@ def _with_keys(optim: Mapping[str, Any], rank: int, owned: Mapping[Any, Sequence
             for key, values in (state.items() if isinstance(state, Mapping) else ())
         },
         "param_groups": [
-            {**group, "params": [(key, one.name) for key in group["params"] for one in owned[key]]} for group in groups
+            {**group, "params": [(key, param.name) for key in group["params"] for param in owned[key]]}
+            for group in groups
         ],
     }
 
@@ -329,13 +332,13 @@ def _units(metadata: Sequence[Mapping[str, Any]]) -> Iterator[_Unit]:
                 fqns=tuple(_joined_name(path, name) for name in param["names"]),
                 shapes=shapes,
                 numels=numels,
-                padding=tuple(int(one["param_metadata"][index]["params"][backing]["padding"]) for one in metadata),
+                padding=tuple(int(entry["param_metadata"][index]["params"][backing]["padding"]) for entry in metadata),
                 is_own=bool(unit["no_broadcast_optim_state"]),
             )
 
 
 def _shared(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The pairs (name, other name) of tied parameters inside of flat ones."""
+    """Return the pairs (name, other name) of tied parameters inside of flat parameters."""
     return [
         (_joined_name(unit["fsdp_path"], source), _joined_name(unit["fsdp_path"], other))
         for unit in metadata["param_metadata"]
@@ -344,7 +347,7 @@ def _shared(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _without_padding(metadata: Mapping[str, Any]) -> Any:
-    """The metadata of one rank without the entries that differ between ranks."""
+    """Return the metadata of one rank without the entries that differ between ranks."""
     return [
         {
             **unit,

@@ -15,7 +15,7 @@ from fsdp_optim.formats.base.protocols import CheckpointContents
 from fsdp_optim.layout import Shape
 
 _FLAT = "flat_param_0"
-_WAY_OUT = (
+_FIX = (
     'give units={"": [...], "layers.0": [...]}: for each module that FSDP wraps, its path and the FQNs of the parameters that it '
     "flattens, both in the order of the wrapped model's parameters()"
 )
@@ -55,13 +55,13 @@ class FlatUnit:
         return fqn[len(self.path) + 1 :] if self.path else fqn
 
     def shard(self, rank: int, world_size: int) -> tuple[int, int, int]:
-        """The first element of a rank's shard, one past its last, and the number of elements of all shards, padding included."""
+        """Return the first element of a rank's shard, one past its last, and the length of every shard, with padding."""
         each = -(-self.numel // world_size)
         start = min(rank * each, self.numel)
         return start, min(start + each, self.numel), each
 
     def slices(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """The slices of parameters in a range of elements of the flat parameter."""
+        """Yield the slices of parameters in a range of elements of the flat parameter."""
         at = 0
         for fqn, shape in zip(self.fqns, self.shapes, strict=True):
             first, last = max(start - at, 0), min(stop - at, prod(shape))
@@ -72,7 +72,7 @@ class FlatUnit:
 
 @dataclass(frozen=True)
 class FairscaleCut:
-    """How a checkpoint's parameters are flattened. `flattens`: False: those of each wrapped module are cut by themselves.
+    """How a checkpoint's parameters are flattened. `flattens`: False: each parameter of a wrapped module is cut by itself.
 
     `units`: the FQNs in each flat parameter of the model that saved, by the path of the wrapped module.
     """
@@ -82,26 +82,26 @@ class FairscaleCut:
 
 
 def cut_of(contents: CheckpointContents) -> FairscaleCut | None:
-    """The cut that the source of a conversion says; None if it says nothing."""
+    """Return the cut that the source of a conversion says; None if it says nothing."""
     return contents.cut if isinstance(contents.cut, FairscaleCut) else None
 
 
 def units_of(contents: CheckpointContents, given: Units | None, *, flattens: bool) -> Iterator[FlatUnit]:
-    """The units, checked against the weights and the state."""
+    """Yield the units, checked against the weights and the state."""
     cut = cut_of(contents)
     units = given if given is not None else cut.units if cut is not None else None
     if units is None:
-        raise StateError(f"the checkpoint does not say how fairscale flattens its parameters: {_WAY_OUT}")
+        raise StateError(f"the checkpoint does not say how fairscale flattens its parameters: {_FIX}")
     optim = contents.optim
     seen: set[str] = set()
     for path, fqns in units.items():
         for fqn in fqns:
             if fqn not in contents.params:
-                raise StateError(f"units has {fqn}, which the checkpoint does not have: {_WAY_OUT}")
+                raise StateError(f"units has {fqn}, which the checkpoint does not have: {_FIX}")
             if fqn in seen:
-                raise StateError(f"units has {fqn} twice: {_WAY_OUT}")
+                raise StateError(f"units has {fqn} twice: {_FIX}")
             if path and not fqn.startswith(f"{path}."):
-                raise StateError(f"units has {fqn} in the module {path!r}, in which it is not: {_WAY_OUT}")
+                raise StateError(f"units has {fqn} in the module {path!r}, in which it is not: {_FIX}")
             seen.add(fqn)
         aliases = tuple((fqn, other) for other, fqn in contents.aliases.items() if fqn in fqns)
         for fqn, other in aliases:
@@ -109,51 +109,51 @@ def units_of(contents: CheckpointContents, given: Units | None, *, flattens: boo
                 raise StateError(
                     f"{fqn} is {other} too, outside of the module {path!r}: fairscale ties weights inside of one unit only"
                 )
-        for its in [fqns] if flattens or not fqns else [[fqn] for fqn in fqns]:
-            state = _common_state(path, its, optim.params) if optim is not None and its else None
-            shapes = tuple(contents.params[fqn] for fqn in its)
-            yield FlatUnit(path, tuple(its), shapes, state, aliases if flattens else (), flattens)
+        for members in [fqns] if flattens or not fqns else [[fqn] for fqn in fqns]:
+            state = _common_state(path, members, optim.params) if optim is not None and members else None
+            shapes = tuple(contents.params[fqn] for fqn in members)
+            yield FlatUnit(path, tuple(members), shapes, state, aliases if flattens else (), flattens)
     listed = [fqn for group in optim.groups for fqn in group.params] if optim is not None else []
     left = [fqn for fqn in listed if fqn not in seen]
     if left:
-        raise StateError(f"units does not have {left[0]}, a parameter of the optimizer: {_WAY_OUT}")
+        raise StateError(f"units does not have {left[0]}, a parameter of the optimizer: {_FIX}")
 
 
 def _common_state(path: str, fqns: Sequence[str], params: Mapping[str, ParamDescription]) -> ParamDescription | None:
-    """The common state of the parameters of a unit, as the values of the first; None if none of them has state."""
+    """Return the common state of the parameters of a unit, as the values of the first; None if none of them has state."""
     first = params.get(fqns[0])
     for fqn in fqns:
-        one = params.get(fqn)
-        has, had = one is not None and one.has_state, first is not None and first.has_state
+        param = params.get(fqn)
+        has, had = param is not None and param.has_state, first is not None and first.has_state
         if has != had:
             with_state, without = (fqn, fqns[0]) if has else (fqns[0], fqn)
             raise StateError(
                 f"{with_state} has state and {without} has none: fairscale keeps one state for the unit {path!r}"
             )
-        if one is None or first is None or not has:
+        if param is None or first is None or not has:
             continue
-        for name, kind, _ in one.values:
+        for name, kind, _ in param.values:
             if kind == OPAQUE or (kind not in (SCALAR, TENSOR)):
                 raise CheckpointError(
                     f"{fqn}: {name!r} of its state is not cut like the parameter, so it has no place in a flat shard"
                 )
-        its, firsts = ({name: (kind, value) for name, kind, value in two.values} for two in (one, first))
-        different = [name for name in its | firsts if not _are_alike(its.get(name), firsts.get(name))]
+        values, first_values = ({name: (kind, value) for name, kind, value in two.values} for two in (param, first))
+        different = [name for name in values | first_values if not _are_equal(values.get(name), first_values.get(name))]
         if different:
             name = different[0]
             raise StateError(
-                f"{fqns[0]} and {fqn} differ in {name!r} of their state ({_shown(firsts.get(name))} and "
-                f"{_shown(its.get(name))}): fairscale keeps one state for the unit {path!r}"
+                f"{fqns[0]} and {fqn} differ in {name!r} of their state ({_shown(first_values.get(name))} and "
+                f"{_shown(values.get(name))}): fairscale keeps one state for the unit {path!r}"
             )
     return first if first is not None and first.has_state else None
 
 
-def _are_alike(one: tuple[str, Any] | None, other: tuple[str, Any] | None) -> bool:
-    if one is None or other is None or one[0] != other[0]:
+def _are_equal(first: tuple[str, Any] | None, other: tuple[str, Any] | None) -> bool:
+    if first is None or other is None or first[0] != other[0]:
         return False
-    if one[0] == TENSOR:
+    if first[0] == TENSOR:
         return True
-    (_, a), (_, b) = one, other
+    (_, a), (_, b) = first, other
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return (
             a.dtype == b.dtype

@@ -21,7 +21,7 @@ from fsdp_optim.errors import CheckpointError, StateError, counted_noun, shorten
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.foreign.per_rank.fairscale_units import FlatUnit, Units, cut_of, units_of
-from fsdp_optim.foreign.torch.folder import TorchFilesJudge, sequence_of
+from fsdp_optim.foreign.torch.folder import TorchFilesProbe, sequence_of
 from fsdp_optim.foreign.torch.writer import SmallTensors, check_safe, manifest_of
 from fsdp_optim.formats.base.description import SCALAR, SCALAR_TENSOR, TENSOR, OptimDescription, ParamDescription
 from fsdp_optim.formats.base.frames import joined
@@ -51,7 +51,7 @@ STEM = "checkpoint_last"
 _RESERVED = ("model", "shard_metadata", "fsdp_metadata", "last_optimizer_state")
 
 
-class FairscaleFilesJudge(TorchFilesJudge):
+class FairscaleFilesProbe(TorchFilesProbe):
     """The `CheckpointProbe` of folders of fairscale's shards."""
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
@@ -78,7 +78,7 @@ class FairscaleShards(Format):
     name: ClassVar[str] = "fairscale_shards"
     needs_names: ClassVar[bool] = True
     saves: ClassVar[bool] = False
-    probe: ClassVar[CheckpointProbe[Any]] = FairscaleFilesJudge()
+    probe: ClassVar[CheckpointProbe[Any]] = FairscaleFilesProbe()
 
     def __post_init__(self) -> None:
         check_at_least("world_size", self.world_size, 1, error=CheckpointError)
@@ -126,7 +126,7 @@ class FairscaleShardsWriter(Writer):
 
     def _keep(self, name: str, value: Any, *, allow_pickle: bool) -> None:
         """Take an extra into the planned files."""
-        kept = {fqn: one for fqn, (_, one) in value.items()} if name == MODULES else value
+        kept = {fqn: module_value for fqn, (_, module_value) in value.items()} if name == MODULES else value
         check_safe(name, kept, allow_pickle=allow_pickle)
         if name == COMMON and not isinstance(kept, dict):
             kept = {"extra": kept}
@@ -146,7 +146,7 @@ class FairscaleShardsWriter(Writer):
             raise CheckpointError(
                 "files of fairscale's shards are written by convert, whose ranks all prepare what they write"
             )
-        by_key = {(half, one.key): one for half, its in tensors.items() for one in its}
+        by_key = {(half, tensor.key): tensor for half, planned in tensors.items() for tensor in planned}
         return [_RankFile(self, self._contents, by_key, rank).planned() for rank in range(self.world_size)]
 
     def info_of(self, data: bytes) -> Any:
@@ -169,7 +169,7 @@ class FairscaleShardsWriter(Writer):
 
 
 def _with_scalars(optim: OptimDescription, stored: StoredOptim) -> OptimDescription:
-    """The description with the 0-dim tensors themselves in it, because the metadata in the files depend on their elements."""
+    """Return the description with the 0-dim tensors themselves, because the metadata in the files depend on their elements."""
     scalars = {key: tensor for key, tensor in stored.tensors.items() if not tensor.shape}
     tensors = dict(zip(scalars, stored.read_small(list(scalars.values())), strict=True)) if scalars else {}
 
@@ -186,7 +186,7 @@ def _with_scalars(optim: OptimDescription, stored: StoredOptim) -> OptimDescript
 
 
 def _rank_in(name: str) -> int:
-    """The rank whose values an extra has; -1 for those of all ranks."""
+    """Return the rank whose values an extra has; -1 for the common values of all ranks."""
     return int(name.removeprefix("rank-")) if name.startswith("rank-") else -1
 
 
@@ -228,7 +228,7 @@ class _RankFile:
         return self._file(f"{STEM}-shard{self.rank}.pt", tree)
 
     def _in_order(self, units: Sequence[FlatUnit]) -> list[FlatUnit]:
-        """The units in the order of the wrapped model's parameters: that of the ids, where parameters are cut by themselves."""
+        """Return the units in the order of the wrapped model's parameters, by which ids count parameters that are cut alone."""
         optim = self.contents.optim
         if optim is None or all(unit.is_flat for unit in units):
             return list(units)
@@ -238,18 +238,18 @@ class _RankFile:
         return sorted(units, key=lambda unit: place.get(unit.fqns[0], len(place)) if unit.fqns else len(place))
 
     def _extras(self) -> dict[str, Any]:
-        """The trainer's values: those that all ranks have in common, and those of this rank."""
+        """Return the trainer's values: the common values of all ranks, and this rank's own."""
         own = self.writer._extras.get(f"rank-{self.rank:05}", {})
         return {**self.writer._extras.get(COMMON, {}), **_as_dict(own)}
 
     def _flat(self, unit: FlatUnit, key_of: Callable[[str], tuple[Half, str]]) -> TensorStub:
-        """This rank's shard of a tensor for each element of a unit."""
+        """Return this rank's shard of a tensor for each element of a unit."""
         start, stop, each = unit.shard(self.rank, self.writer.world_size)
         dtypes = {self.tensors[key_of(fqn)].dtype: fqn for fqn in unit.fqns}
         if len(dtypes) > 1:
-            (one, fqn), (other, another) = list(dtypes.items())[:2]
+            (one_dtype, fqn), (other, another) = list(dtypes.items())[:2]
             raise StateError(
-                f"{fqn} is {one} and {another} is {other}: fairscale flattens parameters of one dtype only"
+                f"{fqn} is {one_dtype} and {another} is {other}: fairscale flattens parameters of one dtype only"
             )
         slices = [(self.tensors[key_of(fqn)], first, last) for fqn, first, last in unit.slices(start, stop)]
         (dtype,) = dtypes
@@ -264,7 +264,7 @@ class _RankFile:
         return TensorStub(record.dtype, tuple(shape), len(self.records) - 1)
 
     def _metadata(self, flat: set[str]) -> dict[str, Any]:
-        """The content of fairscale's `local_metadata_dict`."""
+        """Return the content of fairscale's `local_metadata_dict`."""
         units: dict[str, dict[str, Any]] = {}
         for unit in self.writer._units:
             start, stop, each = unit.shard(self.rank, self.writer.world_size)
@@ -274,7 +274,7 @@ class _RankFile:
                 "numels": [prod(shape) for shape in unit.shapes],
                 "padding": each - (stop - start),
             }
-            found = units.setdefault(
+            entry = units.setdefault(
                 unit.path,
                 {
                     "fsdp_path": unit.path,
@@ -283,14 +283,14 @@ class _RankFile:
                     "shared_param_info": [tuple(map(unit.inside, pair)) for pair in unit.aliases],
                 },
             )
-            found["params"] |= {unit.name: flat_param} if unit.fqns else {}
+            entry["params"] |= {unit.name: flat_param} if unit.fqns else {}
         return {
             "param_metadata": list(units.values()),
             "buffer_names": [fqn for fqn in self.contents.params if fqn not in flat],
         }
 
     def _optim(self) -> dict[str, Any]:
-        """The state dict of this rank's optimizer, whose parameters are the flat parameters."""
+        """Return the state dict of this rank's optimizer, whose parameters are the flat parameters."""
         optim = self.contents.optim
         if optim is None:
             return {}
@@ -327,7 +327,7 @@ class _RankFile:
         return {name: shard(name) if kind == TENSOR else value for name, kind, value in values}
 
     def _file(self, name: str, tree: Any) -> PlannedFile:
-        """The file with these records. Those of large elements come first, so that all elements are aligned."""
+        """Return the file with these records. Records of large elements come first, so that all elements are aligned."""
         small, archive = SmallTensors(len(self.records)), ArchiveFrames()
         pending, frames, at = archive.first(small.without(tree)), list[tuple[int, bytes]](), 0
         tensors, starts, slices = list[PlannedTensor](), list[int](), list[tuple[int, int]]()

@@ -11,9 +11,9 @@ _MOST_STEPS = 200_000
 def live_of_ids(
     groups: Sequence[Sequence[Any]], num_live: int, fits: Callable[[Any, int], bool]
 ) -> Mapping[Any, int] | None:
-    """The place of each id's live parameter in the model's order; None if the sizes allow several answers, or none.
+    """Return the place of each id's live parameter in the model's order; None if the sizes allow several answers, or none.
 
-    An optimizer counts its parameters group by group, and lists those of a group in the order of the model, from which
+    An optimizer counts its parameters group by group, and lists the parameters of a group in the order of the model, from which
     frozen parameters may be left out. So the ids of a group are a part of the model's order, and two groups have no parameter in
     common.
 
@@ -33,7 +33,7 @@ def live_of_ids(
 def _only_answer(
     groups: Sequence[Sequence[Any]], num_live: int, fits: Callable[[Any, int], bool]
 ) -> Mapping[Any, int] | None:
-    """The only way to give the places to the ids, or None; walks through the places, and gives up after many steps."""
+    """Return the only way to give the places to the ids, or None. Walks through the places, and gives up after many steps."""
     start = (0,) * len(groups)
     # For each number of ids that the groups have used up: how many ways lead there, at most 2, and the last step of one of them.
     layers: list[dict[tuple[int, ...], tuple[int, int | None]]] = [{start: (1, None)}]
@@ -53,19 +53,19 @@ def _only_answer(
     end = tuple(map(len, groups))
     if layers[-1].get(end, (0, None))[0] != 1:
         return None
-    found: dict[Any, int] = {}
+    places: dict[Any, int] = {}
     for place in range(num_live - 1, -1, -1):
         last = layers[place + 1][end][1]
         if last is not None:
             end = (*end[:last], end[last] - 1, *end[last + 1 :])
-            found[groups[last][end[last]]] = place
-    return found
+            places[groups[last][end[last]]] = place
+    return places
 
 
 def _steps(
     groups: Sequence[Sequence[Any]], used: tuple[int, ...], place: int, fits: Callable[[Any, int], bool]
 ) -> list[tuple[int | None, tuple[int, ...]]]:
-    """The groups whose next id may have a place, or none of them, each with the numbers of ids that are used then."""
+    """Return the groups whose next id may have a place, or none of them, each with the numbers of ids that are used then."""
     steps: list[tuple[int | None, tuple[int, ...]]] = [(None, used)]
     for group, ids in enumerate(groups):
         if used[group] < len(ids) and fits(ids[used[group]], place):

@@ -65,13 +65,13 @@ class OlmoLocal(ForeignFormat):
                 self.name,
                 params.model(),
                 params.optim(of_half["optim"]) if "optim" in of_half else None,
-                {name: source for one in parts for name, source in one.sources.items()},
+                {name: source for part in parts for name, source in part.sources.items()},
                 extra_values=extras[0] if extras else None,
                 rank_extras=train.rank_extras(extras) if train is not None else (),
                 pickled=partial(train.pickled, extras[0]) if train is not None else None,
                 world_size=files.num,
-                metadata_digest=" ".join(one.digest for one in parts),
-                files=[name for one in parts for name in one.names],
+                metadata_digest=" ".join(part.digest for part in parts),
+                files=[name for part in parts for name in part.names],
             )
 
 
@@ -93,12 +93,12 @@ def _read(opened: Opened, half: str) -> RankFiles:
 
 def _files(opened: Opened, half: str) -> tuple[str, ...]:
     matches = [match for name in opened.names() if (match := _NAME.fullmatch(name)) and match["half"] == half]
-    found = by_rank(opened.where, ((int(match["rank"]), match.string) for match in matches))
-    return complete(f"{opened.where}/{half}", found, _world_size(opened))
+    file_of_rank = by_rank(opened.where, ((int(match["rank"]), match.string) for match in matches))
+    return complete(f"{opened.where}/{half}", file_of_rank, _world_size(opened))
 
 
 def _world_size(opened: Opened) -> int:
-    """The number of ranks that saved; 0 if no file says it."""
+    """Return the number of ranks that saved; 0 if no file says it."""
     if not opened.has(_METADATA):
         return 0
     match = _WORLD_SIZE.search(opened.read_whole(_METADATA, most_nbytes=_MOST_METADATA_NBYTES))
@@ -135,17 +135,19 @@ class _Params:
                         for handle in module["handles"]
                     ]
                 )
-        files.agreed({rank: [name for name, _ in one] for rank, one in enumerate(of_ranks)}, "the list of modules")
-        return cls(files, [cls._handle(files, one) for one in zip(*of_ranks, strict=True)])
+        files.agreed(
+            {rank: [name for name, _ in handles] for rank, handles in enumerate(of_ranks)}, "the list of modules"
+        )
+        return cls(files, [cls._handle(files, handles) for handles in zip(*of_ranks, strict=True)])
 
     @staticmethod
     def _handle(files: RankFiles, of_ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> _Handle:
         prefix = _clean(of_ranks[0][0]).rstrip(".")
         fqns = files.agreed(
-            {r: list(one[f"{_OF_FLAT}_fqns"]) for r, (_, one) in enumerate(of_ranks)}, f"_fqns of {prefix}"
+            {r: list(handle[f"{_OF_FLAT}_fqns"]) for r, (_, handle) in enumerate(of_ranks)}, f"_fqns of {prefix}"
         )
         shapes = files.agreed(
-            {r: [tuple(shape) for shape in one[f"{_OF_FLAT}_shapes"]] for r, (_, one) in enumerate(of_ranks)},
+            {r: [tuple(shape) for shape in handle[f"{_OF_FLAT}_shapes"]] for r, (_, handle) in enumerate(of_ranks)},
             f"_shapes of {prefix}",
         )
         runs: list[list[tuple[int, int, int, int]]] = [[] for _ in fqns]
@@ -169,7 +171,7 @@ class _Params:
         model: dict[str, StoredTensor] = {}
         for handle in self.handles:
             tensors = dict(enumerate(handle.data))
-            live = RankParam(handle.prefix, handle.originals, {rank: one.shape for rank, one in tensors.items()})
+            live = RankParam(handle.prefix, handle.originals, {rank: tensor.shape for rank, tensor in tensors.items()})
             keys = [original.fqn for original in handle.originals]
             try:
                 for key, stored in zip(keys, live.stored(keys, tensors), strict=True):
@@ -200,10 +202,10 @@ class _Params:
             return unreadable(reason)
 
     def _live(self) -> Iterator[RankParam]:
-        """The parameters that an optimizer may have had: flat ones, or (use_orig_params) the part of each original on a rank."""
+        """Yield the parameters that an optimizer may have had: flat, or (use_orig_params) each rank's part of each original."""
         for handle in self.handles:
             flat = f"{handle.prefix}.{_FLAT}" if handle.prefix else _FLAT
-            yield RankParam(flat, handle.originals, {rank: one.shape for rank, one in enumerate(handle.data)})
+            yield RankParam(flat, handle.originals, {rank: tensor.shape for rank, tensor in enumerate(handle.data)})
             for original in handle.originals:
                 numel = prod(original.shape)
                 held = {rank: stop - start for rank, start, stop, _ in original.runs}
@@ -252,5 +254,5 @@ def _shape(sizes: Any) -> Shape:
 
 
 def _clean(name: str) -> str:
-    """A name without the parts that wrappers add."""
+    """Return a name without the parts that wrappers add."""
     return _WRAPPERS.sub("", name)

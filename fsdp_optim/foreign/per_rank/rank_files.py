@@ -26,7 +26,7 @@ _MOST_NAMED = 8
 _MOST_EXTRA_NBYTES = 16 << 20  # of tensors among the values of the trainer, in one value
 
 
-class Shard:
+class ShardStandIn:
     """The parent of stand-ins for a rank's part of a tensor."""
 
 
@@ -35,41 +35,43 @@ class UnreadableOptimError(CheckpointError):
 
 
 def unreadable(reason: UnreadableOptimError) -> Mapping[str, Any]:
-    """A full dict that is refused with this reason when an optimizer is loaded from it, and not before."""
+    """Return a full dict that is refused with this reason when an optimizer is loaded from it, and not before."""
     return {"state": {}, "param_groups": [{"params": [0]}], "unknown_order": str(reason)}
 
 
-def complete(where: str, found: Mapping[int, str], world_size: int = 0) -> tuple[str, ...]:
-    """The files of ranks 0, 1, ... in order. `found`: file by rank; `world_size`: the number of ranks that saved, if known.
+def complete(where: str, file_of_rank: Mapping[int, str], world_size: int = 0) -> tuple[str, ...]:
+    """Return the files of ranks 0, 1, ... in order. `world_size`: the number of ranks that saved, if known.
 
     Raises CheckpointError that names the ranks whose files are missing.
     """
-    num = world_size or (max(found) + 1 if found else 0)
-    missing = num - sum(rank < num for rank in found)
-    if missing or not found:
-        first = [rank for rank in range(min(num, len(found) + _MOST_NAMED)) if rank not in found][:_MOST_NAMED]
+    num = world_size or (max(file_of_rank) + 1 if file_of_rank else 0)
+    missing = num - sum(rank < num for rank in file_of_rank)
+    if missing or not file_of_rank:
+        first = [rank for rank in range(min(num, len(file_of_rank) + _MOST_NAMED)) if rank not in file_of_rank][
+            :_MOST_NAMED
+        ]
         ranks = ", ".join(map(str, first)) + (", ..." if missing > len(first) else "")
         raise CheckpointError(
             f"{where}: the files of {counted_noun(missing, 'rank')} are missing, of {num}: {ranks}; "
-            f"there are {shortened(sorted(found.values())) or 'none'}"
+            f"there are {shortened(sorted(file_of_rank.values())) or 'none'}"
         )
-    beyond = sorted(rank for rank in found if rank >= num)
+    beyond = sorted(rank for rank in file_of_rank if rank >= num)
     if beyond:
         raise CheckpointError(
-            f"{where}: {found[beyond[0]]} is the file of a rank that did not save: {counted_noun(num, 'rank')} saved"
+            f"{where}: {file_of_rank[beyond[0]]} is the file of a rank that did not save: {counted_noun(num, 'rank')} saved"
         )
-    return tuple(found[rank] for rank in range(num))
+    return tuple(file_of_rank[rank] for rank in range(num))
 
 
 def by_rank(where: str, numbered: Iterable[tuple[int, str]]) -> dict[int, str]:
     """File by rank. Raises CheckpointError if two files are of one rank."""
-    found: dict[int, str] = {}
+    file_of_rank: dict[int, str] = {}
     for rank, name in numbered:
-        if found.setdefault(rank, name) != name:
+        if file_of_rank.setdefault(rank, name) != name:
             raise CheckpointError(
-                f"{where}: {found[rank]} and {name} are both files of rank {rank}: remove one of them"
+                f"{where}: {file_of_rank[rank]} and {name} are both files of rank {rank}: remove one of them"
             )
-    return found
+    return file_of_rank
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,12 @@ class RankFiles:
     def read(
         cls, opened: Opened, names: Sequence[str], stand_ins: Mapping[str, Callable[..., Any]] | None = None
     ) -> RankFiles:
-        """The archives in files. Reads their metadata only."""
+        """Return the archives in files. Reads their metadata only."""
         archives = [read_archive(opened, name, stand_ins=stand_ins or {}) for name in names]
         return cls(opened, tuple(names), tuple(archives))
 
     def some(self, ranks: Sequence[int]) -> RankFiles:
-        """The files of some ranks, in this order."""
+        """Return the files of some ranks, in this order."""
         return RankFiles(
             self.opened, tuple(self.names[rank] for rank in ranks), tuple(self.archives[rank] for rank in ranks)
         )
@@ -116,18 +118,18 @@ class RankFiles:
         return CheckpointError(f"{self.opened.named(self.names[rank])}: {what}")
 
     def of_another_save(self, rank: int, other: int, what: str) -> CheckpointError:
-        """The error for two whole files that do not belong together."""
+        """Return the error for two whole files that do not belong together."""
         return self.damaged(rank, f"{what} than in {self.names[other]}: the files are not of one save")
 
     def dicts(self, values: Sequence[Any], what: str) -> list[Mapping[Any, Any]]:
-        """The same values. Each value must be a dict."""
+        """Return the same values. Each value must be a dict."""
         for rank, value in enumerate(values):
             if not isinstance(value, Mapping):
                 raise self.damaged(rank, f"{what} is a {type(value).__name__}, not a dict")
         return list(values)
 
     def agreed(self, values: Mapping[int, Any], what: str) -> Any:
-        """The value that is the same in the files of all these ranks. Raises CheckpointError that names two files."""
+        """Return the value that is the same in the files of all these ranks. Raises CheckpointError that names two files."""
         (first, value), *others = values.items()
         for rank, other in others:
             if not same_plain(value, other):
@@ -135,20 +137,20 @@ class RankFiles:
         return value
 
     def scalar(self, tensors: Mapping[int, StoredTensor], what: str, key: str) -> StoredTensor:
-        """The tensor of few elements that is the same in the files of all these ranks. Reads it from each."""
+        """Return the tensor of few elements that is the same in the files of all these ranks. Reads it from each."""
         (first, stored), *others = tensors.items()
         if not others:
             return replace(stored, key=key)
         value = self.archives[first].materialised(stored)
         for rank, other in others:
-            found = self.archives[rank].materialised(other)
-            if found.dtype != value.dtype or found.shape != value.shape or bits_of(found) != bits_of(value):
-                shown = f"{what} is {found.tolist()!r:.200}, and not {value.tolist()!r:.200},"
+            actual = self.archives[rank].materialised(other)
+            if actual.dtype != value.dtype or actual.shape != value.shape or bits_of(actual) != bits_of(value):
+                shown = f"{what} is {actual.tolist()!r:.200}, and not {value.tolist()!r:.200},"
                 raise self.of_another_save(rank, first, shown)
         return replace(stored, key=key)
 
     def extras(self, but: frozenset[str]) -> list[Mapping[str, Any]]:
-        """The values of the trainer of each rank: the entries of a file besides the keys `but`."""
+        """Return the values of the trainer of each rank: the entries of a file besides the keys `but`."""
         return [
             {key: _extra(archive, key, value) for key, value in archive.value.items() if key not in but}
             for archive in self.archives
@@ -159,16 +161,16 @@ class RankFiles:
         kept = {
             str(name): _extra(self.archives[0], name, value)
             for name, value in model.items()
-            if not isinstance(value, (StoredTensor, Shard)) or is_extra_state(str(name))
+            if not isinstance(value, (StoredTensor, ShardStandIn)) or is_extra_state(str(name))
         }
         return {name: value if isinstance(value, Withheld) else [None, value] for name, value in kept.items()}
 
     def rank_extras(self, extras: Sequence[Mapping[str, Any]]) -> list[ForeignValues]:
-        """The same values of each rank, which load their pickles when that is allowed."""
+        """Return the same values of each rank, which load their pickles when that is allowed."""
         return [ForeignValues(values, partial(self.pickled, values, rank)) for rank, values in enumerate(extras)]
 
     def pickled(self, values: Mapping[str, Any], rank: int = 0) -> Mapping[str, Any]:
-        """The values of the trainer of a rank, with all classes of those that are withheld. Runs the code in pickles."""
+        """Return the values of the trainer of a rank, with the withheld values decoded. Runs the code in pickles."""
         archive = self.archives[rank]
         real = archive.unpickled() if any(isinstance(value, Withheld) for value in values.values()) else {}
         return {
@@ -178,7 +180,7 @@ class RankFiles:
 
 
 def _extra(archive: TorchArchive, key: Any, value: Any) -> Any:
-    """One value of the trainer with its tensors, or a `Withheld`."""
+    """Return one value of the trainer with its tensors, or a `Withheld`."""
     unread = first_unread(value)
     if unread is not None:
         return Withheld(f"{key}: has an object of the class {unread.what}, which is loaded with allow_pickle=True only")
@@ -189,15 +191,15 @@ def _extra(archive: TorchArchive, key: Any, value: Any) -> Any:
 
 
 def first_unread(tree: Any) -> Unread | None:
-    """An object in dicts and lists whose class is not read; None if there is none."""
+    """Return an object in dicts and lists whose class is not read; None if there is none."""
     if isinstance(tree, Unread):
         return tree
     items = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple, set)) else ()
-    return next((found for found in map(first_unread, items) if found is not None), None)
+    return next((unread for unread in map(first_unread, items) if unread is not None), None)
 
 
 def same_plain(a: Any, b: Any) -> bool:
-    """Whether two plain values are equal, bit by bit; tensors are equal if their shapes and dtypes are."""
+    """Return whether two plain values are equal, bit by bit; tensors are equal if their shapes and dtypes are."""
     if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
         return (a.shape, a.dtype) == (b.shape, b.dtype)
     if isinstance(a, Unread) and isinstance(b, Unread):
@@ -212,7 +214,7 @@ def same_plain(a: Any, b: Any) -> bool:
 
 
 def bits_of(tensor: torch.Tensor) -> bytes:
-    """The elements of a tensor as bytes."""
+    """Return the elements of a tensor as bytes."""
     return bytes_in_memory(tensor)
 
 
@@ -235,7 +237,7 @@ class RankFile:
 
 
 def in_runs(key: str, shape: Shape, parts: Sequence[RankFile], like: StoredTensor) -> StoredTensor:
-    """A tensor whose elements are runs in several files. `like`: any of their tensors, for a tensor without elements.
+    """Return a tensor whose elements are runs in several files. `like`: any of their tensors, for a tensor without elements.
 
     Raises LayoutError for elements that are in no part, in two parts, or outside of a part's tensor.
     """
@@ -258,7 +260,7 @@ def in_runs(key: str, shape: Shape, parts: Sequence[RankFile], like: StoredTenso
 
 
 def in_chunks(key: str, placement: Placement, at: Mapping[int, tuple[str, int]], like: StoredTensor) -> StoredTensor:
-    """A tensor with a placement on ranks of storage. `at`: by rank of storage, its file and first byte."""
+    """Return a tensor with a placement on ranks of storage. `at`: by rank of storage, its file and first byte."""
     if len(at) == 1:
         ((file, start),) = at.values()
         return replace(like, key=key, shape=placement.shape, file=file, start=start, chunks=None)
@@ -266,7 +268,7 @@ def in_chunks(key: str, placement: Placement, at: Mapping[int, tuple[str, int]],
 
 
 def place_of(stored: StoredTensor, offset: int) -> tuple[str, int]:
-    """The file and byte of an element of a tensor that lies in one place."""
+    """Return the file and byte of an element of a tensor that lies in one place."""
     if stored.chunks is not None:
         raise LayoutError(f"{stored.key}: lies in several places of one file")
     return stored.file, stored.start + offset * stored.itemsize

@@ -19,7 +19,7 @@ from fsdp_optim.layout import Block, Box, Boxes, Shape, bounds_of_box
 
 _SAMPLE = 1024  # elements of each shard that are compared, because copies and other parameters can have the same name
 
-Values = Mapping[int, Any]
+ValuesByRank = Mapping[int, Any]
 """By rank, what its file has."""
 
 Partition = frozenset[frozenset[int]]
@@ -27,29 +27,29 @@ Partition = frozenset[frozenset[int]]
 
 
 def first_shards(tree: Any) -> Fields | None:
-    """The first ShardedTensor or DTensor in dicts and lists; None if there is none."""
+    """Return the first ShardedTensor or DTensor in dicts and lists; None if there is none."""
     if isinstance(tree, (ShardedTensorFields, DTensorFields)):
         return tree
     items = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
-    return next((found for found in map(first_shards, items) if found is not None), None)
+    return next((shards for shards in map(first_shards, items) if shards is not None), None)
 
 
 def numbers_in(files: RankFiles, rank: int, stored: StoredTensor) -> Sequence[int]:
-    """The elements of a small tensor of numbers in the file of a rank."""
-    found: list[int] = files.archives[rank].materialised(stored).flatten().tolist()
-    return found
+    """Return the elements of a small tensor of numbers in the file of a rank."""
+    numbers: list[int] = files.archives[rank].materialised(stored).flatten().tolist()
+    return numbers
 
 
-class Half:
+class RankHalf:
     """The model's dicts of all ranks, or the states of their optimizers: by rank, by name."""
 
-    def __init__(self, files: RankFiles, values: Values) -> None:
+    def __init__(self, files: RankFiles, values: ValuesByRank) -> None:
         self.files = files
         self.values: dict[int, Mapping[Any, Any]] = dict(values)
         self._known: dict[tuple[int, int], TorchShards] = {}
 
     def shards(self, rank: int, value: Fields, name: object) -> TorchShards:
-        """The shards in a stand-in, which is looked at once."""
+        """Return the shards in a stand-in, which is looked at once."""
         known = self._known.get((rank, id(value)))
         if known is None:
             with as_checkpoint_error(f"{self.files.opened.named(self.files.names[rank])}: {name}"):
@@ -64,14 +64,14 @@ class Half:
     @cached_property
     def _cuts(self) -> dict[Any, dict[Any, dict[int, TorchShards]]]:
         """By name, by cut, the shards of each rank."""
-        found: dict[Any, dict[Any, dict[int, TorchShards]]] = {}
+        cuts: dict[Any, dict[Any, dict[int, TorchShards]]] = {}
         for rank, values in self.values.items():
             for name, value in values.items():
                 fields = first_shards(value)
                 if fields is not None:
                     shards = self.shards(rank, fields, name)
-                    found.setdefault(name, {}).setdefault(shards.cut, {})[rank] = shards
-        return found
+                    cuts.setdefault(name, {}).setdefault(shards.cut, {})[rank] = shards
+        return cuts
 
     @property
     def partitions(self) -> set[Partition]:
@@ -84,8 +84,8 @@ class Half:
     def first_difference(self, partition: Partition) -> str:
         """In words, a tensor of which several groups of ranks have no copies; "" if all tensors of these groups are copies.
 
-        Tensors are copies if they are cut alike, and the first elements of every shard are equal. HYBRID_SHARD and a mesh that
-        leaves out tensor parallel ranks make copies; experts of one name are none.
+        Tensors are copies if they have the same cut and the first elements of every shard are equal. HYBRID_SHARD and a mesh
+        without the tensor parallel ranks make copies; experts of one name are none.
         """
         for name, cuts in self._cuts.items():
             if len(cuts) > 1 and self._partition(name) == partition:
@@ -104,7 +104,7 @@ class Half:
         return ""
 
     def _pieces(self, rank: int, name: object) -> Iterator[tuple[int, tuple[Box, StoredTensor]]]:
-        """The shards of all values of a name in the file of a rank, each with the number of its value."""
+        """Yield the shards of all values of a name in the file of a rank, each with the number of its value."""
         for at, fields in enumerate(_all_shards(self.values[rank][name])):
             for piece in self.shards(rank, fields, name).boxes:
                 yield at, piece
@@ -118,13 +118,13 @@ class Half:
         lowest = min(partition, key=min)
         names = {name for name, cuts in self._cuts.items() if len(cuts) > 1 and self._partition(name) == partition}
         self.values = {
-            rank: values if rank in lowest else {name: one for name, one in values.items() if name not in names}
+            rank: values if rank in lowest else {name: value for name, value in values.items() if name not in names}
             for rank, values in self.values.items()
         }
         self.__dict__.pop("_cuts", None)
 
     def renames(self) -> dict[int, dict[str, str]]:
-        """By rank, new names for those that mean different parameters on different ranks."""
+        """By rank, new names for names that mean different parameters on different ranks."""
         made: dict[int, dict[str, str]] = {}
         for name, cuts in self._cuts.items():
             if len(cuts) < 2:
@@ -151,10 +151,10 @@ class Half:
             return made
         for name in names:
             by = {rank: values[name] for rank, values in self.values.items() if name in values}
-            alike: dict[object, list[int]] = {}
-            for rank, stored in by.items() if all(isinstance(one, StoredTensor) for one in by.values()) else ():
-                alike.setdefault((stored.shape, stored.dtype, self._sample(rank, stored)), []).append(rank)
-            for ranks in alike.values() if len(alike) > 1 else ():
+            ranks_by_value: dict[object, list[int]] = {}
+            for rank, stored in by.items() if all(isinstance(value, StoredTensor) for value in by.values()) else ():
+                ranks_by_value.setdefault((stored.shape, stored.dtype, self._sample(rank, stored)), []).append(rank)
+            for ranks in ranks_by_value.values() if len(ranks_by_value) > 1 else ():
                 for rank in ranks:
                     made.setdefault(rank, {})[name] = f"{name}@{min(ranks)}"
         return made
@@ -166,27 +166,27 @@ class Half:
 
     def renamed(self, renames: Mapping[int, Mapping[str, str]]) -> dict[Any, dict[int, Any]]:
         """By new name, the value of each rank that has it."""
-        found: dict[Any, dict[int, Any]] = {}
+        by_name: dict[Any, dict[int, Any]] = {}
         for rank, values in self.values.items():
             for name, value in values.items():
-                found.setdefault(renames.get(rank, {}).get(name, name), {})[rank] = value
-        return found
+                by_name.setdefault(renames.get(rank, {}).get(name, name), {})[rank] = value
+        return by_name
 
     def value(self, key: str, by: Mapping[int, Any]) -> Any:
-        """One value of the optimizer: a tensor, or a plain value that is the same on all ranks."""
+        """Return one value of the optimizer: a tensor, or a plain value that is the same on all ranks."""
         if any(isinstance(value, (Fields, StoredTensor)) for value in by.values()):
             return self.tensor(key, by, strictly=True)
         return self.files.agreed(by, key)
 
     def tensor(self, key: str, by: Mapping[int, Any], *, strictly: bool) -> StoredTensor:
-        """One tensor of all ranks.
+        """Return one tensor of all ranks.
 
         `strictly`: a tensor that is not cut must be equal on all ranks; else the lowest rank's counts.
         """
         sharded = {rank: self.shards(rank, value, key) for rank, value in by.items() if isinstance(value, Fields)}
-        odd = next((rank for rank, value in by.items() if isinstance(value, Fields) != bool(sharded)), None)
-        if odd is not None:
-            raise self.files.damaged(odd, f"{key} is not sharded, as in the files of other ranks")
+        unsharded = next((rank for rank, value in by.items() if isinstance(value, Fields) != bool(sharded)), None)
+        if unsharded is not None:
+            raise self.files.damaged(unsharded, f"{key} is not sharded, as in the files of other ranks")
         if sharded:
             return self._joined(key, sharded)
         whole = {rank: value for rank, value in by.items() if isinstance(value, StoredTensor)}
@@ -196,27 +196,27 @@ class Half:
         return replace(next(iter(whole.values())), key=key)
 
     def _joined(self, key: str, sharded: Mapping[int, TorchShards]) -> StoredTensor:
-        (first, some), *others = sharded.items()
+        (first, first_shard), *others = sharded.items()
         for rank, other in others:
-            if other.cut != some.cut:
+            if other.cut != first_shard.cut:
                 raise self.files.of_another_save(rank, first, f"{key} is cut in another way")
-        lacking = sorted(some.ranks - set(sharded))
+        lacking = sorted(first_shard.ranks - set(sharded))
         if lacking:
             raise self.files.damaged(lacking[0] if lacking[0] < self.files.num else first, f"does not have {key}")
-        pieces = [piece for one in sharded.values() for piece in one.boxes]
+        pieces = [piece for shards in sharded.values() for piece in shards.boxes]
         try:
-            return _placed(key, some.shape, pieces)
+            return _placed(key, first_shard.shape, pieces)
         except LayoutError as error:
             raise self.files.damaged(first, f"{key}: {error}") from error
 
 
 def in_order(partition: Partition) -> list[list[int]]:
-    """The groups as lists, by which partitions are sorted."""
+    """Return the groups as lists, by which partitions are sorted."""
     return sorted(map(sorted, partition))
 
 
 def _owners(by: Mapping[int, TorchShards]) -> frozenset[int]:
-    """The ranks that share a tensor; those whose shard is empty are not among its shards. `by`: its shards by rank."""
+    """Return the ranks that share a tensor; those whose shard is empty are not among its shards. `by`: its shards by rank."""
     return frozenset(by) | next(iter(by.values())).ranks
 
 
@@ -229,7 +229,7 @@ def _all_shards(tree: Any) -> Iterator[Fields]:
 
 
 def _placed(key: str, shape: Shape, pieces: Sequence[tuple[Box, StoredTensor]]) -> StoredTensor:
-    """A tensor of boxes in several files. Raises LayoutError for elements in no box, or in two."""
+    """Return a tensor of boxes in several files. Raises LayoutError for elements in no box, or in two."""
     if not pieces:
         raise LayoutError("its elements are in no file")
     full = [(box, tensor) for box, tensor in pieces if box.numel]

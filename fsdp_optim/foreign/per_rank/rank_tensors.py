@@ -23,7 +23,7 @@ from fsdp_optim.foreign.per_rank.rank_files import (
     first_unread,
     unreadable,
 )
-from fsdp_optim.foreign.per_rank.rank_halves import Half, Values, first_shards, in_order, numbers_in
+from fsdp_optim.foreign.per_rank.rank_halves import RankHalf, ValuesByRank, first_shards, in_order, numbers_in
 from fsdp_optim.foreign.per_rank.torch_shards import DTensorFields, Fields, ShardedTensorFields, shards_of, stand_ins
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.foreign.torch.roles import is_extra_state
@@ -43,15 +43,17 @@ class RankTensors(ForeignFormat):
 
     def recognises(self, opened: Opened) -> bool:
         try:
-            return any(_is_sharded(opened, found) for found in _families(opened).values())
+            return any(_is_sharded(opened, file_of_rank) for file_of_rank in _families(opened).values())
         except FsdpOptimError:
             return False
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
-        families = {key: found for key, found in _families(opened).items() if _is_sharded(opened, found)}
-        read = [_RankContents.of(opened, found) for found in families.values()]
-        models = [one for one in read if one.model is not None]
-        optims = [one for one in read if one.optim is not None]
+        families = {
+            key: file_of_rank for key, file_of_rank in _families(opened).items() if _is_sharded(opened, file_of_rank)
+        }
+        read = [_RankContents.of(opened, file_of_rank) for file_of_rank in families.values()]
+        models = [contents for contents in read if contents.model is not None]
+        optims = [contents for contents in read if contents.optim is not None]
         if len(models) > 1 or len(optims) > 1:
             names = ", ".join(before + "<rank>" + after for before, after in families)
             raise CheckpointError(
@@ -68,14 +70,14 @@ class RankTensors(ForeignFormat):
                 self.name,
                 merged.model(),
                 merged.optim(),
-                {name: source for one in read for name, source in one.files.sources.items()},
+                {name: source for contents in read for name, source in contents.files.sources.items()},
                 extra_values=extras[0] if extras else None,
                 module_values=merged.module_values(),
                 rank_extras=main.files.rank_extras(extras),
                 pickled=partial(main.files.pickled, extras[0]) if extras else None,
                 world_size=main.files.num,
-                files=[name for one in read for name in one.files.names],
-                metadata_digest=" ".join(one.files.digest for one in read),
+                files=[name for contents in read for name in contents.files.names],
+                metadata_digest=" ".join(contents.files.digest for contents in read),
             )
 
 
@@ -83,27 +85,27 @@ RANK_TENSORS = RankTensors()
 
 
 def _families(opened: Opened) -> dict[tuple[str, str], dict[int, str]]:
-    """The files whose names differ in a number only, by the text before and after it; if a file is selected, its own family."""
+    """Return the families of files whose names differ in a number only, by the text around it; of a selected file, its own."""
     matches = [match for name in opened.names() if (match := _NAME.fullmatch(name))]
     asked = _NAME.fullmatch(opened.selected)
     families: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for match in matches:
         families.setdefault((match["before"], match["after"]), []).append((int(match["rank"]), match.string))
     return {
-        key: by_rank(opened.where, found)
-        for key, found in families.items()
+        key: by_rank(opened.where, numbered)
+        for key, numbered in families.items()
         if (not opened.selected or (asked is not None and (asked["before"], asked["after"]) == key))
     }
 
 
-def _is_sharded(opened: Opened, found: Mapping[int, str]) -> bool:
-    """Whether one of the first files has sharded tensors, or the only file is that of a single rank, where nothing is sharded."""
-    for name in [found[rank] for rank in sorted(found)][:_LOOKS]:
+def _is_sharded(opened: Opened, file_of_rank: Mapping[int, str]) -> bool:
+    """Return whether one of the first files has sharded tensors, or the only file is of a single rank and has none."""
+    for name in [file_of_rank[rank] for rank in sorted(file_of_rank)][:_LOOKS]:
         if not is_torch_archive(opened, name):
             continue
         try:
             value = read_archive(opened, name, stand_ins=stand_ins()).value
-            alone = list(found) == [0] and name.endswith("rank0.pt") and isinstance(value, Mapping)
+            alone = list(file_of_rank) == [0] and name.endswith("rank0.pt") and isinstance(value, Mapping)
             if first_shards(value) is not None or (alone and any(map(_is_half, value.values()))):
                 return True
         except CheckpointError:
@@ -123,39 +125,41 @@ class _RankContents:
     optim_key: Any
 
     @classmethod
-    def of(cls, opened: Opened, found: Mapping[int, str]) -> _RankContents:
-        first = min(found)
-        probe = RankFiles.read(opened, [found[first]], stand_ins())
-        with as_checkpoint_error(opened.named(found[first])):
+    def of(cls, opened: Opened, file_of_rank: Mapping[int, str]) -> _RankContents:
+        first = min(file_of_rank)
+        probe = RankFiles.read(opened, [file_of_rank[first]], stand_ins())
+        with as_checkpoint_error(opened.named(file_of_rank[first])):
             fields = first_shards(probe.archives[0].value)
             world_size = 0
             if fields is not None:
                 shards = shards_of(fields, _rank_in(fields, first), partial(numbers_in, probe, 0))
                 world_size = max((shards.world_size, *(rank + 1 for rank in shards.ranks)))
-        files = RankFiles.read(opened, complete(opened.where, found, max(world_size, max(found) + 1)), stand_ins())
+        files = RankFiles.read(
+            opened, complete(opened.where, file_of_rank, max(world_size, max(file_of_rank) + 1)), stand_ins()
+        )
         values = files.dicts([archive.value for archive in files.archives], "the file")
         files.agreed(
             {rank: list(value) for rank, value in enumerate(values) if not _is_half(value)}, "the list of its values"
         )
         return cls(files, *_halves(files, values))
 
-    def _half(self, key: Any) -> Values | None:
+    def _half(self, key: Any) -> ValuesByRank | None:
         if key is None:
             return None
         values = [archive.value if key == "" else archive.value[key] for archive in self.files.archives]
         return dict(enumerate(self.files.dicts(values, str(key) or "the file")))
 
     @property
-    def model(self) -> Values | None:
+    def model(self) -> ValuesByRank | None:
         return self._half(self.model_key)
 
     @property
-    def optim(self) -> Values | None:
+    def optim(self) -> ValuesByRank | None:
         return self._half(self.optim_key)
 
 
 def _rank_in(fields: Fields, rank: int) -> int:
-    """The rank that saved a DTensor, if its mesh says it."""
+    """Return the rank that saved a DTensor, if its mesh says it."""
     mesh = fields.fields["_spec"]["mesh"].fields if isinstance(fields, DTensorFields) else {}
     own = mesh.get("_rank")
     return own if type(own) is int else rank
@@ -169,7 +173,7 @@ def _is_optim(value: Any) -> bool:
 
 def _is_model(value: Any) -> bool:
     return isinstance(value, Mapping) and any(
-        isinstance(one, (ShardedTensorFields, DTensorFields, StoredTensor)) for one in value.values()
+        isinstance(item, (ShardedTensorFields, DTensorFields, StoredTensor)) for item in value.values()
     )
 
 
@@ -178,7 +182,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _halves(files: RankFiles, values: Sequence[Mapping[Any, Any]]) -> tuple[Any, Any]:
-    """The keys of the model's and of the optimizer's dict."""
+    """Return the keys of the model's and of the optimizer's dict."""
     if _is_optim(values[0]):
         return None, ""
     if _is_model(values[0]):
@@ -199,12 +203,12 @@ class _Merged:
     """The model and the optimizer of all ranks, as if one rank had saved them."""
 
     def __init__(self, model: _RankContents | None, optim: _RankContents | None) -> None:
-        self._model = Half(model.files, model.model or {}) if model is not None else None
-        self._optim = Half(optim.files, _states(optim.optim or {})) if optim is not None else None
-        self._groups: Values = dict(optim.optim or {}) if optim is not None else {}
+        self._model = RankHalf(model.files, model.model or {}) if model is not None else None
+        self._optim = RankHalf(optim.files, _states(optim.optim or {})) if optim is not None else None
+        self._groups: ValuesByRank = dict(optim.optim or {}) if optim is not None else {}
         halves = [half for half in (self._model, self._optim) if half is not None]
-        for partition in sorted({one for half in halves for one in half.partitions}, key=in_order):
-            differing = next((found for half in halves if (found := half.first_difference(partition))), "")
+        for partition in sorted({partition for half in halves for partition in half.partitions}, key=in_order):
+            differing = next((difference for half in halves if (difference := half.first_difference(partition))), "")
             if not differing:
                 for half in halves:
                     half.keep_lowest(partition)
@@ -263,7 +267,7 @@ class _Merged:
         except UnreadableOptimError as reason:
             return unreadable(reason)
 
-    def _merged_optim(self, half: Half, groups: Values) -> dict[str, Any]:
+    def _merged_optim(self, half: RankHalf, groups: ValuesByRank) -> dict[str, Any]:
         files = half.files
         state: dict[Any, Any] = {}
         for key, by in half.renamed(self._renames).items():
@@ -276,22 +280,22 @@ class _Merged:
             flat = {f"state.{key}.{name}": value for key, values in state.items() for name, value in values.items()}
             others: dict[str, dict[int, Any]] = {}
             for rank, value in groups.items():
-                for key, one in value.items():
+                for key, item in value.items():
                     if not str(key).startswith("state."):
-                        others.setdefault(self._renamed_key(rank, str(key)), {})[rank] = one
+                        others.setdefault(self._renamed_key(rank, str(key)), {})[rank] = item
             return {**flat, **{key: with_keys(half.value(key, by), key) for key, by in others.items()}}
         made = []
         listed = {rank: value["param_groups"] for rank, value in groups.items()}
-        files.agreed({rank: len(one) for rank, one in listed.items()}, "the number of param groups")
+        files.agreed({rank: len(of_rank) for rank, of_rank in listed.items()}, "the number of param groups")
         for index in range(len(next(iter(listed.values())))):
-            by_rank = {rank: one[index] for rank, one in listed.items()}
+            by_rank = {rank: of_rank[index] for rank, of_rank in listed.items()}
             hyper = {
-                rank: {n: v for n, v in one.items() if n not in ("params", "param_names")}
-                for rank, one in by_rank.items()
+                rank: {n: v for n, v in group.items() if n not in ("params", "param_names")}
+                for rank, group in by_rank.items()
             }
-            names = files.agreed({rank: list(one) for rank, one in hyper.items()}, f"param group {index}")
+            names = files.agreed({rank: list(group) for rank, group in hyper.items()}, f"param group {index}")
             common = {
-                name: half.value(f"param_groups.{index}.{name}", {rank: one[name] for rank, one in hyper.items()})
+                name: half.value(f"param_groups.{index}.{name}", {rank: group[name] for rank, group in hyper.items()})
                 for name in names
             }
             made.append({**common, **self._listed(files, by_rank, index)})
@@ -302,35 +306,35 @@ class _Merged:
         }
         return {**with_keys(rest, "other"), "state": state, "param_groups": made}
 
-    def _listed(self, files: RankFiles, groups: Values, index: int) -> dict[str, Any]:
-        """The parameters that a group lists on all ranks, each once, and their names beside ids."""
+    def _listed(self, files: RankFiles, groups: ValuesByRank, index: int) -> dict[str, Any]:
+        """Return the parameters that a group lists on all ranks, each once, and their names beside ids."""
         params = {rank: group["params"] for rank, group in groups.items()}
         if any(isinstance(key, int) for listed in params.values() for key in listed):
-            found = {"params": files.agreed(params, f"the list of parameters of param group {index}")}
+            entry = {"params": files.agreed(params, f"the list of parameters of param group {index}")}
             named = {rank: group["param_names"] for rank, group in groups.items() if "param_names" in group}
-            return {**found, **({"param_names": files.agreed(named, f"param_names of group {index}")} if named else {})}
+            return {**entry, **({"param_names": files.agreed(named, f"param_names of group {index}")} if named else {})}
         renamed = [self._renames.get(rank, {}).get(name, name) for rank, listed in params.items() for name in listed]
         return {"params": list(dict.fromkeys(renamed))}
 
     def _renamed_key(self, rank: int, key: str) -> str:
-        """A flattened key, such as param_groups.<name>.lr, under the parameter's new name."""
+        """Return a flattened key, such as param_groups.<name>.lr, under the parameter's new name."""
         section, _, rest = key.partition(".")
         name, _, of = rest.rpartition(".")
         return f"{section}.{self._renames.get(rank, {}).get(name, name)}.{of}"
 
 
-def _states(values: Values) -> dict[int, dict[Any, Mapping[str, Any]]]:
-    """The state in optimizer dicts, nested or with one level of keys."""
+def _states(values: ValuesByRank) -> dict[int, dict[Any, Mapping[str, Any]]]:
+    """Return the state in optimizer dicts, nested or with one level of keys."""
     made: dict[int, dict[Any, Any]] = {}
     for rank, value in values.items():
         if "state" in value:
-            made[rank] = {key: one for key, one in value["state"].items() if isinstance(one, Mapping)}
+            made[rank] = {key: entry for key, entry in value["state"].items() if isinstance(entry, Mapping)}
             continue
         nested: dict[Any, dict[str, Any]] = {}
-        for key, one in value.items():
+        for key, entry in value.items():
             section, _, rest = str(key).partition(".")
             name, _, of = rest.rpartition(".")
             if section == "state":
-                nested.setdefault(name, {})[of] = one
+                nested.setdefault(name, {})[of] = entry
         made[rank] = nested
     return made

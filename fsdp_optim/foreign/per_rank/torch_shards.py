@@ -1,7 +1,7 @@
 """Stand-ins for torch's ShardedTensor and DTensor in pickles: the facts about one rank's shards, and nothing else.
 
 torch itself reads a ShardedTensor only on the rank that saved it, inside a process group of the same size. Here any process reads
-those of all ranks.
+the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from fsdp_optim.foreign.archive.pickle_table import Known
-from fsdp_optim.foreign.per_rank.rank_files import Shard
+from fsdp_optim.foreign.per_rank.rank_files import ShardStandIn
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.layout import Box, MeshBoxes, Shape, contiguous_order
@@ -45,11 +45,11 @@ class Fields:
         return self.fields[name]
 
 
-class ShardedTensorFields(Fields, Shard):
+class ShardedTensorFields(Fields, ShardStandIn):
     """torch's ShardedTensor: (local shards, metadata, process group, sharding spec, rrefs)."""
 
 
-class DTensorFields(Fields, Shard):
+class DTensorFields(Fields, ShardStandIn):
     """torch's DTensor: `_local_tensor` and `_spec`."""
 
 
@@ -71,11 +71,11 @@ _PLACES = ("torch.distributed.tensor.placement_types", "torch.distributed._tenso
 
 
 def stand_ins() -> Mapping[str, Callable[..., Any]]:
-    """By `module.Class`, what stands in the place of the classes of torch that hold shards."""
+    """Return the stand-ins for the classes of torch that hold shards, by `module.Class`."""
     group = Known(f"{_SHARDED}.sharded_tensor.api.ShardedTensor.ProcessGroupState", GroupFields, is_stand_in=True)
 
     def of_class(cls: Any, name: Any) -> Any:
-        """The class inside of ShardedTensor that its pickles name. Any other attribute stays unread."""
+        """Return the class inside of ShardedTensor that its pickles name. Any other attribute stays unread."""
         is_group = isinstance(cls, Known) and cls.call is ShardedTensorFields and name == "ProcessGroupState"
         return group if is_group else Unread(f"getattr({cls!r:.100}, {name!r:.100})")
 
@@ -130,7 +130,7 @@ class TorchShards:
 
 
 def shards_of(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequence[int]]) -> TorchShards:
-    """The shards in a stand-in. `rank`: the rank of the file; `numbers`: reads a tensor of ranks.
+    """Return the shards in a stand-in. `rank`: the rank of the file; `numbers`: reads a tensor of ranks.
 
     Raises ValueError, TypeError or LookupError for a stand-in that torch does not write.
     """
@@ -140,7 +140,7 @@ def shards_of(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequen
 def _of_sharded(value: Fields) -> TorchShards:
     shards, metadata, group = value.state[0], value.state[1], value.state[2]
     shape = _shape(metadata["size"])
-    listed = tuple(_listed(one) for one in metadata["shards_metadata"])
+    listed = tuple(_listed(entry) for entry in metadata["shards_metadata"])
     boxes = []
     for shard in shards:
         box, tensor = _listed(shard["metadata"])[0], shard["tensor"]
@@ -151,7 +151,7 @@ def _of_sharded(value: Fields) -> TorchShards:
 
 
 def _listed(metadata: Fields) -> tuple[Box, int]:
-    """The box of a shard, and its rank."""
+    """Return the box of a shard, and its rank."""
     rank = metadata["placement"]["_rank"]
     if type(rank) is not int:
         raise ValueError("a shard is on no rank")
@@ -181,7 +181,7 @@ def _of_dtensor(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequ
     if shard is None:
         raise ValueError(f"rank {rank} is not on its mesh of the ranks {list(ranks)}")
     boxes: tuple[tuple[Box, StoredTensor], ...] = ()
-    if min(placement.holders(shard)) == rank:  # of copies, those of the lowest rank count
+    if min(placement.holders(shard)) == rank:  # of copies, the lowest rank's count
         _check_local(placement.box(shard), local)
         boxes = ((placement.box(shard), local),)
     return TorchShards(shape, placement, frozenset(ranks), boxes, own_rank)
@@ -190,14 +190,14 @@ def _of_dtensor(value: Fields, rank: int, numbers: Callable[[StoredTensor], Sequ
 def _mesh(
     mesh: Fields, rank: int, numbers: Callable[[StoredTensor], Sequence[int]]
 ) -> tuple[int | None, Shape, tuple[int, ...]]:
-    """The rank that saved, the shape of its mesh, and the ranks of the mesh, row-major."""
+    """Return the rank that saved, the shape of its mesh, and the ranks of the mesh, row-major."""
     own = mesh.fields.get("_rank")
     if type(own) is not int and own is not None:
         raise TypeError("the rank of a mesh is no number")
     if isinstance(mesh.fields.get("mesh"), StoredTensor):
         stored = mesh["mesh"]
         return own, stored.shape, tuple(numbers(stored))
-    all_ranks = tuple(int(one) for one in mesh["_flatten_rank_map"])
+    all_ranks = tuple(int(item) for item in mesh["_flatten_rank_map"])
     axes = _axes(mesh["_layout"])
     where = all_ranks.index(own if own is not None else rank)
     # This rank's place in a mesh of part of the ranks says which part it is.
@@ -213,14 +213,16 @@ def _mesh(
 
 
 def _axes(layout: Fields) -> list[list[int]]:
-    """The dimensions of a mesh, each as the steps in the rank map from its first rank to its other ranks."""
+    """Return the dimensions of a mesh, each as the steps in the rank map from its first rank to its other ranks."""
     listed = layout.fields.get("axes")
     if listed is not None:
         pairs = [(_flat(axis["shape"]), _flat(axis["stride"])) for axis in listed]
     else:
         shape, stride = layout["shape"], layout["stride"]
-        alike = isinstance(shape, (tuple, list)) and isinstance(stride, (tuple, list))
-        pairs = [(_flat(a), _flat(b)) for a, b in (zip(shape, stride, strict=True) if alike else [(shape, stride)])]
+        are_nested = isinstance(shape, (tuple, list)) and isinstance(stride, (tuple, list))
+        pairs = [
+            (_flat(a), _flat(b)) for a, b in (zip(shape, stride, strict=True) if are_nested else [(shape, stride)])
+        ]
     axes = []
     for (
         sizes,
@@ -236,16 +238,16 @@ def _axes(layout: Fields) -> list[list[int]]:
 
 
 def _flat(numbers: Any) -> Shape:
-    """The numbers in a number, or in nested tuples of them."""
+    """Return the numbers in a number, or in nested tuples of them."""
     if isinstance(numbers, (tuple, list)):
-        return tuple(number for one in numbers for number in _flat(one))
+        return tuple(number for item in numbers for number in _flat(item))
     if type(numbers) is not int or not 0 < numbers <= _MOST_RANKS:
         raise ValueError(f"a dimension of a mesh of {numbers!r:.20} ranks")
     return (numbers,)
 
 
 def _splits(shape: Shape, mesh_shape: Shape, placements: Any) -> tuple[tuple[int, int], ...]:
-    """The cuts (mesh dimension, dimension) in the order in which torch makes them."""
+    """Return the cuts (mesh dimension, dimension) in the order in which torch makes them."""
     splits = []
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, ShardFields):

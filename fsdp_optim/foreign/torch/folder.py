@@ -29,12 +29,12 @@ _OWN = ("model.pt", "optim.pt", "modules.pt", ONE, NAME, *EXTRAS.values())
 
 
 def rank_in(name: str) -> int | None:
-    """The rank whose values a file has; None for all other files."""
+    """Return the rank whose values a file has; None for all other files."""
     matched = _OF_RANK.fullmatch(name)
     return int(matched[1]) if matched is not None else None
 
 
-class TorchFilesJudge(CheckpointProbe[ManifestSummary]):
+class TorchFilesProbe(CheckpointProbe[ManifestSummary]):
     """The `CheckpointProbe` of folders of torch files, whose manifest has the sizes of the files."""
 
     manifest = NAME
@@ -45,7 +45,7 @@ class TorchFilesJudge(CheckpointProbe[ManifestSummary]):
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:
-            summary = brief_of(opened)
+            summary = summary_of(opened)
             for name, nbytes in summary.files.items():
                 if opened.nbytes_of(name) != nbytes:
                     return CheckpointStatus(
@@ -57,15 +57,15 @@ class TorchFilesJudge(CheckpointProbe[ManifestSummary]):
 
     def token_in(self, opened: Opened) -> str | None:
         with contextlib.suppress(OSError, MemoryError):
-            return brief_of(opened).token
+            return summary_of(opened).token
         return None
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
         return lambda name: name in _OWN or (name.startswith("rank-") and name.endswith(".pt"))
 
 
-def brief_of(opened: Opened) -> ManifestSummary:
-    """The brief in the manifest. Raises CheckpointError if it is damaged."""
+def summary_of(opened: Opened) -> ManifestSummary:
+    """Return the summary in the manifest. Raises CheckpointError if it is damaged."""
     where = opened.named(NAME)
     values = parse_json(where, opened.read_whole(NAME, most_nbytes=_MOST_NBYTES))
     with as_checkpoint_error(where):
@@ -73,7 +73,7 @@ def brief_of(opened: Opened) -> ManifestSummary:
 
 
 def sequence_of(opened: Opened) -> int:
-    """The number of a folder of torch files among the checkpoints beside it; 0 if unknown."""
+    """Return the number of a folder of torch files among the checkpoints beside it; 0 if unknown."""
     with contextlib.suppress(OSError):
-        return brief_of(opened).sequence
+        return summary_of(opened).sequence
     return 0

@@ -13,7 +13,7 @@ from fsdp_optim.foreign.archive.safe_values import KINDS, of_file, restored
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, is_torch_archive, read_archive
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE, check_index, weight_map_of
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, ForeignValues, Source
-from fsdp_optim.foreign.torch.folder import EXTRAS, PER_RANK, brief_of, rank_in
+from fsdp_optim.foreign.torch.folder import EXTRAS, PER_RANK, rank_in, summary_of
 from fsdp_optim.foreign.torch.folder import NAME as OUR_MANIFEST
 from fsdp_optim.foreign.torch.roles import TorchParts, is_extra_state, is_no_tensor, joined_optims, parts_of
 from fsdp_optim.formats.base.codec import Withheld
@@ -75,7 +75,7 @@ class TorchFile(ForeignFormat):
             content.add(files.model)
         if files.optim:
             content.add(files.optim)
-        content.summary = _brief(opened)
+        content.summary = _own_summary(opened)
         for name in files.extras:
             content.add_extra(name)
         for rank, name in files.of_ranks.items():
@@ -119,11 +119,11 @@ class _Files:
                 and not name.startswith(_OF_ONE_RANK)
                 and is_torch_archive(opened, name)
             ]
-        for found in (models, optims):
-            if len(found) > 1:
+        for candidates in (models, optims):
+            if len(candidates) > 1:
                 raise CheckpointError(
-                    f"{opened.where}: has {len(found)} torch files of the same kind: give the path of one of them: "
-                    f"{shortened(found)}"
+                    f"{opened.where}: has {len(candidates)} torch files of the same kind: give the path of one of them: "
+                    f"{shortened(candidates)}"
                 )
         if not models and not optims:
             raise CheckpointError(f"{opened.where}: has no file of a model or an optimizer")
@@ -209,12 +209,12 @@ class _Content:
         check_index(path, {key: file for key, file in listed.items() if not is_extra_state(key)}, self._files_of())
 
     def add_safetensors(self) -> None:
-        """Add the weights of safetensors files beside an optimizer of torch: those that a folder without it would have."""
-        found = HUGGING_FACE.open_files(self.opened, "")
-        self.notes = found.notes
-        self.files += found.all_files()
-        self.model.update(found.model)
-        self.digests.append(found.metadata_digest)
+        """Add the weights of safetensors files beside an optimizer of torch, as of a folder without the optimizer."""
+        reader = HUGGING_FACE.open_files(self.opened, "")
+        self.notes = reader.notes
+        self.files += reader.all_files()
+        self.model.update(reader.model)
+        self.digests.append(reader.metadata_digest)
 
     def reader(self, format_name: str) -> ForeignReader:
         return ForeignReader(
@@ -317,15 +317,15 @@ def _inside(tree: Any, path: Sequence[Any]) -> Any:
     return tree
 
 
-def _brief(opened: Opened) -> ManifestSummary | None:
-    """The brief of a folder that this library has written; None for all others, and for a file by itself."""
+def _own_summary(opened: Opened) -> ManifestSummary | None:
+    """Return the summary of a folder that this library has written; None for all others, and for a file by itself."""
     if opened.selected or not opened.has(OUR_MANIFEST):
         return None
-    return brief_of(opened)
+    return summary_of(opened)
 
 
 def _with_keys(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same full dict with a name for each tensor; tensors with the same elements get one name."""
+    """Return the same full dict with a name for each tensor; tensors with the same elements get one name."""
     names: dict[tuple[Any, ...], str] = {}
 
     def keyed(value: Any, path: str) -> Any:
@@ -344,7 +344,7 @@ def _with_keys(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _value(archive: TorchArchive, name: str, value: Any) -> Any:
-    """A value of the trainer with its tensors, or Withheld for an object that is not read."""
+    """Return a value of the trainer with its tensors, or Withheld for an object that is not read."""
     unread = unread_in(value)
     if unread is not None:
         return Withheld(

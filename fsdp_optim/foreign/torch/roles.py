@@ -1,7 +1,7 @@
 """Which part of a torch file is the model, which is the optimizer, and which are values of the trainer: decided by structure.
 
 A model is a dict of tensors by name. An optimizer is a dict with `state` and `param_groups`, or their flattened form, or a list
-of such dicts. The keys that trainers use for them decide only where several parts look alike. A dict of weights with other values
+of such dicts. The keys that trainers use for them decide only between several candidates. A dict of weights with other values
 among them is a model too, if it is under such a key, if most of them are weights, or if a weight has the name of a submodule's
 parameter, such as "layer.weight": no weights are passed over.
 """
@@ -52,7 +52,7 @@ class TorchParts:
 
 
 def parts_of(where: str, value: Any) -> TorchParts:
-    """The parts of a value. Raises CheckpointError that names the keys where it has none, or several that look alike."""
+    """Return the parts of a value. Raises CheckpointError that names the keys where it has none, or several candidates."""
     path: tuple[Any, ...] = ()
     levels: list[Any] = []
     while True:
@@ -67,9 +67,9 @@ def parts_of(where: str, value: Any) -> TorchParts:
             return TorchParts(optims=[value], path=path)
         if is_model(value):
             return TorchParts(model=value, path=path)
-        found = _found(where, value, path)
-        if found.model is not None or found.optims:
-            return found
+        parts = _parts_in(where, value, path)
+        if parts.model is not None or parts.optims:
+            return parts
         inside = [key for key, item in value.items() if isinstance(item, Mapping) and item]
         if len(inside) != 1 or len(path) == _MOST_DEEP:
             for depth, level in enumerate(levels):
@@ -83,7 +83,7 @@ def parts_of(where: str, value: Any) -> TorchParts:
 
 
 def is_model(value: Any) -> bool:
-    """Whether a value is a dict of tensors by name, besides the values that modules add."""
+    """Return whether a value is a dict of tensors by name, besides the values that modules add."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
     is_tensor = [isinstance(item, StoredTensor) for key, item in value.items() if not is_extra_state(key)]
@@ -93,12 +93,12 @@ def is_model(value: Any) -> bool:
 
 
 def is_mixed_model(value: Any) -> bool:
-    """Whether a value is a dict with weights by name and with other values among them, which are no weights."""
+    """Return whether a value is a dict with weights by name and with other values among them, which are no weights."""
     return isinstance(value, Mapping) and any(_are_weights(value)) and _has_names(value)
 
 
 def _looks_like_model(value: Any) -> bool:
-    """Whether a dict with weights and other values is a model by itself, whatever its key; metrics may be tensors too."""
+    """Return whether a dict with weights and other values is a model by itself, whatever its key; metrics may be tensors too."""
     if not is_mixed_model(value):
         return False
     weights = [key for key, is_weight in zip(value, _are_weights(value), strict=True) if is_weight]
@@ -106,7 +106,7 @@ def _looks_like_model(value: Any) -> bool:
 
 
 def _others_in(value: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The items of a dict of weights that are neither tensors nor values which a module has added to its own tensors."""
+    """Return the items of a dict of weights that are neither tensors nor values which a module has added to its own tensors."""
     named = {key: item for key, item in value.items() if isinstance(key, str)}
     within = {key.rpartition(".")[0] for key, item in named.items() if isinstance(item, StoredTensor)}
     return {
@@ -118,7 +118,7 @@ def _others_in(value: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _without_others(value: Any, path: tuple[Any, ...]) -> TorchParts:
-    """The parts of a file whose own dict has weights, with other values of the trainer among them."""
+    """Return the parts of a file whose own dict has weights, with other values of the trainer among them."""
     rest, model = _others_in(value), copy(value)  # which keeps the _metadata of a state dict
     for key in rest:
         del model[key]
@@ -139,13 +139,16 @@ def _is_random(key: Any) -> bool:
 
 
 def _is_of_module(name: str, value: Any, within: Collection[str]) -> bool:
-    """Whether a value without tensors is one that a module adds to its own tensors. `within`: the paths that have tensors."""
+    """Return whether a value without tensors is one that a module adds to its own tensors.
+
+    `within`: the paths that have tensors.
+    """
     path = name.rpartition(".")[0]
     return bool(path) and path in within and (value is None or isinstance(value, (bool, int, float, str, list, tuple)))
 
 
 def is_optim(value: Any) -> bool:
-    """Whether a value is an optimizer's full dict, nested or flattened."""
+    """Return whether a value is an optimizer's full dict, nested or flattened."""
     if not isinstance(value, Mapping):
         return False
     if "param_groups" not in value:
@@ -160,17 +163,17 @@ def is_optim(value: Any) -> bool:
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name in a state dict is of a value that a module adds by `get_extra_state`."""
+    """Return whether a name in a state dict belongs to a value of `get_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def is_no_tensor(value: Any) -> bool:
-    """Whether a value is an object of another class than those of torch and its companions, whose objects may be tensors."""
+    """Return whether a value is an object of a class that is no tensor class of torch or its companions."""
     return isinstance(value, Unread) and not value.what.startswith("torch")
 
 
 def joined_optims(where: str, optims: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """One full dict of several optimizers, as this library has it for a list of optimizers.
+    """Return one full dict of several optimizers, as this library has it for a list of optimizers.
 
     Raises CheckpointError where the dicts cannot be joined.
     """
@@ -197,8 +200,8 @@ def joined_optims(where: str, optims: Sequence[Mapping[str, Any]]) -> Mapping[st
     return {"state": state, "param_groups": groups}
 
 
-def _found(where: str, value: Mapping[Any, Any], path: tuple[Any, ...]) -> TorchParts:
-    optims = {key: found for key, item in value.items() if (found := _optims_in(item))}
+def _parts_in(where: str, value: Mapping[Any, Any], path: tuple[Any, ...]) -> TorchParts:
+    optims = {key: dicts for key, item in value.items() if (dicts := _optims_in(item))}
     optim_key = _chosen(where, "optimizers", list(optims), OPTIM_KEYS)
     others = {key: item for key, item in value.items() if key not in optims and not _is_random(key)}
     models = [key for key, item in others.items() if is_model(item) or _looks_like_model(item) or _is_known(key, item)]
@@ -219,12 +222,12 @@ def _found(where: str, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Torch
 
 
 def _is_known(key: Any, item: Any) -> bool:
-    """Whether an item has weights, and the usual key of a model."""
+    """Return whether an item has weights, and the usual key of a model."""
     return key in MODEL_KEYS and is_mixed_model(item)
 
 
 def _optims_in(item: Any) -> list[Mapping[str, Any]]:
-    """The optimizer that an item is, or the optimizers in a list or a dict of nothing else."""
+    """Return the optimizer that an item is, or the optimizers in a list or a dict of nothing else."""
     if is_optim(item):
         return [item]
     items = list(item.values()) if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else ()
@@ -232,7 +235,7 @@ def _optims_in(item: Any) -> list[Mapping[str, Any]]:
 
 
 def _chosen(where: str, what: str, keys: Sequence[Any], usual: Sequence[str]) -> Any:
-    """The only key, or the only usual one; None if there is none."""
+    """Return the only key, or the only usual one; None if there is none."""
     known = [key for key in keys if key in usual]
     if len(keys) > 1 and len(known) != 1:
         raise CheckpointError(

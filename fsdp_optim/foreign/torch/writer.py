@@ -23,7 +23,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.safe_values import KINDS, Kinds, in_file, safe
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.archive.tree import mapped
-from fsdp_optim.foreign.torch.folder import EXTRAS, NAME, ONE, PER_RANK, TorchFilesJudge, sequence_of
+from fsdp_optim.foreign.torch.folder import EXTRAS, NAME, ONE, PER_RANK, TorchFilesProbe, sequence_of
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
 from fsdp_optim.formats.base.checksums import join_tables
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
@@ -70,7 +70,7 @@ class TorchFiles(Format):
 
     needs_names: ClassVar[bool] = True
     saves: ClassVar[bool] = False
-    probe: ClassVar[CheckpointProbe[Any]] = TorchFilesJudge()
+    probe: ClassVar[CheckpointProbe[Any]] = TorchFilesProbe()
 
     def __post_init__(self) -> None:
         check_one_of("key_by", self.key_by, ("id", "name"), CheckpointError)
@@ -132,37 +132,43 @@ class TorchWriter(Writer):
     ) -> list[PlannedFile]:
         """Plan one file for each half, or one for both, however large."""
         if not self.in_one:
-            return [self._of_half(half, its) for half, its in tensors.items()]
-        both = [one for its in tensors.values() for one in its]
-        both.sort(key=lambda one: -dtype_named(one.dtype).itemsize)  # so that all elements are aligned
-        stubs = {(one.half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(both)}
+            return [self._of_half(half, planned) for half, planned in tensors.items()]
+        both = [tensor for planned in tensors.values() for tensor in planned]
+        both.sort(key=lambda tensor: -dtype_named(tensor.dtype).itemsize)  # so that all elements are aligned
+        stubs = {
+            (tensor.half, tensor.key): TensorStub(tensor.dtype, tensor.shape, number)
+            for number, tensor in enumerate(both)
+        }
         kinds = {KINDS: self._kinds} if self._kinds else {}
         tree = {**{_KEYS[half]: self._half(half, stubs) for half in tensors}, **self._values, **kinds}
         return [_archive(ONE, None, both, tree)]
 
     def _of_half(self, half: Half, tensors: Sequence[PlannedTensor]) -> PlannedFile:
-        stubs = {(half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(tensors)}
+        stubs = {
+            (half, tensor.key): TensorStub(tensor.dtype, tensor.shape, number) for number, tensor in enumerate(tensors)
+        }
         return _archive(f"{half}.pt", half, tensors, self._half(half, stubs))
 
     def _half(self, half: Half, stubs: Mapping[tuple[Half, str], TensorStub]) -> Any:
-        """The state dict of the model or of the optimizer, with stubs in the place of tensors."""
+        """Return the state dict of the model or of the optimizer, with stubs in the place of tensors."""
         if self._contents is None:
             raise CheckpointError("files of torch are written by convert, whose ranks all prepare what they write")
-        its = {key: stub for (of, key), stub in stubs.items() if of == half}
+        by_key = {key: stub for (of, key), stub in stubs.items() if of == half}
         if half == "optim" and self._contents.optim is not None:
-            full = _full_dict(self._contents.optim, its, by_id=self.by_id)
+            full = _full_dict(self._contents.optim, by_key, by_id=self.by_id)
             return _fairscales(full) if self.is_fairscales else full
         aliases = self._contents.aliases.items()
-        return {**its, **{other: its[fqn] for other, fqn in aliases if fqn in its}, **self._modules}
+        return {**by_key, **{other: by_key[fqn] for other, fqn in aliases if fqn in by_key}, **self._modules}
 
     def _keeps(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
-        """Take an extra into the planned files: values of modules are a part of the model's dict, and where one file has
-        everything, so are the others of that file.
+        """Take an extra into the planned files: values of modules are in the model's dict, and in one file all others too.
+
+        Returns whether the extra needs no file of its own.
         """
         if name != MODULES and not self.in_one:
             return False
         if name == MODULES:
-            kept = {fqn: one for fqn, (_, one) in value.items()}
+            kept = {fqn: module_value for fqn, (_, module_value) in value.items()}
             check_safe(name, kept, allow_pickle=allow_pickle)
             self._modules.update(kept)
             return True
@@ -199,11 +205,11 @@ class TorchWriter(Writer):
 
 
 def _archive(name: str, half: Half | None, tensors: Sequence[PlannedTensor], tree: Any) -> PlannedFile:
-    """The plan of a file. `tree`: the object in it, with a stub in the place of each tensor, numbered as `tensors`."""
+    """Return the plan of a file. `tree`: the object in it, with a stub in the place of each tensor, numbered as `tensors`."""
     small, archive = SmallTensors(len(tensors)), ArchiveFrames()
     pending, frames, starts, at = archive.first(small.without(tree)), list[tuple[int, bytes]](), list[int](), 0
-    for one in tensors:
-        nbytes = prod(one.shape) * dtype_named(one.dtype).itemsize
+    for tensor in tensors:
+        nbytes = prod(tensor.shape) * dtype_named(tensor.dtype).itemsize
         frames.append((at, pending + archive.tensor(len(starts), nbytes)))
         starts.append(at)
         pending, at = b"", at + nbytes
@@ -231,7 +237,7 @@ def manifest_of(
     written: WrittenFiles,
     stamp: Stamp,
 ) -> tuple[str, bytes]:
-    """The manifest of a folder of torch files. Raises CheckpointError where a byte was not written."""
+    """Return the manifest of a folder of torch files. Raises CheckpointError where a byte was not written."""
     for file in files:
         join_tables(file.name, written.rows[file.name], file.nbytes_of_data)
     summary = ManifestSummary(
@@ -267,12 +273,12 @@ def check_safe(name: str, value: Any, *, allow_pickle: bool) -> None:
 
 
 def unsafe_name_in(value: Any) -> str | None:
-    """The class of an item of a value that `torch.load(weights_only=True)` does not read; None if there is nothing."""
+    """Return the class of an item of a value that `torch.load(weights_only=True)` does not read; None if there is nothing."""
     try:
-        found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(_saved(value)))
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(_saved(value)))
     except pickle.UnpicklingError:
         return "number or object that takes another operation of pickle"
-    return found[0] if found else None
+    return names[0] if names else None
 
 
 def _check_fits_fairscale(optim: OptimDescription) -> None:
@@ -290,7 +296,7 @@ def _check_fits_fairscale(optim: OptimDescription) -> None:
 
 
 def _fairscales(full: dict[str, Any]) -> dict[str, Any]:
-    """A full dict by id as fairscale's reader takes it: that cuts every tensor which is not in a list, even a single number."""
+    """Return a full dict by id for fairscale's reader, which cuts every tensor that is not in a list, even a single number."""
     state = {
         key: {
             name: [value] if isinstance(value, (torch.Tensor, TensorStub)) and not value.shape else value
@@ -312,7 +318,7 @@ class SmallTensors:
     contents: dict[int, bytes] = field(default_factory=dict)
 
     def without(self, value: Any) -> Any:
-        """The value with a stub in the place of each tensor."""
+        """Return the value with a stub in the place of each tensor."""
         return mapped(value, torch.Tensor, self._stub)
 
     def _stub(self, value: torch.Tensor) -> TensorStub:
@@ -324,7 +330,7 @@ class SmallTensors:
 
 
 def _full_dict(optim: OptimDescription, stubs: Mapping[str, TensorStub], *, by_id: bool) -> dict[str, Any]:
-    """The full dict of an optimizer on the unwrapped model."""
+    """Return the full dict of an optimizer on the unwrapped model."""
     fqns = [fqn for group in optim.groups for fqn in group.params]
     key_of: dict[str, Any] = {fqn: number if by_id else fqn for number, fqn in enumerate(fqns)}
     state = {

@@ -30,12 +30,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 def hash_of(data: Buffer) -> int:
-    """The XXH3 hash, 64 bits, seed 0."""
+    """Return the XXH3 hash, 64 bits, seed 0."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def hex_of(data: Buffer) -> str:
-    """The hash as 16 hexadecimal digits, its form in JSON."""
+    """Return the hash as 16 hexadecimal digits, its form in JSON."""
     return f"{hash_of(data):016x}"
 
 
@@ -56,7 +56,7 @@ class Digest:
 
 
 def segment_nbytes(sizes: Iterable[int], num_ranks: int) -> int:
-    """The length of segments in bytes, for a file whose tensors have these sizes and about `num_ranks` readers of parts."""
+    """Return the length of segments in bytes, for a file whose tensors have these sizes and about `num_ranks` readers."""
     listed = list(sizes)
     typical = sum(n * n for n in listed) // max(sum(listed), 1)
     suitable = typical // (_SEGMENTS_PER_RANK * max(num_ranks, 8))
@@ -65,12 +65,12 @@ def segment_nbytes(sizes: Iterable[int], num_ranks: int) -> int:
 
 
 def sums_of(name: str) -> str:
-    """The name of the file with the table of `name`."""
+    """Return the name of the file with the table of `name`."""
     return f"{name}.sums"
 
 
 def num_segments(name: str, table_nbytes: int, data_nbytes: int) -> int:
-    """The number of segments in a table of this length. Raises CheckpointError for an impossible length."""
+    """Return the number of segments in a table of this length. Raises CheckpointError for an impossible length."""
     num, rest = divmod(table_nbytes - len(MAGIC), _ROW.itemsize)
     if num < 0 or rest or num > data_nbytes:  # no segment is empty
         raise CheckpointError(
@@ -86,12 +86,12 @@ _NUM_COLUMNS = 3
 
 
 def rows_of(segments: Iterable[tuple[int, int, int]]) -> Rows:
-    """An array of segments that are given as (start, end, hash)."""
+    """Return an array of segments that are given as (start, end, hash)."""
     return numpy.array(list(segments), dtype="<u8").reshape(-1, _NUM_COLUMNS)
 
 
 def rows_nbytes(num_segments: int) -> int:
-    """The length of `Rows.tobytes()` for this number of segments."""
+    """Return the length of `Rows.tobytes()` for this number of segments."""
     return num_segments * _NUM_COLUMNS * 8
 
 
@@ -101,7 +101,7 @@ def rows_from(data: Buffer) -> Rows:
 
 
 def table_nbytes(num_segments: int) -> int:
-    """The length of a table with this number of segments, in bytes."""
+    """Return the length of a table with this number of segments, in bytes."""
     return len(MAGIC) + _ROW.itemsize * num_segments
 
 
@@ -141,7 +141,7 @@ class Sums:
         return cls(ends, rows["hash"])
 
     def segments_in(self, start: int, stop: int) -> SegmentRange:
-        """The segments that contain any of the bytes [start, stop). The range must not be empty."""
+        """Return the segments that contain any of the bytes [start, stop). The range must not be empty."""
         first = int(self.ends.searchsorted(numpy.uint64(start), side="right"))
         last = int(self.ends.searchsorted(numpy.uint64(stop), side="left"))
         begin = int(self.ends[first - 1]) if first else 0
@@ -157,10 +157,10 @@ def join_tables(name: str, parts: Iterable[Rows], data_nbytes: int) -> Sums:
     rows = rows[numpy.lexsort((rows[:, 1], rows[:, 0]))]
     starts, ends = rows[:, 0], rows[:, 1]
     expected = numpy.concatenate([numpy.zeros(1, dtype=ends.dtype), ends])  # where each begins, and where the data ends
-    found = numpy.concatenate([starts, numpy.array([data_nbytes], dtype=starts.dtype)])
-    wrong = numpy.flatnonzero(found != expected)
+    actual = numpy.concatenate([starts, numpy.array([data_nbytes], dtype=starts.dtype)])
+    wrong = numpy.flatnonzero(actual != expected)
     if len(wrong):
-        at, start = int(expected[wrong[0]]), int(found[wrong[0]])
+        at, start = int(expected[wrong[0]]), int(actual[wrong[0]])
         raise CheckpointError(
             f"{name}: bytes [{at}, {start}) were written by no rank"
             if at < start

@@ -64,7 +64,10 @@ class Encoder:
             self._names[cls] = name
 
     def encode(self, where: str, value: Any) -> Any:
-        """The JSON of a value, which `where` names for errors. Raises CheckpointError for a value that no Decoder reads."""
+        """Return the JSON of a value, which `where` names for errors.
+
+        Raises CheckpointError for a value that no Decoder reads.
+        """
         self._depth += 1
         if self._depth > MOST_DEEP:
             raise CheckpointError(
@@ -144,20 +147,23 @@ class Encoder:
         )
 
     def _pickled(self, where: str, value: Any, why: str) -> Any:
-        """The pickled form of a value without another form. Raises CheckpointError with the reason unless pickles are allowed."""
+        """Return the pickled form of a value without another form.
+
+        Raises CheckpointError with the reason unless pickles are allowed.
+        """
         if not self._allow_pickle:
             raise CheckpointError(f"{where}: {why}, or give allow_pickle=True to save and load")
         return {"$pickle": self._binary(pickle.dumps(value))}
 
     def _binary(self, data: bytes | bytearray) -> Any:
-        """The form of a few bytes is text, that of more bytes the number of a tensor, because the size of the JSON is limited."""
+        """Encode a few bytes as text, and more bytes as the number of a tensor, because the size of the JSON is limited."""
         if len(data) <= _MOST_IN_TEXT:
             return base64.b64encode(data).decode()
         self.tensors.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return len(self.tensors) - 1
 
     def _parts(self, where: str, value: Any) -> list[Any] | None:
-        """The parts of an instance of a tensor subclass; None unless the parts are tensors and plain values."""
+        """Return the parts of an instance of a tensor subclass; None unless the parts are tensors and plain values."""
         num, cls = len(self.tensors), type(value)
         try:
             names, context = value.__tensor_flatten__()
@@ -176,7 +182,7 @@ class Encoder:
 
 
 def _local(where: str, value: Any) -> Any:
-    """The local tensor of a DTensor. Raises CheckpointError if this rank has only a part of the DTensor."""
+    """Return the local tensor of a DTensor. Raises CheckpointError if this rank has only a part of the DTensor."""
     try:
         return as_local(where, value)
     except WrapperError as error:
@@ -184,7 +190,7 @@ def _local(where: str, value: Any) -> Any:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Whether a value is its own JSON: most values are, and need no name for an error."""
+    """Return whether a value is its own JSON: most values are, and need no name for an error."""
     kind = type(value)
     if kind is str:
         return _is_text(value)
@@ -192,7 +198,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """Whether a str can be encoded: a lone surrogate cannot."""
+    """Return whether a str can be encoded: a lone surrogate cannot."""
     try:
         value.isascii() or value.encode()
     except UnicodeEncodeError:
@@ -222,7 +228,10 @@ class Decoder:
         self._allow_pickle, self._records = allow_pickle, records or {}
 
     def decode(self, encoded: Any) -> Any:
-        """The value. Raises CheckpointError for JSON that no Encoder writes, and for a pickle unless pickles are allowed."""
+        """Return the value.
+
+        Raises CheckpointError for JSON that no Encoder writes, and for a pickle unless pickles are allowed.
+        """
         with as_checkpoint_error(self._where):
             value = self._or_withheld("", encoded)
         if isinstance(value, Withheld):
@@ -264,7 +273,7 @@ class Decoder:
         return self._tagged(tag, encoded[tag])
 
     def _items(self, encoded: Any) -> list[Any]:
-        """The values of a list. Only lists are accepted, so that a short text cannot become a large value."""
+        """Return the values of a list. Only lists are accepted, so that a short text cannot become a large value."""
         if not isinstance(encoded, list):
             raise TypeError(f"{str(encoded)[:80]} is not a list")
         return [self._decode(item) if type(item) in (list, dict) else item for item in encoded]
@@ -294,7 +303,7 @@ class Decoder:
         return makers[tag](encoded)
 
     def _tensor(self, index: Any) -> torch.Tensor:
-        """The tensor of this number. Each tensor may occur once, so that a small file cannot become a large value."""
+        """Return the tensor of this number. Each tensor may occur once, so that a small file cannot become a large value."""
         if type(index) is not int:
             raise TypeError(f"{str(index)[:80]} is not the number of a tensor")
         if index not in self._tensors:
@@ -308,7 +317,10 @@ class Decoder:
         return self._records[name](**values)
 
     def _subclass(self, encoded: Any) -> Any:
-        """An instance of a tensor subclass, from its parts. Nothing is imported: the optimizer in use has imported the class."""
+        """Return an instance of a tensor subclass, from its parts.
+
+        Nothing is imported: the optimizer in use has imported the class.
+        """
         module, name, parts, context, sizes, strides = encoded
         cls = getattr(sys.modules.get(module), name, None)
         if cls is None:

@@ -1,6 +1,6 @@
 """The description of an optimizer in a checkpoint: all but the elements of tensors. It is written and read as JSON here.
 
-`to_plain` and `from_plain` are inverse, and so are `encoded` and `decoded`, which go on to JSON and to the tensors beside it: a
+`to_plain` and `from_plain` are inverse, and so are `encoded` and `decoded`, which lead on to JSON and the tensors beside it: a
 hyperparameter may be a tensor, too.
 """
 
@@ -67,7 +67,7 @@ class OptimDescription:
 
 
 def to_plain(description: OptimDescription) -> dict[str, Any]:
-    """The description as dicts and lists of unencoded values."""
+    """Return the description as dicts and lists of unencoded values."""
     return {
         "optimizer_class": description.optimizer_class,
         "groups": [
@@ -108,7 +108,7 @@ def from_plain(where: str, plain: Any) -> OptimDescription:
 def encoded(
     where: str, description: OptimDescription, *, allow_pickle: bool, records: Mapping[str, type]
 ) -> tuple[Any, list[torch.Tensor]]:
-    """The description as JSON values, and its tensors. Raises CheckpointError that names a value which cannot be saved."""
+    """Return the description as JSON values, and its tensors. Raises CheckpointError that names a value which cannot be saved."""
     encoder = Encoder(allow_pickle=allow_pickle, records=records)
     return encoder.encode(where, to_plain(description)), encoder.tensors
 

@@ -13,6 +13,7 @@ import xxhash
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Rows, SegmentRange, Sums, hash_of, rows_of
+from fsdp_optim.formats.base.frames import Pieces
 from fsdp_optim.memory import in_batches
 
 _WRITE_NBYTES = 1 << 20  # hashed and written at once, so that the write finds the bytes in the processor's cache
@@ -29,9 +30,6 @@ class Extent:
     @property
     def stop(self) -> int:
         return self.start + len(self.memory)
-
-
-Pieces = Sequence[memoryview]
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def read_extents(
 
     With `sums`, all segments that the ranges touch are read whole and verified.
 
-    Raises CheckpointError that names the file and the tensor if the bytes are not those that were saved.
+    Raises CheckpointError that names the file and the tensor if the bytes are not as they were saved.
     """
     ordered = sorted((extent for extent in extents if len(extent.memory)), key=lambda e: e.start)
     if not ordered:
@@ -153,7 +151,7 @@ def _read(section: DataSection, batches: Iterable[list[Extent]]) -> Iterator[lis
 
 
 def _with_rest_of_segments(extents: Sequence[Extent], borders: Sequence[int]) -> Iterator[Extent]:
-    """The ranges, and temporary memory for the other bytes of the segments that they touch."""
+    """Yield the ranges, and temporary memory for the other bytes of the segments that they touch."""
     at = 0  # all bytes before this one are read, or not needed
     for index, extent in enumerate(extents):
         begin = max(at, borders[bisect.bisect_right(borders, extent.start) - 1])

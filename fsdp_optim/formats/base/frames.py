@@ -52,18 +52,18 @@ class Frames:
         return self.head_nbytes + self.data_nbytes + self._nbytes_before[-1]
 
     def place_of(self, byte: int) -> int:
-        """The byte of the file at which a byte of the data is."""
+        """Return the byte of the file at which a byte of the data is."""
         return self.head_nbytes + byte + self._nbytes_before[bisect.bisect_right(self.at, byte)]
 
     def data_before(self, place: int) -> int:
-        """The number of bytes of the data that are before a byte of the file."""
+        """Return the number of bytes of the data that are before a byte of the file."""
         index = bisect.bisect_right(self.starts, place)
         in_last = min(place - self.starts[index - 1], len(self.contents[index - 1])) if index else 0
         before = self._nbytes_before[index - 1] + in_last if index else 0
         return min(max(place - self.head_nbytes - before, 0), self.data_nbytes)
 
     def touched(self, start: int, stop: int) -> range:
-        """The frames between which, before which and after which the bytes [start, stop) of the data are, by index."""
+        """Return the frames between which, before which and after which the bytes [start, stop) of the data are, by index."""
         return range(bisect.bisect_left(self.at, start), bisect.bisect_right(self.at, stop))
 
     def with_frames(self, pieces: Pieces, start: int) -> tuple[int, list[memoryview]]:
@@ -100,7 +100,7 @@ class Frames:
 
 
 def joined(frames: Iterable[tuple[int, bytes]], head: bytes = b"") -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
-    """The head of a file and its frames, each with the byte of the data before which it stands, from frames in order.
+    """Return the head of a file and its frames, each with the byte of the data before which it stands, from frames in order.
 
     Frames at the same place become one; those before the first byte of the data join the head.
     """

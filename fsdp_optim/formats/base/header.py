@@ -57,7 +57,7 @@ _CODES = {name: code for code, (name, _) in DTYPES.items()}
 
 
 def code_of(key: str, dtype: str) -> str:
-    """The name in safetensors of a dtype of torch. Raises CheckpointError if safetensors lacks the dtype."""
+    """Return the name in safetensors of a dtype of torch. Raises CheckpointError if safetensors lacks the dtype."""
     if dtype not in _CODES:
         raise CheckpointError(
             f"{key}: safetensors has no dtype for {dtype}; its dtypes are {', '.join(sorted(_CODES))}"
@@ -93,7 +93,7 @@ class Header:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
-        """The header for tensors that are given as (key, torch's name of the dtype, shape) and lie end to end."""
+        """Return the header for tensors that are given as (key, torch's name of the dtype, shape) and lie end to end."""
         entries, at = [], 0
         for key, dtype, shape in tensors:
             if key == _METADATA:
@@ -121,11 +121,11 @@ class Header:
         return self.entries[-1].stop if self.entries else 0
 
     def tensors_in(self, start: int, stop: int) -> str:
-        """The names of the tensors in a range of the data section."""
+        """Return the names of the tensors in a range of the data section."""
         return shortened(entry.key for entry in self.entries if entry.start < stop and start < entry.stop)
 
     def encoded(self) -> bytes:
-        """The bytes of the file before the data section."""
+        """Return the bytes of the file before the data section."""
         values: dict[str, Any] = {_METADATA: dict(self.metadata)} if self.metadata else {}
         for entry in self.entries:
             values[entry.key] = {
@@ -158,19 +158,19 @@ def _shown_shape(entry: HeaderEntry) -> tuple[int, ...]:
 
 
 def _nbytes_of_metadata(metadata: Mapping[str, str]) -> int:
-    """The bytes of the JSON of a header before its tensors: the brace, and the metadata with what follows them."""
+    """Return the bytes of the JSON of a header before its tensors: the brace, and the metadata with what follows them."""
     return 1 + (len(_JSON.encode({_METADATA: dict(metadata)}).encode()) - 1 if metadata else 0)
 
 
 def _nbytes_of_entry(entry: HeaderEntry, first: int) -> int:
-    """The bytes of a tensor in the JSON of a header, and of what follows it, in a file whose data are those from `first` on."""
+    """Return the bytes of a tensor, and of what follows it, in the JSON of the header of a file whose data begin at `first`."""
     shape = ",".join(map(str, _shown_shape(entry)))
     rest = f':{{"dtype":"{entry.code}","shape":[{shape}],"data_offsets":[{entry.start - first},{entry.stop - first}]}},'
     return len(_JSON.encode(entry.key).encode()) + len(rest)
 
 
 def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:
-    """The length of the JSON of a file's header in bytes, from the first 8 bytes of the file."""
+    """Return the length of the JSON of a file's header in bytes, from the first 8 bytes of the file."""
     if len(prefix) < _LENGTH.size:
         raise CheckpointError(f"{name}: {file_nbytes} bytes are too few for a safetensors file: the file was cut short")
     (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])

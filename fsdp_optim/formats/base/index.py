@@ -25,10 +25,10 @@ class StoredExtra(Protocol):
     """One value of the trainer in a checkpoint. Reading it raises CheckpointError where it is damaged."""
 
     def decoded(self, *, allow_pickle: bool) -> Any:
-        """The value. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
+        """Return the value. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
-        """The value, but with `codec.Withheld` in the place of each item of a dict that is a pickle and not allowed."""
+        """Return the value, but with `codec.Withheld` in the place of each item of a dict that is a pickle and not allowed."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,16 @@ class StoredOptim:
     read: ReadSmall | None = field(default=None, repr=False)
 
     def read_small(self, tensors: Sequence[StoredTensor]) -> Sequence[torch.Tensor]:
-        """The elements of some small tensors. Raises CheckpointError for the index of a reader, which reads them itself."""
+        """Return the elements of some small tensors.
+
+        Raises CheckpointError for the index of a reader, which reads them itself.
+        """
         if self.read is None:
             raise CheckpointError("the index of an open checkpoint has no elements: read them with its reader")
         return self.read(tensors)
 
     def decoded(self, *, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
-        """The state. `records`: the dataclasses that may occur in it, by name.
+        """Return the state. `records`: the dataclasses that may occur in it, by name.
 
         Raises CheckpointError where it is damaged, and for a pickle unless `allow_pickle` is True.
         """
@@ -166,7 +169,7 @@ class CheckpointIndex:
 
 
 def stored_in(tree: Any) -> Iterator[StoredTensor]:
-    """All StoredTensors in dicts and lists."""
+    """Yield all StoredTensors in dicts and lists."""
     if isinstance(tree, StoredTensor):
         yield tree
     elif isinstance(tree, Mapping):
@@ -178,7 +181,7 @@ def stored_in(tree: Any) -> Iterator[StoredTensor]:
 
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """A dict or a list with `function(item)` in the place of each item; the same object if nothing changes."""
+    """Return a dict or a list with `function(item)` in the place of each item; the same object if nothing changes."""
     if isinstance(tree, Mapping):
         new = {key: function(value) for key, value in tree.items()}
         return tree if all(new[key] is value for key, value in tree.items()) else new

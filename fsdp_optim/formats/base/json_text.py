@@ -15,8 +15,8 @@ _WORD = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 def parse_json(where: str, data: bytes) -> Any:
-    """The parsed value. Raises CheckpointError for a text that is not JSON, has a key twice or half of a character, or is nested
-    too deeply.
+    """Parse a text. Raises CheckpointError for a text that is not JSON, has a key twice or half of a character, or is nested too
+    deeply.
     """
     try:
         value = json.loads(data.decode(), object_pairs_hook=without_duplicates)
@@ -46,7 +46,7 @@ def _weight(data: bytes) -> int:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of pairs. Raises ValueError if a key occurs twice, because readers differ in the value that they take."""
+    """Return a dict of pairs. Raises ValueError if a key occurs twice, because readers differ in the value that they take."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
         seen: set[str] = set()

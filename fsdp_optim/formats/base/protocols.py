@@ -75,14 +75,14 @@ __all__ = [
 
 
 def replaced_error(where: str) -> ReplacedError:
-    """The error of a reader when another save has replaced its checkpoint."""
+    """Return the error of a reader when another save has replaced its checkpoint."""
     return ReplacedError(
         f"{where}: was replaced by another checkpoint again and again during the load: load when no process saves to this path"
     )
 
 
 class TensorReader(Protocol):
-    """What has tensors and reads their elements: an open checkpoint, or a dict in memory."""
+    """A source of tensors and their elements: an open checkpoint, or a dict in memory."""
 
     @property
     def index(self) -> CheckpointIndex:
@@ -101,7 +101,7 @@ class Reader(TensorReader, Protocol):
     """An open checkpoint. No content is trusted: damage raises a CheckpointError that names the file."""
 
     def verified(self) -> Reader:
-        """The same checkpoint, read with verification. Closing this reader closes both."""
+        """Return the same checkpoint, read with verification. Closing this reader closes both."""
 
     def check_unchanged(self) -> None:
         """Raise ReplacedError if another checkpoint was written over this one since it was opened."""
@@ -124,14 +124,14 @@ class Writer(Protocol):
     ) -> list[PlannedFile]:
         """Plan files for the tensors of both halves, or of one, in this order.
 
-        Each file has at most `most_nbytes`, with its header and what is between tensors, or one tensor that is larger alone.
+        Each file has at most `most_nbytes`, with its header and the bytes between tensors, or one tensor that is larger alone.
         """
 
     def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         """Encode one extra as a file; return its name and bytes. Raises CheckpointError that names an unsavable part."""
 
     def info_of(self, data: bytes) -> Any:
-        """The facts about a small file that `last` needs, as JSON values."""
+        """Return the facts about a small file that `last` needs, as JSON values."""
 
     def last(
         self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
@@ -164,16 +164,16 @@ class Format(Protocol):
     def probe(self) -> CheckpointProbe[Any] | None: ...
 
     def recognises(self, opened: Opened) -> bool:
-        """Whether an open checkpoint is of this format, damaged or not. Raises nothing."""
+        """Return whether an open checkpoint is of this format, damaged or not. Raises nothing."""
 
     def open(self, opened: Opened, *, verify: bool) -> Reader:
         """Open a checkpoint for reading. Raises CheckpointError if it is damaged or is not a checkpoint."""
 
     def writer(self) -> Writer | None:
-        """The writer for one save; None if the format can only be read."""
+        """Return the writer for one save; None if the format can only be read."""
 
     def sequence_in(self, opened: Opened) -> int:
-        """The number of a checkpoint among those of its folder; 0 if unknown. Raises nothing."""
+        """Return the number of a checkpoint in its folder; 0 if unknown. Raises nothing."""
 
 
 class WrittenFormat(Format, Protocol):
@@ -183,11 +183,11 @@ class WrittenFormat(Format, Protocol):
     def probe(self) -> CheckpointProbe[Any]: ...
 
     def writer(self) -> Writer:
-        """The writer for one save."""
+        """Return the writer for one save."""
 
 
 def written(format: Format) -> WrittenFormat:
-    """The same format. Raises CheckpointError if it can only be read."""
+    """Return the same format. Raises CheckpointError if it can only be read."""
     if format.probe is None or format.writer() is None:
         raise CheckpointError(f"checkpoints of the format {format.name!r} can be read, but not written")
     return format  # type: ignore[return-value]  # both members are there

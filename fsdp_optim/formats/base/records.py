@@ -1,6 +1,6 @@
 """The values that formats and the rest of the library hand each other: tensors in files, the files of a save, its facts.
 
-`base.py` has the protocols that take and return these values, and gives their names too.
+`protocols.py` has the protocols that take and return these values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMON, MODULES = "common", "model"
 
 
 def rank_extra_name(position: int) -> str:
-    """The name of the extra of one rank. `position`: the index of the rank among the ranks that saved."""
+    """Return the name of the extra of one rank. `position`: the index of the rank among the ranks that saved."""
     return f"rank-{position:05}"
 
 
@@ -64,7 +64,7 @@ class StoredTensor:
         return self.chunks.placement if self.chunks is not None else _whole_in_storage(self.shape)
 
     def place_on(self, rank: int) -> tuple[str, int]:
-        """The file in which the elements of one rank of storage are, and the byte at which they begin."""
+        """Return the file in which the elements of one rank of storage are, and the byte at which they begin."""
         return self.chunks.at[rank] if self.chunks is not None else (self.file, self.start)
 
 
@@ -91,7 +91,7 @@ class SavedWeights:
     """The treatment of the model's weights by a save.
 
     `which` it has written: "all", "trainable" or "none"; None if unknown. `dtype`: torch's name of the dtype to which it has cast
-    floating ones; None if it has not, or if unknown.
+    floating-point weights; None if it has not, or if unknown.
     """
 
     which: str | None = None
@@ -150,7 +150,10 @@ class PlannedFile:
         return self.frames.nbytes
 
     def section(self, write: Callable[[Pieces, int], None]) -> DataSection:
-        """The data as `write_extents` writes it, with the frames. `write`: writes pieces of memory at a byte of the file."""
+        """Return the data as `write_extents` writes it, with the frames.
+
+        `write`: writes pieces of memory at a byte of the file.
+        """
         if not self.between:
             return DataSection(self.name, write, len(self.head), self.tensors_in)
 
@@ -169,7 +172,7 @@ class CheckpointContents:
         params: the shapes of the model's tensors, by key.
         optim: None if no optimizer is saved.
         weights: which of the model's tensors are saved: "all", "trainable" or "none".
-        weights_dtype: torch's name of the dtype to which floating ones are cast; None: they are saved as they are.
+        weights_dtype: torch's name of the dtype to which floating-point weights are cast; None: they are saved as they are.
         cut: how the parameters were flattened and cut, as for `Facts`; None if unknown.
     """
 
@@ -197,7 +200,7 @@ class Prepared:
         content: a string that is equal for two checkpoints of the same parameters that have the same of these: which weights,
             and whether an optimizer.
         shared: a string that every rank needs to plan the files.
-        files: small files that the leader writes, those of extras too.
+        files: small files that the leader writes, including the files of extras.
         description: the optimizer's description as a reader will read it; None if there is no optimizer to check.
         document: any object that the format itself needs in `last`.
     """
@@ -214,7 +217,7 @@ class Stamp:
     """The facts of a save that are known only at its end.
 
     Attributes:
-        sequence: the number of the checkpoint among those of its folder.
+        sequence: the number of the checkpoint in its folder.
         manager: the record of a `CheckpointManager`.
         folder: the beginning of the names of all files but the manifest where the store has put these, such as "0123/".
     """

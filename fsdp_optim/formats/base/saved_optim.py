@@ -27,7 +27,7 @@ _KIND_OF = {word: kind for kind, word in WORD_OF.items()}
 
 
 def saved_optim(where: str, description: OptimDescription, tensors: Mapping[str, StoredTensor]) -> SavedOptim:
-    """The full dict, by FQN, of a description whose tensors are in files.
+    """Return the full dict, by FQN, of a description whose tensors are in files.
 
     Raises CheckpointError if the description and the files contradict each other.
     """
@@ -54,7 +54,7 @@ def saved_optim(where: str, description: OptimDescription, tensors: Mapping[str,
 def _stored(
     where: str, fqn: str, param: ParamDescription, value: tuple[Any, str, Any], tensors: Mapping[str, StoredTensor]
 ) -> StoredTensor:
-    """The tensor of one value, which has the shape that its kind asks for. `value`: its name, its kind, and its key."""
+    """Return the tensor of one value, which has the shape that its kind asks for. `value`: its name, its kind, and its key."""
     name, kind, key = value
     if kind not in (TENSOR, SCALAR_TENSOR) and kind.partition(" ")[0] != PLACED:
         raise ValueError(f"{fqn}: {name} has the kind {kind!r}, which is not known")
@@ -69,7 +69,7 @@ def _stored(
 
 
 def description_of(saved: SavedOptim) -> OptimDescription:
-    """The description of a full dict that was recorded with its kinds and shapes."""
+    """Return the description of a full dict that was recorded with its kinds and shapes."""
     kinds: Mapping[str, Mapping[Any, str]] = saved.full["kinds"]
     params = {}
     for fqn, values in saved.full["state"].items():
@@ -90,7 +90,7 @@ def description_of(saved: SavedOptim) -> OptimDescription:
 
 
 def contents_of(index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> CheckpointContents:
-    """The index of a new checkpoint, decoded."""
+    """Return the index of a new checkpoint, decoded."""
     weights, optim = index.facts.weights, index.optim
     return CheckpointContents(
         world_size=max(index.facts.world_size, 1),
@@ -104,7 +104,7 @@ def contents_of(index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[
 
 
 def extras_in(index: CheckpointIndex, *, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
-    """The names and values of the extras of a new checkpoint."""
+    """Yield the names and values of the extras of a new checkpoint."""
     for name in sorted(index.extras):
         value = index.extras[name].decoded(allow_pickle=allow_pickle)
         if value is not None:

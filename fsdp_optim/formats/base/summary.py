@@ -1,6 +1,6 @@
-"""The brief at the beginning of a manifest: the facts that order the checkpoints of a folder and group them into series.
+"""The summary at the beginning of a manifest: the facts that order the checkpoints of a folder and group them into series.
 
-A reader can read the brief without the rest of the manifest, which is large for models with many parameters. No content is
+A reader can read the summary without the rest of the manifest, which is large for models with many parameters. No content is
 trusted.
 """
 
@@ -21,9 +21,9 @@ from fsdp_optim.formats.base.json_text import without_duplicates
 from fsdp_optim.storage.base import check_name
 
 MOST_NBYTES = 1 << 20
-"""The most bytes of a brief. If a brief does not end within them, the whole manifest is read."""
+"""The most bytes of a summary. If a summary does not end within them, the whole manifest is read."""
 
-# "brief" sorts before all other keys, so that the manifest begins with the brief.
+# "brief" sorts before all other keys, so that the manifest begins with the summary.
 _BEGINS = re.compile(r'\{"checksum":"[0-9a-f]{16}","checkpoint":\{"brief":')
 
 
@@ -73,7 +73,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether this summary stands for that of a checkpoint whose writer left none: such a checkpoint is not listed."""
+        """Whether this summary stands in for a checkpoint whose writer left none: such a checkpoint is not listed."""
         return not self.world_size
 
     @property
@@ -82,7 +82,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
         return self.sequence, -1 if self.step is None else self.step, self.created_ns, self.token
 
     def to_json(self) -> dict[str, Any]:
-        """The brief as JSON values, with its checksum."""
+        """Return the summary as JSON values, with its checksum."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values | {"xxh3_64": hex_of(_canonical(values))}
 
@@ -102,7 +102,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
 def content_of(
     names: Collection[str], *, has_optim: bool, weights: str = "all", weights_dtype: str | None = None
 ) -> str:
-    """A hash of the names of a model's parameters, of whether a checkpoint has an optimizer, and of its weights."""
+    """Return a hash of the names of a model's parameters, of whether a checkpoint has an optimizer, and of its weights."""
     of_weights = [value for value, default in ((weights, "all"), (weights_dtype, None)) if value != default]
     return hex_of(_canonical([sorted(names), has_optim, *of_weights]))
 
@@ -112,8 +112,8 @@ def _canonical(value: Any) -> bytes:
 
 
 def summary_in(where: str, beginning: bytes) -> ManifestSummary | None:
-    """The brief in the first bytes of a manifest; None if these bytes hold no whole brief."""
-    text = beginning.decode("latin-1")  # a brief is ASCII, wherever the bytes were cut
+    """Return the summary in the first bytes of a manifest; None if these bytes hold no whole summary."""
+    text = beginning.decode("latin-1")  # a summary is ASCII, wherever the bytes were cut
     begins = _BEGINS.match(text)
     if begins is None:
         return None

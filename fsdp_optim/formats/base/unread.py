@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """Stands for an object whose class or function is not in the table of those that are read.
+    """Stands for an object whose class or function is not in the table of classes that are read.
 
     `what`: its name, `module.Class`.
     """
@@ -20,11 +20,11 @@ class Unread:
 
 
 def unread_in(value: Any) -> Unread | None:
-    """The first Unread in a value, also inside containers; None if there is none."""
+    """Return the first Unread in a value, also inside containers; None if there is none."""
     if isinstance(value, Unread):
         return value
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple, set, frozenset)):
         return None
-    return next((found for child in value if (found := unread_in(child)) is not None), None)
+    return next((unread for child in value if (unread := unread_in(child)) is not None), None)

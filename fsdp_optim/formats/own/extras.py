@@ -22,7 +22,7 @@ from fsdp_optim.storage.base import Opened
 
 
 def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> bytes:
-    """The bytes of a file for one value. Raises CheckpointError that names a part which cannot be saved."""
+    """Return the bytes of a file for one value. Raises CheckpointError that names a part which cannot be saved."""
     encoder = Encoder(allow_pickle=allow_pickle, records=records)
     text = json.dumps(encoder.encode(where, value), separators=(",", ":"), allow_nan=False)
     parse_json(where, text.encode())  # refuses a text that no reader accepts
@@ -35,7 +35,7 @@ def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping
 
 
 def info_of(encoded: bytes) -> FileInfo:
-    """The manifest's entry for the file of an extra."""
+    """Return the manifest's entry for the file of an extra."""
     start = 8 + length_of_header("extra", encoded, len(encoded))
     return FileInfo(len(encoded), hex_of(encoded[:start]), None)
 
@@ -49,16 +49,16 @@ class Extra:
     tensors: tuple[torch.Tensor, ...]
 
     def decoded(self, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> Any:
-        """The value. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
+        """Return the value. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
         return Decoder(self.path, self.tensors, allow_pickle=allow_pickle, records=records).decode(self.values)
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
-        """The value, but with Withheld in the place of each item of a dict that is a pickle and not allowed."""
+        """Return the value, but with Withheld in the place of each item of a dict that is a pickle and not allowed."""
         return Decoder(self.path, self.tensors, allow_pickle=allow_pickle).decode_each(self.values)
 
 
 def read_extra(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> Extra:
-    """Read the file of an extra. Raises CheckpointError if the bytes are not those that were saved."""
+    """Read the file of an extra. Raises CheckpointError if the bytes are not as they were saved."""
     path, whole = opened.named(name), opened.read_whole(name, info.nbytes)
     length = length_of_header(path, whole, len(whole))
     head, data = whole[: 8 + length], memoryview(whole)[8 + length :]

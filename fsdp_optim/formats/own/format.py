@@ -75,13 +75,13 @@ class OwnFormat(Format):
         return Checkpoint.opened_in(opened, verify=verify)
 
     def writer(self) -> Writer:
-        return OurWriter(self.weights_name, self.beside)
+        return OwnWriter(self.weights_name, self.beside)
 
     def sequence_in(self, opened: Opened) -> int:
         for read in (
             read_summary,
             lambda opened: manifest_in(opened).effective_summary,
-        ):  # for a damaged brief the rest may do
+        ):  # for a damaged summary the rest may do
             with contextlib.suppress(OSError):
                 summary = read(opened)
                 return summary.sequence if summary is not None else 0
@@ -92,7 +92,7 @@ OURS = OwnFormat()
 
 
 @dataclass(frozen=True)
-class OurWriter(Writer):
+class OwnWriter(Writer):
     """The `Writer` of this library's own format. The attributes are those of `OwnFormat`."""
 
     weights_name: str = MODEL
@@ -127,7 +127,7 @@ class OurWriter(Writer):
         return Prepared(contents.content, shared, files, read_back, manifest)
 
     def _copied(self, reader: Checkpoint) -> Prepared:
-        """The same, with the small files of a checkpoint of this format, which are not decoded."""
+        """Return the same, with the small files of a checkpoint of this format, which are not decoded."""
         first = min((name for name in reader.files if name.startswith("optim")), default=None)
         metadata = reader.files[first].header.metadata if first is not None else {}
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
@@ -140,7 +140,9 @@ class OurWriter(Writer):
         self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         return [
-            file for half, its in tensors.items() for file in self._of_half(half, its, shared, most_nbytes, num_ranks)
+            file
+            for half, planned in tensors.items()
+            for file in self._of_half(half, planned, shared, most_nbytes, num_ranks)
         ]
 
     def _of_half(
@@ -198,7 +200,7 @@ class OurWriter(Writer):
 
 
 def _has_no_weight(tensors: Sequence[PlannedTensor]) -> bool:
-    """Whether a file has integers and flags alone."""
+    """Return whether a file has integers and flags alone."""
     return not any(dtype_named(tensor.dtype).is_floating_point for tensor in tensors)
 
 
@@ -219,7 +221,7 @@ def _planned(name: str, half: Half, tensors: Sequence[PlannedTensor], header: He
 def _read_back(
     optim: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool, records: Mapping[str, type]
 ) -> OptimDescription:
-    """The description as a reader will decode it. Raises CheckpointError if no reader accepts it."""
+    """Return the description as a reader will decode it. Raises CheckpointError if no reader accepts it."""
     text = json.dumps(optim, separators=(",", ":")).encode()
     if not tensors:
         check_density(_WHERE, text)
@@ -237,13 +239,13 @@ def _read_back(
 
 
 def _plain_groups(description: OptimDescription) -> str:
-    """The param groups as JSON for readers without this library. The exact values are in the manifest."""
+    """Return the param groups as JSON for readers without this library. The exact values are in the manifest."""
 
     def plain(value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
 
     def named(value: Any) -> Any:
-        """The value with keys that JSON allows."""
+        """Return the value with keys that JSON allows."""
         if isinstance(value, Mapping):
             return {key if isinstance(key, (str, int, float)) else str(key): named(item) for key, item in value.items()}
         return [named(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -253,7 +255,7 @@ def _plain_groups(description: OptimDescription) -> str:
 
 
 def _index_of(files: Sequence[PlannedFile]) -> bytes:
-    """The index of a split half, as Hugging Face writes it: the file of each tensor."""
+    """Return the index of a split half, as Hugging Face writes it: the file of each tensor."""
     index = {
         "metadata": {"total_size": sum(file.nbytes_of_data for file in files)},
         "weight_map": {tensor.key: file.name for file in files for tensor in file.tensors},

@@ -52,7 +52,7 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
     """The model: its parameters and buffers by FQN. `aliases`: other names, each with the stored FQN.
 
     `weights`: which of them the files have: "all", "trainable" or "none". `weights_dtype`: torch's name of the dtype to which
-    floating ones were cast; None: they were saved as they were. `weights_name`: how the names of their files begin.
+    floating-point weights were cast; None: they were saved as they were. `weights_name`: how the names of their files begin.
     """
 
     params: dict[str, ParamInfo]
@@ -62,7 +62,7 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
     weights_name: str = MODEL
 
     def content(self, *, has_optim: bool) -> str:
-        """The `content` of a brief."""
+        """Return the `content` of a summary."""
         return content_of(self.params, has_optim=has_optim, weights=self.weights, weights_dtype=self.weights_dtype)
 
 
@@ -71,7 +71,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     Attributes:
         optim: the description of the optimizer as JSON values; None if there is none, or if it has a file of its own.
-        brief: the summary at the beginning; None if an older version of the library saved.
+        summary: the summary at the beginning, under the key "brief"; None if an older version of the library saved.
         checksum: the hash of a manifest that was read; empty for a new one.
     """
 
@@ -89,7 +89,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     @property
     def effective_summary(self) -> ManifestSummary:
-        """The brief or, for a manifest without one, a brief that is made of the rest."""
+        """The summary or, for a manifest without one, a summary that is made of the rest."""
         return self.summary if self.summary is not None else self.made_summary(0)
 
     def made_summary(
@@ -99,7 +99,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
         keep_last: int | None = None,
         manager: ManagerRecord | None = None,
     ) -> ManifestSummary:
-        """A brief that agrees with the rest of the manifest."""
+        """Return a summary that agrees with the rest of the manifest."""
         return ManifestSummary(
             version=self.version,
             sequence=sequence,
@@ -116,7 +116,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
         )
 
     def encoded(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         values = msgspec.to_builtins(self)
         del values["checksum"]
         values["brief"] = self.effective_summary.to_json()
@@ -126,7 +126,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 def version_for(model: ModelInfo) -> int:
-    """The lowest version of the format that has all entries of a new manifest, so that older readers can read it."""
+    """Return the lowest version of the format that has all entries of a new manifest, so that older readers can read it."""
     is_plain = (model.weights, model.weights_dtype, model.weights_name) == ("all", None, MODEL)
     return _VERSION_OF_ALL_WEIGHTS if is_plain else VERSION
 
@@ -183,13 +183,13 @@ def manifest_in(opened: Opened) -> Manifest:
 
 
 def _check_summary(path: str, manifest: Manifest, summary: ManifestSummary) -> None:
-    """Raise CheckpointError unless the brief agrees with the rest, because some readers read only the brief."""
+    """Raise CheckpointError unless the summary agrees with the rest, because some readers read only the summary."""
     if manifest.made_summary(summary.sequence, summary.step, summary.keep_last, summary.manager) != summary:
         raise CheckpointError(f"{path}: its brief and the rest contradict each other; load another checkpoint")
 
 
 def _is_as_written(text: bytes, checksum: str) -> bool:
-    """Whether the text has the checksum as it stands, so that its values need not be encoded again for the comparison."""
+    """Return whether the text has the checksum as it stands, so that its values need not be encoded again for the comparison."""
     prefix, suffix = b'{"checksum":"%s","checkpoint":' % checksum.encode(errors="replace"), b"}\n"
     if not text.startswith(prefix) or not text.endswith(suffix):
         return False

@@ -1,4 +1,4 @@
-"""The judge of this library's own format: whether a place has a complete checkpoint. "Undecided" is a result of its own."""
+"""The probe of this library's own format: whether a place has a complete checkpoint. "Undecided" is a result of its own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fsdp_optim.formats.own.manifest import NAME, VERSION, manifest_in
 from fsdp_optim.registry import manifests_but
 from fsdp_optim.storage.base import CheckpointStatus, Opened, is_sure_that_not
 
-_FIRST_NBYTES = 4096  # of a manifest, read first for its brief
-_TIMES = 16  # as many bytes are read next, if the brief is longer
+_FIRST_NBYTES = 4096  # of a manifest, read first for its summary
+_TIMES = 16  # as many bytes are read next, if the summary is longer
 _OWN = re.compile(
     r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
 )
@@ -24,7 +24,7 @@ _TRACE = re.compile(
 
 
 class OwnProbe:
-    """The `Judge` of this library's own format."""
+    """The `CheckpointProbe` of this library's own format."""
 
     manifest = NAME
 
@@ -33,7 +33,7 @@ class OwnProbe:
         return manifests_but(NAME)
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
-        """Whether the place has all files of the manifest with their sizes."""
+        """Return whether the place has all files of the manifest with their sizes."""
         summary: ManifestSummary | None = None
         try:
             summary = (None if whole else read_summary(opened)) or manifest_in(opened).effective_summary
@@ -49,25 +49,28 @@ class OwnProbe:
         return CheckpointStatus(summary)
 
     def token_in(self, opened: Opened) -> str | None:
-        """The token of a checkpoint; None if it cannot be read."""
+        """Return the token of a checkpoint; None if it cannot be read."""
         try:
-            return any_brief(opened).token
+            return any_summary(opened).token
         except (OSError, MemoryError):
             return None
 
     def is_trace(self, name: str) -> bool:
-        """Whether only a save gives this name to a file. Other libraries have files of the name `model.safetensors` too."""
+        """Return whether only a save gives this name to a file.
+
+        Other libraries have files of the name `model.safetensors` too.
+        """
         return _TRACE.fullmatch(name) is not None
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        """A function that says whether a file of a given name was written by a save.
+        """Return a function that says whether a file of a given name was written by a save.
 
         Where the manifest cannot be read, every name that a save could give counts as written by a save.
         """
         listed: set[str] | None = None
         if opened is not None:
             with contextlib.suppress(OSError):
-                listed = set(any_brief(opened).files)
+                listed = set(any_summary(opened).files)
                 listed |= {sums_of(name) for name in listed}
 
         def is_own(name: str) -> bool:
@@ -80,7 +83,7 @@ PROBE = OwnProbe()
 
 
 def read_summary(opened: Opened) -> ManifestSummary | None:
-    """The brief of a manifest; None if it has none. Raises CheckpointError if the brief is damaged or unreadable."""
+    """Return the summary of a manifest; None if it has none. Raises CheckpointError if the summary is damaged or unreadable."""
     nbytes, size = _FIRST_NBYTES, opened.size_of(NAME)
     while True:
         summary = summary_in(opened.named(NAME), opened.read(NAME, 0, min(nbytes, size)))
@@ -89,6 +92,6 @@ def read_summary(opened: Opened) -> ManifestSummary | None:
         nbytes *= _TIMES
 
 
-def any_brief(opened: Opened) -> ManifestSummary:
-    """The brief of a manifest or, for a manifest without one, a brief that is made of the rest."""
+def any_summary(opened: Opened) -> ManifestSummary:
+    """Return the summary of a manifest or, for a manifest without one, a summary that is made of the rest."""
     return read_summary(opened) or manifest_in(opened).effective_summary

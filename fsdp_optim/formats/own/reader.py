@@ -39,7 +39,7 @@ DESCRIPTION_FILE = "extra/optim.safetensors"
 
 
 def file_of_extra(name: str) -> str:
-    """The file name of an extra."""
+    """Return the file name of an extra."""
     return f"{_EXTRA}{name}{_SUFFIX}"
 
 
@@ -71,7 +71,7 @@ class StoredFile:
         return max(_SHORT_NBYTES, _SEGMENTS_IN_RUN * self.header.data_nbytes // self.num_segments)
 
     def table(self, opened: Opened) -> Sums | None:
-        """The table of checksums, read on demand, because the tables of all files together are large."""
+        """Return the table of checksums, read on demand, because the tables of all files together are large."""
         if self.sums is None:
             return None
         name = sums_of(self.name)
@@ -207,14 +207,14 @@ class Checkpoint:
         }
 
     def extra(self, name: str, *, verify: bool) -> Extra:
-        """The file of an extra, or of the description."""
+        """Return the file of an extra, or of the description."""
         if name not in self.manifest.files:
             raise CheckpointError(f"{self.where}: the manifest does not name {name}")
         with self._noticing_replacement():
             return read_extra(self.opened, name, self.manifest.files[name], verify=verify)
 
     def small_file(self, name: str) -> bytes:
-        """The verified bytes of the file of an extra or of the description."""
+        """Return the verified bytes of the file of an extra or of the description."""
         self.extra(name, verify=True)
         with self._noticing_replacement():
             return self.opened.read_whole(name, self.manifest.files[name].nbytes)
@@ -235,7 +235,7 @@ class Checkpoint:
                 check_bools(section.name, file.bools, ranges)
 
     def verified(self) -> Checkpoint:
-        """The same checkpoint, read with verification. Closing this reader closes both."""
+        """Return the same checkpoint, read with verification. Closing this reader closes both."""
         with self._noticing_replacement():
             return self.opened_in(self.opened, verify=True)
 
@@ -250,7 +250,7 @@ class Checkpoint:
             raise
 
     def _table(self, file: StoredFile) -> Sums | None:
-        """The table of checksums of a file. A few tables are kept, because several threads may read different files."""
+        """Return the table of checksums of a file. A few tables are kept, because several threads may read different files."""
         if file.name not in self._tables:
             table = file.table(self.opened)
             for name in list(self._tables)[: 1 - _MOST_TABLES]:
@@ -282,7 +282,7 @@ def _check_small(opened: Opened, name: str, info: FileInfo) -> None:
 
 
 def _about_weights(model: ModelInfo) -> dict[str, str]:
-    """The treatment of the weights by a save, in words for users; empty where all were written as they were."""
+    """Return the treatment of the weights by a save, in words for users; empty where all were written as they were."""
     words = {"trainable": "the trainable parameters, and buffers", "none": "none were saved"}
     which = {"weights": words[model.weights]} if model.weights in words else {}
     return which if model.weights_dtype is None else {**which, "weights were cast to": model.weights_dtype}
