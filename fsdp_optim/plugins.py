@@ -1,4 +1,4 @@
-"""The door for other packages, and for this one's integrations: what a wrapper, a store or a format of their own needs.
+"""The door for other packages, and for this one's integrations: what a wrapper, a store, a format or a trainer's plug-in needs.
 
 A **wrapper** is read by an `Adapter`, which turns a model into `Handle`s, each with a `Placement`. A **store** is a `Store`, with
 an `Opened` to read, a `Staging` and a `StoreWriter` to write; or less, a `Bucket`, of which an `ObjectStore` makes a store. A
@@ -15,8 +15,8 @@ Formats of this package that have options of their own, for `format=` of `save`,
 A **trainer's plug-in** gives its calls to the public functions, and takes the rest from here. What several ranks must find alike:
 `by_lowest`, `see_files`, `wait_on_all`. A folder that the trainer fills too: `TrainerFolder`; what another library looks for
 beside the weights: `OwnFormat(weights_name=..., beside=...)`. The trainer's own folders and files: `has_checkpoint`,
-`remove_checkpoint`, `folders_by_number`, `remove_folders` and others of `fsdp_optim.storage.posix`. The state of a rank:
-`random_states`, `set_random_states`. Names without the parts of wrappers: `clean_name`, `module_inside`.
+`remove_checkpoint`, `folders_by_number`, `remove_folders`, and what it sees of other machines: `is_being_saved`, `folders_in`,
+`visible_within`. The state of a rank: `random_states`, `set_random_states`. Inside wrappers: `clean_name`, `module_inside`.
 
 Everything is imported when it is asked for, so that importing this module costs nothing.
 """

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from kit.compare import check_same
 from kit.verl_cpu import import_verl
@@ -144,6 +145,25 @@ def whose(root: Path) -> list[str]:
     return loads
 
 
+def of_an_older_version(root: Path) -> None:
+    """The schedule and the random states are taken from a checkpoint in which these have the names of before."""
+    verl, model = plug_in(), nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedules = [torch.optim.lr_scheduler.StepLR(optim, 1, 0.5) for _ in range(2)]
+    optim.step()
+    schedules[0].step()
+    manager = fsdp_optim.CheckpointManager(root / "run", model, state={"lr_scheduler": schedules[0]})
+    manager.save(1)
+    manager.close()
+    drawn = torch.rand(3)
+    [saved] = fsdp_optim.checkpoints(root / "run")
+    loading = object.__new__(verl.FsdpOptimCheckpointManager)
+    loading.rank, loading.lr_scheduler = 0, schedules[1]
+    loading._take(fsdp_optim.load(saved.path).state, str(saved.path))
+    check_same("the schedule", schedules[1].last_epoch, 1)
+    check_same("the next numbers", torch.rand(3), drawn)
+
+
 @unittest.skipIf(sys.version_info >= (3, 13), "verl needs a Python before 3.13")
 class HostsTest(unittest.TestCase):
     def setUp(self) -> None:
@@ -159,6 +179,9 @@ class HostsTest(unittest.TestCase):
 
     def test_a_role_counts_by_its_manifest(self) -> None:
         run_on_ranks(manifest_comes_late, 1, self.root)
+
+    def test_a_checkpoint_of_an_older_version(self) -> None:
+        run_on_ranks(of_an_older_version, 1, self.root)
 
     def test_all_ranks_load_by_the_manager_that_rank_0_finds(self) -> None:
         self.assertEqual(run_on_ranks(whose, 2, self.root), [["this library"]] * 2)
