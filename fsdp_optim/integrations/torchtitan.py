@@ -34,7 +34,7 @@ from fsdp_optim import (
     per_rank,
 )
 from fsdp_optim.integrations.needed import needed
-from fsdp_optim.plugins import by_lowest, copy_beside, is_url, make_folder
+from fsdp_optim.plugins import by_lowest, copy_beside, is_url, make_folder, remove_checkpoint
 
 __all__ = ["FsdpOptimCheckpointManager"]
 
@@ -176,7 +176,8 @@ class FsdpOptimCheckpointManager(_Base):
             self._save_last(curr_step)
             return True
         if config.hf_weights and self._adapter is not None:
-            self._save_hf(curr_step, self._weights.state_dict(), keep_last=config.keep_latest_k or None)
+            self._save_hf(curr_step, self._weights.state_dict())
+            by_lowest("retention", self._remove_older_hf)
         self._manager.save(curr_step)
         self.save_future = _Background(self._manager)
         if last_step or config.async_mode == "disabled":
@@ -192,21 +193,28 @@ class FsdpOptimCheckpointManager(_Base):
         if not step or not self._config.last_save_in_hf:
             self._save_tensors(f"{self.folder}/{_WEIGHTS}/step-{step}", step, tensors)
 
-    def _save_hf(self, step: int, tensors: Mapping[str, Any], keep_last: int | None = None) -> None:
+    def _save_hf(self, step: int, tensors: Mapping[str, Any]) -> None:
         """Save weights in the names and shapes of Hugging Face, and the model's config beside them."""
         place = f"{self.folder}/{_HF}/step-{step}"
-        self._save_tensors(place, step, self._adapter.to_hf(dict(tensors)), keep_last)
+        self._save_tensors(place, step, self._adapter.to_hf(dict(tensors)))
         assets = getattr(self._adapter, "hf_assets_path", None)
         if assets and not is_url(place):
             by_lowest("assets", lambda: copy_beside(assets, place, without=_WEIGHT_FILES))
 
-    def _save_tensors(self, place: str, step: int, tensors: Mapping[str, Any], keep_last: int | None = None) -> None:
+    def _remove_older_hf(self) -> None:
+        """Remove the oldest exports until `keep_latest_k` are left. Called on one rank."""
+        limit = self._config.keep_latest_k
+        complete = [info for info in fsdp_optim.checkpoints(f"{self.folder}/{_HF}") if info.complete]
+        for info in complete[limit:] if limit else ():
+            remove_checkpoint(info.path, f"keep_latest_k={limit}")
+
+    def _save_tensors(self, place: str, step: int, tensors: Mapping[str, Any]) -> None:
         fsdp_optim.save(
             place,
             module_of(tensors),
             step=step,
             overwrite=True,  # of the same step, which a run that went back reaches again
-            options=replace(self._saving, keep_last=keep_last),
+            options=self._saving,
         )
 
     def _wait_for_saving(self) -> None:

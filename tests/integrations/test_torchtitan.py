@@ -132,7 +132,7 @@ class TestFailures(unittest.TestCase):
         for rank in (0, 1):
             with self.subTest(rank), tempfile.TemporaryDirectory() as folder:
                 errors = run_on_ranks(a_rank_fails, 2, Path(folder), rank)
-                check_refused("the save", errors, "StateError", "per_rank_state['dataloader']", "the loader is lost")
+                check_refused("the save", errors, "StateError", "state['dataloader']", "the loader is lost")
                 self.assertEqual(fsdp_optim.checkpoints(f"{folder}/checkpoint"), [])
 
     def test_a_damaged_newest_checkpoint_is_named(self) -> None:
