@@ -331,10 +331,12 @@ class GatherArguments(Arguments):
     call: CallArguments
     recipient_rank: int | None = 0
     key_by: KeyBy = "id"
+    weights: WhichWeights = "all"
 
     def validate(self) -> None:
         super().validate()
         check_one_of("key_by", self.key_by, ("id", "name"))
+        check_one_of("weights", self.weights, ("all", "trainable"))
         if self.recipient_rank is not None:
             check_rank("recipient_rank", self.recipient_rank)
 

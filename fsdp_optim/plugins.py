@@ -1,4 +1,4 @@
-"""The API for other packages, and for this package's integrations: everything that a wrapper, a store or a format needs.
+"""The door for other packages, and for this one's integrations: what a wrapper, a store, a format or a trainer's plug-in needs.
 
 A **wrapper** is read by an `Adapter`, which turns a model into `Handle`s, each with a `Placement`. A **store** is a `Store`, with
 an `Opened` to read, a `Staging` and a `StoreWriter` to write; or less, a `Bucket`, of which an `ObjectStore` makes a store. A
@@ -11,6 +11,12 @@ registers them for a while by `use_adapters`, `use_stores` and `use_formats`.
 
 Formats of this package that have options of their own, for `format=` of `save`, `async_save` and `convert`: `TorchFiles`,
 `FairscaleShards`, `DcpFolder`.
+
+A **trainer's plug-in** gives its calls to the public functions, and takes the rest from here. What several ranks must find alike:
+`by_lowest`, `see_files`, `wait_on_all`. A folder that the trainer fills too: `TrainerFolder`; what another library looks for
+beside the weights: `OwnFormat(weights_name=..., beside=...)`. The trainer's own folders and files: `has_checkpoint`,
+`remove_checkpoint`, `folders_by_number`, `remove_folders`, and what it sees of other machines: `is_being_saved`, `folders_in`,
+`visible_within`. The state of a rank: `random_states`, `set_random_states`. Inside wrappers: `clean_name`, `module_inside`.
 
 Everything is imported when it is asked for, so that importing this module costs nothing.
 """
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
     from fsdp_optim.adapters.base import Adapter, Place
     from fsdp_optim.adapters.known import use_adapters
     from fsdp_optim.adapters.tree import ModuleTree
+    from fsdp_optim.adapters.unwrapping import clean_name, module_inside
     from fsdp_optim.buckets.objects.base import (
         ABSENT,
         Bucket,
@@ -34,6 +41,13 @@ if TYPE_CHECKING:
         OvertakenError,
     )
     from fsdp_optim.buckets.objects.store import ObjectStore
+    from fsdp_optim.checkpoint.common.random_states import random_states, set_random_states
+    from fsdp_optim.checkpoint.common.seen_by_all import waited_for
+    from fsdp_optim.checkpoint.common.stores import is_url
+    from fsdp_optim.checkpoint.trainers.folder import TrainerFolder
+    from fsdp_optim.checkpoint.trainers.looks import by_lowest, has_checkpoint, see_files
+    from fsdp_optim.checkpoint.trainers.meeting import wait_on_all
+    from fsdp_optim.checkpoint.trainers.removal import remove_checkpoint
     from fsdp_optim.foreign.dcp.format import DcpFolder
     from fsdp_optim.foreign.per_rank.fairscale_writer import FairscaleShards
     from fsdp_optim.foreign.torch.writer import TorchFiles
@@ -75,7 +89,9 @@ if TYPE_CHECKING:
     from fsdp_optim.formats.own.manifest import FileInfo
     from fsdp_optim.layout import Boxes, FlatChunks, MeshBoxes, Placement, Ranks, Shape, Whole
     from fsdp_optim.memory import dtype_name, dtype_named
+    from fsdp_optim.options import Model, OnDamage, OnReplicaMismatch, Rename, Strategy, WhichWeights
     from fsdp_optim.registry import use_formats, use_stores
+    from fsdp_optim.state.live.local import Optimizers
     from fsdp_optim.storage.base import (
         Capabilities,
         CheckpointDirectory,
@@ -93,7 +109,12 @@ if TYPE_CHECKING:
         is_sure_that_not,
         names_checkpoint,
     )
+    from fsdp_optim.storage.posix.beacon import sees
+    from fsdp_optim.storage.posix.files import absolute
+    from fsdp_optim.storage.posix.filled import folders_by_number, remove_folders
+    from fsdp_optim.storage.posix.small_files import folders_in, has_file, replace_text, sizes_in
     from fsdp_optim.storage.posix.store import Folder
+    from fsdp_optim.storage.posix.trainer_files import copy_beside, is_being_saved, make_folder, visible_within
     from fsdp_optim.view import Handle, Original
 
 __all__ = [
@@ -128,11 +149,15 @@ __all__ = [
     "ManifestSummary",
     "MeshBoxes",
     "MissingObjectError",
+    "Model",
     "ModuleTree",
     "ObjectInfo",
     "ObjectStore",
+    "OnDamage",
+    "OnReplicaMismatch",
     "Opened",
     "OptimDescription",
+    "Optimizers",
     "Original",
     "OvertakenError",
     "OwnFormat",
@@ -144,6 +169,7 @@ __all__ = [
     "Prepared",
     "Ranks",
     "Reader",
+    "Rename",
     "SavedOptim",
     "SavedWeights",
     "Shape",
@@ -154,40 +180,66 @@ __all__ = [
     "StoredExtra",
     "StoredOptim",
     "StoredTensor",
+    "Strategy",
     "Sums",
     "TorchFiles",
+    "TrainerFolder",
     "ValuesFile",
+    "WhichWeights",
     "Whole",
     "Writer",
     "WrittenFiles",
+    "absolute",
     "as_checkpoint_error",
+    "by_lowest",
     "check_bools",
     "check_inside",
     "check_name",
     "check_not_reserved",
+    "clean_name",
     "contents_of",
+    "copy_beside",
     "decoded_optim",
     "dtype_name",
     "dtype_named",
     "encode_values",
     "extras_in",
+    "folders_by_number",
+    "folders_in",
+    "has_checkpoint",
+    "has_file",
     "hash_of",
     "hex_of",
     "info_of_values",
+    "is_being_saved",
     "is_reserved",
     "is_sure_that_not",
+    "is_url",
     "join_tables",
+    "make_folder",
+    "module_inside",
     "names_checkpoint",
     "parse_json",
     "plain_optim",
+    "random_states",
     "rank_extra_name",
     "read_extents",
     "read_values",
+    "remove_checkpoint",
+    "remove_folders",
+    "replace_text",
     "replaced_error",
     "saved_optim",
+    "see_files",
+    "sees",
+    "set_random_states",
+    "sizes_in",
     "use_adapters",
     "use_formats",
     "use_stores",
+    "visible_within",
+    "wait_on_all",
+    "waited_for",
     "write_extents",
 ]
 
@@ -195,8 +247,16 @@ _PLACES = {
     "fsdp_optim.adapters.base": "Adapter Place",
     "fsdp_optim.adapters.known": "use_adapters",
     "fsdp_optim.adapters.tree": "ModuleTree",
+    "fsdp_optim.adapters.unwrapping": "clean_name module_inside",
     "fsdp_optim.buckets.objects.base": "ABSENT Bucket BucketCan ObjectInfo MissingObjectError OvertakenError",
     "fsdp_optim.buckets.objects.store": "ObjectStore",
+    "fsdp_optim.checkpoint.common.random_states": "random_states set_random_states",
+    "fsdp_optim.checkpoint.common.seen_by_all": "waited_for",
+    "fsdp_optim.checkpoint.common.stores": "is_url",
+    "fsdp_optim.checkpoint.trainers.folder": "TrainerFolder",
+    "fsdp_optim.checkpoint.trainers.looks": "by_lowest has_checkpoint see_files",
+    "fsdp_optim.checkpoint.trainers.meeting": "wait_on_all",
+    "fsdp_optim.checkpoint.trainers.removal": "remove_checkpoint",
     "fsdp_optim.foreign.dcp.format": "DcpFolder",
     "fsdp_optim.foreign.per_rank.fairscale_writer": "FairscaleShards",
     "fsdp_optim.foreign.torch.writer": "TorchFiles",
@@ -221,13 +281,20 @@ _PLACES = {
     "fsdp_optim.formats.own.manifest": "FileInfo",
     "fsdp_optim.layout": "Boxes FlatChunks MeshBoxes Placement Ranks Shape Whole",
     "fsdp_optim.memory": "dtype_name dtype_named",
+    "fsdp_optim.options": "Model OnDamage OnReplicaMismatch Rename Strategy WhichWeights",
     "fsdp_optim.registry": "use_formats use_stores",
+    "fsdp_optim.state.live.local": "Optimizers",
     "fsdp_optim.storage.base": (
         "Capabilities CheckpointDirectory CheckpointEntry CheckpointProbe CheckpointStatus "
         "Opened Staging Store StoreWriter check_inside check_name check_not_reserved is_reserved "
         "is_sure_that_not names_checkpoint"
     ),
+    "fsdp_optim.storage.posix.beacon": "sees",
+    "fsdp_optim.storage.posix.files": "absolute",
+    "fsdp_optim.storage.posix.filled": "folders_by_number remove_folders",
+    "fsdp_optim.storage.posix.small_files": "folders_in has_file replace_text sizes_in",
     "fsdp_optim.storage.posix.store": "Folder",
+    "fsdp_optim.storage.posix.trainer_files": "copy_beside is_being_saved make_folder visible_within",
     "fsdp_optim.view": "Handle Original",
 }
 """By module, its public names; `name=public name` where the name says too little outside the module."""

@@ -93,28 +93,28 @@ foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats
 checkpoint.catalog: arguments checkpoint.common errors formats.base registry results storage.base storage.posix
 checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan results speed
     state.dicts state.live state.merged state.values storage.base transport verbs view
-plugins: adapters buckets.objects foreign.dcp foreign.per_rank foreign.torch formats.base formats.own layout
-    memory registry storage.base storage.posix view
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
     move options plan results speed state.live storage.base transport verbs wire
 checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
     formats.base memory options registry results storage.posix transport verbs wire
-checkpoint.trainers: adapters checkpoint.common checkpoint.load checkpoint.save errors formats.base formats.own
-    memory options results state.live storage.base storage.posix transport wire
+checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
+    storage.posix transport wire
 offline: adapters arguments checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
     foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
     state.values storage.base storage.posix transport wire
 api: adapters checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
     formats.base memory options registry results state.dicts state.live storage.posix transport verbs
+plugins: adapters buckets.objects checkpoint.common checkpoint.trainers foreign.dcp foreign.per_rank
+    foreign.torch formats.base formats.own layout memory options registry state.live storage.base storage.posix
+    view
 (top): api errors
 cli: api errors options plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
 testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
 __main__: cli
-integrations: (top) api checkpoint checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    checkpoint.trainers errors formats.own memory options registry results state.live storage.base storage.posix
+integrations: (top) plugins
 """
 
 
@@ -127,7 +127,7 @@ def read_arrows(text: str) -> dict[str, set[str]]:
 
 ARROWS = read_arrows(_USES)
 JOIN_THE_PARTS = {"verbs", "checkpoint", "offline", "api", "fairscale", "plugins"}
-NOT_CORE = {"foreign", "buckets", "offline", "dcp", "integrations", "testing", "cli"}
+NOT_CORE = {"foreign", "buckets", "offline", "dcp", "checkpoint.trainers", "integrations", "testing", "cli"}
 """What a save and a load in a folder do not need. The core reaches it by the registry, which has its dotted names."""
 DOORS = {"plugins", "__main__"}  # of other packages, and of the command line
 PARTS = {"adapters", "transport", "formats"}
@@ -160,6 +160,16 @@ ON_PATHS = {  # methods of a path that ask the file system, or change it
 }
 
 
+def is_among(room: str, rooms: Set[str]) -> bool:
+    """Whether a room, or the room that it is in, is one of these."""
+    return room in rooms or room.split(".")[0] in rooms
+
+
+def is_module_inside(name: object) -> bool:
+    """Whether a text is the name of a module of this package that a plug-in may not import, as `import_module` takes it."""
+    return isinstance(name, str) and name in MODULES and floor_of(name) not in ("", "plugins", "integrations")
+
+
 def in_circles(uses: Mapping[str, Set[str]]) -> set[str]:
     """The names that are in a circle, or that use one that is."""
     left = set(uses)
@@ -179,11 +189,26 @@ class TestArrows(unittest.TestCase):
 
     def test_the_core_imports_nothing_else(self) -> None:
         """Not in a function either, nor for types; `tests/unit/test_core_alone.py` looks at what is loaded."""
-        core = {room: uses for room, uses in ARROWS.items() if room.split(".")[0] not in NOT_CORE | DOORS}
-        wrong = {
-            room: found for room, uses in core.items() if (found := {u for u in uses if u.split(".")[0] in NOT_CORE})
-        }
+        core = {room: uses for room, uses in ARROWS.items() if not is_among(room, NOT_CORE | DOORS)}
+        wrong = {room: found for room, uses in core.items() if (found := {u for u in uses if is_among(u, NOT_CORE)})}
         assert not wrong, wrong
+
+    def test_integrations_come_by_the_doors(self) -> None:
+        """What our own plug-ins need is public, so that those of other packages have it too. Not in a function either."""
+        doors, wrong = {PACKAGE, f"{PACKAGE}.plugins"}, []
+        for module, file in MODULES.items():
+            if floor_of(module) == "integrations":
+                used = {name for name in imports(file) if name.split(".")[0] == PACKAGE} - doors
+                wrong += [f"{module} imports {name}" for name in used if floor_of(name) != "integrations"]
+                wrong += [
+                    f"{module}, line {node.lineno}: {node.value}"
+                    for node in nodes_of(file)
+                    if isinstance(node, ast.Constant) and is_module_inside(node.value)
+                ]
+        assert not wrong, wrong
+        self.assertTrue(is_module_inside(f"{PACKAGE}.checkpoint.save"))
+        self.assertFalse(is_module_inside(f"{PACKAGE}.integrations.peft"))
+        self.assertFalse(is_module_inside(f"{PACKAGE}.save(...)"))
 
     def test_nothing_uses_the_integrations(self) -> None:
         """Each imports the trainer that it joins, which only users of that trainer have."""
@@ -226,7 +251,7 @@ class TestArrows(unittest.TestCase):
     def test_only_verbs_and_api_know_a_kind_of_store(self) -> None:
         """Formats read and write through the protocol, so that they work with any store; so does what proves a store."""
         for module, file in MODULES.items():
-            if floor_of(module) not in {"storage", "buckets", "integrations", *JOIN_THE_PARTS}:
+            if floor_of(module) not in {"storage", "buckets", *JOIN_THE_PARTS}:
                 known = {used for used in imports(file) if floor_of(used) in ("storage", "buckets")} - PROTOCOLS
                 assert not known, f"{module} imports {known}"
 

@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_optim.checkpoint import model_dict
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import CallArguments, CallOptions, GatherArguments, Model, Rename, fields_of
+from fsdp_optim.options import CallArguments, CallOptions, GatherArguments, Model, Rename, WhichWeights, fields_of
 from fsdp_optim.results import Incompatible
 
 _CALL = CallOptions()
@@ -19,6 +19,7 @@ def gather_full_model_state_dict(
     model: Model,
     recipient_rank: int | None = 0,
     *,
+    weights: WhichWeights = "all",
     options: CallOptions = _CALL,
 ) -> dict[str, Any] | None:
     """Return the weights and buffers of the complete model, as the `state_dict()` of the unwrapped model.
@@ -30,6 +31,8 @@ def gather_full_model_state_dict(
 
     Args:
         model, recipient_rank, options: as for `gather_full_optim_state_dict`.
+        weights: "all", or "trainable": the parameters that require gradients (adapters, say), with all buffers and values of
+            modules, as for `save`.
 
     Returns:
         On recipients a dict of CPU tensors by FQN, in their original shapes and dtypes; on other ranks None. Tied weights are
@@ -38,7 +41,8 @@ def gather_full_model_state_dict(
 
     Raises (the same on all ranks): WrapperError, StateError, RankError and RankTimeoutError, as `gather_full_optim_state_dict`.
     """
-    return model_dict.gather_model(model, GatherArguments(CallArguments.of(options), recipient_rank, "name"))
+    arguments = GatherArguments(CallArguments.of(options), recipient_rank, "name", weights)
+    return model_dict.gather_model(model, arguments)
 
 
 @ordinary_tensors()

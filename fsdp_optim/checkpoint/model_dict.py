@@ -27,7 +27,7 @@ from fsdp_optim.formats.base.protocols import (
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move
-from fsdp_optim.options import GatherArguments, Model, WhichWeights
+from fsdp_optim.options import GatherArguments, Model
 from fsdp_optim.results import Incompatible
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.transport.agree import agree, all_gather_bytes
@@ -38,8 +38,8 @@ from fsdp_optim.verbs.gather import Gathering, move_state
 from fsdp_optim.verbs.replicas import compare_shards
 
 
-def gather_model(model: Model, options: GatherArguments, which: WhichWeights = "all") -> dict[str, Any] | None:
-    """The full model dict, or the part of it that `which` names, on recipients; None elsewhere."""
+def gather_model(model: Model, options: GatherArguments) -> dict[str, Any] | None:
+    """The full model dict, or the part of it that `options.weights` names, on recipients; None elsewhere."""
     with collective_call("gather_full_model_state_dict", [model], options, options.call) as ((reader,), group):
         recipient = options.recipient_rank
         if recipient is not None and recipient not in group.ranks:
@@ -50,9 +50,9 @@ def gather_model(model: Model, options: GatherArguments, which: WhichWeights = "
         mismatch = options.call.on_replica_mismatch
         local, global_state = agree_on_state(
             group,
-            lambda: checked_weights_of(reader, group.ranks, options.call, which),
+            lambda: checked_weights_of(reader, group.ranks, options.call, options.weights),
             options,
-            which,
+            options.weights,
             with_state=True,
             on_replica_mismatch=mismatch,
             what=ELEMENTS,

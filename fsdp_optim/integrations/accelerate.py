@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from fsdp_optim.checkpoint.trainers.folder import Settings, check_settings
+from fsdp_optim import SaveOptions
 from fsdp_optim.integrations import accelerator_state, trainer_folder
 from fsdp_optim.integrations.needed import needed, version_of
 from fsdp_optim.integrations.patches import is_replaced, put_back, replace_function, replace_method
-from fsdp_optim.options import BUCKET_NBYTES, OnReplicaMismatch, Strategy
+from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.plugins import OnReplicaMismatch, Strategy
 
 __all__ = ["FsdpOptimTrainerMixin", "Settings", "disable", "enable"]
 
@@ -71,7 +72,7 @@ def enable(
     cast: bool = False,
     progress: bool | None = None,
     timeout: float | timedelta | None = None,
-    bucket_nbytes: int = BUCKET_NBYTES,
+    bucket_nbytes: int = SaveOptions.bucket_nbytes,
 ) -> None:
     """Save and load by this library from now on, in every Accelerator and every Trainer of this process.
 
@@ -104,7 +105,7 @@ def enable(
         timeout=timeout,
         bucket_nbytes=bucket_nbytes,
     )
-    check_settings(settings)
+    settings.validate()
     methods = [f"Accelerator.{name}" for name in (*_ACCELERATOR, "__init__")]
     owner = _checked("accelerate", {"accelerate.accelerator": ("Accelerator", *_OF_ACCELERATOR, *methods)})[
         "Accelerator"

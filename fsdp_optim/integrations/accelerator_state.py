@@ -12,21 +12,13 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_optim.api import wait_for_saves
-from fsdp_optim.checkpoint.trainers.folder import (
-    FolderSave,
-    Settings,
-    by_lowest,
-    load_folder,
-    look_at,
-    optimizers_inside,
-    wait_on_all,
-)
-from fsdp_optim.checkpoint.trainers.signs import put_up_sign
-from fsdp_optim.errors import CheckpointError
+import fsdp_optim
+from fsdp_optim import CheckpointError
+from fsdp_optim.integrations import signs
+from fsdp_optim.integrations.hugging_face_folders import is_outdated, look_at, optimizers_inside, remove_older
 from fsdp_optim.integrations.patches import status_in
-from fsdp_optim.storage.posix.files import absolute
-from fsdp_optim.storage.posix.filled import folders_by_number, remove_folders
+from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.plugins import TrainerFolder, absolute, by_lowest, folders_by_number, wait_on_all
 
 _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _NAMED = re.compile(r"checkpoint_(\d+)")
@@ -46,24 +38,25 @@ def save_state(
     """Save the prepared models and optimizers with this library, and everything else with Accelerate."""
     if not _is_handled(accelerator):
         return original(output_dir, *args, **kwargs)
-    naming = accelerator.project_configuration
+    naming, options = accelerator.project_configuration, settings.saving()
     is_automatic = naming.automatic_checkpoint_naming
     if is_automatic:
-        path = by_lowest("the name of a checkpoint", settings, lambda: _next_folder(accelerator))
+        path = by_lowest("the name of a checkpoint", lambda: _next_folder(accelerator), options)
     else:
         path = str(absolute(output_dir))
     model, optims = _prepared(accelerator)
-    save = FolderSave.begin(path, settings)
+    save = TrainerFolder.begin(path, options, is_outdated=is_outdated)
     with save.writing(), status_in(naming, automatic_checkpoint_naming=False), _without_models():
         original(save.files, *args, **kwargs)
         if accelerator.is_main_process and len(accelerator._models) == 1:
             write_config(accelerator.unwrap_model(accelerator._models[0]), str(save.files))
         if accelerator.is_main_process and accelerator._optimizers:
-            put_up_sign(save.files, _OPTIMIZER, "accelerator.load_state()")
-    save.commit(model, optims, None)
+            save.write(_OPTIMIZER, signs.sign("accelerator.load_state()"))
+    save.commit(model, optims, background=settings.background)
     if is_automatic and naming.total_limit is not None:
-        wait_on_all(settings)
-        by_lowest("total_limit", settings, lambda: _remove_oldest(Path(path), naming.total_limit))
+        wait_on_all(options)
+        limit, reason = max(naming.total_limit, 1), f"total_limit={naming.total_limit}"
+        by_lowest("total_limit", lambda: remove_older(Path(path), _NAMED, limit, reason), options)
     return Path(path)
 
 
@@ -72,15 +65,15 @@ def load_state(
 ) -> Any:
     """Load a checkpoint of `save_state`, or a sharded folder of Accelerate. Accelerate's own function loads its other folders."""
     is_automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    wait_on_all(settings)
+    wait_on_all(settings.saving())
     path = input_dir
     if input_dir is None and is_automatic:
-        path = by_lowest("the newest checkpoint", settings, lambda: _newest_folder(accelerator))
+        path = by_lowest("the newest checkpoint", lambda: _newest_folder(accelerator), settings.saving())
     if path is None or not _is_read_here(accelerator, str(absolute(path)), settings):
         return original(path, *args, **kwargs)
     path = str(absolute(path))
     model, optims = _prepared(accelerator)
-    load_folder(path, model, optims, settings, strict=kwargs.get("strict", True))
+    fsdp_optim.load(path, model, optims, strict=kwargs.get("strict", True), options=settings.loading())
     with _without_models():
         return original(path, *args, **kwargs)
 
@@ -94,7 +87,7 @@ def _is_read_here(accelerator: Any, path: str, settings: Settings) -> bool:
 def end_training(original: Callable[..., Any], accelerator: Any, settings: Settings) -> Any:
     """Wait for the save in the background before Accelerate ends the process group, and raise the error of the save."""
     try:
-        wait_for_saves(None)
+        fsdp_optim.wait_for_saves()
     finally:
         original()
 
@@ -165,9 +158,3 @@ def _next_folder(accelerator: Any) -> str:
 def _newest_folder(accelerator: Any) -> str | None:
     folders = folders_by_number(_root_of(accelerator), _NAMED)
     return str(folders[-1][1]) if folders else None
-
-
-def _remove_oldest(newest: Path, limit: int) -> None:
-    """Remove checkpoints of lower numbers until `limit` are left. The newest is complete."""
-    others = [path for _, path in folders_by_number(newest.parent, _NAMED) if path != newest]
-    remove_folders(others[: max(len(others) + 1 - max(limit, 1), 0)], f"total_limit={limit}")

@@ -19,20 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.distributed import get_rank, group
 
 import fsdp_optim
-from fsdp_optim.checkpoint.common.random_states import random_states, set_random_states
-from fsdp_optim.checkpoint.common.run_state import per_rank
-from fsdp_optim.checkpoint.common.stores import is_url, store_at
-from fsdp_optim.checkpoint.load.saved_state import key_of
-from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
-from fsdp_optim.errors import CheckpointError, FsdpOptimError, StateError
+from fsdp_optim import CheckpointError, FsdpOptimError, LoadOptions, SaveOptions, StateError
 from fsdp_optim.integrations.needed import refusal
-from fsdp_optim.options import LoadOptions, SaveOptions, WhichWeights
+from fsdp_optim.plugins import WhichWeights, by_lowest, is_url, random_states, remove_checkpoint, set_random_states
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from fsdp_optim.results import LoadResult
+    from fsdp_optim import LoadResult
 
 __all__ = ["Checkpoints", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"]
 
@@ -161,9 +156,9 @@ class Checkpoints:
         options = replace(self._save_options, process_group=group.WORLD)
         if storage_options is not None:
             options = replace(options, storage_options=storage_options)
-        own = {_OF_RANK: per_rank(self._of_this_rank())} if optimizers is not None else {}
+        own = {_OF_RANK: fsdp_optim.per_rank(self._of_this_rank())} if optimizers is not None else {}
         self._replaced.pop(path, None)
-        by_lowest("put a file aside", Settings(), lambda: _put_file_aside(path))
+        by_lowest("put a file aside", lambda: _put_file_aside(path))
         handle = fsdp_optim.async_save(
             path,
             self._model_here,
@@ -275,7 +270,7 @@ class Checkpoints:
             set_random_states(own[_RANDOM])
             if own.get(_MID_EPOCH):
                 self._random = own[_RANDOM]
-        elif {key_of(_OF_RANK), key_of(_MID_EPOCH)} & set(result.missing_keys):
+        elif {f"state[{_OF_RANK!r}]", f"state[{_MID_EPOCH!r}]"} & set(result.missing_keys):
             log.warning(
                 "rank %d had no random states at the save, so it keeps its own: seed it as a rank that is new",
                 get_rank(),
@@ -336,10 +331,7 @@ def _remove(path: str, storage_options: Mapping[str, Any] | None) -> None:
         if files is not None and (files.islink(path) or files.isfile(path)):
             files.rm_file(path)
             return
-        store = store_at(path, options=storage_options if is_url(path) else None)
-        directory = store.directory()
-        directory.remove(
-            [one for one in directory.listed() if one.base == store.where], "ModelCheckpoint does not keep it"
-        )
+        options = storage_options if is_url(path) else None
+        remove_checkpoint(path, "ModelCheckpoint does not keep it", storage_options=options)
     except (OSError, CheckpointError) as error:
         log.warning("%s cannot be removed: %s", path, error)

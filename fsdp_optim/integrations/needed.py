@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fsdp_optim.errors import WrapperError
+from fsdp_optim import WrapperError
 
 
 class MissingNameError(WrapperError, ImportError):

@@ -20,17 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_optim import api
-from fsdp_optim.checkpoint.common.arguments import SaveArguments
-from fsdp_optim.checkpoint.common.pending import SaveHandle
-from fsdp_optim.checkpoint.trainers.foreign_names import async_save_as, clean_name, module_inside, save_as
-from fsdp_optim.errors import StateError, WrapperError
-from fsdp_optim.formats.own.format import OwnFormat
+import fsdp_optim
+from fsdp_optim import LoadOptions, LoadResult, SaveHandle, SaveOptions, SaveResult, StateError, WrapperError
 from fsdp_optim.integrations.needed import refusal
-from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import LoadOptions, OnDamage, SaveOptions, WhichWeights
-from fsdp_optim.results import LoadResult, SaveResult
-from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.plugins import OnDamage, Optimizers, OwnFormat, WhichWeights, clean_name, module_inside
 
 __all__ = ["async_save", "load", "resume", "save"]
 
@@ -51,7 +44,6 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model"
 _ONE_FILE = 1 << 62  # bytes: PEFT reads one file of weights
 
 
-@ordinary_tensors()
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -82,11 +74,20 @@ def save(
         WrapperError: the model is not a PeftModel, or its wrapper hides the names of its parameters.
         StateError: the model has no such adapter, or the adapter is frozen, or has values that PEFT makes at the save.
     """
-    arguments = _Given(state, step, overwrite)
-    return save_as(path, model, optim, *_job_of(model, adapter, base, arguments, options))
+    weights, options, format = _save_options(model, adapter, base, options)
+    return fsdp_optim.save(
+        path,
+        model,
+        optim,
+        state=state,
+        step=step,
+        overwrite=overwrite,
+        weights=weights,
+        format=format,
+        options=options,
+    )
 
 
-@ordinary_tensors()
 def async_save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -107,8 +108,18 @@ def async_save(
     Returns:
         A handle, whose `wait()` ends when the folder is complete, and raises the error of the save.
     """
-    arguments = _Given(state, step, overwrite)
-    return async_save_as(path, model, optim, *_job_of(model, adapter, base, arguments, options))
+    weights, options, format = _save_options(model, adapter, base, options)
+    return fsdp_optim.async_save(
+        path,
+        model,
+        optim,
+        state=state,
+        step=step,
+        overwrite=overwrite,
+        weights=weights,
+        format=format,
+        options=options,
+    )
 
 
 def load(
@@ -139,7 +150,7 @@ def load(
         FsdpOptimError: the errors of `fsdp_optim.load`, and of the model as `save` has them.
     """
     weights, options = _load_options(model, adapter, base, options)
-    return api.load(path, model, optim, state=state, strict=strict, weights=weights, options=options)
+    return fsdp_optim.load(path, model, optim, state=state, strict=strict, weights=weights, options=options)
 
 
 def resume(
@@ -162,9 +173,22 @@ def resume(
         on_damage: as for `fsdp_optim.resume`.
     """
     weights, options = _load_options(model, adapter, base, options)
-    return api.resume(
+    return fsdp_optim.resume(
         root, model, optim, state=state, on_damage=on_damage, strict=strict, weights=weights, options=options
     )
+
+
+def _save_options(
+    model: nn.Module, adapter: str, base: bool, options: SaveOptions
+) -> tuple[WhichWeights, SaveOptions, OwnFormat]:
+    """The weights and options of a save, and the files that PEFT expects."""
+    _refuse(options, _NOT_HERE)
+    names = AdapterNames.of(model, adapter)
+    if not base:
+        names.check_trains(model, adapter)
+    beside = ((_CONFIG, _config_of(_peft_model(model, adapter), adapter)),)
+    options = replace(options, rename=names.key_of, max_file_size=_ONE_FILE)
+    return "all" if base else "trainable", options, OwnFormat(_WEIGHTS, beside)
 
 
 def _load_options(model: nn.Module, adapter: str, base: bool, options: LoadOptions) -> tuple[WhichWeights, LoadOptions]:
@@ -239,34 +263,6 @@ class AdapterNames:
         """The function from PEFT's name of a parameter to the model's."""
         fqns = {key: fqn for fqn, key in self.keys.items()}
         return lambda key: fqns.get(key, key)
-
-
-@dataclass(frozen=True)
-class _Given:
-    """The arguments of one save that are handed on."""
-
-    state: Mapping[str, Any] | None
-    step: int | None
-    overwrite: bool
-
-
-def _job_of(
-    model: nn.Module, adapter: str, base: bool, given: _Given, options: SaveOptions
-) -> tuple[SaveArguments, OwnFormat]:
-    """The arguments of one save, and the files that PEFT expects."""
-    _refuse(options, _NOT_HERE)
-    names = AdapterNames.of(model, adapter)
-    if not base:
-        names.check_trains(model, adapter)
-    config = ((_CONFIG, _config_of(_peft_model(model, adapter), adapter)),)
-    arguments = SaveArguments.of(
-        replace(options, rename=names.key_of, max_file_size=_ONE_FILE),
-        given.state,
-        step=given.step,
-        overwrite=given.overwrite,
-        weights="all" if base else "trainable",
-    )
-    return arguments, OwnFormat(_WEIGHTS, config)
 
 
 def _peft_model(model: nn.Module, adapter: str | None = None) -> Any:

@@ -23,16 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim import api
-from fsdp_optim.checkpoint.common.run_state import per_rank
-from fsdp_optim.checkpoint.common.stores import directory_at
-from fsdp_optim.checkpoint.run.manager import CheckpointManager
-from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
-from fsdp_optim.errors import CheckpointError, StateError, shortened
+import fsdp_optim
+from fsdp_optim import (
+    CheckpointError,
+    CheckpointManager,
+    LoadOptions,
+    ManagerOptions,
+    SaveOptions,
+    StateError,
+    per_rank,
+)
 from fsdp_optim.integrations.needed import needed
-from fsdp_optim.options import LoadOptions, ManagerOptions, SaveOptions
-from fsdp_optim.registry import scheme_of
-from fsdp_optim.storage.posix.trainer_files import copy_beside, make_folder
+from fsdp_optim.plugins import by_lowest, copy_beside, is_url, make_folder, remove_checkpoint
 
 __all__ = ["FsdpOptimCheckpointManager"]
 
@@ -63,9 +65,6 @@ _HF, _WEIGHTS = "hf", "weights"
 """Folders beside the checkpoints: weights as Hugging Face names them, and weights alone under torchtitan's names."""
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-
-_CALLS = Settings()
-"""The options of what rank 0 does for all."""
 
 log = logging.getLogger("fsdp_optim")
 
@@ -178,7 +177,7 @@ class FsdpOptimCheckpointManager(_Base):
             return True
         if config.hf_weights and self._adapter is not None:
             self._save_hf(curr_step, self._weights.state_dict())
-            by_lowest("retention", _CALLS, self._remove_older_hf)
+            by_lowest("retention", self._remove_older_hf)
         self._manager.save(curr_step)
         self.save_future = _Background(self._manager)
         if last_step or config.async_mode == "disabled":
@@ -199,18 +198,18 @@ class FsdpOptimCheckpointManager(_Base):
         place = f"{self.folder}/{_HF}/step-{step}"
         self._save_tensors(place, step, self._adapter.to_hf(dict(tensors)))
         assets = getattr(self._adapter, "hf_assets_path", None)
-        if assets and scheme_of(place) is None:
-            by_lowest("assets", _CALLS, lambda: copy_beside(assets, place, without=_WEIGHT_FILES))
+        if assets and not is_url(place):
+            by_lowest("assets", lambda: copy_beside(assets, place, without=_WEIGHT_FILES))
 
     def _remove_older_hf(self) -> None:
         """Remove the oldest exports until `keep_latest_k` are left. Called on one rank."""
-        directory = directory_at(f"{self.folder}/{_HF}")
-        complete = directory.complete()
-        if self._config.keep_latest_k:
-            directory.remove(complete[: -self._config.keep_latest_k], f"keep_latest_k={self._config.keep_latest_k}")
+        limit = self._config.keep_latest_k
+        complete = [info for info in fsdp_optim.checkpoints(f"{self.folder}/{_HF}") if info.complete]
+        for info in complete[limit:] if limit else ():
+            remove_checkpoint(info.path, f"keep_latest_k={limit}")
 
     def _save_tensors(self, place: str, step: int, tensors: Mapping[str, Any]) -> None:
-        api.save(
+        fsdp_optim.save(
             place,
             module_of(tensors),
             step=step,
@@ -240,12 +239,12 @@ class FsdpOptimCheckpointManager(_Base):
         if step > 0:
             self._manager.rollback(step)
             return True
-        if scheme_of(self.folder) is None:  # in torchtitan's dump folder, which a run that begins may not have yet
-            by_lowest("the folder of the checkpoints", _CALLS, lambda: make_folder(self.folder))
+        if not is_url(self.folder):  # in torchtitan's dump folder, which a run that begins may not have yet
+            by_lowest("the folder of the checkpoints", lambda: make_folder(self.folder))
         if step == -1 and self._manager.resume(on_damage=self._config.on_damage):
             return True
         seed = f"{self.folder}/{_WEIGHTS}/step-0"
-        if by_lowest("the seed", _CALLS, lambda: _has_seed(f"{self.folder}/{_WEIGHTS}")):
+        if by_lowest("the seed", lambda: _has_seed(f"{self.folder}/{_WEIGHTS}")):
             self._load_weights(seed)
             return True
         if step == 0:
@@ -271,9 +270,9 @@ class FsdpOptimCheckpointManager(_Base):
         """Load weights that are under the names of parameters or, where a module joins parameters, of its state dict."""
         tensors = self._weights.state_dict()
         own = {name for part in self._weights.model for name, _ in part.named_parameters()}
-        saved = set(by_lowest("names of weights", _CALLS, lambda: sorted(api.inspect(place).model)))
+        saved = set(by_lowest("names of weights", lambda: sorted(fsdp_optim.inspect(place).model)))
         if set(tensors) >= own or saved >= own:
-            api.load(place, self._model, options=replace(self._call, cast=True))
+            fsdp_optim.load(place, self._model, options=replace(self._call, cast=True))
             return
         self._load_tensors(place, tensors)
         self._weights.load_state_dict(tensors)
@@ -286,13 +285,14 @@ class FsdpOptimCheckpointManager(_Base):
     def _load_tensors(self, place: str, tensors: Mapping[str, Any]) -> None:
         """Load into these tensors. Other tensors of the checkpoint are passed over."""
         options = replace(self._call, cast=True)
-        missing = api.load(place, module_of(tensors), strict=False, options=options).missing_keys
+        missing = fsdp_optim.load(place, module_of(tensors), strict=False, options=options).missing_keys
         if missing:
-            raise CheckpointError(f"{place}: does not have {shortened(missing)}, which the model needs")
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(f"{place}: does not have {missing[0]}{more}, which the model needs")
 
     def _load_everything(self, place: str) -> None:
         """Load a checkpoint of this manager, or of torchtitan's own, to go on from it in a new folder."""
-        values = api.load(place, self._model, self._optimizers, options=self._call).state
+        values = fsdp_optim.load(place, self._model, self._optimizers, options=self._call).state
         for key, one in self._objects.items():
             if key in self._config.exclude_from_loading:
                 continue
@@ -343,7 +343,7 @@ def module_of(tensors: Mapping[str, Any]) -> nn.Module:
 
 
 def _has_seed(folder: str) -> bool:
-    return any(one.complete and one.step == 0 for one in api.checkpoints(folder))
+    return any(one.complete and one.step == 0 for one in fsdp_optim.checkpoints(folder))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

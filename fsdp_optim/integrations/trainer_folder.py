@@ -14,26 +14,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_optim.api import inspect
-from fsdp_optim.checkpoint.model_dict import gather_model
-from fsdp_optim.checkpoint.trainers.folder import (
+import fsdp_optim
+from fsdp_optim import CallOptions, CheckpointError, StateError
+from fsdp_optim.integrations import signs
+from fsdp_optim.integrations.hugging_face_folders import (
     SHARDED_OPTIM,
-    FolderSave,
-    Settings,
-    by_lowest,
-    load_folder,
+    is_outdated,
     look_at,
     optimizer_inside,
-    see_file,
+    remove_older,
+)
+from fsdp_optim.integrations.patches import status_in
+from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.plugins import (
+    Rename,
+    TrainerFolder,
+    WhichWeights,
+    absolute,
+    by_lowest,
+    folders_by_number,
+    has_file,
+    see_files,
     wait_on_all,
 )
-from fsdp_optim.checkpoint.trainers.signs import put_up_sign
-from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.integrations.patches import status_in
-from fsdp_optim.options import GatherArguments, Rename, WhichWeights
-from fsdp_optim.storage.posix.files import absolute
-from fsdp_optim.storage.posix.filled import folders_by_number, remove_files, remove_folders
-from fsdp_optim.storage.posix.small_files import has_file
 
 SAVING, ROTATION = "_fsdp_optim_saving", "_fsdp_optim_rotation"
 """Attributes of a trainer: the checkpoint under way, and the removal of older ones that waits for its end."""
@@ -57,11 +60,8 @@ class Rotation:
 
     def remove_older(self) -> None:
         """Remove the checkpoints of the lowest steps. Raises CheckpointError."""
-        named = [path for _, path in folders_by_number(self.newest.parent, _NAMED)]
-        kept = {self.newest, *([absolute(self.best)] if self.best is not None else [])}
-        others = [path for path in named if path not in kept]
-        num_gone = len(others) - max(self.limit - len(kept & set(named)), 0)
-        remove_folders(others[: max(num_gone, 0)], f"save_total_limit={self.limit}")
+        kept = [absolute(self.best)] if self.best is not None else []
+        remove_older(self.newest, _NAMED, self.limit, f"save_total_limit={self.limit}", kept)
 
 
 def is_handled(trainer: Any) -> bool:
@@ -71,9 +71,9 @@ def is_handled(trainer: Any) -> bool:
     return not other and not trainer.args.save_on_each_node
 
 
-def saving_of(trainer: Any) -> FolderSave | None:
+def saving_of(trainer: Any) -> TrainerFolder | None:
     """The checkpoint of a trainer that is under way."""
-    save: FolderSave | None = vars(trainer).get(SAVING)
+    save: TrainerFolder | None = vars(trainer).get(SAVING)
     return save
 
 
@@ -86,8 +86,8 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, settings: Settin
     step = trainer.state.global_step
     run_dir = str(trainer._get_output_dir(trial=trial)).rstrip("/")
     path = f"{run_dir}/checkpoint-{step}"
-    save = FolderSave.begin(path, settings)
-    _rotate(trainer, settings)  # FolderSave.begin has waited for the checkpoint before
+    save = TrainerFolder.begin(path, settings.saving(), is_outdated=is_outdated)
+    _rotate(trainer, settings)  # TrainerFolder.begin has waited for the checkpoint before
     pushed: list[Any] = []
     with save.writing(), ExitStack() as stack:
         _remember_best(trainer, path)
@@ -98,8 +98,8 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, settings: Settin
         original(model, trial)
         _write_without_weights(trainer, save)
     optim = None if trainer.args.save_only_model else optimizer_inside(trainer.optimizer)
-    waits = bool(pushed) or _is_read_on_save(trainer)
-    save.commit(model_of(trainer), optim, step, waits=waits, weights=_which_weights(trainer))
+    background = settings.background and not pushed and not _is_read_on_save(trainer)
+    save.commit(model_of(trainer), optim, step=step, weights=_which_weights(trainer), background=background)
     limit = trainer.args.save_total_limit
     if limit is not None and limit > 0:
         setattr(trainer, ROTATION, Rotation(save.path, limit, trainer.state.best_model_checkpoint))
@@ -125,7 +125,7 @@ def _remember_best(trainer: Any, path: str) -> None:
 
 
 @contextmanager
-def _redirected(trainer: Any, save: FolderSave, folder: str) -> Iterator[None]:
+def _redirected(trainer: Any, save: TrainerFolder, folder: str) -> Iterator[None]:
     """The trainer's methods write into the folder for its files. An error is noted, and the trainer goes on."""
     final = absolute(folder)
 
@@ -184,8 +184,13 @@ def _save_beside_weights(trainer: Any, folder: str, settings: Settings) -> None:
 
 def _gathered(trainer: Any, settings: Settings) -> dict[str, Any]:
     """The weights, or the adapters alone, on rank 0; nothing on other ranks."""
-    options = GatherArguments(settings.call(), 0, "name")
-    return gather_model(model_of(trainer), options, _which_weights(trainer)) or {}
+    options = CallOptions(
+        timeout=settings.timeout,
+        bucket_nbytes=settings.bucket_nbytes,
+        on_replica_mismatch=settings.on_replica_mismatch,
+    )
+    model, weights = model_of(trainer), _which_weights(trainer)
+    return fsdp_optim.gather_full_model_state_dict(model, weights=weights, options=options) or {}
 
 
 def _which_weights(trainer: Any) -> WhichWeights:
@@ -195,10 +200,10 @@ def _which_weights(trainer: Any) -> WhichWeights:
     return "trainable" if module._is_peft_model(model) else "all"
 
 
-def _write_without_weights(trainer: Any, save: FolderSave) -> None:
+def _write_without_weights(trainer: Any, save: TrainerFolder) -> None:
     """Remove the weights files without weights that `_save` has left."""
     if trainer.args.should_save:
-        remove_files(save.files, lambda name: _WEIGHTS.fullmatch(name) is not None)
+        save.remove(lambda name: _WEIGHTS.fullmatch(name) is not None)
 
 
 def save_optimizer_and_scheduler(
@@ -211,7 +216,7 @@ def save_optimizer_and_scheduler(
     elif trainer.args.should_save:
         torch.save(trainer.lr_scheduler.state_dict(), f"{output_dir}/{_SCHEDULER}")
         for name in _OPTIMIZERS:
-            put_up_sign(output_dir, name, "Trainer.train()")
+            save.write(name, signs.sign("Trainer.train()"))
 
 
 def load_from_checkpoint(
@@ -230,12 +235,12 @@ def load_from_checkpoint(
         if rename is None:
             original(path, model)
             return
-    load_folder(path, target, None, settings, weights=which, rename=rename)
+    fsdp_optim.load(path, target, weights=which, options=settings.loading(rename))
 
 
 def _check_adapters(path: str, settings: Settings) -> None:
     """Refuse a folder without weights of adapters, from which Accelerate's own function loads nothing and raises no error."""
-    if not by_lowest("weights of adapters", settings, lambda: bool(inspect(path).model)):
+    if not by_lowest("weights of adapters", lambda: bool(fsdp_optim.inspect(path).model), settings.saving()):
         raise CheckpointError(
             f"{path}: has no weights: Accelerate saves none of PEFT's adapters with FSDP1 and SHARDED_STATE_DICT, so that no run "
             "can go on from this checkpoint; take an earlier one, or begin anew"
@@ -263,11 +268,12 @@ def load_optimizer_and_scheduler(
         original(path)
         return
     is_sharded = found.kind == "sharded"
-    if not is_sharded and not by_lowest("the optimizer", settings, lambda: inspect(path).has_optim):
+    if not is_sharded and not by_lowest("the optimizer", lambda: fsdp_optim.inspect(path).has_optim, settings.saving()):
         log.warning("%s has no optimizer (save_only_model): the optimizer and the scheduler begin anew", path)
         return
     place = f"{path}/{SHARDED_OPTIM}" if is_sharded else path
-    load_folder(place, model_of(trainer), optimizer_inside(trainer.optimizer), settings, weights="none")
+    optim, options = optimizer_inside(trainer.optimizer), settings.loading()
+    fsdp_optim.load(place, model_of(trainer), optim, weights="none", options=options)
     if _SCHEDULER in found.files:
         trainer.lr_scheduler.load_state_dict(torch.load(f"{path}/{_SCHEDULER}", weights_only=True))
 
@@ -275,27 +281,27 @@ def load_optimizer_and_scheduler(
 def load_best_model(original: Callable[..., Any], trainer: Any, settings: Settings) -> None:
     """Load the weights of the best checkpoint."""
     path = trainer.state.best_model_checkpoint
-    wait_on_all(settings)
+    wait_on_all(settings.saving())
     if path is None or look_at(path, settings, with_optim=False).kind != "ours":
         original()
         return
     log.info("loading the best model from %s (%s)", path, trainer.state.best_metric)
-    load_folder(path, model_of(trainer), None, settings, weights=_which_weights(trainer))
+    fsdp_optim.load(path, model_of(trainer), weights=_which_weights(trainer), options=settings.loading())
 
 
 def finalize_training(original: Callable[..., Any], trainer: Any, settings: Settings, *args: Any, **kwargs: Any) -> Any:
     """Wait for the last checkpoint, and raise its error, before the trainer removes older ones."""
     if is_handled(trainer):
-        wait_on_all(settings)
+        wait_on_all(settings.saving())
         _rotate(trainer, settings)
     return original(*args, **kwargs)
 
 
 def get_last_checkpoint(original: Callable[..., Any], settings: Settings, folder: Any) -> Any:
     """The checkpoint with the highest step, without folders in which a save has not come to its end. Called by all ranks."""
-    found = by_lowest("the last checkpoint", settings, lambda: _last_checkpoint(original, folder))
+    found = by_lowest("the last checkpoint", lambda: _last_checkpoint(original, folder), settings.saving())
     if found is not None:
-        see_file(found, _STATE, settings)
+        see_files(found, {_STATE: None}, settings.saving(), shared=False)
     return found
 
 
@@ -330,4 +336,4 @@ def _rotate(trainer: Any, settings: Settings) -> None:
     """
     rotation: Rotation | None = vars(trainer).pop(ROTATION, None)
     if rotation is not None:
-        by_lowest("save_total_limit", settings, rotation.remove_older)
+        by_lowest("save_total_limit", rotation.remove_older, settings.saving())

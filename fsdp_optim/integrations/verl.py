@@ -14,31 +14,30 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_optim import api
-from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
-from fsdp_optim.checkpoint.common.pending import SaveHandle
-from fsdp_optim.checkpoint.common.run_state import RunState
-from fsdp_optim.checkpoint.common.seen_by_all import waited_for
-from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
-from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.save.background import async_save
-from fsdp_optim.checkpoint.save.foreground import save
-from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
-from fsdp_optim.errors import CheckpointError
+import fsdp_optim
+from fsdp_optim import CheckpointError, SaveHandle
 from fsdp_optim.integrations.needed import needed
-from fsdp_optim.options import WhichWeights
-from fsdp_optim.registry import scheme_of
-from fsdp_optim.storage.base import VISIBLE_WITHIN
-from fsdp_optim.storage.posix.beacon import refresh, sees
-from fsdp_optim.storage.posix.filesystem import is_of_one_machine
-from fsdp_optim.storage.posix.leftovers import SAVING
-from fsdp_optim.storage.posix.small_files import folders_in, has_file, replace_text
+from fsdp_optim.plugins import (
+    WhichWeights,
+    by_lowest,
+    folders_in,
+    has_checkpoint,
+    has_file,
+    is_being_saved,
+    is_url,
+    random_states,
+    replace_text,
+    sees,
+    set_random_states,
+    visible_within,
+    waited_for,
+)
 
 __all__ = ["FsdpOptimCheckpointManager", "disable", "enable"]
 
@@ -64,7 +63,9 @@ _Own: Any = _FOUND[_MANAGER]
 _FOLDER = "huggingface"
 """The folder of the checkpoint: verl has the config and the tokenizer in it, and with the weights it is a pretrained model."""
 
-_MANIFEST = "fsdp_optim.json"
+_SCHEDULER, _RANDOM, _OLD_RANDOM = "lr_scheduler", "random", "fsdp_optim.rng"
+"""The names of the schedule and of each rank's random states in a checkpoint; the last one: in those of older versions."""
+
 _LOADER = "data.pt"
 """The state of the data loader, which verl's PPO trainers write when all roles have begun to save."""
 
@@ -98,21 +99,21 @@ class FsdpOptimCheckpointManager(_Own):
             return
         self.wait()
         self.previous_global_step = global_step
-        options = SaveArguments(
-            state=self._objects() if self.should_save_extra else RunState(),
-            step=global_step,
-            weights=self._weights_to_save(),
-            overwrite=True,  # of the same step, which a run that went back reaches again
-        )
+        given: dict[str, Any] = {
+            "state": self._state() if self.should_save_extra else None,
+            "step": global_step,
+            "weights": self._weights_to_save(),
+            "overwrite": True,  # of the same step, which a run that went back reaches again
+        }
         optim = self.optimizer if self.should_save_optimizer else None
         places = [f"{path}/{_FOLDER}" for path in (local_path, hdfs_path) if path]
         if not self._writes_in_background(local_path):
             for place in places:
-                save(place, self.model, optim, options)
+                fsdp_optim.save(place, self.model, optim, **given)
             if self.rank == 0:
                 self._finish(local_path, max_ckpt_to_keep)
             return
-        handles = [async_save(place, self.model, optim, options) for place in places]
+        handles = [fsdp_optim.async_save(place, self.model, optim, **given) for place in places]
         if self.rank == 0:
             # No daemon, so that the process does not end before the config is written beside the weights.
             self._finisher = threading.Thread(
@@ -125,7 +126,7 @@ class FsdpOptimCheckpointManager(_Own):
         finisher, self._finisher = self._finisher, None
         if finisher is not None:
             finisher.join()
-        api.wait_for_saves()
+        fsdp_optim.wait_for_saves()
 
     def _weights_to_save(self) -> WhichWeights:
         if not (self.should_save_model or self.should_save_hf_model):
@@ -166,7 +167,7 @@ class FsdpOptimCheckpointManager(_Own):
         """Write the small files beside the weights, and remove older checkpoints."""
         place = f"{local_path}/{_FOLDER}"
         model = self._unwrapped
-        if scheme_of(local_path) is None:
+        if not is_url(local_path):
             _save_config(model, place)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(place)
@@ -180,8 +181,10 @@ class FsdpOptimCheckpointManager(_Own):
         """The model without FSDP1's wrapper."""
         return self.model.module if _FOUND["fsdp_version"](self.model) == 1 else self.model
 
-    def _objects(self) -> RunState:
-        return RunState({"lr_scheduler": self.lr_scheduler} if self.lr_scheduler is not None else {}, rng=True)
+    def _state(self) -> dict[str, Any]:
+        """What is saved besides the model and the optimizer."""
+        schedule = {_SCHEDULER: self.lr_scheduler} if self.lr_scheduler is not None else {}
+        return {**schedule, _RANDOM: fsdp_optim.per_rank(random_states())}
 
     # ------------------------------------------------------------------------------------------ load
 
@@ -197,30 +200,44 @@ class FsdpOptimCheckpointManager(_Own):
             return
         self.wait()
         place = f"{path}/{_FOLDER}"
-        if by_lowest("whose checkpoint it is", Settings(), lambda: _is_verls_own(path)):
+        if by_lowest("whose checkpoint it is", lambda: _is_verls_own(path)):
             super().load_checkpoint(path, hdfs_path, del_local_after_load)
             return
         weights: WhichWeights = "none"
         if self.should_load_model or self.should_load_hf_model:
             weights = "all"
             if hasattr(self._unwrapped, "peft_config"):
-                weights = by_lowest("the weights", Settings(), lambda: _weights_in(place))
+                weights = by_lowest("the weights", lambda: _weights_in(place))
         optim = self.optimizer if self.should_load_optimizer else None
-        objects = LoadedObjects(self._objects(), self.rank, strict=False) if self.should_load_extra else None
         model = self.model if weights != "none" or optim is not None else None
-        restore(place, model, optim, LoadArguments(weights=weights), objects=objects)
-        if objects is not None:
-            objects.install_random()
+        saved = fsdp_optim.load(place, model, optim, weights=weights).state
+        if self.should_load_extra:
+            self._take(saved, place)
+
+    def _take(self, saved: Mapping[str, Any], place: str) -> None:
+        """Load the schedule and the random states of this rank, where the checkpoint has them."""
+        if self.lr_scheduler is not None and _SCHEDULER in saved:
+            self.lr_scheduler.load_state_dict(saved[_SCHEDULER])
+        elif self.lr_scheduler is not None and self.rank == 0:
+            log.warning("%s has no %s, so the schedule stays as it is", place, _SCHEDULER)
+        random = saved.get(_RANDOM, saved.get(_OLD_RANDOM))
+        if random is not None:
+            set_random_states(random)
+        else:
+            log.warning(
+                "rank %d had no random states when %s was saved, so it keeps its own: seed it as a rank that is new",
+                self.rank,
+                place,
+            )
 
 
 def _is_verls_own(path: str) -> bool:
     """Whether verl's own manager has written a checkpoint."""
-    is_folder = scheme_of(path) is None
-    return is_folder and not has_file(f"{path}/{_FOLDER}", _MANIFEST) and has_file(path, "fsdp_config.json")
+    return not is_url(path) and not has_checkpoint(f"{path}/{_FOLDER}") and has_file(path, "fsdp_config.json")
 
 
 def _weights_in(place: str) -> WhichWeights:
-    return "trainable" if api.inspect(place).weights == "trainable" else "all"
+    return "trainable" if fsdp_optim.inspect(place).weights == "trainable" else "all"
 
 
 def write_tracker(local_path: str, step: int) -> None:
@@ -231,14 +248,13 @@ def write_tracker(local_path: str, step: int) -> None:
     because it looks until a network file system must have shown their manifests.
     """
     step_folder, _, _ = local_path.rstrip("/").rpartition("/")
-    if _step_of(step_folder) is None or scheme_of(local_path) is not None:
+    if _step_of(step_folder) is None or is_url(local_path):
         return
     if not waited_for(lambda: sees(Path(step_folder, _LOADER)), _PATIENCE):
         log.warning(
             "%s has no %s after %.0f s: a run that resumes from it has no loader state", step_folder, _LOADER, _PATIENCE
         )
-    seconds = 0.0 if is_of_one_machine(Path(step_folder)) else VISIBLE_WITHIN
-    if waited_for(lambda: set(_roles(step_folder, step)) <= {"ready"}, seconds) or (
+    if waited_for(lambda: set(_roles(step_folder, step)) <= {"ready"}, visible_within(step_folder)) or (
         "saving" not in _roles(step_folder, step)  # others are saved by verl's own manager, which has ended
     ):
         replace_text(_FOUND["get_checkpoint_tracker_filename"](step_folder.rpartition("/")[0]), str(step))
@@ -246,18 +262,16 @@ def write_tracker(local_path: str, step: int) -> None:
 
 def _roles(step_folder: str, step: int) -> list[Literal["ready", "saving", "unknown"]]:
     """How far the roles are that save into the folder of a step, as far as this machine can see."""
-    if not is_of_one_machine(Path(step_folder)):
-        refresh(Path(step_folder))
     return [_state_of(f"{step_folder}/{role}", step) for role in folders_in(step_folder)]
 
 
 def _state_of(role: str, step: int) -> Literal["ready", "saving", "unknown"]:
     with contextlib.suppress(CheckpointError):  # it cannot be read just now
-        if any(name.startswith(f"{_FOLDER}{SAVING}") for name in folders_in(role)):
+        if is_being_saved(f"{role}/{_FOLDER}"):
             return "saving"
-        if not has_file(f"{role}/{_FOLDER}", _MANIFEST):
+        if not has_checkpoint(f"{role}/{_FOLDER}"):
             return "unknown"
-        if api.inspect(f"{role}/{_FOLDER}").step == step:
+        if fsdp_optim.inspect(f"{role}/{_FOLDER}").step == step:
             return "ready"
     return "saving"
 

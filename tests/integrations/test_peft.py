@@ -25,7 +25,6 @@ from kit.forked import launch
 from kit.imports import Later
 from kit.models import Net
 from kit.optimizers import OfModel
-from kit.options import as_options
 from kit.trained import Oracle, Trained
 from kit.wraps import in_ddp, wrap_units
 from safetensors.torch import load_file
@@ -237,17 +236,17 @@ class OneProcessTest(unittest.TestCase):
         text = error_text(partial(fsdp_peft.save, self.folder / "a", nn.Linear(2, 2)))
         self.assertEqual(text[0], "WrapperError")
         self.assertIn("the Linear that was given is neither a PeftModel nor a wrapper around one", text[1])
-        for name, value in {"rename": {"": "x."}, "max_file_size": 1}.items():
-            options: Any = as_options(fsdp_optim.SaveOptions, **{name: value})
+        chosen: dict[str, Any] = {"rename": {"": "model."}, "max_file_size": 5}
+        for name, value in chosen.items():
             with self.assertRaisesRegex(TypeError, f"{name}= cannot be chosen here"):
-                fsdp_peft.save(self.folder / "a", self.model, **options)
+                fsdp_peft.save(self.folder / "a", self.model, options=fsdp_optim.SaveOptions(**{name: value}))
         with self.assertRaisesRegex(TypeError, "rename= cannot be chosen here"):
-            fsdp_peft.load(self.folder / "a", self.model, options=fsdp_optim.LoadOptions(rename={"": "x."}))
-        for name in ("weights", "format"):
-            with self.assertRaisesRegex(TypeError, name):
-                fsdp_peft.save(self.folder / "a", self.model, **{name: None})
-        with self.assertRaisesRegex(TypeError, "colour"):
-            fsdp_peft.save(self.folder / "a", self.model, colour="red")
+            options = fsdp_optim.LoadOptions(rename=chosen["rename"])
+            fsdp_peft.load(self.folder / "a", self.model, options=options)
+        for call in (fsdp_peft.save, fsdp_peft.load):
+            for name in ("weights", "format", "colour"):
+                with self.assertRaisesRegex(TypeError, name):
+                    call(self.folder / "a", self.model, **{name: "all"})
         fsdp_peft.save(self.folder / "a", self.model, self.optim)
         text = error_text(partial(fsdp_peft.load, self.folder / "a", *self.fresh(), base=True))[1]
         self.assertIn("base_layer.weight: the model has it, the checkpoint does not", text)

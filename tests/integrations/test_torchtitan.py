@@ -293,7 +293,7 @@ def on_several_machines(folder: Path) -> list[str]:
         _load_initial=lambda: done.append("an initial checkpoint"),
     )
     seeds = [SimpleNamespace(complete=True, step=0)] if is_first else []
-    with mock.patch.object(plug_in.api, "checkpoints", return_value=seeds):
+    with mock.patch.object(fsdp_optim, "checkpoints", create=True, return_value=seeds):
         manager._load(one)
     broken = OSError(5, "Input/output error")
     with mock.patch.object(plug_in, "copy_beside", side_effect=broken if is_first else None, return_value=[]):

@@ -11,9 +11,11 @@ import threading
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from kit.compare import check_same
 from kit.verl_cpu import import_verl
@@ -36,8 +38,7 @@ def plug_in() -> Any:
 def on_a_network(verl: Any, seconds: float) -> Iterator[None]:
     """The folder is on a network file system, which shows everything within some seconds."""
     with (
-        mock.patch.object(verl, "is_of_one_machine", return_value=False),
-        mock.patch.object(verl, "VISIBLE_WITHIN", seconds),
+        mock.patch.object(verl, "visible_within", return_value=seconds),
         mock.patch.object(verl, "_PATIENCE", 0.1),
     ):
         yield
@@ -57,16 +58,15 @@ def last_of_two(root: Path) -> None:
     verl = plug_in()
     folder = roles_of(root, 8, "actor", "critic")
     looks: dict[tuple[int, str], int] = {}
-    folders_in = verl.folders_in
+    is_being_saved = verl.is_being_saved
 
-    def stale(path: str) -> list[str]:
-        role, who = Path(path).name, threading.get_ident()
+    def stale(path: str) -> bool:
+        role, who = Path(path).parent.name, threading.get_ident()
         looks[who, role] = looks.get((who, role), 0) + 1
-        is_old = role in ("actor", "critic") and looks[who, role] <= 3
-        return ["huggingface.saving-0123456789abcdef"] if is_old else folders_in(path)
+        return looks[who, role] <= 3 or is_being_saved(path)
 
     texts = mock.patch.object(verl, "replace_text", wraps=verl.replace_text)
-    with on_a_network(verl, 30.0), mock.patch.object(verl, "folders_in", stale), texts as written:
+    with on_a_network(verl, 30.0), mock.patch.object(verl, "is_being_saved", stale), texts as written:
         ends = [
             threading.Thread(target=verl.write_tracker, args=(f"{folder}/{role}", 8)) for role in ("actor", "critic")
         ]
@@ -102,13 +102,13 @@ def manifest_comes_late(root: Path) -> None:
     """A critic whose manifest is not visible yet is waited for: its step could be an older one."""
     verl = plug_in()
     folder = roles_of(root, 4, "actor", "critic")
-    looks, has_file = [0], verl.has_file
+    looks, has_checkpoint = [0], verl.has_checkpoint
 
-    def late(path: str, name: str) -> bool:
+    def late(path: str) -> bool:
         looks[0] += "critic" in str(path)
-        return has_file(path, name) and ("critic" not in str(path) or looks[0] > 3)
+        return has_checkpoint(path) and ("critic" not in str(path) or looks[0] > 3)
 
-    with on_a_network(verl, 30.0), mock.patch.object(verl, "has_file", late):
+    with on_a_network(verl, 30.0), mock.patch.object(verl, "has_checkpoint", late):
         verl.write_tracker(f"{folder}/actor", 4)
     check_same("looks", looks[0], 4)
     check_same("the tracker", (root / TRACKER).read_text(), "4")
@@ -127,6 +127,10 @@ def whose(root: Path) -> list[str]:
     manager.rank, manager.optimizer, manager.lr_scheduler = dist.get_rank(), None, None
     stat = os.stat
 
+    def load(*_: Any, **__: Any) -> Any:
+        loads.append("this library")
+        return SimpleNamespace(state={})
+
     def late(path: Any, *args: Any, **kwargs: Any) -> Any:
         if str(path).endswith("fsdp_optim.json"):
             raise FileNotFoundError(2, "No such file or directory", str(path))
@@ -134,11 +138,30 @@ def whose(root: Path) -> list[str]:
 
     with (
         mock.patch.object(verl._Own, "load_checkpoint", side_effect=lambda *_: loads.append("verl")),
-        mock.patch.object(verl, "restore", side_effect=lambda *_, **__: loads.append("this library")),
+        mock.patch.object(fsdp_optim, "load", side_effect=load, create=True),
         mock.patch.object(os, "stat", late) if dist.get_rank() == 1 else contextlib.nullcontext(),
     ):
         manager.load_checkpoint(str(path))
     return loads
+
+
+def of_an_older_version(root: Path) -> None:
+    """The schedule and the random states are taken from a checkpoint in which these have the names of before."""
+    verl, model = plug_in(), nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedules = [torch.optim.lr_scheduler.StepLR(optim, 1, 0.5) for _ in range(2)]
+    optim.step()
+    schedules[0].step()
+    manager = fsdp_optim.CheckpointManager(root / "run", model, state={"lr_scheduler": schedules[0]})
+    manager.save(1)
+    manager.close()
+    drawn = torch.rand(3)
+    [saved] = fsdp_optim.checkpoints(root / "run")
+    loading = object.__new__(verl.FsdpOptimCheckpointManager)
+    loading.rank, loading.lr_scheduler = 0, schedules[1]
+    loading._take(fsdp_optim.load(saved.path).state, str(saved.path))
+    check_same("the schedule", schedules[1].last_epoch, 1)
+    check_same("the next numbers", torch.rand(3), drawn)
 
 
 @unittest.skipIf(sys.version_info >= (3, 13), "verl needs a Python before 3.13")
@@ -156,6 +179,9 @@ class HostsTest(unittest.TestCase):
 
     def test_a_role_counts_by_its_manifest(self) -> None:
         run_on_ranks(manifest_comes_late, 1, self.root)
+
+    def test_a_checkpoint_of_an_older_version(self) -> None:
+        run_on_ranks(of_an_older_version, 1, self.root)
 
     def test_all_ranks_load_by_the_manager_that_rank_0_finds(self) -> None:
         self.assertEqual(run_on_ranks(whose, 2, self.root), [["this library"]] * 2)

@@ -18,17 +18,19 @@ from kit.compare import error_text, refused
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import CheckpointError
+from fsdp_optim import CheckpointError, SaveOptions
 from fsdp_optim.checkpoint.common import seen_by_all as sharing
-from fsdp_optim.checkpoint.trainers.folder import FolderSave, Settings, is_sharded_by_accelerate, optimizer_inside
 from fsdp_optim.integrations import trainer_folder
+from fsdp_optim.integrations.hugging_face_folders import is_outdated, is_sharded_by_accelerate, optimizer_inside
+from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.plugins import TrainerFolder
 from fsdp_optim.storage.posix import FolderWriter, folder, store
 from fsdp_optim.testing import run_on_ranks
 
 OURS = {"fsdp_optim.json", "model.safetensors", "model.safetensors.sums", "extra"}
 
 
-class FolderSaveTest(InFolder):
+class TrainerFolderTest(InFolder):
     def save(
         self,
         files: dict[str, str],
@@ -37,13 +39,13 @@ class FolderSaveTest(InFolder):
         background: bool = False,
     ) -> Path:
         """Save a model, with these files of a trainer; `between` is called when the files are there."""
-        save = FolderSave.begin(f"{self.root}/{path}", Settings(durable=True, progress=False, background=background))
+        save = TrainerFolder.begin(f"{self.root}/{path}", SaveOptions(progress=False), is_outdated=is_outdated)
         with save.writing():
             for name, text in files.items():
                 Path(save.files, name).parent.mkdir(exist_ok=True)
                 Path(save.files, name).write_text(text)
         between()
-        save.commit(nn.Linear(2, 2), None, 2)
+        save.commit(nn.Linear(2, 2), None, step=2, background=background)
         fsdp_optim.wait_for_saves()
         return save.path
 
@@ -121,18 +123,18 @@ class FolderSaveTest(InFolder):
             self.assertEqual(told[0], "CheckpointError")
             self.assertIn("No space left on device", told[1])
             self.check_only("checkpoint-1")
-        save = FolderSave.begin(f"{self.root}/checkpoint-2", Settings(progress=False))
+        save = TrainerFolder.begin(f"{self.root}/checkpoint-2", SaveOptions(progress=False))
         with save.writing():
             raise OSError(28, "No space left on device")
-        told = error_text(lambda: save.commit(nn.Linear(2, 2), None, 2))
+        told = error_text(lambda: save.commit(nn.Linear(2, 2), None, step=2))
         self.assertEqual(told[0], "CheckpointError")
         self.assertIn("checkpoint-2: OSError: [Errno 28] No space left on device", told[1])
         self.check_only("checkpoint-1")
-        save = FolderSave.begin(f"{self.root}/checkpoint-2", Settings(progress=False))
+        save = TrainerFolder.begin(f"{self.root}/checkpoint-2", SaveOptions(progress=False))
         with save.writing():
             raise KeyboardInterrupt
         with self.assertRaises(KeyboardInterrupt):  # where the other ranks are told
-            save.commit(nn.Linear(2, 2), None, 2)
+            save.commit(nn.Linear(2, 2), None, step=2)
         self.check_only("checkpoint-1")
 
     def test_leftovers_of_the_dead_go_and_files_of_the_living_stay(self) -> None:
@@ -140,12 +142,12 @@ class FolderSaveTest(InFolder):
         dead.mkdir()
         (dead / "owner.lock").touch()
         (dead / "config.json").touch()
-        living = FolderSave.begin(f"{self.root}/checkpoint-3", Settings(progress=False))
+        living = TrainerFolder.begin(f"{self.root}/checkpoint-3", SaveOptions(progress=False))
         self.save({"config.json": "{}"})
         self.check_only("checkpoint-2", living.files.name)
         with living.writing():
             Path(living.files, "config.json").write_text("{}")
-        living.commit(nn.Linear(2, 2), None, 3)
+        living.commit(nn.Linear(2, 2), None, step=3)
         self.check_only("checkpoint-2", "checkpoint-3")
 
     def test_a_file_and_a_link_at_the_path_are_refused(self) -> None:
@@ -163,7 +165,9 @@ def begin_apart(root: Path) -> None:
     unseen = mock.patch.object(store, "sees", return_value=False)
     with unseen if dist.get_rank() == 1 else contextlib.nullcontext(), mock.patch.object(sharing, "SEEN_WITHIN", 0.1):
         words = ("rank 1", "checkpoint-2.new-", "which rank 0 has made", "on a file system that their machines share")
-        refused(lambda: FolderSave.begin(f"{root}/checkpoint-2", Settings(progress=False)), CheckpointError, *words)
+        refused(
+            lambda: TrainerFolder.begin(f"{root}/checkpoint-2", SaveOptions(progress=False)), CheckpointError, *words
+        )
 
 
 class RanksTest(InFolder):
@@ -178,15 +182,12 @@ class SettingsTest(unittest.TestCase):
         given |= {"allow_pickle": True, "progress": True}
         call: dict[str, Any] = {"timeout": 7, "bucket_nbytes": 4096, "on_replica_mismatch": "lowest_rank"}
         settings = Settings(background=True, cast=True, **given, **call)
-        saving, loading = settings.saving(3, "trainable"), settings.loading("none", strict=False)
-        for name, value in given.items():
+        saving, loading = settings.saving(), settings.loading({"": "model."})
+        for name, value in {**given, **call}.items():
             self.assertEqual(getattr(saving, name), value, name)
-        for one in (saving, loading):
-            for name, value in call.items():
-                self.assertEqual(getattr(one, name), value, name)
-            self.assertEqual((one.allow_pickle, one.progress), (True, True))
-        self.assertEqual((saving.step, saving.weights, saving.overwrite), (3, "trainable", True))
-        self.assertEqual((loading.cast, loading.weights, loading.call.strict), (True, "none", False))
+        for name in ("timeout", "bucket_nbytes", "allow_pickle", "progress"):
+            self.assertEqual(getattr(loading, name), getattr(saving, name), name)
+        self.assertEqual((loading.cast, loading.rename), (True, {"": "model."}))
 
 
 class FoldersTest(InFolder):

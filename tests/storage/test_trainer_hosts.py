@@ -27,10 +27,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_optim
-from fsdp_optim import CheckpointError
+from fsdp_optim import CheckpointError, SaveOptions
 from fsdp_optim.checkpoint.trainers import looks as trainer_looks
-from fsdp_optim.checkpoint.trainers.folder import FolderSave, Settings
 from fsdp_optim.integrations import accelerator_state, trainer_folder
+from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.plugins import TrainerFolder
 from fsdp_optim.storage.posix import filled, filling, leftovers, small_files, store, trainer_files
 from fsdp_optim.testing import run_on_ranks
 
@@ -82,14 +83,14 @@ def saved(
     root: Path, hosts: tuple[str, ...], background: bool, texts: list[dict[str, str]], late: Collection[str]
 ) -> None:
     """Save a model with the files that each rank has written; rank 0 sees some of them late."""
-    settings = Settings(progress=False, background=background)
+    options = SaveOptions(progress=False)
     with machines(*hosts), shows_late(late, on_rank=0):
-        save = FolderSave.begin(f"{root}/checkpoint-2", settings)
+        save = TrainerFolder.begin(f"{root}/checkpoint-2", options)
         with save.writing():
             for name, text in texts[dist.get_rank()].items():
                 Path(save.files, name).parent.mkdir(exist_ok=True)
                 Path(save.files, name).write_text(text)
-        save.commit(net(), None, 2)
+        save.commit(net(), None, step=2, background=background)
         fsdp_optim.wait_for_saves()
 
 
@@ -112,9 +113,9 @@ def begun_late(root: Path) -> None:
         return looks[0] > 3 and sees(path)
 
     with machines("a", "b"), mock.patch.object(store, "sees", seen):
-        save = FolderSave.begin(f"{root}/checkpoint-2", QUIET)
+        save = TrainerFolder.begin(f"{root}/checkpoint-2", QUIET.saving())
         save.failure.note(CheckpointError("no more"))
-        refused(lambda: save.commit(net(), None, 2), CheckpointError, "no more")
+        refused(lambda: save.commit(net(), None, step=2), CheckpointError, "no more")
     check_same("looks", looks[0], 4)
 
 
@@ -177,11 +178,11 @@ def loaded(root: Path, late: Collection[str]) -> list[str]:
         one = trainer_of(net())
         one.optimizer.step()
         one.lr_scheduler.step()
-        save = FolderSave.begin(path, QUIET)
+        save = TrainerFolder.begin(path, QUIET.saving())
         with save.writing():
             if dist.get_rank() == 0:
                 torch.save(one.lr_scheduler.state_dict(), f"{save.files}/scheduler.pt")
-        save.commit(one.model, one.optimizer, 2)
+        save.commit(one.model, one.optimizer, step=2)
         with shows_late(late, on_rank=1), mock.patch.object(trainer_folder, "_which_weights", return_value="all"):
             other = trainer_of(net())
             trainer_folder.load_from_checkpoint(lambda *_: calls.append("weights"), other, QUIET, path)

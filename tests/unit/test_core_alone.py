@@ -10,7 +10,7 @@ from kit.forked import run
 from parameterized import parameterized
 
 PACKAGE = "fsdp_optim"
-NOT_CORE = ("foreign", "buckets", "offline", "dcp", "integrations", "testing", "cli")
+NOT_CORE = ("foreign", "buckets", "offline", "dcp", "checkpoint.trainers", "integrations", "testing", "cli")
 
 BEGIN = """
 import os, pathlib, sys, tempfile

@@ -24,9 +24,9 @@ from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.run import resuming
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
-from fsdp_optim.checkpoint.trainers.folder import Settings
 from fsdp_optim.cli import main as cli
 from fsdp_optim.errors import StateError
+from fsdp_optim.integrations.settings import Settings
 from fsdp_optim.offline import convert
 from fsdp_optim.verbs import gather, iterate, scatter, shard, transfer
 
@@ -208,7 +208,7 @@ class OtherDoorsTest(unittest.TestCase):
         enable = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "enable")
         given = dict(zip((one.arg for one in enable.args.kwonlyargs), enable.args.kw_defaults, strict=True))
         found = {
-            name: eval(ast.unparse(value), {"BUCKET_NBYTES": options.BUCKET_NBYTES})
+            name: eval(ast.unparse(value), {"SaveOptions": fsdp_optim.SaveOptions})
             for name, value in given.items()
             if value
         }

@@ -146,6 +146,28 @@ def refuse() -> None:
     check_same("cast", found, wanted_of(model, made(20).state_dict(), found))
 
 
+def frozen(wrapper: str) -> nn.Module:
+    model = made(10)
+    model.stem.requires_grad_(False)
+    return WRAPPERS[wrapper](model)
+
+
+def trainable() -> None:
+    """The parameters that require gradients, and all buffers and extra state."""
+    wanted = {name: value for name, value in made(10).state_dict().items() if name not in ("stem.weight", "out.weight")}
+    for wrapper in ("plain", "DDP", "FSDP2"):
+        with cpu():
+            gather = partial(
+                fsdp_optim.gather_full_model_state_dict,
+                frozen(wrapper),
+                None,
+                options=fsdp_optim.CallOptions(process_group=dist.group.WORLD),
+            )
+            found = gather(weights="trainable")
+            check_same(wrapper, dict(sorted((found or {}).items())), dict(sorted(wanted.items())))
+            refused_on_ranks("none", partial(gather, weights="none"), "StateError", "weights", "'trainable'")
+
+
 def wanted_of(model: nn.Module, full: Any, found: Any) -> Any:
     """The same entries in the order of the found ones."""
     return {name: full[name] for name in found}
@@ -165,6 +187,9 @@ class ModelDictTest(unittest.TestCase):
     @expand(*TRIPS.soon_and_later)
     def test_every_wrapper(self, size: int, wrapper: str) -> None:
         TRIPS(size, wrapper)
+
+    def test_the_trainable_weights_alone(self) -> None:
+        run_on_ranks(trainable, 2)
 
     def test_what_does_not_fit_is_refused(self) -> None:
         run_on_ranks(refuse, 2)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import NOT_THERE
-from fsdp_optim.storage.posix.beacon import BEACON, is_lasting
+from fsdp_optim.storage.posix.beacon import BEACON, is_lasting, refresh
 from fsdp_optim.storage.posix.files import checkpoint_errors, sync_folder, write_file
+from fsdp_optim.storage.posix.filesystem import is_of_one_machine
 from fsdp_optim.storage.posix.path_status import names_in
 
 _LOOKS = 5  # times, where a client has kept a folder that another machine has replaced: the next look is a new one
@@ -55,8 +56,15 @@ def has_file(folder: str | os.PathLike[str], name: str) -> bool:
 
 
 def folders_in(folder: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the folders in a folder; none if it is missing. Raises CheckpointError where the system cannot tell."""
-    return [name for name in sorted(names_in(Path(folder))) if _is(Path(folder, name), stat.S_ISDIR)]
+    """Return the names of the folders in a folder; none if it is missing. Raises CheckpointError where the system cannot tell.
+
+    On a file system that machines share, the client is made to list the folder anew.
+    """
+    where = Path(folder)
+    with contextlib.suppress(OSError):  # of a look; the listing raises its own
+        if not is_of_one_machine(where):
+            refresh(where)
+    return [name for name in sorted(names_in(where)) if _is(where / name, stat.S_ISDIR)]
 
 
 def sizes_in(folder: str | os.PathLike[str], counts: Callable[[str], bool] = is_lasting) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Small files of a trainer beside a checkpoint: a model's config, a tokenizer."""
+"""Files of a trainer beside a checkpoint (a model's config, a tokenizer), and what it sees of those of other machines."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from fsdp_optim.storage.base import VISIBLE_WITHIN
 from fsdp_optim.storage.posix.beacon import is_lasting
 from fsdp_optim.storage.posix.files import checkpoint_errors
-from fsdp_optim.storage.posix.path_status import is_there
+from fsdp_optim.storage.posix.filesystem import is_of_one_machine
+from fsdp_optim.storage.posix.leftovers import SAVING
+from fsdp_optim.storage.posix.path_status import is_there, names_in
 from fsdp_optim.storage.posix.small_files import put_atomically
 
 
@@ -37,3 +40,17 @@ def copy_beside(
                     shutil.copyfile(file, aside)
                 copied.append(file.name)
     return copied
+
+
+def visible_within(folder: str | os.PathLike[str]) -> float:
+    """Return the seconds within which a machine sees what another one has done in a folder; 0 where no other has the folder."""
+    return 0.0 if is_of_one_machine(Path(folder)) else VISIBLE_WITHIN
+
+
+def is_being_saved(path: str | os.PathLike[str]) -> bool:
+    """Return whether a save to this path has begun and not come to its end, or was killed, as far as this machine sees.
+
+    Raises CheckpointError where the system cannot tell.
+    """
+    place = Path(path)
+    return any(name.startswith(f"{place.name}{SAVING}") for name in names_in(place.parent))

@@ -9,13 +9,9 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from fsdp_optim.storage.posix.files import write_file
-from fsdp_optim.storage.posix.small_files import has_file
 
 
 class _MissingStorage:
@@ -32,8 +28,16 @@ class _SignPickler(pickle.Pickler):
         return ("storage", torch.FloatStorage, self._says, "cpu", 1) if isinstance(value, _MissingStorage) else None
 
 
-def sign(says: str) -> bytes:
-    """A file that `torch.load` opens, and whose load fails on any device with the sentence `says`, which has no slash."""
+def sign(call: str) -> bytes:
+    """The content of such a file, whose load fails on any device. `call`: the trainer's call that would read it.
+
+    The sentence that the error says has no slash, because it is the name of a record.
+    """
+    says = (
+        "nothing is damaged: this file is a sign, and the optimizer of the checkpoint is in optim.safetensors beside it. Call "
+        f"fsdp_optim.integrations.accelerate.enable() before {call}, which then resumes with it; or call "
+        "fsdp_optim.load(folder, model, optimizer)"
+    )
     content, file = io.BytesIO(), io.BytesIO()
     _SignPickler(content, says).dump(_MissingStorage())
     with zipfile.ZipFile(file, "w") as archive:
@@ -42,14 +46,3 @@ def sign(says: str) -> bytes:
                 zipfile.ZipInfo(f"sign/{name}"), data
             )  # which has no time, so that the bytes are always the same
     return file.getvalue()
-
-
-def put_up_sign(folder: str | Path, name: str, call: str) -> None:
-    """Write such a file. `call`: the trainer's call that would read it. Raises CheckpointError."""
-    says = (
-        "nothing is damaged: this file is a sign, and the optimizer of the checkpoint is in optim.safetensors beside it. Call "
-        f"fsdp_optim.integrations.accelerate.enable() before {call}, which then resumes with it; or call "
-        "fsdp_optim.load(folder, model, optimizer)"
-    )
-    if not has_file(folder, name):  # a trainer of the user's own may have written one
-        write_file(Path(folder, name), sign(says), durable=False)  # the save flushes all files of the folder
