@@ -41,9 +41,6 @@ MOST_POSITIONAL = 6  # arguments of one call
 EXAMPLES = {f"{PACKAGE}.foreign.torch.roles"}  # "a key such as model, net or module"
 PRONOUNS = {"one", "ones", "its", "found", "mine", "theirs", "ours", "those", "these", "that", "it", "them"}
 # Rooms that still have such names, each to be removed from here when it has none.
-ROOMS_WITH_PRONOUNS = {
-    *("api", "checkpoint", "cli", "integrations", "layout", "offline", "options.py", "registry.py", "verbs"),
-}
 
 
 def names_bound_in(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Iterator[tuple[str, int]]:
@@ -156,8 +153,6 @@ class TestHouse(unittest.TestCase):
         """A pronoun makes readers look for what it stands for; the name of the thing says it."""
         wrong = {}
         for file in FILES:
-            if file.relative_to(ROOT).parts[0] in ROOMS_WITH_PRONOUNS:
-                continue
             for node in ast.walk(tree_of(file)):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                     wrong |= {

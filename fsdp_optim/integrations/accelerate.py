@@ -198,7 +198,7 @@ def _check_trainer() -> None:
 
 def _checked(package: str, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """The objects of these names in the installed version, which is tried."""
-    found = needed(package, TESTED[package], names)
+    version = needed(package, TESTED[package], names)
     if version_of(package) != TESTED[package]:
         log.info("%s %s is tried; %s was tested", package, version_of(package), TESTED[package])
-    return found
+    return version

@@ -115,7 +115,9 @@ def _is_handled(accelerator: Any) -> bool:
 def _prepared(accelerator: Any) -> tuple[nn.Module, Any]:
     """The prepared models as one, and their optimizers."""
     models = list(accelerator._models)
-    model = models[0] if len(models) == 1 else nn.ModuleDict({f"model_{i}": one for i, one in enumerate(models)})
+    model = (
+        models[0] if len(models) == 1 else nn.ModuleDict({f"model_{i}": wrapped for i, wrapped in enumerate(models)})
+    )
     return model, optimizers_inside(accelerator._optimizers)
 
 

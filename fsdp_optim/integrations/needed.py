@@ -20,7 +20,7 @@ def needed(package: str, tested: str, names: Mapping[str, Sequence[str]]) -> dic
     Raises MissingNameError, in one line with all names, if the package, a module or a name is missing. `tested`: the version of
     the package that the tests run with. Others are tried.
     """
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     missing: list[str] = []
     for module, wanted in names.items():
         try:
@@ -31,12 +31,12 @@ def needed(package: str, tested: str, names: Mapping[str, Sequence[str]]) -> dic
             raise refusal(package, tested, f"the module {module}") from None
         for name in wanted:
             try:
-                found[name] = _attribute(loaded, name)
+                attributes[name] = _attribute(loaded, name)
             except AttributeError:
                 missing.append(f"{module}.{name}")
     if missing:
         raise refusal(package, tested, ", ".join(missing))
-    return found
+    return attributes
 
 
 def refusal(package: str, tested: str, missing: str) -> MissingNameError:

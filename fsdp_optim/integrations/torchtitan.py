@@ -142,9 +142,14 @@ class FsdpOptimCheckpointManager(_Base):
         self._model = parts[0] if len(parts) == 1 else parts
         self._optimizers = [*optimizers.optimizers]
         self._group = dist.group.WORLD if dist.is_initialized() else None
-        self._objects = {key: one for key, one in states.items() if one is not None and key not in (_MODEL, _OPTIMIZER)}
+        self._objects = {
+            key: component
+            for key, component in states.items()
+            if component is not None and key not in (_MODEL, _OPTIMIZER)
+        }
         kept = {
-            key: _TitanSave(one) if key in config.exclude_from_loading else one for key, one in self._objects.items()
+            key: _TitanSave(component) if key in config.exclude_from_loading else component
+            for key, component in self._objects.items()
         }
         self._call = LoadOptions(process_group=self._group)
         self._saving = SaveOptions(
@@ -293,21 +298,21 @@ class FsdpOptimCheckpointManager(_Base):
     def _load_everything(self, place: str) -> None:
         """Load a checkpoint of this manager, or of torchtitan's own, to go on from it in a new folder."""
         values = fsdp_optim.load(place, self._model, self._optimizers, options=self._call).state
-        for key, one in self._objects.items():
+        for key, part in self._objects.items():
             if key in self._config.exclude_from_loading:
                 continue
             if key not in values:
                 raise StateError(
                     f"{place}: has no {key}: give exclude_from_loading=[{key!r}], or initial_load_model_only"
                 )
-            one.load_state_dict(values[key])
+            part.load_state_dict(values[key])
 
 
 class _TitanSave:
     """An object that is saved and not loaded (`exclude_from_loading`)."""
 
-    def __init__(self, one: Any) -> None:
-        self.state_dict = one.state_dict
+    def __init__(self, optimizer: Any) -> None:
+        self.state_dict = optimizer.state_dict
 
     def load_state_dict(self, state: Any) -> None:
         """Leave the object as it is."""
@@ -343,7 +348,7 @@ def module_of(tensors: Mapping[str, Any]) -> nn.Module:
 
 
 def _has_seed(folder: str) -> bool:
-    return any(one.complete and one.step == 0 for one in fsdp_optim.checkpoints(folder))
+    return any(entry.complete and entry.step == 0 for entry in fsdp_optim.checkpoints(folder))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

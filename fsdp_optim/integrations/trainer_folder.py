@@ -263,18 +263,18 @@ def load_optimizer_and_scheduler(
     original: Callable[..., Any], trainer: Any, settings: Settings, path: str | None
 ) -> None:
     """Load the optimizer and the scheduler of a checkpoint. A checkpoint without an optimizer has neither."""
-    found = look_at(path, settings, with_optim=True) if path is not None else None
-    if path is None or found is None or found.kind == "other":
+    kind = look_at(path, settings, with_optim=True) if path is not None else None
+    if path is None or kind is None or kind.kind == "other":
         original(path)
         return
-    is_sharded = found.kind == "sharded"
+    is_sharded = kind.kind == "sharded"
     if not is_sharded and not by_lowest("the optimizer", lambda: fsdp_optim.inspect(path).has_optim, settings.saving()):
         log.warning("%s has no optimizer (save_only_model): the optimizer and the scheduler begin anew", path)
         return
     place = f"{path}/{SHARDED_OPTIM}" if is_sharded else path
     optim, options = optimizer_inside(trainer.optimizer), settings.loading()
     fsdp_optim.load(place, model_of(trainer), optim, weights="none", options=options)
-    if _SCHEDULER in found.files:
+    if _SCHEDULER in kind.files:
         trainer.lr_scheduler.load_state_dict(torch.load(f"{path}/{_SCHEDULER}", weights_only=True))
 
 
@@ -299,21 +299,21 @@ def finalize_training(original: Callable[..., Any], trainer: Any, settings: Sett
 
 def get_last_checkpoint(original: Callable[..., Any], settings: Settings, folder: Any) -> Any:
     """The checkpoint with the highest step, without folders in which a save has not come to its end. Called by all ranks."""
-    found = by_lowest("the last checkpoint", lambda: _last_checkpoint(original, folder), settings.saving())
-    if found is not None:
-        see_files(found, {_STATE: None}, settings.saving(), shared=False)
-    return found
+    newest = by_lowest("the last checkpoint", lambda: _last_checkpoint(original, folder), settings.saving())
+    if newest is not None:
+        see_files(newest, {_STATE: None}, settings.saving(), shared=False)
+    return newest
 
 
 def _last_checkpoint(original: Callable[..., Any], folder: Any) -> str | None:
     named = folders_by_number(folder, _NAMED)
-    found = original(folder)
-    if found is None or has_file(found, _STATE):
-        return found  # type: ignore[no-any-return]
+    trainers_choice = original(folder)
+    if trainers_choice is None or has_file(trainers_choice, _STATE):
+        return trainers_choice  # type: ignore[no-any-return]
     newest = next((path for _, path in reversed(named) if has_file(path, _STATE)), None)
     if newest is None:
-        return found  # type: ignore[no-any-return]
-    log.warning("%s has no %s, so it is not complete: %s is taken", found, _STATE, newest)
+        return trainers_choice  # type: ignore[no-any-return]
+    log.warning("%s has no %s, so it is not complete: %s is taken", trainers_choice, _STATE, newest)
     return str(newest)
 
 

@@ -278,8 +278,8 @@ def _state_of(role: str, step: int) -> Literal["ready", "saving", "unknown"]:
 
 def _step_of(path: str) -> int | None:
     """The step of a folder `global_step_8`; None for a folder of another name."""
-    found = re.fullmatch(r"global_step_(\d+)", path.rstrip("/").rpartition("/")[2])
-    return int(found.group(1)) if found else None
+    match = re.fullmatch(r"global_step_(\d+)", path.rstrip("/").rpartition("/")[2])
+    return int(match.group(1)) if match else None
 
 
 def _save_config(model: nn.Module, place: str) -> None:

@@ -99,9 +99,9 @@ def describe_source(checkpoint: Reader, writer: Writer, naming: SourceNaming, *,
     with as_checkpoint_error(index.where):
         prepared = writer.prepare(new, allow_pickle=allow_pickle, records=RECORDS)
     stored = {**_stored(weights, {}), **optim.stored}
-    its = _values(weights, is_state=False)
+    values = _values(weights, is_state=False)
     return SourceContents(
-        model=its,
+        model=values,
         optim=optim.values,
         stored=stored,
         prepared=prepared,

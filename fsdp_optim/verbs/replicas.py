@@ -184,7 +184,7 @@ def synchronize(group: RankGroup, optim: Optimizers) -> None:
     The method may communicate, so all ranks first agree to call it.
     """
     listed = optim if isinstance(optim, (list, tuple)) else [optim]
-    methods = [method for one in listed if callable(method := getattr(innermost(one), _METHOD, None))]
+    methods = [method for optimizer in listed if callable(method := getattr(innermost(optimizer), _METHOD, None))]
     if methods:
         agree(group, f"before {_METHOD}")
         for method in methods:

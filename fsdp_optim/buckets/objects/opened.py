@@ -37,8 +37,8 @@ class VersionedObjects(Opened):
             return True
 
     def version_of(self, name: str) -> tuple[object, ...] | None:
-        found = self._bucket.look(self._key(name))
-        return None if found is None else (found.version,)
+        info = self._bucket.look(self._key(name))
+        return None if info is None else (info.version,)
 
     def size_of(self, name: str) -> int:
         nbytes = self.nbytes_of(name)
@@ -47,8 +47,8 @@ class VersionedObjects(Opened):
         return nbytes
 
     def nbytes_of(self, name: str) -> int:
-        found = self._look(name)
-        return -1 if found is None else found.nbytes
+        info = self._look(name)
+        return -1 if info is None else info.nbytes
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
         nbytes = sum(map(len, pieces))
@@ -61,9 +61,9 @@ class VersionedObjects(Opened):
 
     def _fill(self, name: str, pieces: Sequence[memoryview], offset: int, stop: int) -> None:
         """Fill pieces of memory with the bytes [offset, stop) of a file, which has them."""
-        found = self._look(name)
+        info = self._look(name)
         try:
-            self._bucket.read_into(self._key(name), pieces, offset, version=found.version if found else None)
+            self._bucket.read_into(self._key(name), pieces, offset, version=info.version if info else None)
         except OvertakenError as error:
             raise CheckpointError(f"{self.named(name)}: was written again while it was read") from error
 
@@ -166,7 +166,7 @@ class OpenedAny(VersionedObjects):
         stem, dot, suffix = name.rpartition(".")
         begin, end = (f"{stem}-", f".{suffix}") if dot else (f"{name}-", "")
         if bucket.look(place.prefix) is not None or any(
-            found.key.endswith(end) for found in bucket.list(f"{place.parent}{begin}")
+            info.key.endswith(end) for info in bucket.list(f"{place.parent}{begin}")
         ):
             return cls(bucket, place.parent, name)
         raise MissingObjectError(f"{place.where}: there are no objects")
@@ -181,21 +181,21 @@ class OpenedAny(VersionedObjects):
     def names(self) -> list[str]:
         if self._names is None:
             self._names = []
-            for num, found in enumerate(self._bucket.list(self._prefix)):
+            for num, info in enumerate(self._bucket.list(self._prefix)):
                 if num >= MOST_FILES:
                     raise CheckpointError(
                         f"{self.where}: has more than {MOST_FILES} objects: give the prefix of one checkpoint"
                     )
-                name = found.key[len(self._prefix) :]
+                name = info.key[len(self._prefix) :]
                 if name and not name.endswith("/") and name.count("/") <= MOST_DEPTH:
                     self._names.append(name)
-                    self._infos.setdefault(name, found)
+                    self._infos.setdefault(name, info)
             self._names.sort()
         return self._names
 
     def versions(self) -> list[tuple[str, tuple[object, ...] | None]]:
         listed = ((name, self._look(name)) for name in self.names())
-        return [(name, None if found is None else (found.version,)) for name, found in listed]
+        return [(name, None if info is None else (info.version,)) for name, info in listed]
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}{check_inside(self.where, name)}"

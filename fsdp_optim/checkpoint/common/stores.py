@@ -96,9 +96,9 @@ def common_store(group: RankGroup, place: Place, options: StorageOptions = None)
 
     Called by all ranks.
     """
-    mine = store_at(place, options=options)
-    content = os.fsencode(mine.where)
+    own_store = store_at(place, options=options)
+    content = os.fsencode(own_store.where)
     result = all_gather_bytes(group, "path", content if group.rank == group.ranks[0] else b"", compared=content)
     if result.all_equal:
-        return mine
-    return store_of_leader(place, mine, os.fsdecode(result.content_of(group.ranks[0])), options=options)
+        return own_store
+    return store_of_leader(place, own_store, os.fsdecode(result.content_of(group.ranks[0])), options=options)

@@ -158,12 +158,12 @@ def why_names_differ(
     """
     if not missing or not unexpected:
         return ""
-    found = reader.stored_names() if not index.facts.names_are_fqns else None
-    if found is None:
+    names = reader.stored_names() if not index.facts.names_are_fqns else None
+    if names is None:
         return ""
-    pairs = shortened((f"{stored} -> {live}" for stored, live in found.pairs), _MOST_PAIRS)
+    pairs = shortened((f"{stored} -> {live}" for stored, live in names.pairs), _MOST_PAIRS)
     return (
-        f"transformers 5 stores a {found.class_name} under other names than its state_dict() has, and may split or join its "
+        f"transformers 5 stores a {names.class_name} under other names than its state_dict() has, and may split or join its "
         f"tensors ({pairs}; {unexpected[0]} is in the checkpoint, {missing[0]} in the model): read the folder once with "
-        f"{found.class_name}.from_pretrained, write it with save_pretrained(NEW, save_original_format=False), and load NEW"
+        f"{names.class_name}.from_pretrained, write it with save_pretrained(NEW, save_original_format=False), and load NEW"
     )

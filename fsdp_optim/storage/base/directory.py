@@ -83,8 +83,8 @@ class CheckpointDirectory(Protocol[SummaryT]):
 
     def complete(self) -> list[CheckpointEntry[SummaryT]]:
         """Return the complete checkpoints, the oldest first."""
-        found = [(entry.status.summary, entry) for entry in self.listed()]
-        complete = [(summary.order, entry) for summary, entry in found if summary is not None]
+        entries = [(entry.status.summary, entry) for entry in self.listed()]
+        complete = [(summary.order, entry) for summary, entry in entries if summary is not None]
         return [entry for _, entry in sorted(complete, key=lambda pair: pair[0])]
 
     def status_of(self, entry: CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
