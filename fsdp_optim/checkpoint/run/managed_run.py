@@ -149,7 +149,7 @@ class ManagedRun:
             reports = [decode(_StepReport, content) for content in map(result.content_of, group.ranks) if content]
             must_stop = any(report.has_signal for report in reports)
             # The interval of one rank, because each measures its own time, and all must come to the same next meeting.
-            self._next_meeting = step + max(report.next_in for report in reports)
+            self._next_agreement = step + max(report.next_in for report in reports)
             is_due, self._last_step = self._is_due(step), step
             self.should_stop = self.should_stop or must_stop
             if any(report.has_failed for report in reports):
