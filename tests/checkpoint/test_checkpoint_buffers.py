@@ -188,10 +188,10 @@ def altered_after_install(load: Callable[[], Any], model: nn.Module) -> None:
 
     check, number = restore.check_bitwise, dist.get_rank() if dist.is_initialized() else 0
 
-    def altered(*args: Any) -> None:
+    def altered(*args: Any, **options: Any) -> None:
         if number == 0:
             next(value for _, value in model.named_buffers())[2] += 1
-        check(*args)
+        check(*args, **options)
 
     restore.check_bitwise = altered
     try:
