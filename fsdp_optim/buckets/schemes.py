@@ -57,8 +57,8 @@ class MountedObjects(ObjectStore):
 
     def sees(self, address: str) -> bool:
         """As a Store does. The address is that of a save, whose claim must be visible, or the path of a beacon."""
-        is_save = address.startswith("{")
-        return sees(self._folder / self.place.claim(Address.decoded(address).token) if is_save else Path(address))
+        is_beacon = address.startswith("/")
+        return sees(Path(address) if is_beacon else self._folder / self.place.claim(Address.decoded(address).token))
 
     def beacon(self) -> AbstractContextManager[str]:
         return beacon_above(self._folder / self.place.prefix)
