@@ -48,7 +48,9 @@ class FileErrorsTest(unittest.TestCase):
                 break
             with self.subTest(str(fault)):
                 self.assertIn(kind, ("", "CheckpointError"), text)
-                self.assertEqual(len(os.listdir("/proc/self/fd")), open_before, text)
+                num_open = len(os.listdir("/proc/self/fd"))
+                self.assertLessEqual(num_open, open_before, text)
+                open_before = num_open  # fewer where connections of earlier tests have closed meanwhile
             raised, nth = raised + bool(kind), nth + 1
         self.assertGreaterEqual(raised, at_least)
         self.save()
