@@ -54,7 +54,7 @@ def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView,
 
 @dataclass(frozen=True, kw_only=True)
 class StageCopiesHandle(Handle):
-    """The Handle of a buffer of which several pipeline stages of this rank have a copy. The copies are saved as one buffer."""
+    """The Handle of a buffer with a copy in several pipeline stages of this rank. The copies are saved as one buffer."""
 
     stage_copies: tuple[torch.Tensor, ...]
 

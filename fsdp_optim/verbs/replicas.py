@@ -32,7 +32,7 @@ _METHOD = "synchronize_for_checkpoint"
 
 @dataclass(frozen=True)
 class _Shared:
-    """A live parameter, or one value of its state that is not cut like it, of which several ranks hold replicas.
+    """A live parameter, or a value of its state that is cut differently. Several ranks hold replicas of it.
 
     `fqns`: its original parameters. `value`: the name of the value; None for the parameter.
     """

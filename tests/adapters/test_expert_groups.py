@@ -252,7 +252,7 @@ class TestExperts(unittest.TestCase):
         [
             ("shard", [[0], [1], [2], [3]]),
             ("shard", [[2], [3], [0], [1]]),
-            ("shard", [[3, 1], [], [0, 2]]),  # fewer ranks, one of which has none
+            ("shard", [[3, 1], [], [0, 2]]),  # fewer ranks, and one has none
             ("method", [[1, 0], [3, 2]]),
             ("by name", [[1, 0], [3, 2]]),
             ("scatter", [[2], [3], [0], [1]]),

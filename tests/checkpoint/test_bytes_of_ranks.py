@@ -87,7 +87,7 @@ def sizes_of(folder: Path) -> tuple[int, int]:
 
 
 CUT_ANEW = ("fairscale flat", "FSDP2", "HSDP")
-"""The wrappers of which a checkpoint of another world size is read, too."""
+"""For these wrappers, a checkpoint of another world size is read, too."""
 
 
 def bytes_written(root: Path, wrappers: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""async_save: training goes on at once, the checkpoint is of the moment of the call, and its end is heard by all ranks."""
+"""async_save: training continues at once, the checkpoint has the values at the call, and all ranks learn how it ended."""
 
 from __future__ import annotations
 

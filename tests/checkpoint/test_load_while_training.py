@@ -59,7 +59,7 @@ def train_really(trained: Trained) -> None:
 
 
 def held(trained: Trained) -> dict[str, Any]:
-    """`mine` without state of parameters of which this rank has nothing: torch's FSDP1 does not count their steps."""
+    """`mine` without the state of parameters that have no elements on this rank: torch's FSDP1 does not count their steps."""
     found = mine(trained)
     state = {name: values for name, values in found["state"].items() if found["values"][name].numel()}
     return {**found, "state": state}

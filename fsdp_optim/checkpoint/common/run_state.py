@@ -24,7 +24,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value or an object of which each rank has its own. `per_rank` makes it."""
+    """A value or an object that differs between ranks: each rank saves its own. `per_rank` makes it."""
 
     value: Any
 

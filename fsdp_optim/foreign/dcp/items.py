@@ -212,7 +212,7 @@ def unread_class_in(value: Any) -> str:
 
 
 class _Part(Opened):
-    """A file of which some bytes are already in memory."""
+    """A file with some of its bytes already in memory."""
 
     def __init__(self, opened: Opened, start: int, data: bytes) -> None:
         self._opened, self._start, self._data = opened, start, data

@@ -128,8 +128,8 @@ class FairscaleShardsWriter(Writer):
         """Take an extra into the planned files."""
         kept = {fqn: module_value for fqn, (_, module_value) in value.items()} if name == MODULES else value
         check_safe(name, kept, allow_pickle=allow_pickle)
-        if name == COMMON and not isinstance(kept, dict):
-            kept = {"extra": kept}
+        if name == COMMON:
+            kept = _as_dict(kept)
         taken = [key for key in kept if key in _RESERVED] if name == COMMON else []
         if taken:
             raise CheckpointError(f"the trainer's value {taken[0]!r} has the name of a part of fairscale's files")
