@@ -22,7 +22,7 @@ from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.foreign.per_rank.fairscale_units import FlatUnit, Units, cut_of, units_of
 from fsdp_optim.foreign.torch.folder import TorchFilesProbe, sequence_of
-from fsdp_optim.foreign.torch.writer import SmallTensors, check_safe, manifest_of
+from fsdp_optim.foreign.torch.writer import SmallTensors, as_dict, check_safe, manifest_of, values_of_modules
 from fsdp_optim.formats.base.description import SCALAR, SCALAR_TENSOR, TENSOR, OptimDescription, ParamDescription
 from fsdp_optim.formats.base.frames import joined
 from fsdp_optim.formats.base.index import CheckpointIndex, StoredOptim
@@ -126,10 +126,10 @@ class FairscaleShardsWriter(Writer):
 
     def _keep(self, name: str, value: Any, *, allow_pickle: bool) -> None:
         """Take an extra into the planned files."""
-        kept = {fqn: module_value for fqn, (_, module_value) in value.items()} if name == MODULES else value
+        kept = values_of_modules(value) if name == MODULES else value
         check_safe(name, kept, allow_pickle=allow_pickle)
         if name == COMMON:
-            kept = _as_dict(kept)
+            kept = as_dict(kept)
         taken = [key for key in kept if key in _RESERVED] if name == COMMON else []
         if taken:
             raise CheckpointError(f"the trainer's value {taken[0]!r} has the name of a part of fairscale's files")
@@ -157,7 +157,7 @@ class FairscaleShardsWriter(Writer):
     ) -> Iterator[tuple[str, bytes]]:
         left_out = [name for name in sorted(self._extras) if _rank_in(name) >= self.world_size]
         if left_out:
-            keys = sorted({str(key) for name in left_out for key in _as_dict(self._extras[name])})
+            keys = sorted({str(key) for name in left_out for key in as_dict(self._extras[name])})
             log.warning(
                 "the files are for %s, so values of the trainer are not written: %s, of %s %s of the source",
                 counted_noun(self.world_size, "rank"),
@@ -188,10 +188,6 @@ def _with_scalars(optim: OptimDescription, stored: StoredOptim) -> OptimDescript
 def _rank_in(name: str) -> int:
     """Return the rank whose values an extra has; -1 for the common values of all ranks."""
     return int(name.removeprefix("rank-")) if name.startswith("rank-") else -1
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {"extra": value}
 
 
 @dataclass
@@ -240,7 +236,7 @@ class _RankFile:
     def _extras(self) -> dict[str, Any]:
         """Return the trainer's values: the common values of all ranks, and this rank's own."""
         own = self.writer._extras.get(f"rank-{self.rank:05}", {})
-        return {**self.writer._extras.get(COMMON, {}), **_as_dict(own)}
+        return {**self.writer._extras.get(COMMON, {}), **as_dict(own)}
 
     def _flat(self, unit: FlatUnit, key_of: Callable[[str], tuple[Half, str]]) -> TensorStub:
         """Return this rank's shard of a tensor for each element of a unit."""
@@ -342,8 +338,7 @@ class _RankFile:
                 slices.append((first, last))
                 at += (last - first) * size
             pending = bytes(record.num_zeros * size)
-        for number, content in small.contents.items():
-            pending += archive.tensor(number, len(content)) + content
+        pending += small.records(archive)
         head, between = joined([*frames, (at, pending + archive.end())])
         named = f"flat shards of rank {self.rank}"
         return PlannedFile(

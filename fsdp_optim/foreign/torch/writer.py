@@ -168,13 +168,13 @@ class TorchWriter(Writer):
         if name != MODULES and not self.in_one:
             return False
         if name == MODULES:
-            kept = {fqn: module_value for fqn, (_, module_value) in value.items()}
+            kept = values_of_modules(value)
             check_safe(name, kept, allow_pickle=allow_pickle)
             self._modules.update(kept)
             return True
         position = None if name == COMMON else int(name.rpartition("-")[2])
-        if position is None and not isinstance(value, dict):
-            value = {"extra": value}
+        if position is None:
+            value = as_dict(value)
         kept, kinds = safe(value, () if position is None else (PER_RANK, position))
         self._kinds += kinds
         check_safe(name, kept, allow_pickle=allow_pickle)
@@ -213,8 +213,7 @@ def _archive(name: str, half: Half | None, tensors: Sequence[PlannedTensor], tre
         frames.append((at, pending + archive.tensor(len(starts), nbytes)))
         starts.append(at)
         pending, at = b"", at + nbytes
-    for number, content in small.contents.items():
-        pending += archive.tensor(number, len(content)) + content
+    pending += small.records(archive)
     head, between = joined([*frames, (at, pending + archive.end())])
     return PlannedFile(
         name=name,
@@ -260,6 +259,16 @@ def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """Return the trainer's values by key: a value that is no dict has the key "extra"."""
+    return value if isinstance(value, dict) else {"extra": value}
+
+
+def values_of_modules(value: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Return the values of modules by FQN, as the state dict of an unwrapped model has them."""
+    return {fqn: module_value for fqn, (_, module_value) in value.items()}
 
 
 def check_safe(name: str, value: Any, *, allow_pickle: bool) -> None:
@@ -320,6 +329,10 @@ class SmallTensors:
     def without(self, value: Any) -> Any:
         """Return the value with a stub in the place of each tensor."""
         return mapped(value, torch.Tensor, self._stub)
+
+    def records(self, archive: ArchiveFrames) -> bytes:
+        """Return the bytes of the tensors in an archive, each after its frame."""
+        return b"".join(archive.tensor(number, len(content)) + content for number, content in self.contents.items())
 
     def _stub(self, value: torch.Tensor) -> TensorStub:
         plain = value.detach().to("cpu").contiguous()
