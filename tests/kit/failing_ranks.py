@@ -22,8 +22,8 @@ from kit.trained import state_by_name
 
 Error = tuple[str, str, float]
 WORLD = 3
-PATIENCE = 15.0  # seconds; a rank that waits for it has hung
-SOON = 7.0  # seconds; on a machine that does much else
+PATIENCE = 60.0  # seconds; a rank that waits for it has hung
+SOON = 30.0  # seconds: less than what a hang takes, and far more than a busy machine needs
 SMALL = 128  # bytes in a bucket, so that there are many
 
 # ---------------------------------------------------------------------------------------------- the calls

