@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import socket
 import struct
@@ -11,7 +13,7 @@ from pathlib import Path
 
 _ENDED = ("Z", "X")  # states of a process that has ended, of proc(5)
 _STATE, _START = 0, 19  # places in /proc/<pid>/stat, counted from the word behind the name
-_PEER, _INODE = 2, 9  # places in a line of /proc/net/tcp
+_ADDRESS_NBYTES = 128  # of a sockaddr_storage, of socket(7)
 
 _PROBES = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """Of a connection on which nothing is sent: seconds before the first probe, seconds between probes, probes."""
@@ -49,45 +51,44 @@ def is_gone(identity: str) -> bool:
 def connections_to(port: int) -> Iterator[int]:
     """Yield the file descriptors of this process that are TCP connections to a port, of any host. None on systems without /proc.
 
-    They are only looked up: a socket object for a connection of other code would change whether its calls wait, where the
-    program has a `socket.setdefaulttimeout`.
+    The process looks at its own descriptors: the tables of /proc/net list every socket of the host, and reading them takes
+    longer the more memory and connections the host has.
     """
-    links = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _sockets_to(port, table)}
-    try:
-        names = os.listdir("/proc/self/fd") if links else []
-    except OSError:
-        return
-    for fd in names:
-        with contextlib.suppress(OSError):  # it was closed meanwhile
-            if os.readlink(f"/proc/self/fd/{fd}") in links:
-                yield int(fd)
+    return (fd for fd in _stream_sockets() if _port_of(fd, "getpeername") == port)
 
 
 def listens_on(port: int) -> bool:
     """Return whether this process serves a TCP port. False on systems without /proc."""
-    listening = "0A"
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            lines = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
-            links = {
-                f"socket:[{words[9]}]"
-                for words in lines
-                if words[3] == listening and int(words[1].rpartition(":")[2], 16) == port
-            }
-            for fd in os.listdir("/proc/self/fd") if links else []:
-                with contextlib.suppress(OSError):  # it was closed meanwhile
-                    if os.readlink(f"/proc/self/fd/{fd}") in links:
-                        return True
-    return False
+    return any(_option_of(fd, socket.SO_ACCEPTCONN) and _port_of(fd, "getsockname") == port for fd in _stream_sockets())
 
 
-def _sockets_to(port: int, table: str) -> Iterator[str]:
-    """Yield the inodes of this network namespace's sockets whose other end has a port. `table`: of /proc/net, see proc(5)."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if int(words[_PEER].rpartition(":")[2], 16) == port:
-                yield words[_INODE]
+def _stream_sockets() -> Iterator[int]:
+    with contextlib.suppress(OSError):  # no /proc
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if _option_of(fd, socket.SO_TYPE) == socket.SOCK_STREAM:
+                yield fd
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    # Not Python's socket objects: one for a connection of other code would change whether its calls wait, where the program
+    # has a `socket.setdefaulttimeout`.
+    return ctypes.CDLL(None)
+
+
+def _option_of(fd: int, option: int) -> int:
+    """Return an option of a socket; 0 for a file descriptor that is no socket, or was closed meanwhile."""
+    value, nbytes = ctypes.c_int(), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
+    failed = _libc().getsockopt(fd, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(nbytes))
+    return 0 if failed else value.value
+
+
+def _port_of(fd: int, side: str) -> int | None:
+    """Return the port of one side of a socket, `getsockname` or `getpeername`; None where that side is no address of IP."""
+    address = ctypes.create_string_buffer(_ADDRESS_NBYTES)
+    failed = _libc()[side](fd, address, ctypes.byref(ctypes.c_uint32(_ADDRESS_NBYTES)))
+    family, port = struct.unpack_from("=H", address)[0], struct.unpack_from("!H", address, 2)[0]
+    return port if not failed and family in (socket.AF_INET, socket.AF_INET6) else None
 
 
 @contextlib.contextmanager
