@@ -47,6 +47,7 @@ _USES = """
 errors:
 formats:
 machine:
+saying:
 speed:
 state:
 storage:
@@ -91,14 +92,14 @@ checkpoint.common: adapters arguments elements errors formats.base formats.own l
 foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 checkpoint.catalog: arguments checkpoint.common errors formats.base registry results storage.base storage.posix
-checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan results speed
+checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan results saying speed
     state.dicts state.live state.merged state.values storage.base transport verbs view
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
-    move options plan results speed state.live storage.base transport verbs wire
+    move options plan results saying speed state.live storage.base transport verbs wire
 checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
-    formats.base memory options registry results storage.posix transport verbs wire
+    formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
     storage.posix transport wire
 offline: adapters arguments checkpoint.common checkpoint.load checkpoint.save errors foreign.archive

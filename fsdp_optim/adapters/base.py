@@ -61,6 +61,10 @@ class Adapter(ABC):
             claimed: the `id()`s of tensors that already have Handles from other adapters, and need no Handle here.
         """
 
+    def kind(self, tree: ModuleTree) -> str:
+        """Return what users call this wrapper as it is in a model, in the line that says what a load has done."""
+        return self.name
+
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
         """Return whether the child `name` is the wrapped module of `module`, so that the name is not part of an FQN.
 

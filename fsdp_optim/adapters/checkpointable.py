@@ -40,6 +40,9 @@ class CheckpointableAdapter(Adapter):
         """Return True always, because such tensors are recognised by their methods."""
         return True
 
+    def kind(self, tree: ModuleTree) -> str:
+        return "tensors that describe their shards"
+
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """Yield the ranks of the process group or mesh of each tensor; all ranks of the job for a tensor without either."""
         for param, _ in tree.params():

@@ -42,6 +42,18 @@ class DTensorAdapter(Adapter):
         meshes = {id(param.device_mesh): param.device_mesh for param, _ in _params(tree)}
         return (tree.once(grid_of, mesh).in_order() for mesh in meshes.values())
 
+    def kind(self, tree: ModuleTree) -> str:
+        """Return "FSDP2", "HSDP" or "sharded DTensors", or several of them, by how the parameters lie on their meshes."""
+        fsdp_dims, kinds = _fsdp_dims(tree.modules), set()
+        for param, _ in _params(tree):
+            dims = fsdp_dims.get(id(param), frozenset())
+            cut = {dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()}
+            if dims:
+                kinds.add("FSDP2" if dims <= cut else "HSDP")
+            if cut - dims:
+                kinds.add("sharded DTensors")
+        return " and ".join(sorted(kinds)) or "DTensors"
+
     def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
         return _sharded_params(modules)
 

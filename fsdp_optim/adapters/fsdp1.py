@@ -45,6 +45,10 @@ class FSDP1Adapter(Adapter):
     def has_cut(self, param: torch.Tensor) -> bool:
         return bool(getattr(param, "_fsdp_flattened", False))
 
+    def kind(self, tree: ModuleTree) -> str:
+        """Return "FSDP1", or "HSDP (FSDP1)" where units are replicated over groups of ranks too."""
+        return "HSDP (FSDP1)" if any(_across(unit) is not None for unit in _units(tree)) else "FSDP1"
+
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """Return the ranks of every replica of every unit."""
         by_id = {id(replicas): replicas for unit in _units(tree) for replicas in [_replicas(tree, unit)]}

@@ -59,6 +59,14 @@ class ModelReader:
         return bool(self._rank_sets)
 
     @cached_property
+    def wrappers(self) -> str:
+        """The names of the wrappers of the model, as users call them; empty for a plain module."""
+        kinds = [
+            adapter.kind(self._tree) for adapter in self._adapters if any(True for _ in adapter.rank_sets(self._tree))
+        ]
+        return " and ".join(kinds)
+
+    @cached_property
     def _rank_sets(self) -> list[Ranks]:
         sets = [ranks for adapter in self._adapters for ranks in adapter.rank_sets(self._tree)]
         if self._has_declared and dist.is_initialized():

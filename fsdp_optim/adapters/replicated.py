@@ -38,6 +38,9 @@ class ReplicatedAdapter(Adapter):
         """Return whether a child is the `module` of a DistributedDataParallel or DataParallel, not of another class."""
         return name == "module" and isinstance(module, (_ddp_class(), nn.DataParallel))
 
+    def kind(self, tree: ModuleTree) -> str:
+        return "DDP"
+
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         return (_ranks(module) for module in tree.modules if isinstance(module, _ddp_class()))
 

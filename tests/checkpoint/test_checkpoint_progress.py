@@ -322,4 +322,9 @@ class SpeedTest(unittest.TestCase):
                     call()
                 lines = [record.getMessage() for record in logged.records if record.getMessage().startswith(what)]
                 self.assertEqual(len(lines), 1, logged.output)
-                self.assertRegex(lines[0], r", in \d+\.\d\d s, \d+ MB/s; without optimizer state: none$")
+                self.assertRegex(
+                    lines[0],
+                    r", 32 B in \d+\.\d+ s \([\d.]+ \w?B/s\), 2 tensors"
+                    if what == "loaded"
+                    else r": 32 B in \d+\.\d+ s \([\d.]+ \w?B/s\), 2 tensors, 1 rank",
+                )

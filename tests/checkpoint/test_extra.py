@@ -220,8 +220,10 @@ class ExtraTest(InFolder):
             check_same("values", state, {"step": 7, "pair": (1, 2), **wanted})
             absent = () if rank < size else tuple(f"state[{name!r}]" for name in of_rank(0))
             check_same("missing", missing, absent)
-            told = [text for text in records if "had no values of its own" in text]
-            self.assertEqual(bool(told), rank >= size, (rank, records))
+            told = [text for text in records if "new" in text]
+            new = f"ranks {size} to {target_size - 1} are new" if target_size > size + 1 else f"rank {size} is new"
+            self.assertEqual(len(told), int(rank == 0 and target_size > size), (rank, records))
+            self.assertTrue(all(f"was saved by {size} ranks, so {new}: " in text for text in told), told)
 
     def test_one_rank_has_a_value_that_is_refused(self) -> None:
         for bad in (0, 1, 2):

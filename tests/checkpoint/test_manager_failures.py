@@ -179,7 +179,8 @@ class FailureTest(CatalogTest):
             "import sys\nfrom kit.managed import Run\nrun = Run(sys.argv[1], 'plain')\nrun.steps(range(1, 3))\n"
         ).replace("sys.argv[1]", repr(str(self.root)))
         done = forked.run(code, preload=forked.TRAINING, path=[Path(__file__).parents[1]])
-        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stderr, r"\Asaved \S+/step-00000002: .*\n\Z")
         self.assertEqual(steps_in(self.root), [2])
 
     def test_steps_that_go_back(self) -> None:

@@ -79,7 +79,7 @@ def train_apart(root: Path, last: int) -> None:
 
 
 def resume_as_new_rank(root: Path) -> list[str]:
-    """The warning to a rank that the checkpoint does not have, and the values of that rank."""
+    """The warning about ranks that the checkpoint does not have, and the values of such a rank."""
     logs: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(record.getMessage())  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ def resume_as_new_rank(root: Path) -> list[str]:
     missing = run.manager.restored.missing_keys if run.manager.restored is not None else None
     check_same("it is told", missing, ("state['loader']",) if is_new else ())
     check_same("random states are kept on new ranks only", is_kept, run.rank >= 2)
-    return [line for line in logs if "random states at the save" in line]
+    return [line for line in logs if "random states" in line and "was saved by" in line]
 
 
 class WorldSizeTest(CatalogTest):
@@ -115,8 +115,11 @@ class WorldSizeTest(CatalogTest):
     def test_a_rank_that_is_new(self) -> None:
         run_on_ranks(train_apart, 2, self.root / "run", 4)
         told = run_on_ranks(resume_as_new_rank, 3, self.root / "run")
-        self.assertEqual([len(lines) for lines in told], [0, 0, 1])
-        self.assertIn("rank 2 had no random states at the save, so it keeps its own", told[2][0])
+        self.assertEqual([len(lines) for lines in told], [1, 0, 0])
+        self.assertIn(
+            "was saved by 2 ranks, so rank 2 is new: it keeps its own state['loader'] and random states; seed it",
+            told[0][0],
+        )
 
 
 if __name__ == "__main__":

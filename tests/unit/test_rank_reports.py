@@ -18,7 +18,7 @@ def test_a_report(receipts: list[bytes]) -> None:
     rows = {"model": rows_of([(0, 8, 1), (8, 9, 2**64 - 1)]), "optim": rows_of(())}
     job: Any = SimpleNamespace(extras={"extra/a": b"123"}, writer=SimpleNamespace(info_of=len))
     written: Any = SimpleNamespace(receipts=receipts, rows=rows)
-    found, extras, tables = decode_written(files, encode_written(job, written))
-    assert (found, extras) == (receipts, {"extra/a": 3})
+    found, extras, tables, seconds = decode_written(files, encode_written(job, written, 1.25))
+    assert (found, extras, seconds) == (receipts, {"extra/a": 3}, 1.25)
     assert list(tables) == ["model", "optim"]
     assert all(numpy.array_equal(tables[name], rows[name]) for name in rows)

@@ -21,11 +21,14 @@ class LoadedObjects:
 
     Attributes:
         missing_keys, unexpected_keys: the names that only one side has, after `check`; as in the result of a load.
+        receipt: what the load has done, in a line without its first word, on the rank that says it; empty before the end.
     """
 
-    def __init__(self, state: RunState, position: int, *, strict: bool) -> None:
-        """`position`: the index of this rank. `strict`: the names must equal the saved names."""
-        self._state, self._position, self._strict = state, position, strict
+    def __init__(self, state: RunState, *, strict: bool) -> None:
+        """`strict`: the names must equal the saved names."""
+        self._state, self._strict = state, strict
+        self._position = 0
+        self.receipt = ""
         self._saved = SavedState()
         self._previous: dict[str, Any] = {}
         self.missing_keys: tuple[str, ...] = ()
@@ -36,9 +39,32 @@ class LoadedObjects:
         """Whether the call was given names; the same on all ranks."""
         return self._state.is_given
 
-    def check(self, saved: SavedState) -> None:
-        """Raise StateError if the values of the checkpoint do not belong to these objects. Nothing is loaded yet."""
-        self._saved, self._previous = saved, {}
+    @property
+    def names_loaded(self) -> list[str]:
+        """The names of the objects whose states a load replaces on this rank."""
+        return [name for name, _, _ in self._loaded()]
+
+    @property
+    def own_names(self) -> list[str]:
+        """The names of those values of the checkpoint that each rank has for itself."""
+        return [*self._saved.own, *self._saved.absent]
+
+    @property
+    def sets_random(self) -> bool:
+        """Whether `install_random` sets the random states of ranks that the checkpoint has; the same on all ranks."""
+        return self._state.rng and self._saved.has_random
+
+    @property
+    def lacks_random(self) -> bool:
+        """Whether random states are asked for, and the checkpoint has none; the same on all ranks."""
+        return self._state.rng and not self._saved.has_random
+
+    def check(self, saved: SavedState, position: int) -> None:
+        """Raise StateError if the values of the checkpoint do not belong to these objects. Nothing is loaded yet.
+
+        `position`: the index of this rank.
+        """
+        self._saved, self._previous, self._position = saved, {}, position
         self.missing_keys, self.unexpected_keys = saved.missing, ()
         if self._state.is_given:
             self._check_names(saved)
@@ -99,16 +125,7 @@ class LoadedObjects:
 
     def install_random(self) -> None:
         """Set the random states. A rank that had none at the save keeps its own, so that no two ranks draw the same numbers."""
-        if not self._state.rng:
-            return
-        if not self._saved.has_random:
-            log.warning("the checkpoint has no random states (it was saved with rng=False), so they stay as they are")
-        elif self._saved.random is None:
-            log.warning(
-                "rank %d had no random states at the save, so it keeps its own: seed it as a rank that is new",
-                self._position,
-            )
-        else:
+        if self._state.rng and self._saved.random is not None:
             set_random_states(self._saved.random)
 
     def _loaded(self) -> Iterator[tuple[str, Any, Any]]:

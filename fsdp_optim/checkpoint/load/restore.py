@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -19,22 +18,20 @@ from fsdp_optim.checkpoint.load.installing import install_all, install_objects_a
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd
+from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
 from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
-from fsdp_optim.errors import StateError, WrapperError, shortened
+from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base.protocols import Format, Reader
 from fsdp_optim.move import move
 from fsdp_optim.options import Model
 from fsdp_optim.results import LoadResult
-from fsdp_optim.speed import speed_of
+from fsdp_optim.saying import say
 from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import collective_call
 from fsdp_optim.verbs.load_state import LoadableOptimizer
-
-log = logging.getLogger("fsdp_optim")
 
 
 def restore(
@@ -44,13 +41,20 @@ def restore(
     options: LoadArguments,
     format: Format | None = None,
     objects: LoadedObjects | None = None,
+    *,
+    done: str = "loaded",
 ) -> LoadResult:
     """Load a checkpoint into a live model and optimizer. Called by all ranks of the model.
 
-    `objects`: those of a CheckpointManager, with random states; None: those that the options have.
+    `objects`: those of a CheckpointManager, with random states. It says itself what the load has done, by their `receipt`, when
+    it has set these. None: those that the options have. `done`: the first word of the line that says it.
     """
     # The only retry of a load. The error is the same on all ranks, which now load the checkpoint that replaced the first one.
-    return retry_if_replaced(lambda: _restore(path, model, optim, options, format, objects))
+    loaded = objects or LoadedObjects(options.state, strict=options.strict)
+    result = retry_if_replaced(lambda: _restore(path, model, optim, options, format, loaded))
+    if objects is None and loaded.receipt:
+        say(f"{done} {loaded.receipt}")
+    return result
 
 
 def _restore(
@@ -59,7 +63,7 @@ def _restore(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadArguments,
     format: Format | None,
-    objects: LoadedObjects | None,
+    objects: LoadedObjects,
 ) -> LoadResult:
     begun = time.monotonic()
     if model is None:
@@ -71,8 +75,8 @@ def _restore(
         with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
             position = _position(options)
             saved = read_state(checkpoint, store, position, options, format)
-            objects = objects or LoadedObjects(options.state, position, strict=options.strict)
-            objects.check(saved)
+            objects.check(saved, position)
+            saved.warn_of_absent(position, checkpoint)
             install_objects_alone(objects)
             return _result(saved, objects, checkpoint)
     with (
@@ -88,8 +92,7 @@ def _restore(
         weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
         state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
         saved = read_state(checkpoint, store, group.position, options, format)
-        objects = objects or LoadedObjects(options.state, group.position, strict=options.strict)
-        objects.check(saved)
+        objects.check(saved, group.position)
         objects.remember()
         values = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
         total = sum(value.nbytes_on(group.rank) for value in values)
@@ -109,7 +112,12 @@ def _restore(
         if options.compare:
             check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
     result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, len(values))
-    _log_loaded(result, checkpoint, group, begun)
+    if group.rank == group.ranks[0]:
+        nbytes = sum(value.nbytes for value in values)
+        objects.receipt = receipt_of(
+            result, checkpoint, group, options, objects, nbytes=nbytes, begun=begun, wrapper=reader.wrappers
+        )
+    warn_of_new_ranks(checkpoint, group, objects)
     return result
 
 
@@ -152,21 +160,6 @@ def _summarized(result: LoadResult, weights: Weights, state: State | None, nbyte
         num_tensors=num_tensors,
         nbytes=nbytes,
     )
-
-
-def _log_loaded(result: LoadResult, checkpoint: Reader, group: RankGroup, begun: float) -> None:
-    """Log one line on the lowest rank."""
-    if group.rank == group.ranks[0]:
-        log.info(
-            "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank, in %s; without optimizer state: %s",
-            checkpoint.index.where,
-            result.world_size,
-            len(group.ranks),
-            result.num_tensors,
-            result.nbytes,
-            speed_of(result.nbytes, begun),
-            shortened(result.absent) or "none",
-        )
 
 
 def _each_once(*names: Sequence[str]) -> tuple[str, ...]:

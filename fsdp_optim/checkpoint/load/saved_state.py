@@ -87,6 +87,18 @@ class SavedState:
         """The names of absent values, as `missing_keys` has them."""
         return tuple(map(key_of, self.absent))
 
+    def warn_of_absent(self, position: int, checkpoint: Reader) -> None:
+        """Log a warning for a rank that loads alone, and lacks values of its own. Ranks that load together say so in one line."""
+        if self.absent:
+            log.warning(
+                "rank %d had no values of its own when %s was saved by %d ranks, so it gets none for %s (result.all_ranks has "
+                "those of every rank)",
+                position,
+                checkpoint.index.where,
+                checkpoint.index.facts.world_size,
+                ", ".join(map(repr, self.absent)),
+            )
+
 
 def key_of(name: str) -> str:
     """Return the name of a value in `state=` among the names of parameters."""
@@ -110,7 +122,7 @@ def read_state(
         of_example = {_PER_RANK_EXTRA: example}
     random = of_example.pop(RANDOM, None)
     shown = {name: value for name, value in of_example.items() if not name.startswith(RESERVED)}
-    state = SavedState(
+    return SavedState(
         {name: value for name, value in common.items() if not name.startswith(RESERVED)},
         shown if has_own else {},
         () if has_own else tuple(shown),
@@ -118,16 +130,6 @@ def read_state(
         random is not None,
         _OfAllRanks(store, checkpoint.index.identity, options.verify, options.allow_pickle, format).read,
     )
-    if state.absent:
-        log.warning(
-            "rank %d had no values of its own when %s was saved by %d ranks, so it gets none for %s (result.all_ranks has those "
-            "of every rank)",
-            position,
-            checkpoint.index.where,
-            checkpoint.index.facts.world_size,
-            ", ".join(map(repr, state.absent)),
-        )
-    return state
 
 
 @dataclass(frozen=True)

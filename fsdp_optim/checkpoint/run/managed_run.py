@@ -40,6 +40,7 @@ from fsdp_optim.formats.base.summary import ManagerRecord
 from fsdp_optim.options import ManagerOptions, Model
 from fsdp_optim.registry import scheme_of
 from fsdp_optim.results import LoadResult
+from fsdp_optim.saying import say
 from fsdp_optim.storage.posix.files import absolute, checkpoint_errors
 from fsdp_optim.transport.agree import agree, all_gather_bytes, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
@@ -202,7 +203,7 @@ class ManagedRun:
             pending.settle(self._known)
             candidates = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
 
-        loaded = LoadedObjects(options.state, group.position, strict=options.strict)
+        loaded = LoadedObjects(options.state, strict=options.strict)
 
         def load(where: str | Path) -> LoadResult:
             return restore(where, self._model, self._optim, options, objects=loaded)
@@ -215,6 +216,8 @@ class ManagedRun:
                 loaded.install_random()
                 step = restored.step or 0
             agree(group, "random states")
+        if loaded.receipt:
+            say(f"{'resumed' if to is None else 'rolled back to'} {loaded.receipt}")
         self._has_resumed, self.restored = True, restored
         self._at = step if restored is not None else None
         self._last_step, self._next_agreement = step, step + 1
@@ -267,7 +270,7 @@ class ManagedRun:
         agree(group, "waited", failure.error)
 
     def _save(self, step: int, metric: object) -> None:
-        step = int(step)
+        step, begun = int(step), time.monotonic()
         with self._collective("save") as group:
             self._settle(group)
             if self._at == step:
@@ -278,7 +281,7 @@ class ManagedRun:
         managed = ManagedSave(record, self._options.rules, self._known, self._has_resumed or self._at is not None)
         place = f"{self._root}/{name_of_step(step)}"
         with checkpoint_errors(place):
-            handle = async_save(place, self._model, self._optim, options, managed=managed)
+            handle = async_save(place, self._model, self._optim, options, managed=managed, begun=begun)
         self._saving = _Saving(step, handle)
 
     def _candidates(self, to: int | None) -> list[Candidate]:

@@ -66,7 +66,11 @@ def resume(
         if not candidates:  # what is not in the folder of the lowest rank may be in the folder of another rank
             inside = store_at(f"{root}/_", options=options.storage_options)
             check_shared(group, inside, str(root))
-    return load_newest(str(root), candidates, options.on_damage, lambda where: restore(where, model, optim, options))
+
+    def load(where: str | Path) -> LoadResult:
+        return restore(where, model, optim, options, done="resumed")
+
+    return load_newest(str(root), candidates, options.on_damage, load)
 
 
 def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Candidate]]) -> list[Candidate]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
@@ -20,7 +21,8 @@ from fsdp_optim.checkpoint.common.seen_by_all import SEEN_WITHIN, is_there, wait
 from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
 from fsdp_optim.checkpoint.save.finish import finish
-from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written, log_saved
+from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written
+from fsdp_optim.checkpoint.save.saved_line import say_saved
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StoreLostError
 from fsdp_optim.formats.base.protocols import Format
@@ -46,11 +48,15 @@ def async_save(
     options: SaveArguments,
     format: Format | None = None,
     managed: ManagedSave | None = None,
+    *,
+    begun: float | None = None,
 ) -> SaveHandle:
     """Copy the state, start the writing thread, and return. Called by all ranks of the model.
 
-    `format` None: the format of the options. `managed`: the additions of a CheckpointManager.
+    `format` None: the format of the options. `managed`: the additions of a CheckpointManager. `begun`: the time of
+    `time.monotonic` since which the training waits; None: since now.
     """
+    begun = time.monotonic() if begun is None else begun
     # The completion is opened before the ranks agree, so that no rank returns while another one cannot announce its end.
     with ExitStack() as held:
         with collective_call("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
@@ -74,7 +80,10 @@ def async_save(
         held.pop_all()
     del live  # so that the background neither reads the live tensors nor keeps them alive
     owner = managed.known if managed is not None else None
-    handle = SaveHandle(job.path, lambda: _write(job, writer, snapshot, completion), logs_waits=job.leads, owner=owner)
+    stall = time.monotonic() - begun
+    handle = SaveHandle(
+        job.path, lambda: _write(job, writer, snapshot, completion, stall), logs_waits=job.leads, owner=owner
+    )
     try:
         pending.begin(handle)
     except BaseException as error:  # no thread could be started: the other ranks learn this through the store
@@ -85,8 +94,9 @@ def async_save(
     return handle
 
 
-def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Completion) -> SaveResult:
-    """Write this rank's part in the background, and wait for the end of the save."""
+def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Completion, stall: float) -> SaveResult:
+    """Write this rank's part in the background, and wait for the end of the save. `stall`: the seconds that training waited."""
+    seconds: list[float] = []
     with closing(completion):
         failed: str | None = None
         total, num = job.saved(0).nbytes, len(job.group.ranks)
@@ -97,18 +107,18 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
                     writer.write(snapshot.pop(0))
                     progress.up_to(writer.nbytes * num)
                 writer.finish()
-                completion.done(encode_written(job, writer))
+                completion.done(encode_written(job, writer, writer.seconds))
             except RANK_ERRORS as error:
                 failed = _why(job, error)
                 completion.failed(failed)
             finally:
                 writer.discard()
             if job.leads:
-                _lead(job, completion, failed)
+                seconds = _lead(job, completion, failed)
             else:
                 _wait(job, completion)
             progress.done()
-    log_saved(job)
+    say_saved(job, seconds, stall)
     return job.saved(writer.nbytes)
 
 
@@ -137,13 +147,16 @@ def _wait(job: Job, completion: Completion) -> None:
         log.warning("%s is complete, though %s", job.path, error)
 
 
-def _lead(job: Job, completion: Completion, failed: str | None) -> None:
-    """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None."""
+def _lead(job: Job, completion: Completion, failed: str | None) -> list[float]:
+    """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None.
+
+    Returns the seconds that each rank has written.
+    """
     try:
         if failed is not None:
             raise CheckpointError(f"rank {job.group.rank}: {failed.removeprefix(f'rank {job.group.rank}: ')}")
         try:
-            finish(job, completion.wait_for_all(), completion.commit)
+            seconds = finish(job, completion.wait_for_all(), completion.commit)
         except StoreLostError as error:
             raise CheckpointError(_lost(job, error)) from error
     except RANK_ERRORS as error:
@@ -153,6 +166,7 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> None:
         _clean_up(job, late=not all_have_stopped)
         raise CheckpointError(text) from error
     completion.saved()
+    return seconds
 
 
 def _clean_up(job: Job, *, late: bool = True) -> None:

@@ -9,7 +9,8 @@ from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
 from fsdp_optim.checkpoint.save.finish import finish
-from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written, log_saved
+from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written
+from fsdp_optim.checkpoint.save.saved_line import say_saved
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.move import End, Slice, move
@@ -31,12 +32,13 @@ def save(
             writer = job.rank_writer()
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
                 result, failure = _write(job, live, writer, progress), Failure()
+                seconds: list[float] = []
                 with failure:
                     if job.leads:
-                        finish(job, [result.content_of(rank) for rank in job.group.ranks])
+                        seconds = finish(job, [result.content_of(rank) for rank in job.group.ranks])
                 agree(job.group, "committed", failure.error)
                 progress.done()
-    log_saved(job)
+    say_saved(job, seconds)
     return job.saved(writer.nbytes)
 
 
@@ -58,4 +60,5 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
                 writer.finish()
     finally:
         writer.discard()
-    return all_gather_bytes(job.group, "written", encode_written(job, writer), error=failure.error, fatal=failure.fatal)
+    report = encode_written(job, writer, writer.seconds)
+    return all_gather_bytes(job.group, "written", report, error=failure.error, fatal=failure.fatal)

@@ -22,13 +22,12 @@ from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.stores import path_of
 from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
 from fsdp_optim.checkpoint.save.writing import RankWriter
-from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.formats.base.protocols import Prepared, Writer, WrittenFormat
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.results import SaveResult
-from fsdp_optim.speed import speed_of
 from fsdp_optim.storage.base import Staging, Store, StoreWriter
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
@@ -201,30 +200,33 @@ class _ReportHeader(Struct, array_like=True, frozen=True):
     """The header of a report. The receipts and the rows follow it as bytes, in this order.
 
     `infos`: by small file, what its writer tells the leader about it. `receipts_nbytes`: the length of each receipt.
-    `num_rows`: the number of rows of each file.
+    `num_rows`: the number of rows of each file. `seconds`: how long the rank has written.
     """
 
     infos: dict[str, Any]
     receipts_nbytes: tuple[int, ...]
     num_rows: tuple[int, ...]
+    seconds: float = 0.0
 
 
 class RankReport(NamedTuple):
-    """The report of a rank to the leader about its writes. `infos`: as in the header; `rows`: the segments of each file."""
+    """The report of a rank to the leader about its writes. `infos`, `seconds`: as in the header; `rows`: each file's segments."""
 
     receipts: list[bytes]
     infos: dict[str, Any]
     rows: dict[str, Rows]
+    seconds: float = 0.0
 
 
-def encode_written(job: Job, writer: Written) -> bytes:
-    """Encode the report of this rank for the leader."""
+def encode_written(job: Job, writer: Written, seconds: float = 0.0) -> bytes:
+    """Encode the report of this rank for the leader. `seconds`: how long the rank has written."""
     tables = list(writer.rows.values())
     header = encode(
         _ReportHeader(
             infos={name: job.writer.info_of(data) for name, data in job.extras.items()},
             receipts_nbytes=tuple(map(len, writer.receipts)),
             num_rows=tuple(map(len, tables)),
+            seconds=seconds,
         )
     ).encode()
     # Rows are many: as bytes they take a fraction of what JSON takes.
@@ -245,19 +247,5 @@ def decode_written(files: Sequence[File], data: bytes) -> RankReport:
     header = decode(_ReportHeader, bytes(take(int.from_bytes(take(_LENGTH), "little"))))
     receipts = [bytes(take(nbytes)) for nbytes in header.receipts_nbytes]
     tables = [rows_from(take(rows_nbytes(num))) for num in header.num_rows]
-    return RankReport(receipts, header.infos, {file.name: rows for file, rows in zip(files, tables, strict=True)})
-
-
-def log_saved(job: Job) -> None:
-    """Log one line about a save."""
-    saved = job.saved(0)
-    if job.leads:
-        log.info(
-            "saved %s: %d tensors, %d bytes, from %d ranks, in %s; without optimizer state: %s",
-            job.path,
-            saved.num_tensors,
-            saved.nbytes,
-            len(job.group.ranks),
-            speed_of(saved.nbytes, job.begun),
-            shortened(saved.absent) or "none",
-        )
+    by_file = {file.name: rows for file, rows in zip(files, tables, strict=True)}
+    return RankReport(receipts, header.infos, by_file, header.seconds)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy
@@ -32,9 +34,9 @@ from fsdp_optim.storage.base import StoreWriter
 class RankWriter:
     """Writes this rank's part of some files, and keeps the checksums of the written segments.
 
-    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `part_ranges`, `heads`, `frames`:
-    of files that go to the store in parts, the bytes of values, heads and frames that this rank uploads. `plans`: the plans of
-    earlier calls.
+    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `seconds`: the time that writes
+    took. `part_ranges`, `heads`, `frames`: of files that go to the store in parts, the bytes of values, heads and frames that
+    this rank uploads. `plans`: the plans of earlier calls.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class RankWriter:
         frames: Mapping[str, FramesOfParts] = {},
         plans: Plans,
     ) -> None:
-        self.nbytes = 0
+        self.nbytes, self.seconds = 0, 0.0
         self.store_writer = store_writer
         self.receipts: list[bytes] = []
         self._files = {file.name: file for file in files}
@@ -124,15 +126,24 @@ class RankWriter:
 
     def write(self, extents_by_file: ExtentsByFile) -> None:
         """Write extents to their files."""
-        for name, extents in extents_by_file.items():
-            file = self._files[name].plan
-            self._write_head(name)
-            section = self._section(file)
-            for batch in in_host_memory(extents, self._budget):
-                batch.copy_to_host()
-                grid = file.segment_nbytes if self._checksums else 0
-                self._rows[name].append(write_extents(section, batch.extents, grid))
-                self.nbytes += sum(len(extent.memory) for extent in batch.extents)
+        with self._timed():
+            for name, extents in extents_by_file.items():
+                file = self._files[name].plan
+                self._write_head(name)
+                section = self._section(file)
+                for batch in in_host_memory(extents, self._budget):
+                    batch.copy_to_host()
+                    grid = file.segment_nbytes if self._checksums else 0
+                    self._rows[name].append(write_extents(section, batch.extents, grid))
+                    self.nbytes += sum(len(extent.memory) for extent in batch.extents)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - begun
 
     def _section(self, file: PlannedFile) -> DataSection:
         """Return the data section of a file. Its frames are written too: of a file in parts, by the rank that puts the part."""
@@ -159,12 +170,13 @@ class RankWriter:
 
     def finish(self) -> None:
         """Return when all writes are complete, and on the disk if the save is durable."""
-        for name in list(self._heads):
-            self._write_head(name)
-        for name, frames in self._frames.items():
-            for index in list(frames):  # the frames in parts without a byte of a tensor
-                self._write_frame(name, index)
-        self.receipts = [self.store_writer.finish()]
+        with self._timed():
+            for name in list(self._heads):
+                self._write_head(name)
+            for name, frames in self._frames.items():
+                for index in list(frames):  # the frames in parts without a byte of a tensor
+                    self._write_frame(name, index)
+            self.receipts = [self.store_writer.finish()]
 
     def discard(self) -> None:
         """Close the files after a failure. Raises nothing."""

@@ -1,0 +1,90 @@
+"""The receipt of a load: one line, and one warning where ranks are new, both of the lowest rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
+from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
+from fsdp_optim.errors import shortened
+from fsdp_optim.formats.base.protocols import Reader, rank_extra_name
+from fsdp_optim.results import LoadResult
+from fsdp_optim.speed import counted, moved
+from fsdp_optim.transport.base import RankGroup
+
+log = logging.getLogger("fsdp_optim")
+
+
+def receipt_of(
+    result: LoadResult,
+    checkpoint: Reader,
+    group: RankGroup,
+    options: LoadArguments,
+    objects: LoadedObjects,
+    *,
+    nbytes: int,
+    begun: float,
+    wrapper: str,
+) -> str:
+    """Return what a load has done, in one line without its first word. Parts that do not apply are left out.
+
+    Args:
+        nbytes: the bytes of the loaded tensors, each counted once.
+        begun: the time of `time.monotonic` at which the load began.
+        wrapper: the names of the wrappers of the live model; empty without one.
+    """
+    facts, here = checkpoint.index.facts, len(group.ranks)
+    changed = facts.world_size not in (0, here)
+    parts = [f"{facts.world_size:,} -> {counted(here, 'rank')}" if changed else counted(here, "rank")]
+    parts += [wrapper] if wrapper else []
+    is_verified = options.verify and facts.has_checksums
+    tensors = counted(result.num_tensors, "tensor")
+    parts += [moved(nbytes, time.monotonic() - begun), f"{tensors} verified" if is_verified else tensors]
+    if objects.sets_random:
+        parts.append(f"random states of {counted(_num_own(checkpoint, here), 'rank')}")
+    names = objects.names_loaded
+    parts += [f"{shortened(names)} restored"] if names else []
+    line = f"{checkpoint.index.where}: {', '.join(parts)}"
+    return f"{line}; without optimizer state: {shortened(result.absent)}" if result.absent else line
+
+
+def warn_of_new_ranks(checkpoint: Reader, group: RankGroup, objects: LoadedObjects) -> None:
+    """Log one warning, on the lowest rank, if ranks have no values of their own because fewer ranks saved."""
+    if group.rank != group.ranks[0]:
+        return
+    if objects.lacks_random:
+        log.warning("the checkpoint has no random states (it was saved with rng=False), so they stay as they are")
+    num = _num_own(checkpoint, len(group.ranks))
+    new, names = group.ranks[num:], objects.own_names
+    if not new or not num:
+        return
+    kept = [f"state[{name!r}]" for name in names] + (["random states"] if objects.sets_random else [])
+    if kept:
+        fix = f"; seed {'it' if len(new) == 1 else 'each of them'}" if objects.sets_random else ""
+        fix += "; all_ranks of the load's result has the values of the ranks that saved" if names else ""
+        log.warning(
+            "%s was saved by %s, so %s new: %s own %s%s",
+            checkpoint.index.where,
+            counted(num, "rank"),
+            f"{_listed(new)} {'is' if len(new) == 1 else 'are'}",
+            "it keeps its" if len(new) == 1 else "they keep their",
+            " and ".join(kept),
+            fix,
+        )
+
+
+def _num_own(checkpoint: Reader, most: int) -> int:
+    """Return how many of the first ranks have values of their own in a checkpoint."""
+    extras = checkpoint.index.extras
+    return next((position for position in range(most) if rank_extra_name(position) not in extras), most)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Return `rank 2`, `ranks 2 to 5`, `ranks 2, 5, 9`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {shortened(ranks)}"
