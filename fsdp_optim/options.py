@@ -145,6 +145,9 @@ class SaveOptions(CallOptions):
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
+        trace: a file of the lowest rank's machine for the timeline of the save: what each rank did when, as JSON that
+            https://ui.perfetto.dev and chrome://tracing show. Give it on all ranks; a rank without it has no line. It is replaced
+            by the next save, and a failure to write it is a warning.
     """
 
     strategy: Strategy = "auto"
@@ -156,11 +159,14 @@ class SaveOptions(CallOptions):
     rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
     weights_dtype: torch.dtype | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
+    trace: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
 
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""
         super().validate()
         check_rename(self.rename)
+        if not isinstance(self.trace, (str, PathLike, NoneType)) or self.trace == "":
+            raise CheckpointError(f"trace must be the path of a file, not {self.trace!r}")
         check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
         check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER
+from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.layout import FlatChunks
 from fsdp_optim.memory import Budget
@@ -33,7 +34,15 @@ def ranges(rank: int, *, shared: bool) -> list[list[tuple[int, int]]]:
     plan = SimpleNamespace(starts=STARTS, segment_nbytes=2048)
     file: Any = SimpleNamespace(name="file", values=values, plan=plan)
     writer = RankWriter(
-        mock.Mock(), [file], rank, checksums=True, budget=Budget(1 << 20), part_ranges={}, heads={}, plans=Plans()
+        mock.Mock(),
+        [file],
+        rank,
+        checksums=True,
+        budget=Budget(1 << 20),
+        part_ranges={},
+        heads={},
+        plans=Plans(),
+        trace=Trace(None),
     )
     for value in values:
         part = Slice(value, value.placement, torch.zeros(NUMEL // 2, dtype=value.dtype))

@@ -8,4 +8,5 @@ loadable_check.py             a load would accept this save; shown before anythi
 writing.py                    write the extents of this rank, with checksums
 finish.py                     the remaining files, and the manifest that completes the checkpoint
 foreground.py, background.py  `save` and `async_save`
+saved_line.py, trace.py       the line that says what a save has done, and the timeline of its ranks
 """

@@ -21,8 +21,9 @@ from fsdp_optim.checkpoint.common.seen_by_all import SEEN_WITHIN, is_there, wait
 from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
 from fsdp_optim.checkpoint.save.finish import finish
-from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written
+from fsdp_optim.checkpoint.save.job import Job, RankReport, abandoned_on_failure, encode_written
 from fsdp_optim.checkpoint.save.saved_line import say_saved
+from fsdp_optim.checkpoint.save.trace import BACKGROUND, Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StoreLostError
 from fsdp_optim.formats.base.protocols import Format
@@ -60,10 +61,12 @@ def async_save(
     # The completion is opened before the ranks agree, so that no rank returns while another one cannot announce its end.
     with ExitStack() as held:
         with collective_call("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
-            job, live = begin(path, reader, group, optim, options, format=format, managed=managed)
+            trace = Trace(options.trace)
+            with trace.span("plan"):
+                job, live = begin(path, reader, group, optim, options, format=format, managed=managed)
             with abandoned_on_failure(job):
                 failure = Failure()
-                writer = job.rank_writer()
+                writer = job.rank_writer(trace)
                 snapshot: Snapshot = []
                 completion: Completion | None = None
 
@@ -73,7 +76,8 @@ def async_save(
 
                 with failure:
                     completion = held.enter_context(closing(job.completion()))
-                move(job.moved, live, job.target(keep), job.group, job.budget, failure)
+                with trace.span("copy"):
+                    move(job.moved, live, job.target(keep), job.group, job.budget, failure)
                 agree(job.group, "snapshot", failure.error, fatal=failure.fatal)
                 if completion is None:  # agree() has raised
                     raise RuntimeError("unreachable: a rank without a completion has failed, and cannot agree")
@@ -81,6 +85,8 @@ def async_save(
     del live  # so that the background neither reads the live tensors nor keeps them alive
     owner = managed.known if managed is not None else None
     stall = time.monotonic() - begun
+    trace.add("stall", begun)
+    trace.track = BACKGROUND
     handle = SaveHandle(
         job.path, lambda: _write(job, writer, snapshot, completion, stall), logs_waits=job.leads, owner=owner
     )
@@ -96,7 +102,7 @@ def async_save(
 
 def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Completion, stall: float) -> SaveResult:
     """Write this rank's part in the background, and wait for the end of the save. `stall`: the seconds that training waited."""
-    seconds: list[float] = []
+    reports: list[RankReport] = []
     with closing(completion):
         failed: str | None = None
         total, num = job.saved(0).nbytes, len(job.group.ranks)
@@ -107,18 +113,19 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
                     writer.write(snapshot.pop(0))
                     progress.up_to(writer.nbytes * num)
                 writer.finish()
-                completion.done(encode_written(job, writer, writer.seconds))
+                completion.done(encode_written(job, writer, writer.seconds, writer.trace.spans))
             except RANK_ERRORS as error:
                 failed = _why(job, error)
                 completion.failed(failed)
             finally:
                 writer.discard()
             if job.leads:
-                seconds = _lead(job, completion, failed)
+                reports = _lead(job, completion, failed, writer.trace)
             else:
                 _wait(job, completion)
             progress.done()
-    say_saved(job, seconds, stall)
+    writer.trace.write(job.group.ranks, [report.spans for report in reports])
+    say_saved(job, reports, stall)
     return job.saved(writer.nbytes)
 
 
@@ -147,16 +154,18 @@ def _wait(job: Job, completion: Completion) -> None:
         log.warning("%s is complete, though %s", job.path, error)
 
 
-def _lead(job: Job, completion: Completion, failed: str | None) -> list[float]:
+def _lead(job: Job, completion: Completion, failed: str | None, trace: Trace) -> list[RankReport]:
     """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None.
 
-    Returns the seconds that each rank has written.
+    Returns the reports of the ranks.
     """
     try:
         if failed is not None:
             raise CheckpointError(f"rank {job.group.rank}: {failed.removeprefix(f'rank {job.group.rank}: ')}")
         try:
-            seconds = finish(job, completion.wait_for_all(), completion.commit)
+            written = completion.wait_for_all()
+            with trace.span("commit"):
+                reports = finish(job, written, completion.commit)
         except StoreLostError as error:
             raise CheckpointError(_lost(job, error)) from error
     except RANK_ERRORS as error:
@@ -166,7 +175,7 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> list[float]:
         _clean_up(job, late=not all_have_stopped)
         raise CheckpointError(text) from error
     completion.saved()
-    return seconds
+    return reports
 
 
 def _clean_up(job: Job, *, late: bool = True) -> None:

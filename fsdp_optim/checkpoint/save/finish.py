@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsdp_optim.checkpoint.save.job import Job, decode_written
+from fsdp_optim.checkpoint.save.job import Job, RankReport, decode_written
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Stamp, WrittenFiles
 
 
-def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> list[float]:
+def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> list[RankReport]:
     """Write the remaining files and commit, on the leader. `written`: the reports of all ranks, by `encode_written`.
 
     `commits`: called just before the manifest is put, which makes the files a checkpoint; raises an error to prevent that.
-    Returns the seconds that each rank has written, in the order of the ranks.
+    Returns the reports, in the order of the ranks.
     """
     if job.leader is None:
         raise CheckpointError("only the rank that began the save in the store can finish it")
@@ -43,4 +43,4 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
     # Only now: the older checkpoints must stay until the new one is complete.
     if job.managed is not None and durable:  # otherwise there was nothing to remove at the beginning
         job.managed.remove_outdated(job.store, prepared.content, stamp.step or 0, stamp.sequence)
-    return [report.seconds for report in reports]
+    return reports

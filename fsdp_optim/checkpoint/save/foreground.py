@@ -9,8 +9,9 @@ from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
 from fsdp_optim.checkpoint.save.finish import finish
-from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written
+from fsdp_optim.checkpoint.save.job import Job, RankReport, abandoned_on_failure, encode_written
 from fsdp_optim.checkpoint.save.saved_line import say_saved
+from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.move import End, Slice, move
@@ -27,18 +28,22 @@ def save(
 ) -> SaveResult:
     """Write one full checkpoint. Called by all ranks of the model. `format` None: the format of the options."""
     with collective_call("save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
-        job, live = begin(path, reader, group, optim, options, format=format)
+        trace = Trace(options.trace)
+        with trace.span("plan"):
+            job, live = begin(path, reader, group, optim, options, format=format)
         with abandoned_on_failure(job):
-            writer = job.rank_writer()
+            writer = job.rank_writer(trace)
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
                 result, failure = _write(job, live, writer, progress), Failure()
-                seconds: list[float] = []
+                reports: list[RankReport] = []
                 with failure:
                     if job.leads:
-                        seconds = finish(job, [result.content_of(rank) for rank in job.group.ranks])
+                        with trace.span("commit"):
+                            reports = finish(job, [result.content_of(rank) for rank in job.group.ranks])
                 agree(job.group, "committed", failure.error)
                 progress.done()
-    say_saved(job, seconds)
+    trace.write(job.group.ranks, [report.spans for report in reports])
+    say_saved(job, reports)
     return job.saved(writer.nbytes)
 
 
@@ -53,12 +58,12 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
     try:
         with failure:
             job.start(writer.store_writer)
-        with failure:
+        with failure, writer.trace.span("transfer"):
             move(job.moved, live, job.target(write), job.group, job.budget, failure)
         with failure:
             if failure.error is None:
                 writer.finish()
     finally:
         writer.discard()
-    report = encode_written(job, writer, writer.seconds)
+    report = encode_written(job, writer, writer.seconds, writer.trace.spans)
     return all_gather_bytes(job.group, "written", report, error=failure.error, fatal=failure.fatal)

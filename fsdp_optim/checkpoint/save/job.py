@@ -21,6 +21,7 @@ from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.stores import path_of
 from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
+from fsdp_optim.checkpoint.save.trace import Span, Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
@@ -121,7 +122,7 @@ class Job:
     def completion(self) -> Completion:
         return Completion.join(self.group, self.token[-16:], str(self.path))
 
-    def rank_writer(self) -> RankWriter:
+    def rank_writer(self, trace: Trace) -> RankWriter:
         rank, budget = self.group.rank, self.budget
         of_writer = self._whole_budget.nbytes - budget.nbytes if self.plan.parted else budget.nbytes
         store_writer = self.store.join(
@@ -137,6 +138,7 @@ class Job:
             heads=self.plan.heads_on(rank),
             frames=self.plan.frames_on(rank),
             plans=self.group.world.plans,
+            trace=trace,
         )
 
     @property
@@ -200,26 +202,31 @@ class _ReportHeader(Struct, array_like=True, frozen=True):
     """The header of a report. The receipts and the rows follow it as bytes, in this order.
 
     `infos`: by small file, what its writer tells the leader about it. `receipts_nbytes`: the length of each receipt.
-    `num_rows`: the number of rows of each file. `seconds`: how long the rank has written.
+    `num_rows`: the number of rows of each file. `seconds`: how long the rank has written. `spans`: its timeline, if asked for.
     """
 
     infos: dict[str, Any]
     receipts_nbytes: tuple[int, ...]
     num_rows: tuple[int, ...]
     seconds: float = 0.0
+    spans: tuple[Span, ...] = ()
 
 
 class RankReport(NamedTuple):
-    """The report of a rank to the leader about its writes. `infos`, `seconds`: as in the header; `rows`: each file's segments."""
+    """The report of a rank to the leader about its writes.
+
+    `infos`, `seconds`, `spans`: as in the header. `rows`: the segments of each file.
+    """
 
     receipts: list[bytes]
     infos: dict[str, Any]
     rows: dict[str, Rows]
     seconds: float = 0.0
+    spans: Sequence[Span] = ()
 
 
-def encode_written(job: Job, writer: Written, seconds: float = 0.0) -> bytes:
-    """Encode the report of this rank for the leader. `seconds`: how long the rank has written."""
+def encode_written(job: Job, writer: Written, seconds: float = 0.0, spans: Sequence[Span] = ()) -> bytes:
+    """Encode the report of this rank for the leader. `seconds`, `spans`: as in `RankReport`."""
     tables = list(writer.rows.values())
     header = encode(
         _ReportHeader(
@@ -227,6 +234,7 @@ def encode_written(job: Job, writer: Written, seconds: float = 0.0) -> bytes:
             receipts_nbytes=tuple(map(len, writer.receipts)),
             num_rows=tuple(map(len, tables)),
             seconds=seconds,
+            spans=tuple(spans),
         )
     ).encode()
     # Rows are many: as bytes they take a fraction of what JSON takes.
@@ -248,4 +256,4 @@ def decode_written(files: Sequence[File], data: bytes) -> RankReport:
     receipts = [bytes(take(nbytes)) for nbytes in header.receipts_nbytes]
     tables = [rows_from(take(rows_nbytes(num))) for num in header.num_rows]
     by_file = {file.name: rows for file, rows in zip(files, tables, strict=True)}
-    return RankReport(receipts, header.infos, by_file, header.seconds)
+    return RankReport(receipts, header.infos, by_file, header.seconds, header.spans)

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from fsdp_optim.checkpoint.save.job import Job
+from fsdp_optim.checkpoint.save.job import Job, RankReport
 from fsdp_optim.errors import shortened
 from fsdp_optim.saying import say
 from fsdp_optim.speed import counted, lasted, moved
@@ -15,11 +15,11 @@ _TIMES, _SECONDS = 2.0, 1.0
 """A rank stands out if it writes for twice as long as the median rank, and for a second longer."""
 
 
-def say_saved(job: Job, seconds: Sequence[float], stall: float | None = None) -> None:
+def say_saved(job: Job, reports: Sequence[RankReport], stall: float | None = None) -> None:
     """Say that a checkpoint is complete. Only the lowest rank of the save speaks.
 
     Args:
-        seconds: how long each rank has written, in the order of `job.group.ranks`.
+        reports: what each rank has written, in the order of `job.group.ranks`.
         stall: the seconds that the training waited; None for a save that it waits for in any case.
     """
     if not job.leads:
@@ -29,7 +29,7 @@ def say_saved(job: Job, seconds: Sequence[float], stall: float | None = None) ->
     line += f", {counted(saved.num_tensors, 'tensor')}, {counted(len(ranks), 'rank')}"
     if stall is not None:
         line += f"; training waited {lasted(stall)}"
-    slow = slowest(seconds)
+    slow = slowest([report.seconds for report in reports])
     if slow is not None:
         position, longest, median = slow
         line += f"; rank {ranks[position]} wrote for {lasted(longest)}, the median rank for {lasted(median)}"

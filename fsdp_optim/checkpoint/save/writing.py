@@ -19,6 +19,7 @@ from fsdp_optim.checkpoint.common.local_extents import (
     ranges_of,
 )
 from fsdp_optim.checkpoint.save.part_ranges import FramesOfParts, HeadOfParts, PartRange
+from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Rows, rows_of
 from fsdp_optim.formats.base.extents import DataSection, write_extents
@@ -35,8 +36,8 @@ class RankWriter:
     """Writes this rank's part of some files, and keeps the checksums of the written segments.
 
     `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `seconds`: the time that writes
-    took. `part_ranges`, `heads`, `frames`: of files that go to the store in parts, the bytes of values, heads and frames that
-    this rank uploads. `plans`: the plans of earlier calls.
+    took. `trace`: the timeline of the save, to which the writes are added. `part_ranges`, `heads`, `frames`: of files that go to
+    the store in parts, the bytes of values, heads and frames that this rank uploads. `plans`: the plans of earlier calls.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class RankWriter:
         heads: Mapping[str, HeadOfParts] = {},
         frames: Mapping[str, FramesOfParts] = {},
         plans: Plans,
+        trace: Trace,
     ) -> None:
         self.nbytes, self.seconds = 0, 0.0
+        self.trace = trace
         self.store_writer = store_writer
         self.receipts: list[bytes] = []
         self._files = {file.name: file for file in files}
@@ -126,7 +129,7 @@ class RankWriter:
 
     def write(self, extents_by_file: ExtentsByFile) -> None:
         """Write extents to their files."""
-        with self._timed():
+        with self._timed("write"):
             for name, extents in extents_by_file.items():
                 file = self._files[name].plan
                 self._write_head(name)
@@ -138,10 +141,11 @@ class RankWriter:
                     self.nbytes += sum(len(extent.memory) for extent in batch.extents)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _timed(self, name: str) -> Iterator[None]:
         begun = time.monotonic()
         try:
-            yield
+            with self.trace.span(name):
+                yield
         finally:
             self.seconds += time.monotonic() - begun
 
@@ -170,7 +174,7 @@ class RankWriter:
 
     def finish(self) -> None:
         """Return when all writes are complete, and on the disk if the save is durable."""
-        with self._timed():
+        with self._timed("flush"):
             for name in list(self._heads):
                 self._write_head(name)
             for name, frames in self._frames.items():
