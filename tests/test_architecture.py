@@ -97,7 +97,7 @@ checkpoint.load: adapters checkpoint.common errors formats.base layout memory mo
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
-    move options plan results saying speed state.live storage.base transport verbs wire
+    move options plan results saying speed state.live storage.base storage.posix transport verbs wire
 checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
     formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.posix.small_files import replace_text
 
 log = logging.getLogger("fsdp_optim")
 
@@ -84,11 +86,9 @@ class Trace:
                 events.append(_event(rank, Span(done[-1].track, "wait", end, commit - end)))
         path = os.fspath(self._path)
         try:
-            with open(f"{path}.new", "w", encoding="utf-8") as file:
-                json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-            os.replace(f"{path}.new", path)
-        except OSError as error:
-            log.warning("%s: the timeline of the save was not written: %s", path, error)
+            replace_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        except CheckpointError as error:
+            log.warning("the timeline of a save was not written: %s", error)
 
 
 def _events(rank: int, spans: Sequence[Span]) -> Iterator[Mapping[str, Any]]:
