@@ -104,6 +104,9 @@ CONVERT_ARGUMENTS = "fsdp_optim.offline.arguments:ConvertArguments"
 CONVERT = "fsdp_optim.offline.convert:convert"
 VERIFY = "fsdp_optim.offline.verifying:verify"
 INSPECT = "fsdp_optim.offline.inspecting:inspect"
+PRUNE = "fsdp_optim.offline.pruning:prune"
+COPY = "fsdp_optim.offline.copying:copy"
+DIAGNOSE = "fsdp_optim.offline.diagnosing:diagnose"
 
 # ------------------------------------------------------------------------------------------- adapters
 

@@ -102,7 +102,7 @@ checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load c
     formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
     storage.posix transport wire
-offline: adapters arguments checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
+offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
     foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
     state.values storage.base storage.posix transport wire
 api: adapters checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
@@ -111,7 +111,8 @@ plugins: adapters buckets.objects checkpoint.common checkpoint.trainers foreign.
     foreign.torch formats.base formats.own layout memory options registry state.live storage.base storage.posix
     view
 (top): api errors
-cli: api errors options plugins registry
+cli: (top) api errors registry
+cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
 testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
 __main__: cli

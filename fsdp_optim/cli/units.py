@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
@@ -11,10 +10,10 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size_of(text: str) -> int:
-    """Return a number of bytes from a text such as 4GB, 512MiB or 1000000."""
+    """Return a number of bytes from a text such as 4GB, 512MiB or 1000000. Raises ValueError for any other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4GB, 512MiB or 1000000")
+        raise ValueError(f"{text!r} is not a size such as 4GB, 512MiB or 1000000")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
 
 
@@ -31,3 +30,11 @@ def counted(number: int, noun: str) -> str:
     """Return `1 tensor`, `2 tensors`, `1.3 M elements`."""
     text = f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.4g} M" if number < 1e9 else f"{number / 1e9:.4g} G"
     return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
+
+
+def aged(seconds: float) -> str:
+    """Return a time that has passed in words: `12 s`, `3 min`, `5 h`, `9 d`."""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

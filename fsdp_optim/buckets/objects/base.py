@@ -22,13 +22,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, WrongUseError
 
 ABSENT = ""
 """As `only_if`: the object is put only where there is none under its key."""
 
 
-class MissingObjectError(CheckpointError):
+class MissingObjectError(WrongUseError):
     """There is no object under a key, or no bucket."""
 
 
