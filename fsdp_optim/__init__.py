@@ -19,6 +19,7 @@ from fsdp_optim.errors import (
 
 if TYPE_CHECKING:
     from fsdp_optim.api import (
+        AverageResult,
         CallOptions,
         CheckpointInfo,
         CheckpointManager,
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
         SaveOptions,
         SaveResult,
         TensorInfo,
+        ThinResult,
         VerifyResult,
         async_save,
+        average,
         checkpoints,
         convert,
         declare_slice,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
         save,
         scatter_full_model_state_dict,
         scatter_full_optim_state_dict,
+        thin,
         transfer_optim_state,
         verify,
         wait_for_saves,
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AverageResult",
     "CallOptions",
     "CheckpointError",
     "CheckpointInfo",
@@ -80,9 +85,11 @@ __all__ = [
     "SaveResult",
     "StateError",
     "TensorInfo",
+    "ThinResult",
     "VerifyResult",
     "WrapperError",
     "async_save",
+    "average",
     "checkpoints",
     "convert",
     "declare_slice",
@@ -101,6 +108,7 @@ __all__ = [
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
+    "thin",
     "transfer_optim_state",
     "verify",
     "wait_for_saves",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
-from fsdp_optim.api.offline import convert, inspect, verify
+from fsdp_optim.api.offline import average, convert, inspect, thin, verify
 from fsdp_optim.api.optim_dicts import (
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
@@ -23,6 +23,7 @@ from fsdp_optim.checkpoint.common.run_state import per_rank
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
 from fsdp_optim.results import (
+    AverageResult,
     CheckpointInfo,
     CheckpointSummary,
     GroupInfo,
@@ -30,11 +31,13 @@ from fsdp_optim.results import (
     LoadResult,
     SaveResult,
     TensorInfo,
+    ThinResult,
     VerifyResult,
 )
 from fsdp_optim.transport.launched import launched_ranks
 
 __all__ = [
+    "AverageResult",
     "CallOptions",
     "CheckpointInfo",
     "CheckpointManager",
@@ -49,8 +52,10 @@ __all__ = [
     "SaveOptions",
     "SaveResult",
     "TensorInfo",
+    "ThinResult",
     "VerifyResult",
     "async_save",
+    "average",
     "checkpoints",
     "convert",
     "declare_slice",
@@ -71,6 +76,7 @@ __all__ = [
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
+    "thin",
     "transfer_optim_state",
     "verify",
     "wait_for_saves",

@@ -159,7 +159,7 @@ class NewFiles:
                 share.run(first, self._num_lanes(begun))
             with failure:
                 if failure.error is None:
-                    self.checkpoint.check_unchanged()
+                    self.source.check_unchanged()
             result = all_gather_bytes(
                 self.group, "written", encode_written(job, share), error=failure.error, fatal=failure.fatal
             )

@@ -45,6 +45,9 @@ class UnitSource(Protocol):
     def num_extra_units(self) -> int:
         """How many units of memory `filler` needs for each worker thread."""
 
+    def check_unchanged(self) -> None:
+        """Raise ReplacedError if another checkpoint was written over a source since it was opened."""
+
     def filler(self, unit_nbytes: int) -> Fill:
         """Return the function that fills units, for one worker thread. `unit_nbytes`: the length of the longest unit."""
 
@@ -61,6 +64,9 @@ class CheckpointSource(UnitSource):
     @property
     def is_remote(self) -> bool:
         return any(tensor.request_nbytes for tensor in self.stored.values())
+
+    def check_unchanged(self) -> None:
+        self.reader.check_unchanged()
 
     def filler(self, unit_nbytes: int) -> Fill:
         here = alone("convert")

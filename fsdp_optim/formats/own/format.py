@@ -100,7 +100,7 @@ class OwnWriter(Writer):
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         if isinstance(index.source, Checkpoint):
-            return self._copied(index.source)
+            return self._copied(index.source, with_optim=index.optim is not None)
         contents = contents_of(index, allow_pickle=allow_pickle, records=records)
         extras = extras_in(index, allow_pickle=allow_pickle)
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras)
@@ -126,13 +126,19 @@ class OwnWriter(Writer):
         )
         return Prepared(contents.content, shared, files, read_back, manifest)
 
-    def _copied(self, reader: Checkpoint) -> Prepared:
-        """Return the same, with the small files of a checkpoint of this format, which are not decoded."""
+    def _copied(self, reader: Checkpoint, *, with_optim: bool) -> Prepared:
+        """Return the same, with the small files of a checkpoint of this format, which are not decoded.
+
+        `with_optim` False: the new checkpoint gets no optimizer.
+        """
         first = min((name for name in reader.files if name.startswith("optim")), default=None)
-        metadata = reader.files[first].header.metadata if first is not None else {}
+        metadata = reader.files[first].header.metadata if first is not None and with_optim else {}
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
         model = replace(reader.manifest.model, weights_name=self.weights_name)
         manifest = replace(reader.manifest, model=model, version=version_for(model), summary=None)
+        if not with_optim:
+            files.pop(DESCRIPTION_FILE, None)
+            manifest = replace(manifest, has_optim=False, optim=None)
         content = manifest.model.content(has_optim=manifest.has_optim)
         return Prepared(content, metadata.get("param_groups", ""), files, None, manifest)
 
