@@ -105,7 +105,6 @@ CONVERT = "fsdp_optim.offline.convert:convert"
 VERIFY = "fsdp_optim.offline.verifying:verify"
 AVERAGE_ARGUMENTS = "fsdp_optim.offline.averaging:AverageArguments"
 AVERAGE = "fsdp_optim.offline.averaging:average"
-THIN = "fsdp_optim.offline.thinning:thin"
 INSPECT = "fsdp_optim.offline.inspecting:inspect"
 
 # ------------------------------------------------------------------------------------------- adapters

@@ -194,6 +194,7 @@ class CheckpointInfo:
         complete: whether all files are there in their sizes. Their bytes are verified by a load.
         reason: why the checkpoint is not complete, or cannot be read just now.
         metric: the `metric` that was given to `CheckpointManager.step`.
+        thinned: whether `thin` has removed its optimizer.
     """
 
     path: Path | str
@@ -203,6 +204,7 @@ class CheckpointInfo:
     complete: bool
     reason: str = ""
     metric: float | None = None
+    thinned: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from fsdp_optim.checkpoint.catalog.thinning import thin as thin_checkpoint
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, Model
-from fsdp_optim.registry import AVERAGE, AVERAGE_ARGUMENTS, CONVERT, CONVERT_ARGUMENTS, INSPECT, THIN, VERIFY, named
+from fsdp_optim.registry import AVERAGE, AVERAGE_ARGUMENTS, CONVERT, CONVERT_ARGUMENTS, INSPECT, VERIFY, named
 from fsdp_optim.results import AverageResult, CheckpointSummary, SaveResult, ThinResult, VerifyResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
@@ -107,9 +108,7 @@ def average(
         return averaged
 
 
-def thin(
-    path: str | os.PathLike[str], *, durable: bool = True, storage_options: Mapping[str, Any] | None = None
-) -> ThinResult:
+def thin(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> ThinResult:
     """Remove the optimizer of a checkpoint of this library, in place. The weights stay valid and verified. No communication.
 
     Its manifest is replaced before the files of the optimizer are removed, so that the checkpoint is complete at every moment,
@@ -119,15 +118,13 @@ def thin(
 
     Args:
         path: the checkpoint: a path, or a URL as for `save`.
-        durable: return only when the names in the folder are on the disk.
         storage_options: as for `save`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another format, or it has no weights, or it cannot be changed.
     """
     with checkpoint_errors(path):
-        thinned: ThinResult = named(THIN)(path, durable=durable, storage_options=storage_options)
-        return thinned
+        return thin_checkpoint(path, storage_options)
 
 
 def verify(

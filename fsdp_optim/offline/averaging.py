@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from fsdp_optim.arguments import check_one_of, is_integer
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
-from fsdp_optim.checkpoint.common.stores import Place, store_at
+from fsdp_optim.checkpoint.common.stores import Place, options_of, store_at
 from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.protocols import Reader
@@ -22,7 +22,7 @@ from fsdp_optim.offline.agreement import Contents, check_agreement, differing_pl
 from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.offline.blending import BlendSource
 from fsdp_optim.offline.convert import callers
-from fsdp_optim.offline.new_files import NewFiles, options_of
+from fsdp_optim.offline.new_files import NewFiles
 from fsdp_optim.offline.source_contents import NamedSource, SourceContents, SourceNaming, name_source
 from fsdp_optim.offline.unit_sources import CheckpointSource
 from fsdp_optim.results import AverageResult

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
-from fsdp_optim.checkpoint.common.stores import Place, store_at
+from fsdp_optim.checkpoint.common.stores import Place, options_of, store_at
 from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import Format, Reader
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.offline.arguments import ConvertArguments
 from fsdp_optim.offline.convert_file import named, place_of
-from fsdp_optim.offline.new_files import NewFiles, options_of
+from fsdp_optim.offline.new_files import NewFiles
 from fsdp_optim.offline.source_contents import SourceNaming, describe_source
 from fsdp_optim.offline.unit_sources import CheckpointSource
 from fsdp_optim.options import CallArguments, Model

@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File, planned_files
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
-from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at, store_of_leader
+from fsdp_optim.checkpoint.common.stores import Place, options_of, store_at, store_of_leader
 from fsdp_optim.checkpoint.save.file_plan import (
     BY_MACHINES,
     IN_PARTS,
@@ -36,7 +36,6 @@ from fsdp_optim.offline.copy_ranges import CopyRange, plan_units
 from fsdp_optim.offline.source_contents import SourceContents
 from fsdp_optim.offline.unit_sources import UnitSource
 from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
-from fsdp_optim.registry import scheme_of
 from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.base import (
     Staging,
@@ -48,11 +47,6 @@ from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.launched import warn_if_alone
 from fsdp_optim.wire import decode, encode
-
-
-def options_of(place: Place, options: StorageOptions) -> StorageOptions:
-    """The options of a place: a path has none, because the other place of the call may be a URL."""
-    return options if isinstance(place, str) and scheme_of(place) is not None else None
 
 
 class _Decision(Struct, array_like=True, frozen=True, kw_only=True):

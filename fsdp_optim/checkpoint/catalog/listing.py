@@ -78,6 +78,7 @@ def info_of(entry: ListedCheckpoint) -> CheckpointInfo:
         complete=entry.status.is_complete,
         reason=entry.status.reason,
         metric=metric,
+        thinned=summary.thinned_from is not None,
     )
 
 

@@ -55,7 +55,8 @@ def resume(
 
     def listed() -> list[Candidate]:
         directories = [directory_at(root, options.storage_options, format) for format in listed_formats()]
-        candidates = [Candidate.of(checkpoint) for checkpoint in newest_first(all_listed(directories))]
+        found = newest_first(all_listed(directories))
+        candidates = [Candidate.of(checkpoint) for checkpoint in (found if optim is None else without_thin(found))]
         if not candidates:
             begin_anew(root, options.storage_options)
         return candidates
@@ -67,6 +68,24 @@ def resume(
             inside = store_at(f"{root}/_", options=options.storage_options)
             check_shared(group, inside, str(root))
     return load_newest(str(root), candidates, options.on_damage, lambda where: restore(where, model, optim, options))
+
+
+def without_thin(checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """Return checkpoints, the newest first, without those that were thinned; all of them where none has its optimizer.
+
+    Where a thin one is the newest, one line says so.
+    """
+    thin = [entry for entry in checkpoints if entry.summary is not None and entry.summary.thinned_from is not None]
+    rest = [entry for entry in checkpoints if entry not in thin]
+    if not thin or not rest:
+        return list(checkpoints)
+    if checkpoints[0] in thin:
+        log.warning(
+            "%s was thinned and has no optimizer, so it is passed by: the run continues from %s",
+            checkpoints[0].where,
+            rest[0].where,
+        )
+    return rest
 
 
 def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Candidate]]) -> list[Candidate]:
