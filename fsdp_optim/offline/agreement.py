@@ -146,14 +146,14 @@ def differing_plain(all_contents: Sequence[Contents]) -> set[str]:
     return differing
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(value: Any, of_last: Any) -> bool:
     """Return whether two plain values are equal, with the tensors in them."""
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+    if isinstance(value, torch.Tensor) or isinstance(of_last, torch.Tensor):
+        if not (isinstance(value, torch.Tensor) and isinstance(of_last, torch.Tensor)):
             return False
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_are_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    return bool(type(one) is type(other) and one == other)
+        return value.dtype == of_last.dtype and torch.equal(value, of_last)
+    if isinstance(value, Mapping) and isinstance(of_last, Mapping):
+        return value.keys() == of_last.keys() and all(_are_equal(item, of_last[key]) for key, item in value.items())
+    if isinstance(value, (list, tuple)) and isinstance(of_last, (list, tuple)):
+        return len(value) == len(of_last) and all(map(_are_equal, value, of_last))
+    return bool(type(value) is type(of_last) and value == of_last)

@@ -98,7 +98,7 @@ class _Average:
         writer = OURS.writer()
         transcript = named[-1].contents(writer, allow_pickle=self.options.allow_pickle)
         source = self._source(contents, transcript)
-        new = NewFiles.of(self.group, self.readers[-1], transcript, OURS, self.options, writer, source)
+        new = NewFiles.of(self.group, self.readers[-1], transcript, OURS, self.options, writer=writer, source=source)
         identities = [reader.index.identity for reader in self.readers]
         if not all_equal(self.group, "read", f"{identities} {new.compared}".encode()):
             raise StateError(

@@ -91,9 +91,9 @@ class BlendSource(UnitSource):
         return fill
 
 
-def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_same(flat: torch.Tensor, of_last: torch.Tensor) -> bool:
     """Return whether two flat tensors are equal, bit for bit."""
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return flat.dtype == of_last.dtype and torch.equal(flat.view(torch.uint8), of_last.view(torch.uint8))
 
 
 class _Scratch:

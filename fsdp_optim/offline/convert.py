@@ -64,8 +64,8 @@ def convert(
                 transcript,
                 format,
                 options,
-                writer,
-                CheckpointSource(checkpoint, transcript.stored),
+                writer=writer,
+                source=CheckpointSource(checkpoint, transcript.stored),
             )
             if not all_equal(group, "read", work.compared.encode()):
                 raise StateError(

@@ -95,6 +95,7 @@ class NewFiles:
         transcript: SourceContents,
         format: WrittenFormat,
         options: ConvertArguments,
+        *,
         writer: Writer,
         source: UnitSource,
     ) -> NewFiles:

@@ -55,8 +55,9 @@ def resume(
 
     def listed() -> list[Candidate]:
         directories = [directory_at(root, options.storage_options, format) for format in listed_formats()]
-        found = newest_first(all_listed(directories))
-        candidates = [Candidate.of(checkpoint) for checkpoint in (found if optim is None else without_thin(found))]
+        checkpoints = newest_first(all_listed(directories))
+        wanted = checkpoints if optim is None else without_thin(checkpoints)
+        candidates = [Candidate.of(checkpoint) for checkpoint in wanted]
         if not candidates:
             begin_anew(root, options.storage_options)
         return candidates
