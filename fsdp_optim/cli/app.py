@@ -23,9 +23,11 @@ COMPLETION_VARIABLE = f"_{PROGRAM}_complete".replace("-", "_").upper()
 _ROOM = "fsdp_optim.cli.commands"
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "average": (f"{_ROOM}.average", "average the weights of several checkpoints into a new one"),
     "completion": (f"{_ROOM}.completion", "print the script that completes commands in a shell"),
     "convert": (f"{_ROOM}.convert", "write a checkpoint again, in another format or in other files"),
     "inspect": (f"{_ROOM}.inspect", "show what a checkpoint has"),
+    "thin": (f"{_ROOM}.thin", "remove the optimizer of a checkpoint, in place"),
     "verify": (f"{_ROOM}.verify", "read every byte and compare it with its checksum"),
 }
 """By name, the module whose `command` it is, and the line of `fsdp-optim --help` about it."""
