@@ -19,6 +19,7 @@ from fsdp_optim.errors import (
 
 if TYPE_CHECKING:
     from fsdp_optim.api import (
+        AverageResult,
         CallOptions,
         CheckpointInfo,
         CheckpointManager,
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
         SaveOptions,
         SaveResult,
         TensorInfo,
+        ThinResult,
         VerifyResult,
         async_save,
+        average,
         checkpoints,
         convert,
         copy,
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
         save,
         scatter_full_model_state_dict,
         scatter_full_optim_state_dict,
+        thin,
         transfer_optim_state,
         verify,
         wait_for_saves,
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AverageResult",
     "CallOptions",
     "CheckpointError",
     "CheckpointInfo",
@@ -89,9 +94,11 @@ __all__ = [
     "SaveResult",
     "StateError",
     "TensorInfo",
+    "ThinResult",
     "VerifyResult",
     "WrapperError",
     "async_save",
+    "average",
     "checkpoints",
     "convert",
     "copy",
@@ -113,6 +120,7 @@ __all__ = [
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
+    "thin",
     "transfer_optim_state",
     "verify",
     "wait_for_saves",

@@ -103,6 +103,8 @@ class PluginKind:
 CONVERT_ARGUMENTS = "fsdp_optim.offline.arguments:ConvertArguments"
 CONVERT = "fsdp_optim.offline.convert:convert"
 VERIFY = "fsdp_optim.offline.verifying:verify"
+AVERAGE_ARGUMENTS = "fsdp_optim.offline.averaging:AverageArguments"
+AVERAGE = "fsdp_optim.offline.averaging:average"
 INSPECT = "fsdp_optim.offline.inspecting:inspect"
 PRUNE = "fsdp_optim.offline.pruning:prune"
 COPY = "fsdp_optim.offline.copying:copy"

@@ -43,6 +43,54 @@ class SaveResult:
 
 
 @dataclass(frozen=True)
+class AverageResult:
+    """The result of `average`.
+
+    Attributes:
+        path: the path of the new checkpoint.
+        sources: the checkpoints that were averaged, in their order.
+        weights: the share of each in the average; their sum is 1.
+        num_tensors: the number of tensors of the new checkpoint.
+        num_averaged: how many of them are averages. The others are integers, flags and the like, of the last checkpoint.
+        nbytes: the bytes of all tensors.
+        differing: what was not averaged and is not the same in all checkpoints, so that the last one decided: the FQNs of integer
+            and bool tensors; numbers of the optimizer, as in `weight:step`; and hyperparameters, as in `lr of param group 0`.
+    """
+
+    path: Path | str
+    sources: tuple[str, ...]
+    weights: tuple[float, ...]
+    num_tensors: int
+    num_averaged: int
+    nbytes: int
+    differing: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return _shown(
+            self,
+            path=repr(str(self.path)),
+            weights=self.weights,
+            num_tensors=self.num_tensors,
+            num_averaged=self.num_averaged,
+            nbytes=self.nbytes,
+            differing=_names(self.differing),
+        )
+
+
+@dataclass(frozen=True)
+class ThinResult:
+    """The result of `thin`.
+
+    Attributes:
+        path: the path or URL of the checkpoint.
+        freed_nbytes: the bytes of the files that were removed; 0 where there was no optimizer to remove.
+    """
+
+    path: Path | str
+    freed_nbytes: int
+
+
+@dataclass(frozen=True)
 class LoadResult:
     """The result of a load.
 
@@ -148,6 +196,7 @@ class CheckpointInfo:
         metric: the `metric` that was given to `CheckpointManager.step`.
         saved_at: the time of the save in seconds since the epoch, by the clock of the machine that saved; None where it cannot
             be read.
+        thinned: whether `thin` has removed its optimizer.
     """
 
     path: Path | str
@@ -158,6 +207,7 @@ class CheckpointInfo:
     reason: str = ""
     metric: float | None = None
     saved_at: float | None = None
+    thinned: bool = False
 
 
 @dataclass(frozen=True)

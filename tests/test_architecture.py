@@ -91,7 +91,7 @@ checkpoint.common: adapters arguments elements errors formats.base formats.own l
     verbs view
 foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
-checkpoint.catalog: arguments checkpoint.common errors formats.base registry results storage.base storage.posix
+checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own registry results storage.base storage.posix
 checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan results saying speed
     state.dicts state.live state.merged state.values storage.base transport verbs view
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results

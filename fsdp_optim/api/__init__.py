@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
 from fsdp_optim.api.keeping import copy, diagnose, prune
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
-from fsdp_optim.api.offline import convert, inspect, verify
+from fsdp_optim.api.offline import average, convert, inspect, thin, verify
 from fsdp_optim.api.optim_dicts import (
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
@@ -24,6 +24,7 @@ from fsdp_optim.checkpoint.common.run_state import per_rank
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
 from fsdp_optim.results import (
+    AverageResult,
     CheckpointInfo,
     CheckpointSummary,
     CopyResult,
@@ -34,11 +35,13 @@ from fsdp_optim.results import (
     PruneResult,
     SaveResult,
     TensorInfo,
+    ThinResult,
     VerifyResult,
 )
 from fsdp_optim.transport.launched import launched_ranks
 
 __all__ = [
+    "AverageResult",
     "CallOptions",
     "CheckpointInfo",
     "CheckpointManager",
@@ -56,8 +59,10 @@ __all__ = [
     "SaveOptions",
     "SaveResult",
     "TensorInfo",
+    "ThinResult",
     "VerifyResult",
     "async_save",
+    "average",
     "checkpoints",
     "convert",
     "copy",
@@ -81,6 +86,7 @@ __all__ = [
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
+    "thin",
     "transfer_optim_state",
     "verify",
     "wait_for_saves",

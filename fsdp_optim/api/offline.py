@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from fsdp_optim.checkpoint.catalog.thinning import thin as thin_checkpoint
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, Model
-from fsdp_optim.registry import CONVERT, CONVERT_ARGUMENTS, INSPECT, VERIFY, named
-from fsdp_optim.results import CheckpointSummary, SaveResult, VerifyResult
+from fsdp_optim.registry import AVERAGE, AVERAGE_ARGUMENTS, CONVERT, CONVERT_ARGUMENTS, INSPECT, VERIFY, named
+from fsdp_optim.results import AverageResult, CheckpointSummary, SaveResult, ThinResult, VerifyResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
 _CONVERT = ConvertOptions()
@@ -66,6 +67,64 @@ def convert(
         )
         saved: SaveResult = named(CONVERT)(src, dst, arguments, model)
         return saved
+
+
+@ordinary_tensors()
+def average(
+    sources: Sequence[str | os.PathLike[str]],
+    dst: str | os.PathLike[str],
+    *,
+    weights: Sequence[float] | None = None,
+    moments: Literal["drop", "average"] = "drop",
+    overwrite: bool = False,
+    options: ConvertOptions = _CONVERT,
+) -> AverageResult:
+    """Average the weights of checkpoints into a new checkpoint of this library, without ranks and in bounded memory.
+
+    Each source may have any format that `load` reads, its own dtypes, and be saved by any number of ranks. For each element,
+    weight times value is added in float64, in the order of the sources, and divided by the sum of the weights; the result is
+    rounded once, to the dtype that the last source has. Everything else is the last source's: integer and bool tensors, numbers
+    of the optimizer such as `step`, hyperparameters, names of tied weights, and values of the trainer (`state=`).
+    `AverageResult.differing` names what differs between the sources, except the trainer's values, which are not compared. The new
+    checkpoint is written as `convert` does it, and all ranks of the default group make the call.
+
+    Args:
+        sources: two checkpoints or more: paths, or URLs as for `save`.
+        dst: the place of the new checkpoint: a path, or a URL as for `save`.
+        weights: a number above 0 for each source; they need not add up to 1. None: all weigh the same.
+        moments: "drop": the new checkpoint has no optimizer. "average": all sources have one, for the same parameters, and the
+            values of its state that have the shape of their parameter are averaged as the weights are.
+        overwrite: as for `save`.
+        options: a `ConvertOptions`, as in `options=ConvertOptions(durable=False)`.
+
+    Raises (the same on all ranks):
+        StateError: the sources have different names or shapes: the message names two of them and the parameter, and nothing was
+            written; or an argument is wrong.
+        CheckpointError: a source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.
+    """
+    with checkpoint_errors(dst):
+        arguments = named(AVERAGE_ARGUMENTS).of(options, overwrite=overwrite, weights=weights, moments=moments)
+        averaged: AverageResult = named(AVERAGE)(sources, dst, arguments)
+        return averaged
+
+
+def thin(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> ThinResult:
+    """Remove the optimizer of a checkpoint of this library, in place. The weights stay valid and verified. No communication.
+
+    Its manifest is replaced before the files of the optimizer are removed, so that the checkpoint is complete at every moment,
+    with or without the optimizer; what a killed call has left is removed by the next one. A load that is reading the checkpoint
+    reads it again, or raises an error. A load of the optimizer of a thin checkpoint is an error that says that it was thinned.
+    To thin a checkpoint again does nothing.
+
+    Args:
+        path: the checkpoint: a path, or a URL as for `save`.
+        storage_options: as for `save`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another format, or it has no weights, or it cannot be changed.
+    """
+    with checkpoint_errors(path):
+        return thin_checkpoint(path, storage_options)
 
 
 def verify(

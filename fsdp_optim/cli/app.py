@@ -23,6 +23,7 @@ COMPLETION_VARIABLE = f"_{PROGRAM}_complete".replace("-", "_").upper()
 _ROOM = "fsdp_optim.cli.commands"
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "average": (f"{_ROOM}.average", "average the weights of several checkpoints into a new one"),
     "completion": (f"{_ROOM}.completion", "print the script that completes commands in a shell"),
     "convert": (f"{_ROOM}.convert", "write a checkpoint again, in another format or in other files"),
     "copy": (f"{_ROOM}.copy", "copy a checkpoint byte for byte, and verify it meanwhile"),
@@ -31,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "latest": (f"{_ROOM}.latest", "print the path of the newest complete checkpoint"),
     "ls": (f"{_ROOM}.ls", "list the checkpoints in a folder"),
     "prune": (f"{_ROOM}.prune", "remove the checkpoints that no rule keeps"),
+    "thin": (f"{_ROOM}.thin", "remove the optimizer of a checkpoint, in place"),
     "verify": (f"{_ROOM}.verify", "read every byte and compare it with its checksum"),
 }
 """By name, the module whose `command` it is, and the line of `fsdp-optim --help` about it."""

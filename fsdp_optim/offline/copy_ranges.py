@@ -20,19 +20,13 @@ import torch
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.local_extents import bytes_of
-from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, StoredValue
 from fsdp_optim.formats.base.checksums import Rows
 from fsdp_optim.formats.base.extents import DataSection, Extent, write_extents
-from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.layout import FlatRuns, Whole
 from fsdp_optim.memory import empty
-from fsdp_optim.move import Key, move
+from fsdp_optim.offline.unit_sources import MARGIN, Fill, UnitPart
 from fsdp_optim.storage.base import StoreWriter
-from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.failure import Failure
 
 _GRID_NBYTES = 1 << 20  # bytes; units of files whose format has no checksums end at multiples of it
-_MARGIN = 16  # bytes: the largest element, which may begin before its unit
 _CPU = torch.device("cpu")
 
 
@@ -129,26 +123,17 @@ class Copier:
     """Copies units, one after the other, in one worker thread of a rank.
 
     Args:
-        source: the open checkpoint.
-        stored: the stored tensor of each value.
+        fill: reads the elements of a unit.
         most_nbytes: the length of the longest unit.
     """
 
-    def __init__(
-        self,
-        group: RankGroup,
-        source: CheckpointEnd,
-        stored: Mapping[Key, StoredTensor],
-        writer: StoreWriter,
-        most_nbytes: int,
-    ) -> None:
-        self._group, self._source, self._stored, self._writer = group, source, stored, writer
-        self._memory = bytes_of(empty((most_nbytes + 2 * _MARGIN,), torch.uint8, _CPU))
-        self._end = FlatsEnd()
+    def __init__(self, fill: Fill, writer: StoreWriter, most_nbytes: int) -> None:
+        self._fill, self._writer = fill, writer
+        self._memory = bytes_of(empty((most_nbytes + 2 * MARGIN,), torch.uint8, _CPU))
 
     def copy(self, unit: CopyRange) -> Rows:
         """Read a unit, write it, and return its segments."""
-        base, values, extents = unit.start - _MARGIN, list[StoredValue](), list[Extent]()
+        base, parts, extents = unit.start - MARGIN, list[UnitPart](), list[Extent]()
         for value, begin, first, last in unit.values():
             size, num = value.dtype.itemsize, last - first
             start = begin + first * size
@@ -156,15 +141,9 @@ class Copier:
             if value.constant is not None:
                 self._memory[start - base : start - base + size] = bytes_of(value.constant.view(1))
                 continue
-            stored = self._stored[value.key]
             flat = torch.frombuffer(self._memory, dtype=value.dtype, count=num, offset=start - base)
-            is_unsharded = num == value.placement.numel
-            cut = Whole(stored.shape, (0,)) if is_unsharded else FlatRuns(stored.shape, (first,), (last,), (0,))
-            values.append(StoredValue.of(value.fqn, value.name, stored, cut, flat, is_state=value.is_state))
-        failure = Failure()
-        move(values, self._source, self._end, self._group, self._group.budget, failure)
-        if failure.error is not None:
-            raise failure.error
+            parts.append(UnitPart(value, first, flat))
+        self._fill(parts)
         for place, content in unit.others or ():
             self._writer.write(unit.file.name, [content], place)
         return write_extents(self._section(unit), extents, unit.file.plan.segment_nbytes)

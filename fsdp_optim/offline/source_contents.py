@@ -73,42 +73,71 @@ class SourceNaming:
     model: Model | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True)
+class NamedSource:
+    """An open checkpoint with FQNs for all its names.
+
+    Attributes:
+        index: the index of a checkpoint with the same contents, as a writer takes it.
+        optim: the tensors of the optimizer to save.
+        stored: the place of each tensor, except tensors that have a `constant`.
+        left_out: why values of the trainer are not in `index`; complete when the values were decoded.
+    """
+
+    index: CheckpointIndex
+    optim: tuple[SavedValue, ...]
+    stored: Mapping[Key, StoredTensor]
+    left_out: list[str]
+
+    def contents(self, writer: Writer, *, allow_pickle: bool) -> SourceContents:
+        """Return the contents of a conversion by a writer. Raises CheckpointError for a value that it cannot write."""
+        index = self.index
+        with as_checkpoint_error(index.where):
+            prepared = writer.prepare(index, allow_pickle=allow_pickle, records=RECORDS)
+        return SourceContents(
+            model=_values(index.weights, is_state=False),
+            optim=self.optim,
+            stored=self.stored,
+            prepared=prepared,
+            has_optim=index.optim is not None,
+            weights=_which_weights(index),
+            left_out=tuple(self.left_out),
+        )
+
+
 def describe_source(checkpoint: Reader, writer: Writer, naming: SourceNaming, *, allow_pickle: bool) -> SourceContents:
     """Describe the contents of an open checkpoint for a writer. Reads small values only.
 
     Raises StateError if the checkpoint has ids without names, and no names were given.
     """
-    index = checkpoint.index
+    return name_source(checkpoint, naming, allow_pickle=allow_pickle).contents(writer, allow_pickle=allow_pickle)
+
+
+def name_source(
+    checkpoint: Reader, naming: SourceNaming, *, allow_pickle: bool, with_optim: bool = True
+) -> NamedSource:
+    """Name the contents of an open checkpoint. Reads small values only. `with_optim` False: as if it had no optimizer.
+
+    Raises as `describe_source`.
+    """
+    index = checkpoint.index if with_optim else replace(checkpoint.index, optim=None)
     if not index.weights and index.optim is None:
         raise CheckpointError(f"{index.where}: has neither weights nor an optimizer: there is nothing to convert")
-    which = _which_weights(index)
     parts = None if index.facts.names_are_fqns else wrapper_parts()
     weights = index.weights if parts is None else _renamed(index, parts)
     aliases = index.aliases if parts is None else _renamed_aliases(index, weights, parts)
-    optim = _Optim.of(checkpoint, naming, weights, parts or frozenset(), allow_pickle=allow_pickle)
+    optim = _Optim.of(checkpoint, index, naming, weights, parts or frozenset(), allow_pickle=allow_pickle)
     left_out: list[str] = []
     new = replace(
         index,
         weights=weights,
-        facts=replace(index.facts, weights=replace(index.facts.weights, which=which)),
+        facts=replace(index.facts, weights=replace(index.facts.weights, which=_which_weights(index))),
         aliases=aliases,
         optim=optim.stored_optim,
         extras={name: _SourceExtra(index, name, left_out) for name in index.extras},
         source=checkpoint,
     )
-    with as_checkpoint_error(index.where):
-        prepared = writer.prepare(new, allow_pickle=allow_pickle, records=RECORDS)
-    stored = {**_stored(weights, {}), **optim.stored}
-    values = _values(weights, is_state=False)
-    return SourceContents(
-        model=values,
-        optim=optim.values,
-        stored=stored,
-        prepared=prepared,
-        has_optim=index.optim is not None,
-        weights=which,
-        left_out=tuple(left_out),
-    )
+    return NamedSource(new, optim.values, {**_stored(weights, {}), **optim.stored}, left_out)
 
 
 @dataclass(frozen=True)
@@ -264,6 +293,7 @@ class _Optim:
     def of(
         cls,
         checkpoint: Reader,
+        index: CheckpointIndex,
         naming: SourceNaming,
         weights: Mapping[str, StoredTensor],
         parts: frozenset[str],
@@ -271,7 +301,7 @@ class _Optim:
         allow_pickle: bool,
     ) -> _Optim:
         """Return the optimizer of a checkpoint: as it was recorded, or with names for ids and kinds that are inferred."""
-        index, read = checkpoint.index, partial(read_constants, checkpoint)
+        read = partial(read_constants, checkpoint)
         if index.optim is None:
             return cls()
         if index.facts.names_are_fqns:

@@ -19,6 +19,7 @@ from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.copy_ranges import plan_units
+from fsdp_optim.offline.unit_sources import CheckpointSource
 from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.results import VerifyResult
@@ -51,9 +52,9 @@ def verify(
             if sums is not None:
                 problems += sums.compare(_NUM_THREADS, shown.up_to)
                 has_sums = sums.is_whole
+            source = CheckpointSource(checkpoint, stored)
             share = RankWork(
-                checkpoint,
-                stored,
+                source,
                 files,
                 plan_units(files, unit_nbytes, {}),
                 join=Nowhere,
@@ -61,7 +62,7 @@ def verify(
                 shown=lambda num: shown.up_to(of_archives + num),
                 failed=lambda error: problems.append(str(error)),
             )
-            share.run(Nowhere(), num_lanes_in(budget, unit_nbytes, stored))
+            share.run(Nowhere(), num_lanes_in(budget, unit_nbytes, source))
             checkpoint.check_unchanged()
             _raise(checkpoint, problems)
             shown.done()

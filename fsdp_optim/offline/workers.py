@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -12,33 +12,34 @@ import numpy
 import torch
 
 from fsdp_optim.checkpoint.common.files import File
-from fsdp_optim.checkpoint.load.reading import CheckpointEnd
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.checksums import Rows, rows_of
-from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.memory import Budget
-from fsdp_optim.move import Key
 from fsdp_optim.offline.copy_ranges import Copier, CopyRange
+from fsdp_optim.offline.unit_sources import UnitSource
 from fsdp_optim.storage.base import StoreWriter
-from fsdp_optim.transport.world import alone
 
 _UNIT_NBYTES, _MOST_WORKERS = 8 << 20, 16
 _USES = 4  # of a worker's memory, at most a unit each: a unit, the bytes around it that are read or kept by the store
 
 
-def unit_nbytes_in(budget: Budget) -> int:
-    """Return the length of units, so that at least two worker threads fit into a budget."""
+def unit_nbytes_in(budget: Budget, num_extra: int = 0) -> int:
+    """Return the length of units, so that at least two worker threads fit into a budget.
+
+    `num_extra`: as `UnitSource.num_extra_units`.
+    """
     worker = budget.share(2, "two worker threads")
+    uses = _USES + num_extra
     return min(
-        _UNIT_NBYTES, worker.share(_USES, "a unit, and bytes around it that are read or kept by the store").nbytes
+        _UNIT_NBYTES, worker.share(uses, "a unit, and bytes around it that are read or kept by the store").nbytes
     )
 
 
-def num_lanes_in(budget: Budget, unit_nbytes: int, stored: Mapping[Key, StoredTensor]) -> int:
+def num_lanes_in(budget: Budget, unit_nbytes: int, source: UnitSource) -> int:
     """Return the number of worker threads that fit into a budget: at most one per core; more if they wait for a remote store."""
-    is_remote = any(tensor.request_nbytes for tensor in stored.values())
-    wanted = _MOST_WORKERS if is_remote else torch.get_num_threads()
-    return max(min(wanted, _MOST_WORKERS, budget.num_fitting(_USES * unit_nbytes)), 1)
+    wanted = _MOST_WORKERS if source.is_remote else torch.get_num_threads()
+    uses = _USES + source.num_extra_units
+    return max(min(wanted, _MOST_WORKERS, budget.num_fitting(uses * unit_nbytes)), 1)
 
 
 @dataclass
@@ -46,7 +47,7 @@ class RankWork:
     """The units of one rank, and the progress of their copies.
 
     Attributes:
-        stored: the stored tensor of each value.
+        source: where the elements come from.
         files: all new files.
         join: gives a worker thread its access to the new files.
         unit_nbytes: the length of the longest unit.
@@ -54,8 +55,7 @@ class RankWork:
         failed: takes the error of a unit that cannot be read, and the other units continue; None: the error ends all threads.
     """
 
-    reader: Reader
-    stored: Mapping[Key, StoredTensor]
+    source: UnitSource
     files: Sequence[File]
     units: Sequence[CopyRange]
     join: Callable[[], StoreWriter]
@@ -107,10 +107,8 @@ class RankWork:
             return longest.pop() if longest else None
 
     def _work(self, writer: StoreWriter, number: int) -> None:
-        here = alone("convert")
-        source = CheckpointEnd(self.reader, 0, Budget(self.unit_nbytes), as_needed=True, plans=here.world.plans)
-        copier = Copier(here, source, self.stored, writer, self.unit_nbytes)
         try:
+            copier = Copier(self.source.filler(self.unit_nbytes), writer, self.unit_nbytes)
             while not self._stopped.is_set():
                 unit = self._next(number)
                 if unit is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
+from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError, OvertakenError
 from fsdp_optim.buckets.objects.directory import ObjectDirectory
 from fsdp_optim.buckets.objects.keys import ObjectPlace
 from fsdp_optim.buckets.objects.opened import OpenedAny, OpenedObjects, open_place
@@ -90,6 +90,27 @@ class ObjectStore(Store):
 
     def machine_id(self) -> str:
         return self.where
+
+    def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
+        if not isinstance(opened, OpenedObjects):
+            raise CheckpointError(f"{self.where}: was not opened as a checkpoint of a bucket, so it cannot be changed")
+        keys = [opened.files.key(name) for name in names]  # looked up before the manifest is another one
+        copy_of_manifest = opened.files.key(manifest) if opened.files.token is not None else None
+        if data is not None:
+            try:
+                self.bucket.put(self.place.manifest(manifest), data, only_if=opened.manifest_version)
+            except OvertakenError as error:
+                if (
+                    self.bucket.read(self.place.manifest(manifest))[0] != data
+                ):  # a repeated request is overtaken by itself
+                    raise CheckpointError(
+                        f"{self.where}: was replaced by another save meanwhile, and stays as it is"
+                    ) from error
+            if copy_of_manifest is not None:
+                self.bucket.put(copy_of_manifest, data)
+        infos = [info for info in map(self.bucket.look, keys) if info is not None]
+        self.bucket.delete([info.key for info in infos])
+        return sum(info.nbytes for info in infos)
 
     def directory(self) -> ObjectDirectory[Any]:
         return ObjectDirectory(self.bucket, self.place.parent, self._probe)

@@ -79,6 +79,7 @@ def info_of(entry: ListedCheckpoint) -> CheckpointInfo:
         reason=entry.status.reason,
         metric=metric,
         saved_at=summary.created_ns / 1e9 if summary.created_ns else None,
+        thinned=summary.thinned_from is not None,
     )
 
 

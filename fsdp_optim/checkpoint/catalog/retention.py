@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from fsdp_optim.arguments import Arguments, check_at_least, check_one_of
-from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, number_in
+from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first, number_in
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary
+from fsdp_optim.formats.own.probe import is_of_optim
 from fsdp_optim.storage.base import CheckpointDirectory, Store
 
 Best: TypeAlias = Literal["min", "max"]
@@ -29,15 +30,19 @@ def name_of_step(step: int) -> str:
 
 @dataclass(frozen=True)
 class KeepRules(Arguments):
-    """Retention rules. A checkpoint stays if any rule keeps it; without a rule all stay. The newest always stays."""
+    """Retention rules. A checkpoint stays if any rule keeps it; without a rule all stay. The newest always stays.
+
+    `keep_optim_last`: how many of the newest checkpoints keep their optimizer; None: all.
+    """
 
     keep_last: int | None = None
     keep_every: int | None = None
     keep_best: int | None = None
     best: Best = "min"
+    keep_optim_last: int | None = None
 
     def validate(self) -> None:
-        for name in ("keep_last", "keep_every", "keep_best"):
+        for name in ("keep_last", "keep_every", "keep_best", "keep_optim_last"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
         check_one_of("best", self.best, ("min", "max"))
@@ -151,10 +156,12 @@ class KnownSaves:
     """The checkpoints of a folder that a run knows, on the leading rank: all that were there when it resumed, and its own.
 
     `unread`: the places that could not be read then. The checkpoint that is first read there is the one that was there.
+    `thinned`: the tokens of those that this run has thinned.
     """
 
     tokens: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
+    thinned: set[str] = field(default_factory=set)
     sequence: int = 0  # the highest of the known ones: a later listing may be older than these checkpoints
     directory: CheckpointDirectory[ManifestSummary] | None = None  # as the last save has listed it
 
@@ -248,7 +255,7 @@ class ManagedSave:
         """
         directory: CheckpointDirectory[ManifestSummary] = store.directory()
         others = [other for other in listed if is_own(other) and other.base != store.where and other.can_go]
-        own = [c for c in others if c.summary is None or (c.summary.content == content and self.known.has(c))]
+        own = [c for c in others if c.summary is None or (c.summary.series == content and self.known.has(c))]
         highest = max((other.summary.sequence for other in own if other.summary is not None), default=0)
         number = highest + 1 if sequence is None else sequence
         order = (number, step, 0, "")
@@ -269,6 +276,69 @@ class ManagedSave:
             return (number_in(entry) or 0) > self.record.after
         return entry.summary.sequence < sequence and (entry.summary.step or 0) > self.record.after
 
+    def with_outdated_optim(
+        self, store: Store, listed: Iterable[ListedCheckpoint], content: str, sequence: int | None = None
+    ) -> list[ListedCheckpoint]:
+        """Return the checkpoints whose optimizer the new one in `store` makes superfluous, as far as the rules say so.
+
+        `content`, `sequence`: as for `outdated`. Damaged checkpoints do not count in the place of good ones, and stay.
+        """
+        keep, directory = self.rules.keep_optim_last, store.directory()
+        own = self._older(store, listed, content, sequence) if keep is not None else []
+        older = [entry for entry in own if _has_optim(entry)]
+        num_kept = 1  # the new one
+        for index, entry in enumerate(older):
+            if num_kept == keep:
+                return older[index:]
+            num_kept += directory.status_of(entry).is_complete
+        return []
+
+    def _older(
+        self, store: Store, listed: Iterable[ListedCheckpoint], content: str, sequence: int | None
+    ) -> list[ListedCheckpoint]:
+        """Return the complete checkpoints of this run that are older than the new one in `store`, the newest first."""
+        return [
+            entry
+            for entry in newest_first([entry for entry in listed if is_own(entry) and self.known.has(entry)])
+            if (summary := entry.status.summary) is not None
+            and summary.series == content
+            and (sequence is None or summary.sequence < sequence)
+            and entry.base != store.where
+            and entry.can_go
+        ]
+
+    def thin_outdated(self, store: Store, content: str, sequence: int, thin: Callable[[str], object]) -> None:
+        """Thin the checkpoints that `with_outdated_optim` returns, by `thin`. Warns if one cannot be thinned.
+
+        Checkpoints that are thin already are thinned again once a run, because a killed run may have left files there.
+        """
+        if self.rules.keep_optim_last is None:
+            return
+        try:
+            listed: list[ListedCheckpoint] = store.directory().listed()
+            outdated = self.with_outdated_optim(store, listed, content, sequence)
+        except OSError as error:
+            log.warning("no checkpoint was thinned after %s: %s", store.where, error)
+            return
+        thin_already = [
+            entry
+            for entry in self._older(store, listed, content, sequence)
+            if entry.summary is not None
+            and entry.summary.thinned_from is not None
+            and entry.summary.token not in self.known.thinned
+        ]
+        for entry in (*outdated, *thin_already):
+            try:
+                thin(entry.where)
+            except CheckpointError as error:
+                log.warning("%s keeps its optimizer, because it cannot be thinned: %s", entry.where, error)
+                continue
+            if entry.summary is not None:
+                self.known.thinned.add(entry.summary.token)
+            if entry in outdated:
+                keep = self.rules.keep_optim_last
+                log.info("thinned %s: keep_optim_last=%d, and %s is newer", entry.where, keep, store.where)
+
     def remove_outdated(self, store: Store, content: str, step: int, sequence: int) -> None:
         """Remove the checkpoints that the save of `store` makes superfluous. Warns if one cannot be removed."""
         try:
@@ -288,6 +358,12 @@ class ManagedSave:
                 rest,
                 f"no rule of the CheckpointManager keeps it, and {store.where} is newer",
             )
+
+
+def _has_optim(entry: ListedCheckpoint) -> bool:
+    """Return whether a checkpoint of this library's own format has files of an optimizer."""
+    summary = entry.status.summary
+    return summary is not None and any(is_of_optim(name) for name in summary.files)
 
 
 def metric_of(metric: object) -> float | None:

@@ -46,6 +46,11 @@ def store_at(place: Place, format: HasProbe = OURS, options: StorageOptions = No
     return Folder(place, probe) if _is_path(place) else place  # type: ignore[arg-type, return-value]
 
 
+def options_of(place: Place, options: StorageOptions) -> StorageOptions:
+    """The options of a place: a path has none, because the other place of the call may be a URL."""
+    return options if isinstance(place, str) and scheme_of(place) is not None else None
+
+
 def is_url(place: Place) -> bool:
     """Return whether a place is a URL of a store, and no path."""
     return isinstance(place, str) and scheme_of(place) is not None

@@ -58,6 +58,11 @@ class StoredState:
         Raises StateError if no optimizer was saved, or if the checkpoint cannot say whose state it has.
         """
         index = checkpoint.index
+        if index.optim is None and index.facts.was_thinned:
+            raise StateError(
+                f"{index.where}: was thinned, so its optimizer is gone: load the weights alone, without optim=, or load a "
+                "checkpoint that has its optimizer"
+            )
         if index.optim is None:
             raise StateError(f"{checkpoint.index.where}: was saved without an optimizer: load it without optim=")
         saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)

@@ -33,7 +33,7 @@ from fsdp_optim.checkpoint.common.stores import directory_at, store_at
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.checkpoint.run.preemption import Signals
-from fsdp_optim.checkpoint.run.resuming import Candidate, candidates_on_all, load_newest
+from fsdp_optim.checkpoint.run.resuming import Candidate, candidates_on_all, load_newest, without_thin
 from fsdp_optim.checkpoint.save.background import async_save
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.base.summary import ManagerRecord
@@ -70,6 +70,11 @@ class ManagerArguments(Arguments):
         super().validate()
         if self.every is not None:
             check_at_least("every", self.every, 1, " step")
+        if self.rules.keep_optim_last is not None and self.saving.weights == "none":
+            raise StateError(
+                'keep_optim_last thins older checkpoints, and with weights="none" nothing would be left of them: save the '
+                "weights too, or give keep_last alone"
+            )
 
     def compared_text(self) -> str:
         """Return the arguments that must be the same on all ranks, as text."""
@@ -294,7 +299,8 @@ class ManagedRun:
             if not own:
                 self._check_others(listed)
                 begin_anew(self._root, storage)
-            return [Candidate.of(checkpoint) for checkpoint in own]
+            wanted = own if self._optim is None else without_thin(own)
+            return [Candidate.of(checkpoint) for checkpoint in wanted]
         name = name_of_step(to)
         chosen = [checkpoint for checkpoint in own if checkpoint.base.rpartition("/")[2] == name]
         if not chosen:

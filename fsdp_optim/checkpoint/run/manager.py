@@ -47,6 +47,8 @@ class CheckpointManager:
         keep_every: checkpoints whose step is a multiple of this number stay.
         keep_best: the number of checkpoints with the best metrics that stay.
         best: whether the lowest ("min") or the highest ("max") metric is the best.
+        keep_optim_last: the number of the newest checkpoints that keep their optimizer; the others that stay are thinned, as by
+            `fsdp_optim.thin`, also the best ones. A run resumes from the newest with an optimizer. None: all keep it.
         weights: which weights are saved, and loaded again: "all", "trainable" or "none", as for save and load.
         options: a `ManagerOptions`, as in `options=ManagerOptions(durable=False, signals=())`.
 
@@ -71,6 +73,7 @@ class CheckpointManager:
         keep_every: int | None = None,
         keep_best: int | None = None,
         best: Best = "min",
+        keep_optim_last: int | None = None,
         weights: WhichWeights = "all",
         options: ManagerOptions = _MANAGER,
     ) -> None:
@@ -83,7 +86,7 @@ class CheckpointManager:
             weights=weights,
             wrong_options="" if is_right else fields_of(ManagerOptions, options)["wrong_options"],
         )
-        rules = KeepRules(keep_last, keep_every, keep_best, best)
+        rules = KeepRules(keep_last, keep_every, keep_best, best, keep_optim_last)
         self._run = ManagedRun(root, model, optim, ManagerArguments(self._saving, rules, every, self._options))
 
     @property

@@ -55,7 +55,9 @@ def resume(
 
     def listed() -> list[Candidate]:
         directories = [directory_at(root, options.storage_options, format) for format in listed_formats()]
-        candidates = [Candidate.of(checkpoint) for checkpoint in newest_first(all_listed(directories))]
+        checkpoints = newest_first(all_listed(directories))
+        wanted = checkpoints if optim is None else without_thin(checkpoints)
+        candidates = [Candidate.of(checkpoint) for checkpoint in wanted]
         if not candidates:
             begin_anew(root, options.storage_options)
         return candidates
@@ -71,6 +73,24 @@ def resume(
         return restore(where, model, optim, options, done="resumed")
 
     return load_newest(str(root), candidates, options.on_damage, load)
+
+
+def without_thin(checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """Return checkpoints, the newest first, without those that were thinned; all of them where none has its optimizer.
+
+    Where a thin one is the newest, one line says so.
+    """
+    thin = [entry for entry in checkpoints if entry.summary is not None and entry.summary.thinned_from is not None]
+    rest = [entry for entry in checkpoints if entry not in thin]
+    if not thin or not rest:
+        return list(checkpoints)
+    if checkpoints[0] in thin:
+        log.warning(
+            "%s was thinned and has no optimizer, so it is passed by: the run continues from %s",
+            checkpoints[0].where,
+            rest[0].where,
+        )
+    return rest
 
 
 def candidates_on_all(group: RankGroup, about: str, listed: Callable[[], list[Candidate]]) -> list[Candidate]:

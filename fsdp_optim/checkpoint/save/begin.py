@@ -147,7 +147,10 @@ class _Beginning:
         options, managed = self.contents.options, self.managed
         if options.durable or staging.replaces or managed is None:
             return options.durable or staging.replaces
-        return bool(managed.outdated(self.store, listed, prepared.content, options.step or 0))
+        content = prepared.content
+        if managed.with_outdated_optim(self.store, listed, content):
+            return True
+        return bool(managed.outdated(self.store, listed, content, options.step or 0))
 
     def _job(
         self, agreement: Agreement, plan: FilePlan, small_files: Mapping[str, bytes], leader: LeaderSide | None

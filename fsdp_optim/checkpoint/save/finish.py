@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fsdp_optim.checkpoint.catalog.thinning import thin
+from fsdp_optim.checkpoint.common.stores import options_of
 from fsdp_optim.checkpoint.save.job import Job, RankReport, decode_written
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Stamp, WrittenFiles
@@ -42,5 +44,9 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
             staging.commit(name, data, durable=durable)
     # Only now: the older checkpoints must stay until the new one is complete.
     if job.managed is not None and durable:  # otherwise there was nothing to remove at the beginning
-        job.managed.remove_outdated(job.store, prepared.content, stamp.step or 0, stamp.sequence)
+        managed, content, storage_options = job.managed, prepared.content, job.options.storage_options
+        managed.remove_outdated(job.store, content, stamp.step or 0, stamp.sequence)
+        managed.thin_outdated(
+            job.store, content, stamp.sequence, lambda where: thin(where, options_of(where, storage_options))
+        )
     return reports

@@ -109,6 +109,7 @@ class Facts:
             that wrappers insert.
         about: other facts for users: the author of the save and its time.
         notes: what users should know about the choice of files, a line for each.
+        was_thinned: whether the optimizer was saved, and `thin` has removed it.
         cut: how parameters were flattened and cut, as a writer of the same family of formats takes it; None if unknown.
     """
 
@@ -120,6 +121,7 @@ class Facts:
     names_are_fqns: bool = True
     about: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    was_thinned: bool = False
     cut: Any = None
 
 

@@ -56,6 +56,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
         manager: the record of a `CheckpointManager`; None for all other saves.
         weights: which weights were saved: "all", "trainable" or "none".
         weights_dtype: torch's name of the dtype to which floating weights were cast; None: they were saved as they were.
+        thinned_from: the `content` before `thin` removed the optimizer; None if it did not.
     """
 
     version: int
@@ -70,6 +71,12 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
     manager: ManagerRecord | None = None
     weights: str = "all"
     weights_dtype: str | None = None
+    thinned_from: str | None = None
+
+    @property
+    def series(self) -> str:
+        """The `content` as it was saved, by which a manager knows its own checkpoints, thin or not."""
+        return self.content if self.thinned_from is None else self.thinned_from
 
     @property
     def is_stand_in(self) -> bool:

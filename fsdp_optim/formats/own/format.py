@@ -41,10 +41,11 @@ from fsdp_optim.formats.own.manifest import (
     Manifest,
     ModelInfo,
     ParamInfo,
+    ThinnedInfo,
     manifest_in,
     version_for,
 )
-from fsdp_optim.formats.own.probe import PROBE, OwnProbe, read_summary
+from fsdp_optim.formats.own.probe import PROBE, OwnProbe, is_of_optim, read_summary
 from fsdp_optim.formats.own.reader import DESCRIPTION_FILE, INDEX, Checkpoint, file_of_extra
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
@@ -100,7 +101,7 @@ class OwnWriter(Writer):
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         if isinstance(index.source, Checkpoint):
-            return self._copied(index.source)
+            return self._copied(index.source, with_optim=index.optim is not None)
         contents = contents_of(index, allow_pickle=allow_pickle, records=records)
         extras = extras_in(index, allow_pickle=allow_pickle)
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras)
@@ -126,13 +127,20 @@ class OwnWriter(Writer):
         )
         return Prepared(contents.content, shared, files, read_back, manifest)
 
-    def _copied(self, reader: Checkpoint) -> Prepared:
-        """Return the same, with the small files of a checkpoint of this format, which are not decoded."""
+    def _copied(self, reader: Checkpoint, *, with_optim: bool) -> Prepared:
+        """Return the same, with the small files of a checkpoint of this format, which are not decoded.
+
+        `with_optim` False: the new checkpoint gets no optimizer.
+        """
         first = min((name for name in reader.files if name.startswith("optim")), default=None)
-        metadata = reader.files[first].header.metadata if first is not None else {}
+        metadata = reader.files[first].header.metadata if first is not None and with_optim else {}
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
         model = replace(reader.manifest.model, weights_name=self.weights_name)
         manifest = replace(reader.manifest, model=model, version=version_for(model), summary=None)
+        if not with_optim:
+            files.pop(DESCRIPTION_FILE, None)
+            manifest = replace(manifest, has_optim=False, optim=None)
+        manifest = replace(manifest, thinned=None)  # of the checkpoint that was thinned alone
         content = manifest.model.content(has_optim=manifest.has_optim)
         return Prepared(content, metadata.get("param_groups", ""), files, None, manifest)
 
@@ -197,6 +205,28 @@ class OwnWriter(Writer):
         manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
         summary = manifest.made_summary(stamp.sequence, stamp.step, manager=stamp.manager)
         yield NAME, replace(manifest, summary=summary).encoded()
+
+
+def thinned(reader: Checkpoint) -> tuple[bytes | None, tuple[str, ...]]:
+    """Return the manifest of a checkpoint without its optimizer, and the names of the files to remove.
+
+    The manifest is None where the checkpoint has no optimizer: then the files are those that an earlier call may have left.
+    """
+    manifest = reader.manifest
+    if not manifest.has_optim:
+        return None, manifest.thinned.files if manifest.thinned is not None else ()
+    gone = {name for name in manifest.files if is_of_optim(name)}
+    removed = (*gone, *(sums_of(name) for name in gone if manifest.files[name].sums is not None))
+    summary = manifest.effective_summary
+    thin = replace(
+        manifest,
+        files={name: info for name, info in manifest.files.items() if name not in gone},
+        has_optim=False,
+        optim=None,
+        thinned=ThinnedInfo(tuple(sorted(removed)), summary.content),
+    )
+    made = thin.made_summary(summary.sequence, summary.step, summary.keep_last, summary.manager)
+    return replace(thin, summary=made).encoded(), tuple(sorted(removed))
 
 
 def _has_no_weight(tensors: Sequence[PlannedTensor]) -> bool:

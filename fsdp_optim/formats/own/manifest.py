@@ -66,12 +66,20 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
         return content_of(self.params, has_optim=has_optim, weights=self.weights, weights_dtype=self.weights_dtype)
 
 
+class ThinnedInfo(Struct, frozen=True):
+    """What `thin` has taken from a checkpoint: its files, and the `content` of the summary that it had."""
+
+    files: tuple[str, ...]
+    content: str
+
+
 class Manifest(Struct, frozen=True, kw_only=True):
     """The content of a manifest.
 
     Attributes:
         optim: the description of the optimizer as JSON values; None if there is none, or if it has a file of its own.
         summary: the summary at the beginning, under the key "brief"; None if an older version of the library saved.
+        thinned: the record of `thin`, which has removed the optimizer; None otherwise.
         checksum: the hash of a manifest that was read; empty for a new one.
     """
 
@@ -85,6 +93,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     version: int = 0
     summary: ManifestSummary | None = field(default=None, name="brief")
+    thinned: ThinnedInfo | None = None
     checksum: str = ""
 
     @property
@@ -113,12 +122,15 @@ class Manifest(Struct, frozen=True, kw_only=True):
             manager=manager,
             weights=self.model.weights,
             weights_dtype=self.model.weights_dtype,
+            thinned_from=self.thinned.content if self.thinned is not None else None,
         )
 
     def encoded(self) -> bytes:
         """Return the bytes of the file."""
         values = msgspec.to_builtins(self)
         del values["checksum"]
+        if self.thinned is None:
+            del values["thinned"]
         values["brief"] = self.effective_summary.to_json()
         body = _canonical(values)
         check_density(NAME, body)  # refuses a text that no reader accepts
@@ -173,8 +185,9 @@ def manifest_in(opened: Opened) -> Manifest:
             )
         summary = document.checkpoint.get("brief")
         manifest = msgspec.convert({**document.checkpoint, "checksum": checksum}, Manifest)
-        for name in manifest.files:
+        for name in (*manifest.files, *(manifest.thinned.files if manifest.thinned is not None else ())):
             check_name(path, name)
+        for name in manifest.files:
             if name.startswith(RANK_EXTRA) and int(name.removeprefix(RANK_EXTRA)[:5]) >= manifest.world_size:
                 raise ValueError(f"{name} is of a rank beyond the {manifest.world_size} ranks that saved")
         if summary is not None:

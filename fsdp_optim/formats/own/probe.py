@@ -10,13 +10,14 @@ from fsdp_optim.formats.base.checksums import sums_of
 from fsdp_optim.formats.base.summary import MOST_NBYTES, ManifestSummary, summary_in
 from fsdp_optim.formats.own.manifest import NAME, VERSION, manifest_in
 from fsdp_optim.registry import manifests_but
-from fsdp_optim.storage.base import CheckpointStatus, Opened, is_sure_that_not
+from fsdp_optim.storage.base import CheckpointStatus, Opened, is_reserved, is_sure_that_not
 
 _FIRST_NBYTES = 4096  # of a manifest, read first for its summary
 _TIMES = 16  # as many bytes are read next, if the summary is longer
 _OWN = re.compile(
     r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
 )
+_OF_OPTIM = re.compile(r"optim(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/optim\.safetensors")
 _TRACE = re.compile(
     r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors\.sums|optim(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
     r"extra/[a-z]+(-\d{5})?\.safetensors"
@@ -68,18 +69,29 @@ class OwnProbe:
         Where the manifest cannot be read, every name that a save could give counts as written by a save.
         """
         listed: set[str] | None = None
+        is_thin = False
         if opened is not None:
             with contextlib.suppress(OSError):
-                listed = set(any_summary(opened).files)
+                summary = any_summary(opened)
+                listed, is_thin = set(summary.files), summary.thinned_from is not None
                 listed |= {sums_of(name) for name in listed}
 
         def is_own(name: str) -> bool:
-            return name == NAME or (name in listed if listed is not None else _OWN.fullmatch(name) is not None)
+            if name == NAME or (name.startswith(NAME) and is_reserved(name)):
+                return True
+            if is_thin and is_of_optim(name):  # what a killed thin has left
+                return True
+            return name in listed if listed is not None else _OWN.fullmatch(name) is not None
 
         return is_own
 
 
 PROBE = OwnProbe()
+
+
+def is_of_optim(name: str) -> bool:
+    """Return whether a save gives this name to a file of the optimizer."""
+    return _OF_OPTIM.fullmatch(name) is not None
 
 
 def read_summary(opened: Opened) -> ManifestSummary | None:

@@ -103,6 +103,15 @@ class Checkpoint:
     def opened_in(cls, opened: Opened, *, verify: bool) -> Checkpoint:
         """Read the manifest and all headers. Raises CheckpointError that names the damaged file."""
         version = opened.version_of(NAME)
+        try:
+            return cls._opened_in(opened, version, verify=verify)
+        except CheckpointError as error:
+            if opened.version_of(NAME) not in (None, version):  # thin has removed files meanwhile
+                raise replaced_error(opened.where) from error
+            raise
+
+    @classmethod
+    def _opened_in(cls, opened: Opened, version: tuple[object, ...] | None, *, verify: bool) -> Checkpoint:
         manifest = manifest_in(opened)
         files: dict[str, StoredFile] = {}
         weights_name = manifest.model.weights_name
@@ -158,6 +167,7 @@ class Checkpoint:
                 SavedWeights(self.manifest.model.weights, self.manifest.model.weights_dtype),
                 has_checksums=all(file.sums is not None for file in self.files.values()),
                 about=self._about(),
+                was_thinned=self.manifest.thinned is not None,
             ),
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,
@@ -203,6 +213,7 @@ class Checkpoint:
         return {
             "saved by": f"fsdp_optim, version {self.manifest.version} of its format",
             **_about_weights(self.manifest.model),
+            **({"optimizer": "removed by thin"} if self.manifest.thinned is not None else {}),
             "saved at": f"{saved:%Y-%m-%d %H:%M:%S} UTC, by the clock of the machine that saved",
         }
 
@@ -245,9 +256,13 @@ class Checkpoint:
         try:
             yield
         except CheckpointError as error:
-            if self.opened.was_replaced():
+            if self._is_replaced():
                 raise replaced_error(self.where) from error
             raise
+
+    def _is_replaced(self) -> bool:
+        """Return whether another save has taken the place, or `thin` has taken the files of the optimizer."""
+        return self.opened.was_replaced() or self.opened.version_of(NAME) not in (None, self._manifest_version)
 
     def _table(self, file: StoredFile) -> Sums | None:
         """Return the table of checksums of a file. A few tables are kept, because several threads may read different files."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -72,6 +72,24 @@ class Store(Protocol):
         Raises CheckpointError where nothing can be made there.
         """
         return nullcontext(self.where)
+
+    def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
+        """Replace the manifest of a checkpoint that is open, then remove files of it; return the bytes of these files.
+
+        The checkpoint is complete at every moment: by its old manifest, with the files, or by the new one. What a killed call has
+        left is removed by the next one. Files that are gone are no error.
+
+        Args:
+            opened: the checkpoint, opened by this store.
+            manifest: the name of the manifest.
+            data: the content of the new manifest, which does not name the files; None where an earlier call has put it.
+            names: the files to remove.
+
+        Raises CheckpointError where the checkpoint cannot be changed, or was replaced since it was opened.
+        """
+        raise CheckpointError(
+            f"{self.where}: this store cannot remove files of a checkpoint: save a new one without them"
+        )
 
     def directory(self) -> CheckpointDirectory[Any]:
         """Return the folder, or the prefix, that this place and its siblings are in."""

@@ -174,12 +174,18 @@ def sync_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk. Some network file systems have nothing to flush there, and refuse."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        sync_open_folder(fd)
+    finally:
+        close_quietly(fd)
+
+
+def sync_open_folder(folder: int) -> None:
+    """Flush the names in an open folder to the disk, as `sync_folder` does."""
+    try:
+        os.fsync(folder)
     except OSError as error:
         if error.errno not in _NOTHING_TO_FLUSH:
             raise
-    finally:
-        close_quietly(fd)
 
 
 def _batches(pieces: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:

@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError, WrongUseError
@@ -52,6 +53,15 @@ class OpenFolder(Opened):
         fds, self._files = [*self._files.values(), self._fd], {}
         self._fd = -1
         close_each(fd for fd in fds if fd >= 0)
+
+    @contextmanager
+    def held(self) -> Iterator[int]:
+        """Yield a descriptor of this folder, for names in it, valid inside the block. Raises OSError where the folder is gone."""
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            yield fd
+        finally:
+            close_quietly(fd)
 
     def _close_files(self, num: int | None = None) -> None:
         """Close the `num` least recently used files of those without a reading thread; None: all of them."""

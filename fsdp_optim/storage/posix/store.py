@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, causes_of
-from fsdp_optim.storage.base import CheckpointDirectory, CheckpointProbe, Store
+from fsdp_optim.storage.base import CheckpointDirectory, CheckpointProbe, Opened, Store
 from fsdp_optim.storage.posix.beacon import beacon_above, sees
 from fsdp_optim.storage.posix.directory import FolderDirectory
 from fsdp_optim.storage.posix.files import absolute
@@ -20,6 +20,7 @@ from fsdp_optim.storage.posix.filling import Filling
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.leftovers import existing
 from fsdp_optim.storage.posix.opened import OpenFiles, OpenFolder
+from fsdp_optim.storage.posix.shrinking import shrink_folder
 from fsdp_optim.storage.posix.writer import FolderWriter
 
 _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two renames
@@ -85,6 +86,17 @@ class Folder(Store):
 
     def beacon(self) -> AbstractContextManager[str]:
         return beacon_above(self.path)
+
+    def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
+        if not isinstance(opened, OpenFolder):
+            raise CheckpointError(f"{self.where}: was not opened as a folder, so it cannot be changed")
+        try:
+            with opened.held() as folder:
+                return shrink_folder(opened.path, folder, manifest, data, names)
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{self.where}: cannot be changed: {error.strerror or error}") from error
 
     def directory(self) -> FolderDirectory[Any]:
         return self._directory

@@ -1,0 +1,101 @@
+"""`fsdp-optim average`: one checkpoint with the averages of several."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fsdp_optim.cli.options import (
+    Size,
+    json_option,
+    memory_option,
+    only_warnings,
+    progress_of,
+    quiet_option,
+    storage_options,
+)
+from fsdp_optim.cli.output import print_json
+from fsdp_optim.cli.units import counted, sized
+
+if TYPE_CHECKING:
+    from fsdp_optim.api import AverageResult
+
+_MOST_SHOWN = 10  # names
+
+
+class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """Numbers with commas between them, as in 1,1,2."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        try:
+            return [float(number) for number in str(value).split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers such as 1,1,2", param, ctx)
+
+
+@click.command("average")
+@click.argument("sources", nargs=-1, required=True)
+@click.option("-o", "--output", required=True, metavar="OUT", help="the new checkpoint")
+@click.option("--weights", type=Weights(), metavar="1,1,2", help="a number for each source (all weigh the same)")
+@click.option(
+    "--moments",
+    type=click.Choice(["drop", "average"]),
+    default="drop",
+    help="leave the optimizer out, or average its state too (drop)",
+)
+@click.option("--overwrite", is_flag=True, help="replace the checkpoint at OUT")
+@click.option("--not-durable", is_flag=True, help="do not wait until the bytes are on the disk")
+@click.option(
+    "--max-file-size", type=Size(), default=4_000_000_000, metavar="SIZE", help="the most bytes of a file (4GB)"
+)
+@click.option("--allow-pickle", is_flag=True, help="unpickle values, which can run any code of their author")
+@memory_option
+@json_option
+@quiet_option
+@storage_options
+def command(sources: tuple[str, ...], output: str, **given: Any) -> None:
+    """Average the weights of the checkpoints SOURCES, of any formats, into the new checkpoint OUT.
+
+    They are added in float64 in this order and rounded once. Everything else is that of the last one, and what differs is named.
+    """
+    from fsdp_optim import api
+
+    with api.launched_ranks() as rank:
+        if rank > 0:
+            only_warnings()
+        begin = time.monotonic()
+        done = api.average(
+            sources,
+            output,
+            weights=given["weights"],
+            moments=given["moments"],
+            overwrite=given["overwrite"],
+            options=api.ConvertOptions(
+                bucket_nbytes=given["memory"],
+                durable=not given["not_durable"],
+                max_file_size=given["max_file_size"],
+                allow_pickle=given["allow_pickle"],
+                progress=progress_of(quiet=given["quiet"] or rank > 0),
+                storage_options=given["storage_options"],
+            ),
+        )
+    if rank == 0:
+        _show(done, max(time.monotonic() - begin, 1e-9), as_json=given["as_json"])
+
+
+def _show(done: AverageResult, seconds: float, *, as_json: bool) -> None:
+    if as_json:
+        print_json(done)
+        return
+    averaged = f"{done.num_averaged} of {counted(done.num_tensors, 'tensor')}"
+    click.echo(
+        f"{done.path}: {averaged} are averages of {len(done.sources)} checkpoints, {sized(done.nbytes)} in {seconds:.1f} s"
+    )
+    if done.differing:
+        shown, num_more = done.differing[:_MOST_SHOWN], len(done.differing) - _MOST_SHOWN
+        more = f" and {num_more} more" if num_more > 0 else ""
+        click.echo(f"not the same in all of them, and taken from the last one: {', '.join(shown)}{more}")
