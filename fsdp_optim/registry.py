@@ -104,6 +104,10 @@ CONVERT_ARGUMENTS = "fsdp_optim.offline.arguments:ConvertArguments"
 CONVERT = "fsdp_optim.offline.convert:convert"
 VERIFY = "fsdp_optim.offline.verifying:verify"
 INSPECT = "fsdp_optim.offline.inspecting:inspect"
+DIFF_ARGUMENTS = "fsdp_optim.offline.diffing:DiffArguments"
+DIFF = "fsdp_optim.offline.diffing:diff"
+SHOW = "fsdp_optim.offline.showing:show"
+EXTRACT = "fsdp_optim.offline.extracting:extract"
 
 # ------------------------------------------------------------------------------------------- adapters
 

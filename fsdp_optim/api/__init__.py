@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
+from fsdp_optim.api.looking import diff, extract, show
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
 from fsdp_optim.api.offline import convert, inspect, verify
 from fsdp_optim.api.optim_dicts import (
@@ -21,6 +22,7 @@ from fsdp_optim.api.slices import declare_slice
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import per_rank
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
+from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
 from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
 from fsdp_optim.results import (
     CheckpointInfo,
@@ -40,20 +42,28 @@ __all__ = [
     "CheckpointManager",
     "CheckpointSummary",
     "ConvertOptions",
+    "DiffResult",
     "GroupInfo",
+    "HyperparameterDiff",
     "Incompatible",
     "LoadOptions",
     "LoadResult",
     "ManagerOptions",
+    "ObjectDiff",
     "SaveHandle",
     "SaveOptions",
     "SaveResult",
+    "ShapeDiff",
     "TensorInfo",
+    "ValueDiff",
+    "ValueStatistics",
     "VerifyResult",
     "async_save",
     "checkpoints",
     "convert",
     "declare_slice",
+    "diff",
+    "extract",
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
@@ -71,6 +81,7 @@ __all__ = [
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
+    "show",
     "transfer_optim_state",
     "verify",
     "wait_for_saves",
