@@ -2,7 +2,7 @@
 
 import sys
 
-from fsdp_optim.cli.main import main
+from fsdp_optim.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

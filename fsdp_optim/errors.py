@@ -70,6 +70,10 @@ class CheckpointError(FsdpOptimError, OSError):
     """A checkpoint cannot be written, is incomplete or damaged. The message names the file and the fix."""
 
 
+class WrongUseError(CheckpointError):
+    """A call that no checkpoint is to blame for: nothing is at the path, the place is taken, or an argument is not allowed."""
+
+
 class ReplacedError(CheckpointError):
     """A checkpoint was replaced by another checkpoint during a load. The bytes that were read so far are not used."""
 

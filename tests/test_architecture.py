@@ -111,7 +111,8 @@ plugins: adapters buckets.objects checkpoint.common checkpoint.trainers foreign.
     foreign.torch formats.base formats.own layout memory options registry state.live storage.base storage.posix
     view
 (top): api errors
-cli: api errors options plugins registry
+cli: (top) api errors registry
+cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
 testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
 __main__: cli

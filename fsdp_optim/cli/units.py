@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
@@ -11,10 +10,10 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size_of(text: str) -> int:
-    """Return a number of bytes from a text such as 4GB, 512MiB or 1000000."""
+    """Return a number of bytes from a text such as 4GB, 512MiB or 1000000. Raises ValueError for any other text."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4GB, 512MiB or 1000000")
+        raise ValueError(f"{text!r} is not a size such as 4GB, 512MiB or 1000000")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.cli.main import main
+from fsdp_optim.cli.app import main
 from fsdp_optim.cli.tree import shown
 from fsdp_optim.cli.units import size_of, sized
 from fsdp_optim.plugins import FairscaleShards, TorchFiles

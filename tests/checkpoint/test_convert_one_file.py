@@ -16,7 +16,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.cli.main import main
+from fsdp_optim.cli.app import main
 from fsdp_optim.storage.posix import one_file
 from fsdp_optim.testing import run_on_threads
 

@@ -24,7 +24,7 @@ from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.run import resuming
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
-from fsdp_optim.cli import main as cli
+from fsdp_optim.cli.app import main
 from fsdp_optim.errors import StateError
 from fsdp_optim.integrations.settings import Settings
 from fsdp_optim.offline import convert
@@ -180,8 +180,8 @@ class OtherDoorsTest(unittest.TestCase):
     """The command line, and the settings of the plug-in for Accelerate, repeat options with their defaults."""
 
     def test_convert_on_the_command_line(self) -> None:
-        with mock.patch.object(cli.api, "convert", side_effect=CheckpointError("enough")) as called:
-            self.assertEqual(cli.main(["convert", "a", "b"]), 1)
+        with mock.patch("fsdp_optim.api.convert", side_effect=CheckpointError("enough")) as called:
+            self.assertEqual(main(["convert", "a", "b"]), 1)
         parameters = inspect.signature(fsdp_optim.convert).parameters
         self.assertEqual(called.call_args.args, ("a", "b"))
         given = dict(called.call_args.kwargs)

@@ -1,0 +1,129 @@
+"""The options that several commands share. Each is a decorator, and gives its command the parameter that it names.
+
+@click.command("name")
+@click.argument("path")
+@json_option                # as_json: bool
+@memory_option              # memory: int, in bytes
+@quiet_option               # quiet: bool; also keeps the log to warnings
+@storage_options            # storage_options: dict[str, Any] | None
+def command(path, as_json, memory, quiet, storage_options): ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from fsdp_optim.cli.units import size_of
+from fsdp_optim.registry import format_names
+
+_OPTION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_MOST_CLOSE = 1
+
+FunctionT = TypeVar("FunctionT", bound="Callable[..., Any] | click.Command")
+
+DEFAULT_MEMORY = 512 << 20
+"""The default of `--memory`, which is the library's own `bucket_nbytes` of `convert`."""
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A number of bytes, as in 4GB, 512MiB or 1000000."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return size_of(str(value))
+        except ValueError as error:
+            self.fail(f"{error}", param, ctx)
+
+
+class KeyValue(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """An option of a store: KEY=VALUE. A value that is a number, true or false becomes one."""
+
+    name = "key=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        match = _OPTION.fullmatch(str(value))
+        if match is None:
+            self.fail(f"{value!r} is not KEY=VALUE", param, ctx)
+        key, text = match.groups()
+        words = {"true": True, "false": False}
+        return key, int(text) if text.isdecimal() else words.get(text.lower(), text)
+
+
+class FormatName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """The name of a format that is written: one of this package, or of an installed one."""
+
+    name = "name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        names = format_names()
+        if value in names:
+            return str(value)
+        close = difflib.get_close_matches(str(value), names, n=_MOST_CLOSE)
+        fix = f"did you mean {close[0]}?" if close else f"it must be one of {', '.join(names)}"
+        return self.fail(f"there is no format {value!r}: {fix}", param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in format_names() if name.startswith(incomplete)]
+
+
+def json_option(function: FunctionT) -> FunctionT:
+    """Add `--json`: the parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="print one JSON object, for programs")(function)
+
+
+def memory_option(function: FunctionT) -> FunctionT:
+    """Add `--memory SIZE`: the parameter `memory`, the most bytes of elements that a process holds at a time."""
+    return click.option(
+        "--memory",
+        type=Size(),
+        default=DEFAULT_MEMORY,
+        metavar="SIZE",
+        help="the most memory for elements (512MiB)",
+    )(function)
+
+
+def quiet_option(function: FunctionT) -> FunctionT:
+    """Add `--quiet`: the parameter `quiet`. The library's log then has warnings only."""
+    return click.option("--quiet", is_flag=True, callback=_log_warnings, help="no progress, only warnings and errors")(
+        function
+    )
+
+
+def _log_warnings(ctx: click.Context, param: click.Parameter, is_given: bool) -> bool:
+    if is_given:
+        only_warnings()
+    return is_given
+
+
+def only_warnings() -> None:
+    """Keep the library's log to warnings until this command ends."""
+    logging.getLogger("fsdp_optim").setLevel(logging.WARNING)
+
+
+def storage_options(function: FunctionT) -> FunctionT:
+    """Add `--storage-option KEY=VALUE`: the parameter `storage_options`, a dict; None if none was given."""
+    return click.option(
+        "--storage-option",
+        "storage_options",
+        type=KeyValue(),
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=lambda ctx, param, pairs: dict(pairs) or None,
+        help="an option of the store of a URL, such as endpoint_url=...; can be given several times",
+    )(function)
+
+
+def progress_of(*, quiet: bool) -> bool | None:
+    """Return `progress` for the library's calls: a bar on a terminal for long work, none with `--quiet`."""
+    return False if quiet else None
