@@ -109,6 +109,10 @@ INSPECT = "fsdp_optim.offline.inspecting:inspect"
 PRUNE = "fsdp_optim.offline.pruning:prune"
 COPY = "fsdp_optim.offline.copying:copy"
 DIAGNOSE = "fsdp_optim.offline.diagnosing:diagnose"
+DIFF_ARGUMENTS = "fsdp_optim.offline.diffing:DiffArguments"
+DIFF = "fsdp_optim.offline.diffing:diff"
+SHOW = "fsdp_optim.offline.showing:show"
+EXTRACT = "fsdp_optim.offline.extracting:extract"
 
 # ------------------------------------------------------------------------------------------- adapters
 

@@ -53,6 +53,7 @@ state:
 storage:
 wire:
 arguments: errors
+differences: errors results
 elements: errors
 layout: errors
 registry: errors
@@ -102,11 +103,11 @@ checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load c
     formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
     storage.posix transport wire
-offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
-    foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
+offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
+    foreign.archive foreign.torch formats.base formats.own layout memory move options plan registry results state.dicts state.live
     state.values storage.base storage.posix transport wire
 api: adapters checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    formats.base memory options registry results state.dicts state.live storage.posix transport verbs
+    differences formats.base memory options registry results state.dicts state.live storage.posix transport verbs
 plugins: adapters buckets.objects checkpoint.common checkpoint.trainers foreign.dcp foreign.per_rank
     foreign.torch formats.base formats.own layout memory options registry state.live storage.base storage.posix
     view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
 from fsdp_optim.api.keeping import copy, diagnose, prune
+from fsdp_optim.api.looking import diff, extract, show
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
 from fsdp_optim.api.offline import average, convert, inspect, thin, verify
 from fsdp_optim.api.optim_dicts import (
@@ -22,6 +23,7 @@ from fsdp_optim.api.slices import declare_slice
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import per_rank
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
+from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
 from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
 from fsdp_optim.results import (
     AverageResult,
@@ -49,17 +51,23 @@ __all__ = [
     "ConvertOptions",
     "CopyResult",
     "Diagnosis",
+    "DiffResult",
     "GroupInfo",
+    "HyperparameterDiff",
     "Incompatible",
     "LoadOptions",
     "LoadResult",
     "ManagerOptions",
+    "ObjectDiff",
     "PruneResult",
     "SaveHandle",
     "SaveOptions",
     "SaveResult",
+    "ShapeDiff",
     "TensorInfo",
     "ThinResult",
+    "ValueDiff",
+    "ValueStatistics",
     "VerifyResult",
     "async_save",
     "average",
@@ -68,6 +76,8 @@ __all__ = [
     "copy",
     "declare_slice",
     "diagnose",
+    "diff",
+    "extract",
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
@@ -86,6 +96,7 @@ __all__ = [
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
+    "show",
     "thin",
     "transfer_optim_state",
     "verify",

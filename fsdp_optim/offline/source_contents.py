@@ -124,8 +124,8 @@ def name_source(
     if not index.weights and index.optim is None:
         raise CheckpointError(f"{index.where}: has neither weights nor an optimizer: there is nothing to convert")
     parts = None if index.facts.names_are_fqns else wrapper_parts()
-    weights = index.weights if parts is None else _renamed(index, parts)
-    aliases = index.aliases if parts is None else _renamed_aliases(index, weights, parts)
+    weights = index.weights if parts is None else renamed_weights(index, parts)
+    aliases = index.aliases if parts is None else renamed_aliases(index, weights, parts)
     optim = _Optim.of(checkpoint, index, naming, weights, parts or frozenset(), allow_pickle=allow_pickle)
     left_out: list[str] = []
     new = replace(
@@ -197,7 +197,7 @@ def _stored(weights: Mapping[str, StoredTensor], state: Mapping[str, StoredTenso
 # ------------------------------------------------------------------------------------------- names
 
 
-def _renamed(index: CheckpointIndex, parts: frozenset[str]) -> dict[str, StoredTensor]:
+def renamed_weights(index: CheckpointIndex, parts: frozenset[str]) -> dict[str, StoredTensor]:
     """Return the weights by FQN. Raises CheckpointError if two of them have the same FQN."""
     named = {key: cut(key, parts) for key in index.weights}
     if all(name.startswith(_IN_DDP) for name in named.values()):
@@ -216,7 +216,7 @@ def _both_called(index: CheckpointIndex, name: str, other: str, fqn: str) -> Che
     )
 
 
-def _renamed_aliases(
+def renamed_aliases(
     index: CheckpointIndex, weights: Mapping[str, StoredTensor], parts: frozenset[str]
 ) -> dict[str, str]:
     """Return the other names of tied weights. Raises CheckpointError where one becomes the name of another weight."""

@@ -1,0 +1,168 @@
+"""The calls that look into checkpoints: diff, show, extract."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_optim.differences import DiffResult, ValueStatistics
+from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.options import CONVERT_NBYTES
+from fsdp_optim.registry import DIFF, DIFF_ARGUMENTS, EXTRACT, SHOW, named
+from fsdp_optim.results import SaveResult
+from fsdp_optim.storage.posix.files import checkpoint_errors
+
+
+@ordinary_tensors()
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    match: str | None = None,
+    tolerance: float | None = None,
+    html: str | Path | None = None,
+    param_names: Sequence[str] | None = None,
+    allow_pickle: bool = False,
+    bucket_nbytes: int = CONVERT_NBYTES,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> DiffResult:
+    """Compare two checkpoints of any formats that `load` reads and of any world sizes, value by value. No communication.
+
+    Weights, buffers and the optimizer's state are compared by name, also under the other names of tied parameters; besides them
+    the hyperparameters of each parameter's group, and the steps. Each checkpoint is read once, in windows, by several threads.
+    Random states and other values of the trainer are not compared. Elements of different dtypes are compared as float64, or as
+    int64 where both are integers. Sums are float64, and do not depend on the number of threads.
+
+    An optimizer that calls its parameters by id gets the names in `param_names`; else the names of the other optimizer, in
+    their order; else the names of the weights beside it. Names that were not given are taken only where their number and all
+    shapes fit, and `notes` says so.
+
+    Args:
+        a, b: the checkpoints: paths, or URLs as for `save`.
+        match: a pattern of the shell that names must fit, such as `layers.0.*` or `*:exp_avg`: a weight is called by its FQN, a
+            value of the optimizer's state `FQN:exp_avg`.
+        tolerance: the largest `||a - b|| / ||a||` of values that are within the tolerance.
+        html: a file for a page with a strip of colours for each layer, and all numbers, which needs no network. A file that is
+            there is replaced.
+        param_names: the FQNs of the optimizer's parameters in the order of their ids.
+        allow_pickle: unpickle values of the optimizer, which can run any code of their author.
+        bucket_nbytes: the most bytes of elements that the process holds at a time, at least 16 MiB.
+        progress: as for `verify`.
+        storage_options: as for `save`, for both checkpoints.
+
+    Returns:
+        A `DiffResult`, with the attributes `equal`, `differing`, `beyond`, `shapes`, `only_in_a`, `only_in_b` and
+        `hyperparameters`.
+
+    Raises:
+        CheckpointError: a checkpoint is incomplete, damaged or unknown.
+        StateError: `param_names` has too many or too few names, or `tolerance` is negative.
+    """
+    with checkpoint_errors(a):
+        arguments = named(DIFF_ARGUMENTS)(
+            match=match,
+            tolerance=tolerance,
+            html=html,
+            param_names=param_names,
+            allow_pickle=allow_pickle,
+            bucket_nbytes=bucket_nbytes,
+            progress=progress,
+            storage_options=storage_options,
+        )
+        result: DiffResult = named(DIFF)(a, b, arguments)
+        return result
+
+
+@ordinary_tensors()
+def show(
+    path: str | os.PathLike[str],
+    name: str,
+    *,
+    slice: str | None = None,
+    bins: int = 20,
+    allow_pickle: bool = False,
+    bucket_nbytes: int = CONVERT_NBYTES,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ValueStatistics:
+    """Describe the elements of one value of a checkpoint of any format: range, mean, norm, NaNs, a histogram. No communication.
+
+    Reads the elements of this value alone, twice, in windows.
+
+    Args:
+        path: as for `save`.
+        name: the FQN of a weight or a buffer; `FQN:exp_avg` for a value of the optimizer's state, `0:exp_avg` where the
+            optimizer has ids without names.
+        slice: ranges or indexes as between brackets in Python, without steps: `0:3, :5`. The figures are about the slice then,
+            and the result has its `elements`.
+        bins: the number of bins of the histogram, 1 to 10,000.
+        allow_pickle, bucket_nbytes: as for `diff`.
+        storage_options: as for `save`.
+
+    Returns:
+        A `ValueStatistics`.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged or unknown.
+        StateError: there is no value of this name, or the slice does not fit its shape or the memory.
+    """
+    with checkpoint_errors(path):
+        shown: ValueStatistics = named(SHOW)(
+            path,
+            name,
+            text=slice,
+            bins=bins,
+            allow_pickle=allow_pickle,
+            bucket_nbytes=bucket_nbytes,
+            storage_options=storage_options,
+        )
+        return shown
+
+
+@ordinary_tensors()
+def extract(
+    path: str | os.PathLike[str],
+    names: str | Sequence[str],
+    file: str | os.PathLike[str],
+    *,
+    slice: str | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    bucket_nbytes: int = CONVERT_NBYTES,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SaveResult:
+    """Write some values of a checkpoint of any format into one file, unsharded, bit for bit, in bounded memory. No communication.
+
+    The file gets its name when it is complete and on the disk.
+
+    Args:
+        path: as for `save`.
+        names: a name as for `show`, or several.
+        file: the new file: `.npy` for one value that numpy has a dtype for, `.safetensors`, or `.pt` for `torch.load`, both by
+            name.
+        slice: as for `show`, of each value.
+        overwrite: replace a file that is there.
+        allow_pickle, bucket_nbytes: as for `diff`.
+        storage_options: as for `save`, for the checkpoint.
+
+    Returns:
+        A `SaveResult` with the file, the number of values and their bytes.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged or unknown, or the file exists or cannot be written.
+        StateError: there is no value of this name, or the slice does not fit its shape.
+    """
+    with checkpoint_errors(path):
+        extracted: SaveResult = named(EXTRACT)(
+            path,
+            names,
+            file,
+            text=slice,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            bucket_nbytes=bucket_nbytes,
+            storage_options=storage_options,
+        )
+        return extracted

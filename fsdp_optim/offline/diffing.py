@@ -1,0 +1,206 @@
+"""Diff: two checkpoints of any formats and world sizes, value by value, each read once, in bounded memory.
+
+opened  ->  names: parameters by FQN, or by id with the names that are known     named_values.py, diff_names.py
+        ->  pairs of values of one name: shapes differ, objects, or elements to compare
+        ->  windows of elements of both sides, in several threads                element_windows.py, element_numbers.py
+        ->  DiffResult
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from math import prod, sqrt
+from pathlib import Path
+
+from fsdp_optim.arguments import check_at_least
+from fsdp_optim.checkpoint.common.progress import Progress
+from fsdp_optim.checkpoint.common.stores import Place, StorageOptions
+from fsdp_optim.differences import DiffResult, ObjectDiff, ShapeDiff, ValueDiff
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.memory import Budget
+from fsdp_optim.offline.diff_names import (
+    ValuePair,
+    hyperparameters_that_differ,
+    named_alike,
+    paired,
+    text_of,
+)
+from fsdp_optim.offline.diff_page import page_of
+from fsdp_optim.offline.element_numbers import ChunkDifference
+from fsdp_optim.offline.element_windows import (
+    Window,
+    WindowReader,
+    all_elements,
+    batches_of,
+    chunks_of,
+    num_threads_in,
+    window_nbytes_in,
+    windows_of,
+)
+from fsdp_optim.offline.named_values import Decoded, NamedValues, opened_at
+from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
+from fsdp_optim.plan import Plans
+from fsdp_optim.state.values.same import same
+from fsdp_optim.storage.posix.new_file import write_new_file
+
+
+@dataclass(frozen=True)
+class DiffArguments:
+    """The arguments of `diff` besides the two checkpoints."""
+
+    match: str | None = None
+    tolerance: float | None = None
+    html: str | Path | None = None
+    param_names: Sequence[str] | None = None
+    allow_pickle: bool = False
+    bucket_nbytes: int = CONVERT_NBYTES
+    progress: bool | None = None
+    storage_options: StorageOptions = field(default=None, repr=False)
+
+
+def diff(place_a: Place, place_b: Place, arguments: DiffArguments) -> DiffResult:
+    """Compare two checkpoints. No communication."""
+    check_at_least("bucket_nbytes", arguments.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
+    DiffResult(
+        "", "", (None, None), (), tolerance=arguments.tolerance
+    )  # refuses a wrong tolerance before anything is read
+    with ExitStack() as stack:
+        opened = [
+            Decoded.of(
+                stack.enter_context(opened_at(place, arguments.storage_options)), allow_pickle=arguments.allow_pickle
+            )
+            for place in (place_a, place_b)
+        ]
+        a, b, notes = named_alike(opened[0], opened[1], arguments.param_names)
+        result = _compared(a, b, notes, arguments)
+        for decoded in opened:
+            decoded.reader.check_unchanged()
+    if arguments.html is not None:
+        write_new_file(arguments.html, page_of(result).encode(), overwrite=True)
+    return result
+
+
+def _compared(a: NamedValues, b: NamedValues, notes: list[str], arguments: DiffArguments) -> DiffResult:
+    pairs, only_in_a, only_in_b = paired(a, b, arguments.match)
+    shapes = [ShapeDiff(pair.name, pair.a.info, pair.b.info) for pair in pairs if pair.shapes_differ]
+    objects = [
+        ObjectDiff(pair.name, pair.text_a, pair.text_b)
+        for pair in pairs
+        if not pair.are_tensors and (pair.a.is_tensor or pair.b.is_tensor or not same(pair.a.other, pair.b.other))
+    ]
+    if arguments.match is None:
+        objects += _other_keys(a, b)
+    elements = [pair for pair in pairs if pair.are_tensors and not pair.shapes_differ]
+    values = _Comparison(a, b, elements, Budget(arguments.bucket_nbytes, "the elements of two checkpoints")).run(
+        arguments.progress
+    )
+    selected = {name.rpartition(":")[0] if ":" in name else name for name in (pair.name for pair in pairs)}
+    return DiffResult(
+        a=a.reader.index.where,
+        b=b.reader.index.where,
+        steps=(a.reader.index.facts.step, b.reader.index.facts.step),
+        values=tuple(values),
+        shapes=tuple(shapes),
+        only_in_a=only_in_a,
+        only_in_b=only_in_b,
+        hyperparameters=hyperparameters_that_differ(a, b, None if arguments.match is None else selected),
+        objects=tuple(objects),
+        tolerance=arguments.tolerance,
+        notes=tuple(notes),
+    )
+
+
+def _other_keys(a: NamedValues, b: NamedValues) -> Iterator[ObjectDiff]:
+    """Yield the entries of the optimizers' dicts that belong to no parameter and differ."""
+    for key in sorted(a.others.keys() & b.others.keys()):
+        if not same(a.others[key], b.others[key]):
+            yield ObjectDiff(f":{key}", text_of(a.others[key]), text_of(b.others[key]))
+    for key in sorted(a.others.keys() ^ b.others.keys()):
+        sides = [text_of(side.others[key]) if key in side.others else "-" for side in (a, b)]
+        yield ObjectDiff(f":{key}", sides[0], sides[1])
+
+
+@dataclass
+class _Comparison:
+    """The comparison of the elements of pairs of values, by several threads."""
+
+    a: NamedValues
+    b: NamedValues
+    pairs: Sequence[ValuePair]
+    budget: Budget
+    _chunks: dict[int, list[ChunkDifference]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _nbytes_done: int = 0
+
+    def run(self, progress: bool | None) -> list[ValueDiff]:
+        """Return the difference of each pair, in the order of the pairs."""
+        window_nbytes = window_nbytes_in(self.budget, 2)
+        in_order = sorted(
+            range(len(self.pairs)), key=lambda index: self.pairs[index].place
+        )  # as the first one is stored
+        sizes = ((index, prod(self.pairs[index].shape), self.pairs[index].itemsize) for index in in_order)
+        batches = batches_of(windows_of(sizes, window_nbytes), window_nbytes)
+        total = sum(pair.a.info.nbytes + pair.b.info.nbytes for pair in self.pairs)
+        num_threads = num_threads_in(self.budget, window_nbytes, 2)
+        with Progress(progress, "comparing", total, shown=True) as shown:
+            with ThreadPoolExecutor(num_threads, thread_name_prefix="fsdp_optim: diff") as pool:
+                done = [pool.submit(self._work, batches, window_nbytes, shown) for _ in range(num_threads)]
+                for work in done:
+                    work.result()
+            shown.done()
+        return [self._result(index) for index in range(len(self.pairs))]
+
+    def _work(self, batches: Iterator[list[Window]], window_nbytes: int, shown: Progress) -> None:
+        plans = Plans()
+        sides = [WindowReader(side.reader, window_nbytes, plans) for side in (self.a, self.b)]
+        try:
+            while not self._stopped.is_set():
+                with self._lock:
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                self._compare(batch, sides)
+                with self._lock:
+                    pairs = [self.pairs[window.index] for window in batch]
+                    sizes = (pair.a.dtype.itemsize + pair.b.dtype.itemsize for pair in pairs)
+                    self._nbytes_done += sum(window.num * size for window, size in zip(batch, sizes, strict=True))
+                    shown.up_to(self._nbytes_done)
+        except BaseException:
+            self._stopped.set()
+            raise
+
+    def _compare(self, batch: Sequence[Window], sides: Sequence[WindowReader]) -> None:
+        pairs = [self.pairs[window.index] for window in batch]
+        flats = [
+            side.read(
+                [
+                    (value, all_elements(pair.shape), window.first, window.num)
+                    for window, pair in zip(batch, pairs, strict=True)
+                    for value in [pair.sides[number]]
+                ]
+            )
+            for number, side in enumerate(sides)
+        ]
+        for window, flat_a, flat_b in zip(batch, *flats, strict=True):
+            chunks = [ChunkDifference.of(*parts) for parts in zip(chunks_of(flat_a), chunks_of(flat_b), strict=True)]
+            with self._lock:
+                self._chunks.setdefault(window.index, []).append(ChunkDifference.over(chunks))
+
+    def _result(self, index: int) -> ValueDiff:
+        pair, total = self.pairs[index], ChunkDifference.over(self._chunks.get(index, ()))
+        return ValueDiff(
+            name=pair.name,
+            a=pair.a.info,
+            b=pair.b.info,
+            num_differing=total.num_differing,
+            max_abs=total.max_abs,
+            norm=sqrt(total.a.squares),
+            norm_of_difference=sqrt(total.squares),
+            nans=(total.a.num_nans, total.b.num_nans),
+            infinities=(total.a.num_infinities, total.b.num_infinities),
+        )
