@@ -495,7 +495,7 @@ class TestConcepts(unittest.TestCase):
     text = (ROOT.parent / "docs" / "internals.md").read_text()
 
     def test_rooms(self) -> None:
-        block = self.text.split("## Rooms")[1].split("```")[1]
+        block = self.text.split("## Modules")[1].split("```")[1]
         left = " ".join(line[:46] for line in block.splitlines())
         named = set(re.findall(r"[a-z]\w+", left)) - {"base", "all"}
         floors = {room.split(".")[0] for room in ARROWS if room}
