@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 HEAD = re.compile(r"^(Args|Attributes):$")
 ARGUMENT = re.compile(r"^    (?P<name>\*{0,2}\w+): ?(?P<says>.*)$")
-AS_FOR = re.compile(r"^as for `(?P<what>[\w.]+)`(?P<rest>.*)$", re.DOTALL)
+AS_FOR = re.compile(r"^as for\s+`(?P<what>[\w.]+)`(?P<rest>.*)$", re.DOTALL)
 DEEPEST = 8  # of chains: a docstring that refers to itself ends there
 
 Find = Callable[[str], Iterable[str]]

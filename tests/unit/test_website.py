@@ -124,6 +124,7 @@ class TestReference(unittest.TestCase):
             ("all", "as for `save`.", "where it is:\n        a path."),
             ("more", "as for `save`; or a URL.", "where it is:\n        a path; or a URL."),
             ("chain", "as for `load`.", "where it is:\n        a path, or none."),
+            ("on the next line", "as for\n        `save`.", "where it is:\n        a path."),
             ("unknown", "as for `other`.", "as for `other`."),
             ("inside", "the same as for `save`.", "the same as for `save`."),
             ("itself", "as for `again`.", "as for `again`."),
