@@ -14,6 +14,14 @@ from typing import NamedTuple
 DOCS = Path(__file__).parents[1] / "docs"
 WIDTH, LABELS, ROW, TOP = 860, 330, 26, 56
 OURS, OTHERS, PLAIN = "#3f6fb5", "#c77d3a", "#8a8a8a"
+DARK = """  <style>
+    @media (prefers-color-scheme: dark) {
+      [fill="white"] { fill: #161b22; }
+      [fill="#222"] { fill: #e6edf3; }
+      [fill="#444"], [fill="#555"] { fill: #b7bfc8; }
+      [fill="#3f6fb5"] { fill: #5b8fd9; }
+    }
+  </style>"""
 
 
 class Plot(NamedTuple):
@@ -30,10 +38,12 @@ class Plot(NamedTuple):
 
 
 PLOTS = (
-    Plot("save.svg", "Save at 4 ranks, 1.1 GiB: seconds", "Checkpoints", "big, save, 4 ranks", "median s", "s"),
+    Plot(
+        "save.svg", "Save at 4 ranks on 2 cores, 1.1 GiB: seconds", "Checkpoints", "big, save, 4 ranks", "median s", "s"
+    ),
     Plot(
         "load.svg",
-        "Load from 2 ranks to 4, 1.1 GiB: seconds",
+        "Load from 2 ranks to 4 on 2 cores, 1.1 GiB: seconds",
         "Checkpoints",
         "big, load, 2 to 4 ranks",
         "median s",
@@ -41,16 +51,30 @@ PLOTS = (
     ),
     Plot(
         "save-memory.svg",
-        "Save at 4 ranks: most extra memory on a rank, MiB",
+        "Save at 4 ranks on 2 cores: most extra memory on a rank, MiB",
         "Checkpoints",
         "big, save, 4 ranks",
         "most extra MiB on a rank",
         "MiB",
     ),
-    Plot("convert.svg", "Conversions without ranks, 1.2 GB: seconds", "Conversions without ranks", "", "median s", "s"),
-    Plot("gather.svg", "Gather 763 MiB to rank 0, 4 ranks: seconds", "Gather", "big, 4 ranks", "median s", "s"),
     Plot(
-        "gather-small.svg", "Gather 400 units, fairscale, 4 ranks: seconds", "Gather", "small, 4 ranks", "median s", "s"
+        "convert.svg",
+        "Conversions without ranks on 2 cores, 1.2 GB: seconds",
+        "Conversions without ranks",
+        "",
+        "median s",
+        "s",
+    ),
+    Plot(
+        "gather.svg", "Gather 763 MiB to rank 0, 4 ranks on 2 cores: seconds", "Gather", "big, 4 ranks", "median s", "s"
+    ),
+    Plot(
+        "gather-small.svg",
+        "Gather 400 units, fairscale, 4 ranks on 2 cores: seconds",
+        "Gather",
+        "small, 4 ranks",
+        "median s",
+        "s",
     ),
 )
 
@@ -94,6 +118,7 @@ def drawn(plot: Plot, rows: Sequence[tuple[str, str]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14" role="img">',
         f"  <title>{escape(plot.title)}</title>",
+        DARK,
         f'  <rect width="{WIDTH}" height="{height}" rx="6" fill="white"/>',
         f'  <text x="20" y="30" font-size="16" font-weight="bold" fill="#222">{escape(plot.title)}</text>',
     ]

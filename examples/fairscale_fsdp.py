@@ -1,6 +1,6 @@
 """Train under fairscale's FSDP, and resume at any number of ranks: from one file with the full state, or from a checkpoint.
 
-    pip install 'fsdp-optim[fairscale]'
+    pip install '.[fairscale]'    # in a clone of the repository
     torchrun --nproc-per-node 2 examples/fairscale_fsdp.py --file full.pt --last 20
     torchrun --nproc-per-node 3 examples/fairscale_fsdp.py --file full.pt --last 40           # goes on from step 20
     torchrun --nproc-per-node 2 examples/fairscale_fsdp.py --root run --last 20               # without gathering anything

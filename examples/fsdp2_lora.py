@@ -1,6 +1,6 @@
 """Train LoRA adapters of a frozen model in FSDP2, and resume at any number of ranks from folders that PEFT opens.
 
-    pip install "fsdp-optim[peft]"
+    pip install '.[peft]'    # in a clone of the repository
     torchrun --nproc-per-node 2 examples/fsdp2_lora.py --root adapters --last 20
     torchrun --nproc-per-node 4 examples/fsdp2_lora.py --root adapters --last 40    # goes on from step 20
 

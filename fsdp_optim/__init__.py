@@ -1,6 +1,6 @@
-"""Gather, shard, save and load the optimizer state of FSDP models, on any number of ranks and in any wrapper.
+"""Save, load, gather and reshard the weights and the optimizer state of FSDP models, on any number of ranks, under any wrapper.
 
-Begin with `gather_full_optim_state_dict` and `get_shard_from_optim_state_dict`; docs/concepts.md explains the design.
+Begin with `CheckpointManager`, or with `save` and `load`; docs/concepts.md says how they work.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 
@@ -25,11 +26,27 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def pip_install(package: str) -> str:
+    """Return the command that installs a package, in a version that this distribution's extras ask for.
+
+    It works wherever this library came from (a clone, a wheel, an index), because it does not name its distribution.
+    """
+    from importlib.metadata import PackageNotFoundError, requires  # no part of what a save and a load need
+
+    try:
+        requirements = requires("fsdp-optim") or []
+    except PackageNotFoundError:  # the sources are on the path, and nothing is installed
+        requirements = []
+    for requirement in requirements:
+        wanted = requirement.partition(";")[0].strip()
+        if re.match(r"[\w.-]+", wanted)[0].lower() == package.lower():  # type: ignore[index]
+            return f"pip install {wanted!r}" if wanted != package else f"pip install {package}"
+    return f"pip install {package}"
+
+
 def missing(user: str, package: str) -> ModuleNotFoundError:
-    """Return the error of a `user` that needs a package which is not installed. The extra of that name installs it."""
-    return ModuleNotFoundError(
-        f"{user} needs {package}, which is not installed: pip install 'fsdp-optim[{package}]'", name=package
-    )
+    """Return the error of a `user` that needs a package which is not installed."""
+    return ModuleNotFoundError(f"{user} needs {package}, which is not installed: {pip_install(package)}", name=package)
 
 
 class FsdpOptimError(Exception):

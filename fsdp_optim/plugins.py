@@ -16,7 +16,8 @@ A **trainer's plug-in** gives its calls to the public functions, and takes the r
 `by_lowest`, `see_files`, `wait_on_all`. A folder that the trainer fills too: `TrainerFolder`; what another library looks for
 beside the weights: `OwnFormat(weights_name=..., beside=...)`. The trainer's own folders and files: `has_checkpoint`,
 `remove_checkpoint`, `folders_by_number`, `remove_folders`, and what it sees of other machines: `is_being_saved`, `folders_in`,
-`visible_within`. The state of a rank: `random_states`, `set_random_states`. Inside wrappers: `clean_name`, `module_inside`.
+`visible_within`. The state of a rank: `random_states`, `set_random_states`. Inside wrappers: `clean_name`, `module_inside`. What
+to say where a package is missing: `pip_install`.
 
 Everything is imported when it is asked for, so that importing this module costs nothing.
 """
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from fsdp_optim.checkpoint.trainers.looks import by_lowest, has_checkpoint, see_files
     from fsdp_optim.checkpoint.trainers.meeting import wait_on_all
     from fsdp_optim.checkpoint.trainers.removal import remove_checkpoint
+    from fsdp_optim.errors import pip_install
     from fsdp_optim.foreign.dcp.format import DcpFolder
     from fsdp_optim.foreign.per_rank.fairscale_writer import FairscaleShards
     from fsdp_optim.foreign.torch.writer import TorchFiles
@@ -220,6 +222,7 @@ __all__ = [
     "module_inside",
     "names_checkpoint",
     "parse_json",
+    "pip_install",
     "plain_optim",
     "random_states",
     "rank_extra_name",
@@ -274,6 +277,7 @@ _PLACES = {
         "PlannedFile PlannedTensor Prepared Reader SavedWeights Stamp StoredTensor Writer WrittenFiles "
         "rank_extra_name replaced_error"
     ),
+    "fsdp_optim.errors": "pip_install",
     "fsdp_optim.formats.base.saved_optim": "contents_of extras_in saved_optim",
     "fsdp_optim.formats.base.summary": "ManagerRecord ManifestSummary",
     "fsdp_optim.formats.own.extras": "Extra=ValuesFile encode_extra=encode_values info_of=info_of_values read_extra=read_values",

@@ -112,7 +112,7 @@ def check(wheel: Path, sdist: Path, root: Path = ROOT) -> None:
         "tests/conftest.py",
         "tests/kit/forked.py",
         "docs/concepts.md",
-        "docs/concepts.svg",
+        "docs/layouts.svg",
         "tests/data/golden",
     }
     needed |= {file.relative_to(root).as_posix() for file in (root / "examples").glob("*.py")}

@@ -2,17 +2,23 @@
 
 - `a, b: text` in Args describes each of them.
 - `Raises (the same on all ranks):` is a section, and a sentence before it says the rest.
+- `as for another function` has the words of that function's argument in its place.
 - A public name in backticks is a link to its description.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
 
+from website.as_for import filled
+
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises)\b *(\(.*\))?:$", re.MULTILINE)
+OPTIONS = {"save": ("SaveOptions", "CallOptions"), "load": ("LoadOptions", "CallOptions")}
+"""By function, the classes that describe its options."""
 ITEM = re.compile(r"^(?P<names>\*{0,2}\w+(?:, \*{0,2}\w+)*):(?= |$)")
 
 
@@ -102,27 +108,51 @@ def defined_in(module: griffe.Module) -> dict[str, str]:
     return {name: f"{module.path}.{name}" for name in exports if name in module.members and not module[name].is_alias}
 
 
+def objects_in(pkg: griffe.Module) -> Iterator[griffe.Object]:
+    """All objects of a package, each once."""
+    seen, waiting = set[int](), list[griffe.Object]([pkg])
+    while waiting:
+        here = waiting.pop()
+        if id(here) not in seen:
+            seen.add(id(here))
+            yield here
+            waiting += [member for member in here.members.values() if not member.is_alias]  # type: ignore[misc]
+
+
+def meant(name: str, one: griffe.Object, pkg: griffe.Module) -> Iterator[str]:
+    """The paths of what a docstring of `one` may mean by a name: a method beside it, or what its module or the package has."""
+    first, _, rest = name.removeprefix(f"{pkg.path}.").partition(".")
+    owner = one if isinstance(one, griffe.Class) else one.parent
+    for place in (pkg,) if name.startswith(f"{pkg.path}.") else (owner, one.module, pkg):
+        if place is None:
+            continue
+        try:
+            thing = place[first]
+            path = thing.final_target.path if thing.is_alias else thing.path
+        except (KeyError, griffe.GriffeError):
+            continue
+        yield f"{path}.{rest}" if rest else path
+    yield from (f"{pkg.path}.options.{options}" for options in OPTIONS.get(first, ()))
+
+
 class Docstrings(griffe.Extension):
     """Rewrites the docstrings of all objects of a package when it is read."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         public = {name: f"{pkg.path}.{name}" for name in pkg.exports or () if isinstance(name, str)}
-        seen: set[int] = set()
+        objects = list(objects_in(pkg))
+        written = {one.path: rewritten(one.docstring.value) for one in objects if one.docstring is not None}
 
-        def visit(one: griffe.Object) -> None:
-            if id(one) in seen:
-                return
-            seen.add(id(one))
+        for one in objects:
             if one.docstring is not None:
                 own = {one.name} | (set(one.parent.members) if isinstance(one.parent, griffe.Class) else set())
                 own |= set(one.members) if isinstance(one, griffe.Class) else set()
                 known = {**public, **defined_in(one.module)}
                 known |= {path: path for path in known.values()}  # `fsdp_optim.save`
-                one.docstring.value = linked(rewritten(one.docstring.value), known, own)
+                text = filled(
+                    written[one.path],
+                    lambda name, one=one: (written[path] for path in meant(name, one, pkg) if path in written),
+                )
+                one.docstring.value = linked(text, known, own)
             if isinstance(one, griffe.Function):
                 with_value(one)
-            for member in one.members.values():
-                if not member.is_alias:
-                    visit(member)  # type: ignore[arg-type]
-
-        visit(pkg)

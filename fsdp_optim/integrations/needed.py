@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fsdp_optim import WrapperError
+from fsdp_optim.plugins import pip_install
 
 
 class MissingNameError(WrapperError, ImportError):
@@ -44,10 +45,7 @@ def refusal(package: str, tested: str, missing: str) -> MissingNameError:
     try:
         installed = version(package)
     except PackageNotFoundError:
-        extra = "accelerate" if package == "transformers" else package
-        return MissingNameError(
-            f"this plug-in needs {package}, which is not installed: pip install 'fsdp-optim[{extra}]'"
-        )
+        return MissingNameError(f"this plug-in needs {package}, which is not installed: {pip_install(package)}")
     return MissingNameError(
         f"{package} {installed} does not have {missing}, which this plug-in needs: install {package} {tested}, which was tested, "
         "or save with fsdp_optim.save"

@@ -168,7 +168,7 @@ class WithoutFairscaleTest(InFolder):
     def test_what_is_fairscales_says_what_to_install(self) -> None:
         done = run(ENTRIES)
         self.assertEqual(done.returncode, 0, done.stderr)
-        way_out = "needs fairscale, which is not installed: pip install 'fsdp-optim[fairscale]'"
+        way_out = "needs fairscale, which is not installed: pip install 'fairscale>=0.4.13'"
         drop_in = f"fsdp_optim.fairscale {way_out}"
         self.assertEqual(done.stdout.splitlines(), [drop_in] * 2 + [f"fairscale_on_cpu() {way_out}"])
 

@@ -170,7 +170,22 @@ def launch(
 ) -> Started:
     """Run a program of this repository on CPUs, as torchrun does, until all ranks have ended.
 
-    Returns the first of them that failed, or else rank 0.
+    Returns the first of them that failed, or else rank 0. `hidden`: as of `start_ranks`.
+    """
+    ranks = start_ranks(num_ranks, program, *arguments, preload=preload, hidden=hidden)
+    end = time.monotonic() + timeout
+    done = [one.wait(max(end - time.monotonic(), 0.0)) for one in ranks]
+    return next((one for one in done if one.returncode), done[0])
+
+
+def start_ranks(
+    num_ranks: int,
+    program: str | Path,
+    *arguments: str,
+    preload: Sequence[str] = TRAINING,
+    hidden: Sequence[str] = (),
+) -> list[Started]:
+    """Start a program of this repository on CPUs, as torchrun does; the processes of its ranks, which are not waited for.
 
     `hidden`: packages that the program cannot find, of which `preload` must load none.
     """
@@ -184,9 +199,7 @@ def launch(
     for rank in map(str, range(num_ranks)):
         environment = {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}
         ranks.append(start(code, preload=preload, environment=environment))
-    end = time.monotonic() + timeout
-    done = [one.wait(max(end - time.monotonic(), 0.0)) for one in ranks]
-    return next((one for one in done if one.returncode), done[0])
+    return ranks
 
 
 def run_program(

@@ -3,15 +3,19 @@
 peft = Later("peft")                 # at the top of a file: every process that collects tests imports every test file
 with stand_ins("vllm"): ...          # imports inside find a module of any names
 hide("fairscale")                    # in a process of its own (`kit.forked`), as if it were not installed
+
+`python tests/kit/imports.py fairscale program.py arguments...` hides a package and then runs the program.
 """
 
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -91,3 +95,10 @@ def hide(package: str) -> None:
     if loaded:
         raise RuntimeError(f"{package} is loaded already: {loaded[0]}")
     sys.meta_path[:] = [_Without(finder, package) for finder in sys.meta_path]  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    hide(sys.argv[1])
+    sys.argv[:] = sys.argv[2:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)  # as if the program were run itself
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -301,7 +301,9 @@ class TestUrls(unittest.TestCase):
         missing = mock.patch.dict(sys.modules, {"fsspec.core": None})
         with (
             missing,
-            self.assertRaisesRegex(CheckpointError, "memory://: needs the package fsspec: pip install fsspec"),
+            self.assertRaisesRegex(
+                CheckpointError, "memory://: needs the package fsspec: pip install 'fsspec>=2024.3'"
+            ),
         ):
             FsspecBucket.at("memory://a/b")
 

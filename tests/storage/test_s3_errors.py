@@ -213,7 +213,7 @@ class TestErrors(unittest.TestCase):
         """It is imported when it is used, and the error says what to install."""
         bucket = S3Bucket("some-bucket", OPTIONS)
         with mock.patch.dict(sys.modules, {"boto3": None}):
-            self.check(lambda: bucket.look("run/a"), "needs boto3: pip install 'fsdp-optim[s3]'")
+            self.check(lambda: bucket.look("run/a"), "needs boto3: pip install 'boto3>=1.36'")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,12 +14,15 @@ import unittest
 import zipfile
 from email import message_from_bytes
 from email.message import Message
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim.errors import pip_install
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # release/ is beside the package, not in it
@@ -87,6 +92,35 @@ class DistributionsTest(unittest.TestCase):
         self.assertNotIn("```python ranks", text)
         self.assertIn(f"({REPOSITORY}/blob/v9/docs/concepts.md)", text)
 
+    def test_pip_installs_the_wheel(self) -> None:
+        """As docs/install.md says; from it alone, without a look at an index."""
+        target = Path(self.folder.name) / "by-pip"
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(target),
+        ]
+        done = subprocess.run([*command, str(self.wheel)], capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue((target / "fsdp_optim" / "py.typed").exists())
+
+    @pytest.mark.slow
+    def test_pip_installs_a_clone(self) -> None:
+        """As README.md says: `pip install .`, here with the build system that is installed."""
+        clone, target = Path(self.folder.name) / "clone", Path(self.folder.name) / "from-clone"
+        shutil.copytree(ROOT, clone, ignore=building.LEFT_OUT)
+        options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", str(target)]
+        command = [sys.executable, "-m", "pip", "install", "."]
+        done = subprocess.run([*command, *options], cwd=clone, capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue((target / "fsdp_optim" / "py.typed").exists())
+
     @pytest.mark.slow  # ci.yml installs the wheel in an environment of its own
     def test_the_installed_wheel_works_without_the_sources(self) -> None:
         target = Path(self.folder.name) / "installed"
@@ -94,12 +128,54 @@ class DistributionsTest(unittest.TestCase):
             archive.extractall(target)
         environment = {**os.environ, "PYTHONPATH": str(target), "OMP_NUM_THREADS": "1"}
         smoke = ROOT / "release" / "smoke.py"
-        for program in ([str(ROOT / "tests" / "kit" / "hidden.py"), "fairscale", str(smoke)],):
+        for program in ([str(ROOT / "tests" / "kit" / "imports.py"), "fairscale", str(smoke)],):
             done = subprocess.run(
                 [sys.executable, *program], cwd=self.folder.name, env=environment, capture_output=True, text=True
             )
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertIn(f"fsdp-optim {fsdp_optim.__version__} works", done.stdout)
+
+
+class InstallTest(unittest.TestCase):
+    """What a reader is told to install is there: the distribution is on no index yet."""
+
+    def test_nothing_says_to_install_what_no_index_has(self) -> None:
+        files = [
+            ROOT / "README.md",
+            *ROOT.glob("docs/**/*.md"),
+            *ROOT.glob("examples/*.py"),
+            *ROOT.glob("fsdp_optim/**/*.py"),
+        ]
+        wrong = [file for file in files if re.search(r"""pip install ['"]?fsdp-optim(?! @)""", file.read_text())]
+        self.assertEqual(wrong, [])
+
+    def test_the_page_has_every_extra_and_the_version(self) -> None:
+        page = (ROOT / "docs" / "install.md").read_text()
+        extras = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", page, re.MULTILINE))
+        settings = configparser.ConfigParser()
+        settings.read(ROOT / "setup.cfg")
+        asked = dict(settings["options.extras_require"])
+        for name in ("demo", "dev", "docs", "test"):  # of developers
+            del asked[name]
+        self.assertEqual(extras, {name: re.split(r"[^\w]", wanted)[0] for name, wanted in asked.items()})
+        readme = (ROOT / "README.md").read_text()
+        self.assertEqual({*re.findall(r"\b\d+\.\d+\.\d+\b", page)}, {fsdp_optim.__version__})
+        self.assertIn(f"Version {fsdp_optim.__version__} (beta) · Python 3.10 or newer · torch 2.6 or newer", readme)
+
+    @parameterized.expand(
+        [
+            ("of an extra", "boto3", "pip install 'boto3>=1.36'"),
+            ("with a name like another's", "lightning", "pip install 'lightning>=2.6'"),
+            ("without a version", "accelerate", "pip install accelerate"),
+            ("of no extra", "gcsfs", "pip install gcsfs"),
+        ]
+    )
+    def test_the_command_for_a_package(self, _: str, package: str, command: str) -> None:
+        self.assertEqual(pip_install(package), command)
+
+    def test_the_command_where_the_sources_are_on_the_path_alone(self) -> None:
+        with mock.patch("importlib.metadata.requires", side_effect=PackageNotFoundError):
+            self.assertEqual(pip_install("boto3"), "pip install boto3")
 
 
 class ReleaseTest(unittest.TestCase):

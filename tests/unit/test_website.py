@@ -11,6 +11,7 @@ from parameterized import parameterized
 import fsdp_optim
 import fsdp_optim.testing
 from website import fetched, reference, stage
+from website.as_for import filled
 from website.docstrings import linked, rewritten
 
 PAGES = stage.ROOT / "website" / "reference"
@@ -117,6 +118,31 @@ class TestReference(unittest.TestCase):
                 *["Raises:", "    A: why.", "    B: why.", ""],
             ],
         )
+
+    @parameterized.expand(
+        [
+            ("all", "as for `save`.", "where it is:\n        a path."),
+            ("more", "as for `save`; or a URL.", "where it is:\n        a path; or a URL."),
+            ("chain", "as for `load`.", "where it is:\n        a path, or none."),
+            ("on the next line", "as for\n        `save`.", "where it is:\n        a path."),
+            ("unknown", "as for `other`.", "as for `other`."),
+            ("inside", "the same as for `save`.", "the same as for `save`."),
+            ("itself", "as for `again`.", "as for `again`."),
+        ]
+    )
+    def test_what_is_as_for_another_function_is_said_again(self, _, text, expected):
+        known = {
+            "save": "Save.\n\nArgs:\n    path: where it is:\n        a path.\n    more: not this.\n",
+            "load": "Load.\n\nArgs:\n    path: as for `save`, or none.\n\nRaises:\n    path: no.\n",
+            "again": "Again.\n\nArgs:\n    path: as for `again`.\n",
+        }
+        docstring = "Act.\n\nArgs:\n    path: {}\n    last: as for `save`.\n\nRaises:\n    Error: as for `save`."
+        method = "Save it.\n\nArgs:\n    step: which.\n"  # of the same name, without this argument
+
+        def find(name):
+            return [method, known[name]] if name in known else []
+
+        self.assertEqual(filled(docstring.format(text), find), docstring.format(expected))
 
     @parameterized.expand(
         [

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError, WrongUseError, causes_of
+from fsdp_optim.errors import CheckpointError, WrongUseError, causes_of, pip_install
 from fsdp_optim.storage.base import Undecided
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -79,7 +79,7 @@ def is_local(fs: Any) -> bool:
 
 
 def _lacking(scheme: str, package: str, error: ImportError) -> CheckpointError:
-    install = f"pip install {package}" if package else "install it"
+    install = pip_install(package) if package else "install it"
     return CheckpointError(
         f"{scheme}://: needs the package {package or 'of this scheme'}: {install}: {one_line(error)}"
     )

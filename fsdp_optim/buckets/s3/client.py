@@ -25,7 +25,7 @@ from fsdp_optim.buckets.s3.errors import (
     line_of_error,
     without,
 )
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, pip_install
 from fsdp_optim.storage.base import Undecided
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class Clients:
             from botocore.config import Config
             from botocore.session import get_session
         except ImportError:
-            raise CheckpointError("s3://: needs boto3: pip install 'fsdp-optim[s3]'") from Undecided("boto3")
+            raise CheckpointError(f"s3://: needs boto3: {pip_install('boto3')}") from Undecided("boto3")
         config = Config(
             max_pool_connections=_CONNECTIONS,
             retries={"mode": "standard", "total_max_attempts": 1},
