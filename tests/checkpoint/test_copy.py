@@ -16,8 +16,9 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.buckets.objects import MemoryBucket
 from fsdp_optim.plugins import ObjectStore, OwnFormat, use_stores
-from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.storage.posix import FolderStaging
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -110,7 +111,7 @@ class CopyTest(SharedFolder):
         """The process is killed when all files are written, before the copy gets its name; the next copy removes the rest."""
         code = (
             "import os, signal, fsdp_optim\n"
-            "from fsdp_optim.storage.posix.folder import FolderStaging\n"
+            "from fsdp_optim.storage.posix import FolderStaging\n"
             "FolderStaging.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
             f"fsdp_optim.copy({str(self.root / 'source')!r}, {str(self.to)!r})\n"
         )
@@ -137,8 +138,6 @@ class CopyTest(SharedFolder):
         self.assertEqual(content_of(self.to), content_of(self.root / "source"), "not the one that was opened")
 
     def test_to_a_bucket_and_back(self) -> None:
-        from fsdp_optim.buckets.objects.memory import MemoryBucket
-
         bucket = MemoryBucket()
 
         def opened(url: str, probe: object, options: object) -> ObjectStore:
