@@ -28,7 +28,7 @@ from fsdp_optim.arguments import (
     is_integer,
     seconds_of,
 )
-from fsdp_optim.errors import CheckpointError, StateError, WrongUseError
+from fsdp_optim.errors import CheckpointError, StateError
 
 BUCKET_NBYTES = 64 << 20
 """Bytes that a rank may hold for temporary buffers while a call moves data."""
@@ -248,7 +248,7 @@ class ConvertOptions(Arguments):
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""
         seconds_of(self.timeout)
-        check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", WrongUseError)
+        check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
         names = self.param_names if isinstance(self.param_names, (list, tuple, NoneType)) else [None]
         if not all(isinstance(name, str) for name in names or ()):

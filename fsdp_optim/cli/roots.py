@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fsdp_optim.errors import CheckpointError, WrongUseError, counted_noun, shortened
+from fsdp_optim.errors import CheckpointError, counted_noun, shortened, wrong_use
 
 if TYPE_CHECKING:
     from fsdp_optim.api import CheckpointInfo
@@ -37,7 +37,7 @@ def reason_of(info: CheckpointInfo, reason: str = "") -> str:
 
 @contextmanager
 def one_checkpoint_at(path: str, storage_options: dict[str, Any] | None) -> Iterator[None]:
-    """Raise WrongUseError in the place of an error about a path that is a folder of checkpoints, and name these."""
+    """Raise CheckpointError in the place of an error about a path that is a folder of checkpoints, and name these."""
     try:
         yield
     except CheckpointError as error:
@@ -45,7 +45,7 @@ def one_checkpoint_at(path: str, storage_options: dict[str, Any] | None) -> Iter
         if not infos:
             raise
         newest = next((info for info in infos if info.complete), infos[0])
-        wrong = WrongUseError(
+        wrong = wrong_use(
             f"{path}: is a folder of {counted_noun(len(infos), 'checkpoint')} ({shortened(map(name_of, infos), _MOST_NAMED)}), "
             f"not a checkpoint: did you mean {newest.path}?"
         )

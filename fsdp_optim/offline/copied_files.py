@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdp_optim.errors import CheckpointError, WrongUseError
+from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.formats.base.checksums import hash_of, sums_of
 from fsdp_optim.formats.own.manifest import NAME
 from fsdp_optim.formats.own.probe import PROBE
@@ -105,9 +105,9 @@ def _is_name(name: str) -> bool:
 
 
 def opened_source(opened: Opened) -> Checkpoint:
-    """Open the checkpoint that is copied, with all its checksums. Raises WrongUseError for one of another format."""
+    """Open the checkpoint that is copied, with all its checksums. Raises CheckpointError for one of another format."""
     if not opened.has(NAME):
-        raise WrongUseError(
+        raise wrong_use(
             f"{opened.where}: has no {NAME}: copy takes complete checkpoints of this library; convert reads every format"
         )
     return Checkpoint.opened_in(opened, verify=True)

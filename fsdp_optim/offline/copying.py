@@ -18,7 +18,7 @@ import torch
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, path_of, store_at
-from fsdp_optim.errors import WrongUseError, shortened
+from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.manifest import MOST_NBYTES, NAME
 from fsdp_optim.formats.own.reader import Checkpoint
@@ -54,7 +54,7 @@ def copy(
     storage_options: StorageOptions,
 ) -> CopyResult:
     """Copy a checkpoint, and verify it meanwhile."""
-    check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", WrongUseError)
+    check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
     store = store_at(source, OURS, _options_of(source, storage_options))
     target_store = store_at(target, OURS, _options_of(target, storage_options))
     budget = Budget(bucket_nbytes, "bytes of a checkpoint that is copied")
@@ -93,7 +93,7 @@ def _staged(store: Store, *, overwrite: bool, durable: bool) -> Iterator[Staging
     staging = store.begin(overwrite=overwrite, durable=durable)
     try:
         if staging.inner_folder:
-            raise WrongUseError(
+            raise wrong_use(
                 f"{store.where}: has objects, and a copy, byte for byte, needs a place without any: copy to another place, or "
                 "remove the objects first"
             )

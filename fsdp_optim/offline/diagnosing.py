@@ -8,7 +8,7 @@ from contextlib import suppress
 from fsdp_optim.checkpoint.catalog import listing
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.stores import StorageOptions, directory_at, store_at
-from fsdp_optim.errors import CheckpointError, WrongUseError, counted_noun
+from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.probe import any_summary
 from fsdp_optim.offline.inspecting import inspect
@@ -69,7 +69,7 @@ def _problem(info: CheckpointInfo) -> str:
 
 def _of_broken(place: str, options: StorageOptions, error: CheckpointError) -> Diagnosis:
     """Return the diagnosis of a path that cannot be opened: a damaged checkpoint, or none."""
-    if isinstance(error, WrongUseError):
+    if error.is_wrong_use:
         return Diagnosis(place, "none", False, (str(error),))
     with suppress(CheckpointError), store_at(place, OURS, options).open() as opened:
         if not opened.has(OURS.probe.manifest):

@@ -10,7 +10,7 @@ from fsdp_optim.checkpoint.catalog.retention import KeepRules, ManagedCheckpoint
 from fsdp_optim.checkpoint.catalog.roots import check_root
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.stores import StorageOptions, directory_at
-from fsdp_optim.errors import WrongUseError
+from fsdp_optim.errors import wrong_use
 from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary
 from fsdp_optim.registry import scheme_of
 from fsdp_optim.results import PruneResult
@@ -23,9 +23,7 @@ def prune(root: str, rules: KeepRules, *, dry_run: bool, storage_options: Storag
     """Remove the complete checkpoints that no rule keeps; return what stays. The newest of each series always stays."""
     rules.validate()
     if rules.keep_last is None and rules.keep_every is None and rules.keep_best is None:
-        raise WrongUseError(
-            f"{root}: nothing was removed, because no rule says what stays: give keep_last=3, for example"
-        )
+        raise wrong_use(f"{root}: nothing was removed, because no rule says what stays: give keep_last=3, for example")
     directories = [directory_at(root, storage_options, format) for format in listed_formats()]
     listed = listed_with_directories(directories)
     if not listed:

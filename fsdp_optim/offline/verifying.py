@@ -12,7 +12,7 @@ from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
-from fsdp_optim.errors import CheckpointError, WrongUseError, counted_noun, shortened
+from fsdp_optim.errors import CheckpointError, counted_noun, shortened
 from fsdp_optim.foreign.archive.record_sums import RecordSums
 from fsdp_optim.formats.base.protocols import Half, PlannedFile, Reader, StoredTensor
 from fsdp_optim.layout import Whole
@@ -37,7 +37,7 @@ def verify(
     storage_options: StorageOptions = None,
 ) -> VerifyResult:
     """Read every byte. Raises CheckpointError that names all places with damage."""
-    check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", WrongUseError)
+    check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
     store = store_at(place, options=storage_options)
     with closing(retry_if_replaced(lambda: open_checkpoint(store, verify=True))) as checkpoint:
         budget = Budget(bucket_nbytes, "the elements of a checkpoint that a process verifies")

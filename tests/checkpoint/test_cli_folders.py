@@ -9,6 +9,7 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from kit.folders import SharedFolder
@@ -84,6 +85,12 @@ class FolderCommandsTest(SharedFolder):
         self.assertEqual([line[-1] for line in lines[1:6] if "damaged:" not in line], ["ok"] * 4)
         self.assertIn("damaged: optim.safetensors does not have the", out.splitlines()[3])
         self.assertIn("unfinished", out.splitlines()[6])
+
+    def test_ls_on_a_terminal(self) -> None:
+        with mock.patch.object(io.StringIO, "isatty", return_value=True), mock.patch.dict("os.environ", COLUMNS="200"):
+            code, out, _ = called("ls", self.run_folder)
+        self.assertEqual(code, 0)
+        self.assertRegex(out, rf"{step(50)}.* 50 .* 5 .*ok")
 
     def test_ls_for_programs(self) -> None:
         code, listed = printed("ls", self.run_folder)

@@ -22,14 +22,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fsdp_optim.errors import CheckpointError, WrongUseError
+from fsdp_optim.errors import CheckpointError
 
 ABSENT = ""
 """As `only_if`: the object is put only where there is none under its key."""
 
 
-class MissingObjectError(WrongUseError):
+class MissingObjectError(CheckpointError):
     """There is no object under a key, or no bucket."""
+
+    is_wrong_use = True
 
 
 class OvertakenError(CheckpointError):

@@ -11,7 +11,7 @@ import click
 from fsdp_optim.cli.options import json_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_lines
 from fsdp_optim.cli.roots import one_checkpoint_at
-from fsdp_optim.errors import WrongUseError
+from fsdp_optim.errors import wrong_use
 
 if TYPE_CHECKING:
     from fsdp_optim.api import CheckpointSummary
@@ -41,7 +41,7 @@ def command(
 
 
 def _matching(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
-    """Return the part of a checkpoint whose names match. Raises WrongUseError where none does."""
+    """Return the part of a checkpoint whose names match. Raises CheckpointError where none does."""
 
     def matches(name: object) -> bool:
         return fnmatch.fnmatchcase(str(name), pattern)
@@ -49,7 +49,7 @@ def _matching(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
     model = {fqn: tensor for fqn, tensor in summary.model.items() if matches(fqn)}
     state = {key: values for key, values in summary.state.items() if matches(key)}
     if not model and not state:
-        raise WrongUseError(f"{summary.path}: no parameter has a name that {pattern!r} matches")
+        raise wrong_use(f"{summary.path}: no parameter has a name that {pattern!r} matches")
     groups = tuple(replace(group, params=tuple(filter(matches, group.params))) for group in summary.groups)
     aliases = {alias: fqn for alias, fqn in summary.aliases.items() if fqn in model}
     return replace(summary, model=model, state=state, aliases=aliases, groups=groups)

@@ -8,7 +8,7 @@ import click
 
 from fsdp_optim.cli.options import json_option, storage_options
 from fsdp_optim.cli.output import print_json
-from fsdp_optim.errors import WrongUseError
+from fsdp_optim.errors import wrong_use
 
 
 @click.command("latest")
@@ -21,7 +21,7 @@ def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) ->
 
     newest = api.latest(root, storage_options=storage_options)
     if newest is None:
-        raise WrongUseError(f"{root}: has no complete checkpoint")
+        raise wrong_use(f"{root}: has no complete checkpoint")
     if as_json:
         print_json({"path": newest})
     else:

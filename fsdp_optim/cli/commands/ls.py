@@ -11,7 +11,7 @@ from fsdp_optim.cli.options import json_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_table
 from fsdp_optim.cli.roots import name_of, reason_of
 from fsdp_optim.cli.units import aged, sized
-from fsdp_optim.errors import WrongUseError
+from fsdp_optim.errors import wrong_use
 
 if TYPE_CHECKING:
     from fsdp_optim.api import CheckpointInfo
@@ -34,7 +34,7 @@ def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) ->
     infos = api.checkpoints(root, storage_options=storage_options)
     unfinished = _unfinished_in(root)
     if not infos and not unfinished:
-        raise WrongUseError(f"{root}: has no checkpoints, or is not there")
+        raise wrong_use(f"{root}: has no checkpoints, or is not there")
     if as_json:
         listed = [{**plain(info), "state": _state(info)} for info in infos]
         print_json({"root": root, "checkpoints": listed, "unfinished": unfinished})
