@@ -124,7 +124,7 @@ class DiffResult:
 
     Attributes:
         a, b: the paths or URLs.
-        steps: the `step` of each checkpoint; None where it says none.
+        steps: the `step` of each checkpoint; None where it says none, and where only some names were compared.
         values: the values that were compared, in the order of their names, equal ones too.
         shapes: values of different shapes.
         only_in_a, only_in_b: names that only one of the checkpoints has.

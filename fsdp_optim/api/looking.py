@@ -42,8 +42,8 @@ def diff(
 
     Args:
         a, b: the checkpoints: paths, or URLs as for `save`.
-        match: a pattern of the shell that names must fit, such as `layers.0.*` or `*:exp_avg`: a weight is called by its FQN, a
-            value of the optimizer's state `FQN:exp_avg`.
+        match: compare only values whose names fit a pattern of the shell, such as `layers.0.*` or `*:exp_avg`, and no
+            hyperparameters and steps. A weight is called by its FQN, a value of the optimizer's state `FQN:exp_avg`.
         tolerance: the largest `||a - b|| / ||a||` of values that are within the tolerance.
         html: a file for a page with a strip of colours for each layer, and all numbers, which needs no network. A file that is
             there is replaced.

@@ -25,7 +25,10 @@ _ROOM = "fsdp_optim.cli.commands"
 COMMANDS: dict[str, tuple[str, str]] = {
     "completion": (f"{_ROOM}.completion", "print the script that completes commands in a shell"),
     "convert": (f"{_ROOM}.convert", "write a checkpoint again, in another format or in other files"),
+    "diff": (f"{_ROOM}.diff", "compare two checkpoints, value by value"),
+    "extract": (f"{_ROOM}.extract", "write values as a file of numpy, safetensors or torch"),
     "inspect": (f"{_ROOM}.inspect", "show what a checkpoint has"),
+    "show": (f"{_ROOM}.show", "describe one value: range, mean, norm, NaNs, a histogram"),
     "verify": (f"{_ROOM}.verify", "read every byte and compare it with its checksum"),
 }
 """By name, the module whose `command` it is, and the line of `fsdp-optim --help` about it."""
