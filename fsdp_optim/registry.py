@@ -108,6 +108,9 @@ DIFF_ARGUMENTS = "fsdp_optim.offline.diffing:DiffArguments"
 DIFF = "fsdp_optim.offline.diffing:diff"
 SHOW = "fsdp_optim.offline.showing:show"
 EXTRACT = "fsdp_optim.offline.extracting:extract"
+PRUNE = "fsdp_optim.offline.pruning:prune"
+COPY = "fsdp_optim.offline.copying:copy"
+DIAGNOSE = "fsdp_optim.offline.diagnosing:diagnose"
 
 # ------------------------------------------------------------------------------------------- adapters
 

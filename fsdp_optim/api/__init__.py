@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
+from fsdp_optim.api.keeping import copy, diagnose, prune
 from fsdp_optim.api.looking import diff, extract, show
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
 from fsdp_optim.api.offline import convert, inspect, verify
@@ -27,9 +28,12 @@ from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, Manager
 from fsdp_optim.results import (
     CheckpointInfo,
     CheckpointSummary,
+    CopyResult,
+    Diagnosis,
     GroupInfo,
     Incompatible,
     LoadResult,
+    PruneResult,
     SaveResult,
     TensorInfo,
     VerifyResult,
@@ -42,6 +46,8 @@ __all__ = [
     "CheckpointManager",
     "CheckpointSummary",
     "ConvertOptions",
+    "CopyResult",
+    "Diagnosis",
     "DiffResult",
     "GroupInfo",
     "HyperparameterDiff",
@@ -50,6 +56,7 @@ __all__ = [
     "LoadResult",
     "ManagerOptions",
     "ObjectDiff",
+    "PruneResult",
     "SaveHandle",
     "SaveOptions",
     "SaveResult",
@@ -61,7 +68,9 @@ __all__ = [
     "async_save",
     "checkpoints",
     "convert",
+    "copy",
     "declare_slice",
+    "diagnose",
     "diff",
     "extract",
     "gather_full_model_state_dict",
@@ -75,6 +84,7 @@ __all__ = [
     "load",
     "load_optim_state_dict",
     "per_rank",
+    "prune",
     "rekey_optim_state_dict",
     "reshard_optim_state_dict",
     "resume",

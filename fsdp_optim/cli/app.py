@@ -25,9 +25,14 @@ _ROOM = "fsdp_optim.cli.commands"
 COMMANDS: dict[str, tuple[str, str]] = {
     "completion": (f"{_ROOM}.completion", "print the script that completes commands in a shell"),
     "convert": (f"{_ROOM}.convert", "write a checkpoint again, in another format or in other files"),
+    "copy": (f"{_ROOM}.copy", "copy a checkpoint byte for byte, and verify it meanwhile"),
     "diff": (f"{_ROOM}.diff", "compare two checkpoints, value by value"),
+    "doctor": (f"{_ROOM}.doctor", "say what a path is, what is missing there, and the line that loads it"),
     "extract": (f"{_ROOM}.extract", "write values as a file of numpy, safetensors or torch"),
     "inspect": (f"{_ROOM}.inspect", "show what a checkpoint has"),
+    "latest": (f"{_ROOM}.latest", "print the path of the newest complete checkpoint"),
+    "ls": (f"{_ROOM}.ls", "list the checkpoints in a folder"),
+    "prune": (f"{_ROOM}.prune", "remove the checkpoints that no rule keeps"),
     "show": (f"{_ROOM}.show", "describe one value: range, mean, norm, NaNs, a histogram"),
     "verify": (f"{_ROOM}.verify", "read every byte and compare it with its checksum"),
 }

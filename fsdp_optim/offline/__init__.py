@@ -1,6 +1,8 @@
-"""Work on checkpoints without a model: convert, verify, inspect.
+"""Work on checkpoints without a model: convert, verify, inspect, copy, diagnose; and prune a folder of them.
 
 convert.py, convert_file.py, source_contents.py    a checkpoint written again, in another format or other files
 copy_ranges.py, workers.py                         byte ranges of the new files, copied by several threads in bounded memory
 verifying.py, inspecting.py                        read every byte, or no elements
+copying.py, copied_files.py                        a checkpoint of this library copied byte for byte, and verified meanwhile
+diagnosing.py, pruning.py                          what a path is and what is missing there; checkpoints that no rule keeps
 """

@@ -77,6 +77,20 @@ class LookCommandsTest(SharedFolder):
             self.assertEqual((shown["num_differing"], shown["relative"]), (value.num_differing, relative))
             self.assertEqual(shown["a"]["shape"], list(value.a.shape))
 
+    def test_names_for_ids(self) -> None:
+        folder = self.own_folder()
+        optim = torch.optim.Adam(self.model.parameters())
+        self.model.weight.grad = self.model.bias.grad = None
+        self.model.bias.grad = torch.ones(40)
+        optim.step()
+        torch.save({"optimizer": optim.state_dict()}, folder / "optim.pt")
+        code, out, _ = called("diff", folder / "optim.pt", self.a)
+        self.assertEqual(code, 1)
+        (folder / "names").write_text("weight\nbias\n")
+        code, out, _ = called("diff", folder / "optim.pt", folder / "optim.pt", "--names", folder / "names", "--json")
+        self.assertEqual(code, 0)
+        self.assertEqual(json.loads(out)["values"][0]["name"], "bias:exp_avg")
+
     def test_a_page(self) -> None:
         page = self.own_folder() / "page.html"
         self.assertEqual(called("diff", self.a, self.b, "--html", page)[0], 1)
@@ -115,6 +129,8 @@ class LookCommandsTest(SharedFolder):
             (("extract", "a", "-o", "x.npy"), "NAME"),
             (("diff", "a"), "Missing argument 'B'"),
             (("diff", "a", "b", "--tolerance", "-1"), "tolerance"),
+            (("diff", "a", "nowhere"), "nowhere: there is no such"),
+            (("show", "nowhere", "weight"), "nowhere: there is no such"),
         ]
     )
     def test_wrong_use(self, arguments: tuple[str, ...], why: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from fsdp_optim.cli.failing import with_flags
 from fsdp_optim.cli.options import json_option, memory_option, progress_of, quiet_option, storage_options
 from fsdp_optim.cli.output import end_broken, plain, print_json, print_lines, print_table
 from fsdp_optim.cli.units import counted
@@ -39,6 +40,12 @@ class _Shown:
     "--html", metavar="FILE", help="write a page with a strip of colours for each layer, which needs no network"
 )
 @click.option(
+    "--names",
+    type=click.File(encoding="utf-8"),
+    metavar="FILE",
+    help="the names of parameters that have ids, one a line in order of the ids",
+)
+@click.option(
     "--all", "shows_all", is_flag=True, help=f"a line for each value that differs, not for {_MOST_ROWS} of them"
 )
 @click.option("--allow-pickle", is_flag=True, help="unpickle values, which can run any code of their author")
@@ -46,13 +53,16 @@ class _Shown:
 @memory_option
 @quiet_option
 @storage_options
-def command(a: str, b: str, as_json: bool, shows_all: bool, memory: int, quiet: bool, **options: Any) -> None:
+def command(
+    a: str, b: str, names: TextIO | None, as_json: bool, shows_all: bool, memory: int, quiet: bool, **options: Any
+) -> None:
     """Compare the checkpoints A and B, of any formats and numbers of ranks. The exit code is 0 if they are equal, or within the
     tolerance, and 1 if they differ.
     """
     from fsdp_optim import api
 
-    result = api.diff(a, b, bucket_nbytes=memory, progress=progress_of(quiet=quiet), **options)
+    param_names = [line.strip() for line in names if line.strip()] if names is not None else None
+    result = api.diff(a, b, param_names=param_names, bucket_nbytes=memory, progress=progress_of(quiet=quiet), **options)
     _print(result, _Shown(as_json, shows_all))
     if not result.equal_within_tolerance:
         end_broken()
@@ -90,7 +100,7 @@ def _verdict(result: DiffResult) -> Iterator[str]:
         word = "equal within the tolerance" if result.equal_within_tolerance else "differ"
         within = f", {len(result.within)} of them within {result.tolerance:g}" if result.tolerance is not None else ""
         yield f"{word}: {len(result.differing)} of {compared} differ{within}"
-    yield from (f"note: {note}" for note in result.notes)
+    yield from (f"note: {with_flags(note, command)}" for note in result.notes)
 
 
 def _row(result: DiffResult, value: ValueDiff) -> tuple[str, ...]:
