@@ -91,10 +91,11 @@ def extract(
     asked = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     _check(file, asked)
     with opened_at(place, storage_options) as reader:
-        decoded = Decoded.of(reader, allow_pickle=allow_pickle)
+        with_state = any(":" in name for name in asked)
+        values = Decoded.of(reader, allow_pickle=allow_pickle, with_state=with_state).named()
         parts = []
         for name in asked:
-            value = tensor_named(decoded, name)
+            value = tensor_named(values, name)
             cut = sliced(name, text, value.info.shape)
             parts.append(_Part(name, value, cut.cut, cut.shape))
         if file.suffix == ".safetensors":  # elements begin at multiples of their size

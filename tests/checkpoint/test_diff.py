@@ -421,11 +421,13 @@ class OtherFilesTest(SharedFolder):
             state["basis"][699, 3] += number
             places.append(self.root / f"basis-{number}.pt")
             torch.save({"model": two.model.state_dict(), "optimizer": two.optim.state_dict()}, places[-1])
-        (value,) = fsdp_optim.diff(*places).differing
-        self.assertEqual((value.name, value.num_differing, value.max_abs), ("0:basis", 1, 1.0))
+        names = [name for name, _ in Two().model.named_parameters()]
         with mock.patch.object(named_values, "read_constants", wraps=named_values.read_constants) as read:
-            shown = fsdp_optim.show(places[1], "0:basis", slice="699, 2:5")
+            (value,) = fsdp_optim.diff(*places, param_names=names).differing
+        self.assertEqual((value.name, value.num_differing, value.max_abs), ("0.weight:basis", 1, 1.0))
+        self.assertTrue(read.call_args_list)
         self.assertTrue(all(tensor.shape != (700, 700) for call in read.call_args_list for tensor in call.args[1]))
+        shown = fsdp_optim.show(places[1], "0:basis", slice="699, 2:5")
         self.assertEqual(shown.elements.tolist(), [699 * 700 + 2, 699 * 700 + 4, 699 * 700 + 4])
 
 
