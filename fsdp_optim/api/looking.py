@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fsdp_optim.differences import DiffResult, ValueStatistics
@@ -22,7 +21,7 @@ def diff(
     *,
     match: str | None = None,
     tolerance: float | None = None,
-    html: str | Path | None = None,
+    html: str | os.PathLike[str] | None = None,
     param_names: Sequence[str] | None = None,
     allow_pickle: bool = False,
     bucket_nbytes: int = CONVERT_NBYTES,

@@ -8,13 +8,13 @@ opened  ->  names: parameters by FQN, or by id with the names that are known    
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod, sqrt
-from pathlib import Path
 
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.progress import Progress
@@ -54,7 +54,7 @@ class DiffArguments:
 
     match: str | None = None
     tolerance: float | None = None
-    html: str | Path | None = None
+    html: str | os.PathLike[str] | None = None
     param_names: Sequence[str] | None = None
     allow_pickle: bool = False
     bucket_nbytes: int = CONVERT_NBYTES

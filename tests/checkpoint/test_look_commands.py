@@ -36,6 +36,7 @@ class LookCommandsTest(SharedFolder):
         optim.step()
         cls.a, cls.b = cls.root / "a", cls.root / "b"
         fsdp_optim.save(cls.a, cls.model, optim, step=1, options=QUICK)
+        fsdp_optim.save(cls.root / "run" / "step-1", cls.model, options=QUICK)
         fsdp_optim.convert(
             cls.a, cls.root / "dcp", format="dcp", options=fsdp_optim.ConvertOptions(durable=False, progress=False)
         )
@@ -130,6 +131,9 @@ class LookCommandsTest(SharedFolder):
             (("diff", "a"), "Missing argument 'B'"),
             (("diff", "a", "b", "--tolerance", "-1"), "tolerance"),
             (("diff", "a", "nowhere"), "nowhere: there is no such"),
+            (("show", "run", "weight"), "is a folder of 1 checkpoint (step-1)"),
+            (("extract", "run", "weight", "-o", "x.pt"), "is a folder of 1 checkpoint (step-1)"),
+            (("diff", "a", "run"), "is a folder of 1 checkpoint (step-1)"),
             (("show", "nowhere", "weight"), "nowhere: there is no such"),
         ]
     )
