@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
+from math import inf, isinf, prod
 
 import torch
 
@@ -49,7 +49,9 @@ class ValueDiff:
         """`||a - b|| / ||a||`: 0 for equal numbers, infinite where `a` is zero and `b` is not."""
         if not self.norm_of_difference:
             return 0.0
-        return self.norm_of_difference / self.norm if self.norm else float("inf")
+        if isinf(self.norm_of_difference):
+            return inf
+        return self.norm_of_difference / self.norm if self.norm else inf
 
     @property
     def equal(self) -> bool:
@@ -124,7 +126,7 @@ class DiffResult:
 
     Attributes:
         a, b: the paths or URLs.
-        steps: the `step` of each checkpoint; None where it says none.
+        steps: the `step` of each checkpoint; None where it says none, and where only some names were compared.
         values: the values that were compared, in the order of their names, equal ones too.
         shapes: values of different shapes.
         only_in_a, only_in_b: names that only one of the checkpoints has.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fsdp_optim.differences import DiffResult, ValueStatistics
@@ -22,7 +21,7 @@ def diff(
     *,
     match: str | None = None,
     tolerance: float | None = None,
-    html: str | Path | None = None,
+    html: str | os.PathLike[str] | None = None,
     param_names: Sequence[str] | None = None,
     allow_pickle: bool = False,
     bucket_nbytes: int = CONVERT_NBYTES,
@@ -42,8 +41,8 @@ def diff(
 
     Args:
         a, b: the checkpoints: paths, or URLs as for `save`.
-        match: a pattern of the shell that names must fit, such as `layers.0.*` or `*:exp_avg`: a weight is called by its FQN, a
-            value of the optimizer's state `FQN:exp_avg`.
+        match: compare only values whose names fit a pattern of the shell, such as `layers.0.*` or `*:exp_avg`, and no
+            hyperparameters and steps. A weight is called by its FQN, a value of the optimizer's state `FQN:exp_avg`.
         tolerance: the largest `||a - b|| / ||a||` of values that are within the tolerance.
         html: a file for a page with a strip of colours for each layer, and all numbers, which needs no network. A file that is
             there is replaced.

@@ -10,7 +10,16 @@ from fsdp_optim.checkpoint.catalog.thinning import thin as thin_checkpoint
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, Model
-from fsdp_optim.registry import AVERAGE, AVERAGE_ARGUMENTS, CONVERT, CONVERT_ARGUMENTS, INSPECT, VERIFY, named
+from fsdp_optim.registry import (
+    AVERAGE,
+    AVERAGE_ARGUMENTS,
+    CONVERT,
+    CONVERT_ARGUMENTS,
+    INSPECT,
+    INSPECT_PAGE,
+    VERIFY,
+    named,
+)
 from fsdp_optim.results import AverageResult, CheckpointSummary, SaveResult, ThinResult, VerifyResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
@@ -160,13 +169,20 @@ def verify(
         return verified
 
 
-def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> CheckpointSummary:
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    html: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> CheckpointSummary:
     """Describe a checkpoint of any format that `load` reads: tensors by name, with dtypes, shapes and bytes, and the optimizer.
 
     Reads no elements. No communication.
 
     Args:
         path, storage_options: as for `save`.
+        html: a file for a page that shows the bytes of each layer and each kind of value as areas, and needs no network. A file
+            that is there is replaced.
 
     Returns:
         An object with the attributes `path`, `format`, `about`, `world_size`, `step`, `model`, `aliases`, `has_optim`, `state`,
@@ -177,4 +193,6 @@ def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] 
     """
     with checkpoint_errors(path):
         inspected: CheckpointSummary = named(INSPECT)(path, storage_options)
+        if html is not None:
+            named(INSPECT_PAGE)(inspected, html)
         return inspected

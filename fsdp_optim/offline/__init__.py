@@ -2,7 +2,11 @@
 
 convert.py, convert_file.py, source_contents.py    a checkpoint written again, in another format or other files
 copy_ranges.py, workers.py                         byte ranges of the new files, copied by several threads in bounded memory
-verifying.py, inspecting.py                        read every byte, or no elements
+verifying.py, inspecting.py, inspect_page.py       read every byte, or no elements; a page about the bytes
+named_values.py, slices.py                         all values of a checkpoint by name, and parts of them
+element_windows.py, element_numbers.py             their elements in windows, and figures about these
+diffing.py, diff_names.py, diff_page.py            two checkpoints compared, and a page about them
+showing.py, extracting.py                          single values: figures, files
 copying.py, copied_files.py                        a checkpoint of this library copied byte for byte, and verified meanwhile
 diagnosing.py, pruning.py                          what a path is and what is missing there; checkpoints that no rule keeps
 """

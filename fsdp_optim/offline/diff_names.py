@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -210,26 +210,22 @@ def _key_of_each_name(entries: Mapping[str, Any], tied: Mapping[str, Sequence[st
 # ------------------------------------------------------------------------------------------- hyperparameters
 
 
-def hyperparameters_that_differ(
-    a: NamedValues, b: NamedValues, selected: Collection[str] | None
-) -> tuple[HyperparameterDiff, ...]:
-    """Return the hyperparameters that differ between the groups of the same parameter. `selected`: FQNs; None: all."""
+def hyperparameters_that_differ(a: NamedValues, b: NamedValues) -> tuple[HyperparameterDiff, ...]:
+    """Return the hyperparameters that differ between the groups of the same parameter."""
     if not a.groups or not b.groups:
         return ()
     owners, only_a, only_b = _paired_by_name(a.groups, b.groups, _tied(a), _tied(b))
     differing: dict[tuple[str, str, str], list[str]] = {}
-    alike: dict[tuple[int, int], list[tuple[str, str, str]]] = {}  # parameters of one group share one dict
+    known: dict[tuple[int, int], list[tuple[str, str, str]]] = {}  # parameters of one group share one dict
     for fqn, group_a, group_b in owners:
-        if selected is None or fqn in selected:
-            known = alike.get((id(group_a), id(group_b)))
-            if known is None:
-                known = alike[id(group_a), id(group_b)] = _differing_in(group_a, group_b)
-            for key in known:
-                differing.setdefault(key, []).append(fqn)
+        key = id(group_a), id(group_b)
+        if key not in known:
+            known[key] = _differing_in(group_a, group_b)
+        for setting in known[key]:
+            differing.setdefault(setting, []).append(fqn)
     for sides, fqns in ((("listed", _NONE), only_a), ((_NONE, "listed"), only_b)):
-        names = [fqn for fqn in fqns if selected is None or fqn in selected]
-        if names:
-            differing["param group", sides[0], sides[1]] = names
+        if fqns:
+            differing["param group", sides[0], sides[1]] = fqns
     return tuple(HyperparameterDiff(*key, params=tuple(fqns)) for key, fqns in differing.items())
 
 

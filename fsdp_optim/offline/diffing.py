@@ -8,13 +8,13 @@ opened  ->  names: parameters by FQN, or by id with the names that are known    
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod, sqrt
-from pathlib import Path
 
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.progress import Progress
@@ -54,7 +54,7 @@ class DiffArguments:
 
     match: str | None = None
     tolerance: float | None = None
-    html: str | Path | None = None
+    html: str | os.PathLike[str] | None = None
     param_names: Sequence[str] | None = None
     allow_pickle: bool = False
     bucket_nbytes: int = CONVERT_NBYTES
@@ -92,22 +92,21 @@ def _compared(a: NamedValues, b: NamedValues, notes: list[str], arguments: DiffA
         for pair in pairs
         if not pair.are_tensors and (pair.a.is_tensor or pair.b.is_tensor or not same(pair.a.other, pair.b.other))
     ]
-    if arguments.match is None:
-        objects += _other_keys(a, b)
+    everything = arguments.match is None
+    objects += _other_keys(a, b) if everything else ()
     elements = [pair for pair in pairs if pair.are_tensors and not pair.shapes_differ]
     values = _Comparison(a, b, elements, Budget(arguments.bucket_nbytes, "the elements of two checkpoints")).run(
         arguments.progress
     )
-    selected = {name.rpartition(":")[0] if ":" in name else name for name in (pair.name for pair in pairs)}
     return DiffResult(
         a=a.reader.index.where,
         b=b.reader.index.where,
-        steps=(a.reader.index.facts.step, b.reader.index.facts.step),
+        steps=(a.reader.index.facts.step, b.reader.index.facts.step) if everything else (None, None),
         values=tuple(values),
         shapes=tuple(shapes),
         only_in_a=only_in_a,
         only_in_b=only_in_b,
-        hyperparameters=hyperparameters_that_differ(a, b, None if arguments.match is None else selected),
+        hyperparameters=hyperparameters_that_differ(a, b) if everything else (),
         objects=tuple(objects),
         tolerance=arguments.tolerance,
         notes=tuple(notes),

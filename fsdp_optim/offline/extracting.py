@@ -14,7 +14,7 @@ import torch
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.foreign.archive.torch_zip import TensorStub, frames_around
 from fsdp_optim.formats.base.header import Header
 from fsdp_optim.formats.base.protocols import Reader
@@ -91,10 +91,11 @@ def extract(
     asked = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     _check(file, asked)
     with opened_at(place, storage_options) as reader:
-        decoded = Decoded.of(reader, allow_pickle=allow_pickle)
+        with_state = any(":" in name for name in asked)
+        values = Decoded.of(reader, allow_pickle=allow_pickle, with_state=with_state).named()
         parts = []
         for name in asked:
-            value = tensor_named(decoded, name)
+            value = tensor_named(values, name)
             cut = sliced(name, text, value.info.shape)
             parts.append(_Part(name, value, cut.cut, cut.shape))
         if file.suffix == ".safetensors":  # elements begin at multiples of their size
@@ -115,13 +116,13 @@ def extract(
 def _check(file: Path, names: Sequence[str]) -> None:
     """Refuse names and a file that cannot be written, before anything is read."""
     if file.suffix not in ENDINGS:
-        raise CheckpointError(f"{file}: the name of the new file must end with .npy, .safetensors or .pt")
+        raise wrong_use(f"{file}: the name of the new file must end with .npy, .safetensors or .pt")
     if not names:
-        raise StateError(
+        raise wrong_use(
             f"{file}: no names were given: give one or more, such as 'lm_head.weight' or 'lm_head.weight:exp_avg'"
         )
     if file.suffix == ".npy" and len(names) > 1:
-        raise CheckpointError(
+        raise wrong_use(
             f"{file}: a .npy file has one array, and {len(names)} names were given: write .safetensors or .pt"
         )
 
@@ -140,7 +141,7 @@ def _of_numpy(parts: Sequence[_Part]) -> Iterator[bytes]:
     (part,) = parts
     code = _NUMPY_CODES.get(part.value.dtype)
     if code is None:
-        raise CheckpointError(f"{part.name}: numpy has no dtype for {part.dtype}: write .safetensors or .pt")
+        raise wrong_use(f"{part.name}: numpy has no dtype for {part.dtype}: write .safetensors or .pt")
     text = f"{{'descr': {code!r}, 'fortran_order': False, 'shape': {part.shape!r}, }}".encode()
     start = b"\x93NUMPY\x01\x00"
     padding = -(len(start) + 2 + len(text) + 1) % _NUMPY_ALIGNMENT

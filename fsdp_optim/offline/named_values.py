@@ -155,14 +155,17 @@ class Decoded:
     saved: SavedOptim | None = None
 
     @classmethod
-    def of(cls, reader: Reader, *, allow_pickle: bool) -> Decoded:
-        """Decode the optimizer of a checkpoint. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
+    def of(cls, reader: Reader, *, allow_pickle: bool, with_state: bool = True) -> Decoded:
+        """Decode the optimizer of a checkpoint, unless only weights are asked for.
+
+        Raises CheckpointError for a pickle unless `allow_pickle` is True.
+        """
         index = reader.index
         parts = frozenset[str]() if index.facts.names_are_fqns else wrapper_parts()
         weights: Mapping[str, StoredTensor] = renamed_weights(index, parts) if parts else index.weights
         aliases = renamed_aliases(index, weights, parts) if parts else index.aliases
         saved = None
-        if index.optim is not None:
+        if with_state and index.optim is not None:
             with as_checkpoint_error(index.where):
                 saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
         return cls(reader, weights, aliases, parts, saved)

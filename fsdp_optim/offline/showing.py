@@ -17,7 +17,7 @@ from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.element_numbers import ChunkStatistics, finite_numbers
 from fsdp_optim.offline.element_windows import WindowReader, chunks_of, window_nbytes_in, windows_of
-from fsdp_optim.offline.named_values import Decoded, NamedValue, opened_at
+from fsdp_optim.offline.named_values import Decoded, NamedValue, NamedValues, opened_at
 from fsdp_optim.offline.slices import TensorSlice, sliced
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
@@ -42,7 +42,8 @@ def show(
     if not 1 <= bins <= _MOST_BINS:
         raise StateError(f"bins is a number of bins from 1 to {_MOST_BINS}, not {bins!r}")
     with opened_at(place, storage_options) as reader:
-        value = tensor_named(Decoded.of(reader, allow_pickle=allow_pickle), name)
+        decoded = Decoded.of(reader, allow_pickle=allow_pickle, with_state=":" in name)
+        value = tensor_named(decoded.named(), name)
         part = sliced(name, text, value.info.shape)
         nbytes = prod(part.shape) * value.dtype.itemsize
         budget = Budget(bucket_nbytes, "the elements of a value that is shown").share(2, "the windows, and the slice")
@@ -75,9 +76,9 @@ def show(
         )
 
 
-def tensor_named(decoded: Decoded, name: str) -> NamedValue:
+def tensor_named(values: NamedValues, name: str) -> NamedValue:
     """Return the tensor of a name. Raises StateError where there is none."""
-    value = decoded.named().find(name)
+    value = values.find(name)
     if not value.is_tensor:
         raise StateError(f"{name}: is a {value.info.dtype}, and no tensor or number")
     return value

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -14,14 +15,17 @@ from kit import dcp
 from kit.conversions import MEMORY
 from kit.folders import SharedFolder
 from kit.optimizers import adam
+from kit.peaks import Peak
 from kit.rank_files import Buffered, save_fairscale
 from kit.trained import Oracle, Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
+from fsdp_optim.offline import named_values
 from fsdp_optim.testing import run_on_ranks
 
 QUICK = fsdp_optim.SaveOptions(durable=False, progress=False)
@@ -200,7 +204,13 @@ class FaultsTest(SharedFolder):
             fsdp_optim.diff(*places, tolerance=-1.0)
 
     def test_a_pattern_chooses(self) -> None:
-        result = fsdp_optim.diff(self.root / "a", self.root / "a flipped bit", match="*:exp_avg")
+        two = Two()
+        flipped(two)
+        two.optim.param_groups[0]["lr"] = 0.02
+        place = self.own_folder() / "b"
+        two.save(place, step=2)
+        self.assertEqual(len(fsdp_optim.diff(self.root / "a", place, match="2.*").differing), 1)
+        result = fsdp_optim.diff(self.root / "a", place, match="*:exp_avg")
         self.assertEqual(len(result.values), 6)
         self.assertTrue(result.equal)
 
@@ -389,6 +399,50 @@ class TiedTest(SharedFolder):
             {value.name for value in result.values},
             {"b.weight", *(f"b.weight:{k}" for k in ("exp_avg", "exp_avg_sq", "step"))},
         )
+
+
+class OtherFilesTest(SharedFolder):
+    def test_a_folder_of_hugging_face_without_an_optimizer(self) -> None:
+        two, folder = Two(), self.root / "hub"
+        two.save(self.root / "ours")
+        folder.mkdir()
+        weights = {name: value.clone() for name, value in two.model.state_dict().items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        result = fsdp_optim.diff(self.root / "ours", folder)
+        self.assertEqual(({value.name for value in result.values}, result.differing), (set(weights), ()))
+        self.assertEqual(len(result.only_in_a), 18)
+
+    def test_large_values_of_another_shape_are_read_in_windows(self) -> None:
+        places = []
+        for number in range(2):
+            two = Two()
+            state = two.optim.state[two.model[0].weight]
+            state["basis"] = torch.arange(700.0 * 700).reshape(700, 700)
+            state["basis"][699, 3] += number
+            places.append(self.root / f"basis-{number}.pt")
+            torch.save({"model": two.model.state_dict(), "optimizer": two.optim.state_dict()}, places[-1])
+        names = [name for name, _ in Two().model.named_parameters()]
+        with mock.patch.object(named_values, "read_constants", wraps=named_values.read_constants) as read:
+            (value,) = fsdp_optim.diff(*places, param_names=names).differing
+        self.assertEqual((value.name, value.num_differing, value.max_abs), ("0.weight:basis", 1, 1.0))
+        self.assertTrue(read.call_args_list)
+        self.assertTrue(all(tensor.shape != (700, 700) for call in read.call_args_list for tensor in call.args[1]))
+        shown = fsdp_optim.show(places[1], "0:basis", slice="699, 2:5")
+        self.assertEqual(shown.elements.tolist(), [699 * 700 + 2, 699 * 700 + 4, 699 * 700 + 4])
+
+
+class MemoryTest(SharedFolder):
+    def test_it_is_bounded_by_the_budget(self) -> None:
+        for name, factor in (("a", 1.0), ("b", 1.5)):
+            torch.manual_seed(0)
+            model = nn.Linear(4096, 4096)  # 64 MiB
+            model.weight.data *= factor
+            fsdp_optim.save(self.root / name, model, options=QUICK)
+        fsdp_optim.diff(self.root / "a", self.root / "a", bucket_nbytes=MEMORY, match="bias")  # imports, and threads
+        with Peak() as peak:
+            result = fsdp_optim.diff(self.root / "a", self.root / "b", bucket_nbytes=MEMORY)
+        self.assertAlmostEqual(result.values[1].relative, 0.5, delta=1e-7)
+        self.assertLess(peak.mib, 16 + 8)
 
 
 class PageTest(SharedFolder):

@@ -12,6 +12,7 @@ from fsdp_optim.cli.options import json_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_lines
 from fsdp_optim.cli.roots import one_checkpoint_at
 from fsdp_optim.errors import wrong_use
+from fsdp_optim.registry import INSPECT_PAGE, named
 
 if TYPE_CHECKING:
     from fsdp_optim.api import CheckpointSummary
@@ -21,10 +22,16 @@ if TYPE_CHECKING:
 @click.argument("path")
 @click.option("--all", "shows_all", is_flag=True, help="every tensor on a line of its own, without folding layers")
 @click.option("--match", metavar="GLOB", help="only the parameters whose name this matches, as in 'layers.0.*'")
+@click.option("--html", metavar="FILE", help="write a page with an area for the bytes of each layer and kind of value")
 @json_option
 @storage_options
 def command(
-    path: str, shows_all: bool, match: str | None, as_json: bool, storage_options: dict[str, Any] | None
+    path: str,
+    shows_all: bool,
+    match: str | None,
+    html: str | None,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
 ) -> None:
     """Show the format of the checkpoint PATH, who saved it, the modules with shapes, dtypes and bytes, and the optimizer."""
     from fsdp_optim import api
@@ -34,6 +41,8 @@ def command(
         summary = api.inspect(path, storage_options=storage_options)
     if match is not None:
         summary = _matching(summary, match)
+    if html is not None:
+        named(INSPECT_PAGE)(summary, html)
     if as_json:
         print_json({**plain(summary), "nbytes": summary.nbytes})
     else:

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.storage.posix.files import absolute, sync_folder, write_all
 
 _ENDING = ".writing"
@@ -83,4 +83,4 @@ def _link(temporary: Path, file: Path) -> None:
 
 
 def _taken(file: Path) -> CheckpointError:
-    return CheckpointError(f"{file}: exists already: give another path, or overwrite=True to replace it")
+    return wrong_use(f"{file}: exists already: give another path, or overwrite=True to replace it")
