@@ -30,7 +30,8 @@ class Contents:
         tensors: all weights, and those values of the state that are in files.
         averaged: the names of those that are averaged, as far as this checkpoint says.
         plain: the values of the state that are not in files, or are a number for each parameter.
-        groups: the hyperparameters, and the class of the optimizer, by the words that a result has for them.
+        groups: the hyperparameters by the words that a result has for them.
+        classes: the class of the optimizer, or of each group's; empty where it is unknown.
     """
 
     where: str
@@ -39,6 +40,7 @@ class Contents:
     averaged: frozenset[Name]
     plain: Mapping[Name, Any] = field(default_factory=dict, repr=False)
     groups: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    classes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, checkpoint: Reader, source: NamedSource, *, allow_pickle: bool) -> Contents:
@@ -70,12 +72,21 @@ class Contents:
                         averaged.add((fqn, name))
         read = [source.stored[key_of[tensor.key]] for tensor in scalars.values()]
         plain.update(zip(scalars, read_constants(checkpoint, read), strict=True))
-        return cls(index.where, tensors, keys, frozenset(averaged), plain, _groups_of(full))
+        classes = full.get("optimizer_class") or ()
+        return cls(
+            index.where,
+            tensors,
+            keys,
+            frozenset(averaged),
+            plain,
+            groups=_groups_of(full),
+            classes=(classes,) if isinstance(classes, str) else tuple(classes),
+        )
 
 
 def _groups_of(full: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters by the words that a result has for them."""
-    groups: dict[str, Any] = {"the optimizer's class": full.get("optimizer_class")}
+    groups: dict[str, Any] = {}
     for index, group in enumerate(full["param_groups"]):
         for name, value in group.items():
             groups[f"{name} of param group {index}"] = value
@@ -143,6 +154,8 @@ def differing_plain(all_contents: Sequence[Contents]) -> set[str]:
             both = name in last.groups and name in other.groups
             if not both or not _are_equal(last.groups[name], other.groups[name]):
                 differing.add(name)
+        if other.classes and last.classes and other.classes != last.classes:
+            differing.add("the optimizer's class")
     return differing
 
 
