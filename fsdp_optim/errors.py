@@ -37,9 +37,12 @@ class FsdpOptimError(Exception):
 
     Attributes:
         on_all_ranks: whether every rank that makes the call raises this same error, so that no rank needs to report it.
+        is_wrong_use: whether the call is wrong, or nothing is at the path; False: something there is damaged, or cannot be read
+            or written now.
     """
 
     on_all_ranks: bool = False
+    is_wrong_use: bool = False
 
 
 class LayoutError(FsdpOptimError, ValueError):
@@ -49,9 +52,13 @@ class LayoutError(FsdpOptimError, ValueError):
 class StateError(FsdpOptimError, ValueError):
     """An optimizer state does not fit: parameters are missing or unexpected, shapes or values differ, the model is another."""
 
+    is_wrong_use = True
+
 
 class WrapperError(FsdpOptimError, TypeError):
     """A model or an optimizer has a class or a condition that this library cannot read."""
+
+    is_wrong_use = True
 
 
 class RankError(FsdpOptimError, RuntimeError):
@@ -70,8 +77,11 @@ class CheckpointError(FsdpOptimError, OSError):
     """A checkpoint cannot be written, is incomplete or damaged. The message names the file and the fix."""
 
 
-class WrongUseError(CheckpointError):
-    """A call that no checkpoint is to blame for: nothing is at the path, the place is taken, or an argument is not allowed."""
+def wrong_use(message: str) -> CheckpointError:
+    """Return the error of a call that is wrong: nothing is there, the place is taken, or an argument is not allowed."""
+    error = CheckpointError(message)
+    error.is_wrong_use = True
+    return error
 
 
 class ReplacedError(CheckpointError):

@@ -106,6 +106,9 @@ VERIFY = "fsdp_optim.offline.verifying:verify"
 AVERAGE_ARGUMENTS = "fsdp_optim.offline.averaging:AverageArguments"
 AVERAGE = "fsdp_optim.offline.averaging:average"
 INSPECT = "fsdp_optim.offline.inspecting:inspect"
+PRUNE = "fsdp_optim.offline.pruning:prune"
+COPY = "fsdp_optim.offline.copying:copy"
+DIAGNOSE = "fsdp_optim.offline.diagnosing:diagnose"
 
 # ------------------------------------------------------------------------------------------- adapters
 

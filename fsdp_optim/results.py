@@ -194,6 +194,8 @@ class CheckpointInfo:
         complete: whether all files are there in their sizes. Their bytes are verified by a load.
         reason: why the checkpoint is not complete, or cannot be read just now.
         metric: the `metric` that was given to `CheckpointManager.step`.
+        saved_at: the time of the save in seconds since the epoch, by the clock of the machine that saved; None where it cannot
+            be read.
         thinned: whether `thin` has removed its optimizer.
     """
 
@@ -204,6 +206,7 @@ class CheckpointInfo:
     complete: bool
     reason: str = ""
     metric: float | None = None
+    saved_at: float | None = None
     thinned: bool = False
 
 
@@ -227,6 +230,74 @@ class VerifyResult:
     nbytes: int
     has_checksums: bool
     num_extras: int
+
+
+@dataclass(frozen=True)
+class PruneResult:
+    """The result of `prune`.
+
+    Attributes:
+        root: the folder of checkpoints.
+        removed: the checkpoints that were removed, or would be with `dry_run=True`, the newest first.
+        kept: the complete checkpoints that stay, the newest first.
+        passed_over: damaged and unreadable checkpoints, and symbolic links: they neither count nor go.
+        not_removed: the checkpoints that no rule keeps and that could not be removed; the log says why.
+        nbytes: the bytes of the removed checkpoints.
+        dry_run: whether nothing was removed.
+    """
+
+    root: str
+    removed: tuple[Path | str, ...]
+    kept: tuple[Path | str, ...]
+    passed_over: tuple[Path | str, ...]
+    not_removed: tuple[Path | str, ...]
+    nbytes: int
+    dry_run: bool
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """The result of `copy`.
+
+    Attributes:
+        path: the new checkpoint.
+        num_files, nbytes: the files that were copied, with the manifest, and their bytes.
+        has_checksums: whether all bytes of the tensors were compared with their checksums; False: the save wrote none.
+        left_out: files that somebody had put into the folder under names that no checkpoint has, and that were not copied.
+    """
+
+    path: Path | str
+    num_files: int
+    nbytes: int
+    has_checksums: bool
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `diagnose` has seen at a path.
+
+    Attributes:
+        path: the path or URL.
+        kind: "checkpoint", "root" (a folder of checkpoints), "unfinished" (the folder of a save that has not ended), or "none".
+        complete: whether everything is there; of a root, whether all its checkpoints are complete. Bytes are not compared.
+        problems: what is missing or damaged, a sentence for each.
+        load: the line of Python that loads it; empty where nothing can be loaded.
+        format, step, world_size, has_optim, nbytes: of a checkpoint, as for `inspect`; None, 0 and empty where unknown.
+        checkpoints: the checkpoints of a root, the newest first.
+    """
+
+    path: str
+    kind: str
+    complete: bool
+    problems: tuple[str, ...] = ()
+    load: str = ""
+    format: str = ""
+    step: int | None = None
+    world_size: int = 0
+    has_optim: bool | None = None
+    nbytes: int = 0
+    checkpoints: tuple[CheckpointInfo, ...] = ()
 
 
 @dataclass(frozen=True)

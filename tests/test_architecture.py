@@ -101,7 +101,7 @@ checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load c
     formats.base memory options registry results storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
     storage.posix transport wire
-offline: adapters arguments checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
+offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors foreign.archive
     foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
     state.values storage.base storage.posix transport wire
 api: adapters checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
+from fsdp_optim.api.keeping import copy, diagnose, prune
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
 from fsdp_optim.api.offline import average, convert, inspect, thin, verify
 from fsdp_optim.api.optim_dicts import (
@@ -26,9 +27,12 @@ from fsdp_optim.results import (
     AverageResult,
     CheckpointInfo,
     CheckpointSummary,
+    CopyResult,
+    Diagnosis,
     GroupInfo,
     Incompatible,
     LoadResult,
+    PruneResult,
     SaveResult,
     TensorInfo,
     ThinResult,
@@ -43,11 +47,14 @@ __all__ = [
     "CheckpointManager",
     "CheckpointSummary",
     "ConvertOptions",
+    "CopyResult",
+    "Diagnosis",
     "GroupInfo",
     "Incompatible",
     "LoadOptions",
     "LoadResult",
     "ManagerOptions",
+    "PruneResult",
     "SaveHandle",
     "SaveOptions",
     "SaveResult",
@@ -58,7 +65,9 @@ __all__ = [
     "average",
     "checkpoints",
     "convert",
+    "copy",
     "declare_slice",
+    "diagnose",
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
@@ -70,6 +79,7 @@ __all__ = [
     "load",
     "load_optim_state_dict",
     "per_rank",
+    "prune",
     "rekey_optim_state_dict",
     "reshard_optim_state_dict",
     "resume",

@@ -26,7 +26,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "average": (f"{_ROOM}.average", "average the weights of several checkpoints into a new one"),
     "completion": (f"{_ROOM}.completion", "print the script that completes commands in a shell"),
     "convert": (f"{_ROOM}.convert", "write a checkpoint again, in another format or in other files"),
+    "copy": (f"{_ROOM}.copy", "copy a checkpoint byte for byte, and verify it meanwhile"),
+    "doctor": (f"{_ROOM}.doctor", "say what a path is, what is missing there, and the line that loads it"),
     "inspect": (f"{_ROOM}.inspect", "show what a checkpoint has"),
+    "latest": (f"{_ROOM}.latest", "print the path of the newest complete checkpoint"),
+    "ls": (f"{_ROOM}.ls", "list the checkpoints in a folder"),
+    "prune": (f"{_ROOM}.prune", "remove the checkpoints that no rule keeps"),
     "thin": (f"{_ROOM}.thin", "remove the optimizer of a checkpoint, in place"),
     "verify": (f"{_ROOM}.verify", "read every byte and compare it with its checksum"),
 }

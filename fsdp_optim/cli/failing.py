@@ -6,7 +6,7 @@ import re
 
 import click
 
-from fsdp_optim.errors import FsdpOptimError, StateError, WrapperError, WrongUseError
+from fsdp_optim.errors import FsdpOptimError
 
 FINE, BROKEN, WRONG = 0, 1, 2
 """The exit codes: fine; differs, damaged or unfinished; wrong use, or nothing is there."""
@@ -22,7 +22,7 @@ _NAMED = re.compile(
 
 def exit_code_of(error: FsdpOptimError) -> int:
     """Return the exit code of an error."""
-    return WRONG if isinstance(error, (WrongUseError, StateError, WrapperError)) else BROKEN
+    return WRONG if error.is_wrong_use else BROKEN
 
 
 def line_of(error: FsdpOptimError, command: click.Command | None) -> str:

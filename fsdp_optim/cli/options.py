@@ -28,22 +28,26 @@ _MOST_CLOSE = 1
 
 FunctionT = TypeVar("FunctionT", bound="Callable[..., Any] | click.Command")
 
-DEFAULT_MEMORY = 512 << 20
-"""The default of `--memory`, which is the library's own `bucket_nbytes` of `convert`."""
+DEFAULT_MEMORY, LEAST_MEMORY = 512 << 20, 16 << 20
+"""Of `--memory`: the library's own `bucket_nbytes` of `convert`, and the least that it takes."""
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
-    """A number of bytes, as in 4GB, 512MiB or 1000000."""
+    """A number of bytes, as in 4GB, 512MiB or 1000000. `least`: the lowest that is allowed."""
 
     name = "size"
 
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
         try:
-            return size_of(str(value))
+            nbytes = value if isinstance(value, int) else size_of(str(value))
         except ValueError as error:
             self.fail(f"{error}", param, ctx)
+        if nbytes < self._least:
+            self.fail(f"must be at least {self._least} bytes, not {nbytes}", param, ctx)
+        return nbytes
 
 
 class KeyValue(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
@@ -86,7 +90,7 @@ def memory_option(function: FunctionT) -> FunctionT:
     """Add `--memory SIZE`: the parameter `memory`, the most bytes of elements that a process holds at a time."""
     return click.option(
         "--memory",
-        type=Size(),
+        type=Size(LEAST_MEMORY),
         default=DEFAULT_MEMORY,
         metavar="SIZE",
         help="the most memory for elements (512MiB)",

@@ -30,3 +30,11 @@ def counted(number: int, noun: str) -> str:
     """Return `1 tensor`, `2 tensors`, `1.3 M elements`."""
     text = f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.4g} M" if number < 1e9 else f"{number / 1e9:.4g} G"
     return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
+
+
+def aged(seconds: float) -> str:
+    """Return a time that has passed in words: `12 s`, `3 min`, `5 h`, `9 d`."""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,8 +1,10 @@
-"""Work on checkpoints without a model: convert, verify, inspect, average.
+"""Work on checkpoints without a model: convert, verify, inspect, average, copy, diagnose; and prune a folder of them.
 
 convert.py, convert_file.py, source_contents.py    a checkpoint written again, in another format or other files
 new_files.py, copy_ranges.py, workers.py           the new files, by ranges of bytes, copied by several threads in bounded memory
 unit_sources.py                                    where the elements of these ranges come from
 averaging.py, agreement.py, blending.py            one new checkpoint with the averages of several
 verifying.py, inspecting.py                        read every byte, or no elements
+copying.py, copied_files.py                        a checkpoint of this library copied byte for byte, and verified meanwhile
+diagnosing.py, pruning.py                          what a path is and what is missing there; checkpoints that no rule keeps
 """

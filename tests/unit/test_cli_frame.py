@@ -16,7 +16,10 @@ from parameterized import parameterized
 import fsdp_optim
 from fsdp_optim.cli.app import COMMANDS, COMPLETION_VARIABLE, main
 from fsdp_optim.cli.failing import exit_code_of, with_flags
-from fsdp_optim.errors import CheckpointError, StateError, WrongUseError
+from fsdp_optim.cli.options import DEFAULT_MEMORY, LEAST_MEMORY
+from fsdp_optim.errors import CheckpointError, StateError, wrong_use
+from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
+from website import commands
 
 HEAVY = {"torch", "numpy", "rich", "tqdm", "msgspec", "xxhash"}
 
@@ -60,6 +63,13 @@ class FrameTest(unittest.TestCase):
             self.assertIn(name, out)
             self.assertIn(text, " ".join(out.split()))
 
+    def test_the_page_about_the_commands(self) -> None:
+        """docs/cli.md is what the commands say; `python -m website.commands` writes it."""
+        self.assertEqual(commands.PAGE.read_text(), commands.page())
+
+    def test_the_least_memory_is_that_of_the_library(self) -> None:
+        self.assertEqual((DEFAULT_MEMORY, LEAST_MEMORY), (CONVERT_NBYTES, LEAST_CONVERT_NBYTES))
+
     def test_the_version(self) -> None:
         self.assertEqual(called("--version"), (0, f"fsdp-optim {fsdp_optim.__version__}\n", ""))
 
@@ -81,7 +91,7 @@ class FrameTest(unittest.TestCase):
 
     def test_exit_codes_of_errors(self) -> None:
         self.assertEqual(exit_code_of(CheckpointError("damaged")), 1)
-        self.assertEqual(exit_code_of(WrongUseError("taken")), 2)
+        self.assertEqual(exit_code_of(wrong_use("taken")), 2)
         self.assertEqual(exit_code_of(StateError("no names")), 2)
 
     def test_arguments_of_python_are_options_of_the_command(self) -> None:

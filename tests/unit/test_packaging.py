@@ -73,7 +73,7 @@ class DistributionsTest(unittest.TestCase):
     def test_who_has_no_fairscale_needs_none(self) -> None:
         needed = [one for one in self.metadata.get_all("Requires-Dist", []) if "extra ==" not in one]
         names = {re.split(r"[^\w-]", one)[0] for one in needed}
-        self.assertEqual(names, {"torch", "msgspec", "numpy", "tqdm", "xxhash"})
+        self.assertEqual(names, {"click", "torch", "msgspec", "numpy", "rich", "tqdm", "xxhash"})
         self.assertLessEqual({"fairscale", "fsspec", "s3"}, set(self.metadata.get_all("Provides-Extra", [])))
         of_extra = [one for one in self.metadata.get_all("Requires-Dist", []) if 'extra == "fairscale"' in one]
         self.assertEqual(len(of_extra), 1)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError, causes_of
+from fsdp_optim.errors import CheckpointError, causes_of, wrong_use
 from fsdp_optim.storage.base import Undecided
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -53,7 +53,7 @@ def file_system_at(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         if scheme in available_protocols():
             raise _refused(url, error, options) from error
         schemes = "one of fsspec's, such as gs, az, hf, file or memory, or s3"
-        raise CheckpointError(f"{scheme}://: is not the scheme of a store that is known: give {schemes}") from error
+        raise wrong_use(f"{scheme}://: is not the scheme of a store that is known: give {schemes}") from error
     except OSError as error:
         raise _refused(url, error, options) from Undecided(str(error))
     except Exception as error:

@@ -31,6 +31,8 @@ ABSENT = ""
 class MissingObjectError(CheckpointError):
     """There is no object under a key, or no bucket."""
 
+    is_wrong_use = True
+
 
 class OvertakenError(CheckpointError):
     """The condition of a `put` or `end_upload` does not hold: another process has put or removed the object."""

@@ -20,7 +20,7 @@ from fsdp_optim.buckets.objects.saves import (
     taken_for_dead,
 )
 from fsdp_optim.buckets.objects.writer import Address, Receipt, SharedFile
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Staging
 
 log = logging.getLogger("fsdp_optim")
@@ -231,9 +231,7 @@ def check_free(
     """
     opened = current(bucket, place, probe)
     if opened is not None and not overwrite:
-        raise CheckpointError(
-            f"{place.where}: a checkpoint is there already: save to another path, or say overwrite=True"
-        )
+        raise wrong_use(f"{place.where}: a checkpoint is there already: save to another path, or say overwrite=True")
     for other in probe.others if opened is None else ():
         if bucket.look(place.manifest(other)) is not None:
             raise CheckpointError(

@@ -78,6 +78,7 @@ def info_of(entry: ListedCheckpoint) -> CheckpointInfo:
         complete=entry.status.is_complete,
         reason=entry.status.reason,
         metric=metric,
+        saved_at=summary.created_ns / 1e9 if summary.created_ns else None,
         thinned=summary.thinned_from is not None,
     )
 

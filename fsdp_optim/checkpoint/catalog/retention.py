@@ -100,6 +100,27 @@ def left_behind(entries: Iterable[ManagedCheckpoint]) -> set[str]:
     return behind
 
 
+def superfluous(
+    rules: KeepRules,
+    entries: Sequence[ManagedCheckpoint],
+    is_complete: Callable[[str], bool],
+    new: ManagedCheckpoint | None = None,
+) -> set[str]:
+    """Return the names of the checkpoints that no rule keeps.
+
+    Checkpoints that `keep_last` and `keep_best` count are looked at by `is_complete`, because a damaged checkpoint must not count
+    in the place of a good one; those that are not complete neither count nor go. `new`: a checkpoint that counts without a look.
+    """
+    left, others = list(entries), [new] if new is not None else []
+    while gone := {entry.name for entry in left} - rules.kept([*left, *others]):
+        counted = rules.counted([*left, *others]) - {other.name for other in others}
+        damaged = {name for name in counted if not is_complete(name)}
+        if not damaged:
+            return gone
+        left = [entry for entry in left if entry.name not in damaged]
+    return set()
+
+
 def is_named(entry: ListedCheckpoint) -> bool:
     """Return whether a checkpoint has the name that a manager gives to its step."""
     name = entry.base.rpartition("/")[2]
@@ -244,15 +265,7 @@ class ManagedSave:
         behind |= {other.where for other in own if not other.status.is_complete and self._is_behind(other, number)}
         entries = [entry for entry in entries if entry.name not in behind]
         by_name = {other.where: other for other in own}
-        while True:
-            gone = {entry.name for entry in entries} - self.rules.kept([*entries, new])
-            if not gone:
-                break
-            counted = self.rules.counted([*entries, new]) - {new.name}
-            damaged = {name for name in counted if not directory.status_of(by_name[name]).is_complete}
-            if not damaged:
-                break
-            entries = [entry for entry in entries if entry.name not in damaged]
+        gone = superfluous(self.rules, entries, lambda name: directory.status_of(by_name[name]).is_complete, new)
         return [by_name[name] for name in sorted(behind | gone)]
 
     def _is_behind(self, entry: ListedCheckpoint, sequence: int) -> bool:

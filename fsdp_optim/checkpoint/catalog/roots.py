@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdp_optim.checkpoint.catalog.listing import last_number
 from fsdp_optim.checkpoint.common.formats import format_of, listed_formats
 from fsdp_optim.checkpoint.common.stores import StorageOptions, directory_at, is_url, store_at
-from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.storage.base import Opened, is_reserved, names_checkpoint
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.path_status import is_root, names_in
@@ -37,13 +37,13 @@ def check_root(root: str | os.PathLike[str], options: StorageOptions = None) -> 
     own_format = _format_of_manifest(root, options)
     passed_by = list(_passed_by(root, options)) if not own_format else []
     if passed_by:
-        raise CheckpointError(
+        raise wrong_use(
             f"{root}: has no checkpoint of this library, but those of other programs: {shortened(passed_by)}: fsdp_optim.load of "
             "one of these paths loads it; for a run that begins anew, give another folder"
         )
     format = own_format or _foreign_format(root, options)
     if format:
-        raise CheckpointError(
+        raise wrong_use(
             f"{root}: is a checkpoint ({format}), not a folder of checkpoints: fsdp_optim.load({str(root)!r}, ...) loads it; to "
             "resume from the newest, give the folder that it is in"
         )

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Protocol
 
-from fsdp_optim.errors import CheckpointError, ReplacedError
+from fsdp_optim.errors import CheckpointError, ReplacedError, wrong_use
 from fsdp_optim.formats.base.protocols import Format, Reader, WrittenFormat, replaced_error, written
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.own.format import OURS
@@ -41,7 +41,7 @@ def format_of_option(format: object, *, of_save: bool = False) -> WrittenFormat:
         known = factory() if factory is not None else None
     if not is_format(known):
         names = ", ".join(map(repr, format_names(of_save=of_save)))
-        raise CheckpointError(f"format must be one of {names}, or a Format of fsdp_optim.plugins, not {format!r}")
+        raise wrong_use(f"format must be one of {names}, or a Format of fsdp_optim.plugins, not {format!r}")
     given: Format = known  # type: ignore[assignment]  # is_format has looked at its members
     if of_save and not given.saves:
         names = ", ".join(map(repr, format_names(of_save=True)))

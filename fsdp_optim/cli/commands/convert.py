@@ -22,8 +22,9 @@ from fsdp_optim.cli.options import (
     storage_options,
 )
 from fsdp_optim.cli.output import print_json
+from fsdp_optim.cli.roots import one_checkpoint_at
 from fsdp_optim.cli.units import counted, sized
-from fsdp_optim.errors import WrongUseError
+from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.registry import format_names
 
 if TYPE_CHECKING:
@@ -67,21 +68,22 @@ def command(src: str, dst: str, **given: Any) -> None:
             only_warnings()
         begin = time.monotonic()
         names, format = _names_and_format(given)
-        done = api.convert(
-            src,
-            dst,
-            format=format,
-            overwrite=given["overwrite"],
-            options=api.ConvertOptions(
-                bucket_nbytes=given["memory"],
-                param_names=names,
-                durable=not given["not_durable"],
-                max_file_size=given["max_file_size"],
-                allow_pickle=given["allow_pickle"],
-                progress=progress_of(quiet=given["quiet"] or rank > 0),
-                storage_options=given["storage_options"],
-            ),
-        )
+        with one_checkpoint_at(src, given["storage_options"]):
+            done = api.convert(
+                src,
+                dst,
+                format=format,
+                overwrite=given["overwrite"],
+                options=api.ConvertOptions(
+                    bucket_nbytes=given["memory"],
+                    param_names=names,
+                    durable=not given["not_durable"],
+                    max_file_size=given["max_file_size"],
+                    allow_pickle=given["allow_pickle"],
+                    progress=progress_of(quiet=given["quiet"] or rank > 0),
+                    storage_options=given["storage_options"],
+                ),
+            )
     seconds = max(time.monotonic() - begin, 1e-9)
     if rank > 0:
         return
@@ -108,13 +110,13 @@ def _names_and_format(given: dict[str, Any]) -> tuple[list[str] | None, str | Fo
         if given["units"] is not None:
             with _named_file("units", given["units"]) as file:
                 units = json.load(file)
-    except WrongUseError as error:
+    except CheckpointError as error:
         return None, _unread(error)
     return names, _format(given, units)
 
 
 def _format(given: dict[str, Any], units: Any) -> str | Format:
-    """Return the format that the flags name. Raises WrongUseError, the same everywhere, for a flag that it does not have."""
+    """Return the format that the flags name. Raises CheckpointError, the same everywhere, for a flag that it does not have."""
     from fsdp_optim.plugins import FairscaleShards, TorchFiles
 
     name, key_by, flattens = given["format"], given["key_by"], False if given["not_flattened"] else None
@@ -122,21 +124,21 @@ def _format(given: dict[str, Any], units: Any) -> str | Format:
     flags = [flag for flag, value in of_shards.items() if value is not None]
     if name == _SHARDS:
         if given["world_size"] is None:
-            raise WrongUseError(f"the format {name} has a file for each rank: give --world-size, the number of ranks")
+            raise wrong_use(f"the format {name} has a file for each rank: give --world-size, the number of ranks")
         if key_by == "name":
-            raise WrongUseError("fairscale's shards call parameters by id: leave --key-by out")
+            raise wrong_use("fairscale's shards call parameters by id: leave --key-by out")
         return FairscaleShards(given["world_size"], units, flattens)
     if flags:
-        raise WrongUseError(f"{', '.join(flags)}: the format {name} has no such option; {_SHARDS} has")
+        raise wrong_use(f"{', '.join(flags)}: the format {name} has no such option; {_SHARDS} has")
     for format in (TorchFiles(), TorchFiles(one_file=True), TorchFiles(for_fairscale=True)):
         if format.name == name and key_by is not None:
             return replace(format, key_by=key_by)
     if key_by == "id" and name in format_names():
-        raise WrongUseError(f"--key-by: a checkpoint of the format {name} calls parameters by name: leave it out")
+        raise wrong_use(f"--key-by: a checkpoint of the format {name} calls parameters by name: leave it out")
     return str(name)
 
 
-def _unread(error: WrongUseError) -> Format:
+def _unread(error: CheckpointError) -> Format:
     """Return a format that raises why a file could not be read when `convert` asks for its writer."""
     from fsdp_optim.plugins import TorchFiles, Writer
 
@@ -154,4 +156,4 @@ def _named_file(content: str, name: str) -> Iterator[Any]:
         with open(name, encoding="utf-8") as file:
             yield file
     except (OSError, ValueError) as error:
-        raise WrongUseError(f"{name}: the file of {content} cannot be read: {error}") from error
+        raise wrong_use(f"{name}: the file of {content} cannot be read: {error}") from error

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from fsdp_optim.cli.options import json_option, memory_option, progress_of, quiet_option, storage_options
-from fsdp_optim.cli.output import print_json
+from fsdp_optim.cli.output import end_broken, plain, print_json
+from fsdp_optim.cli.roots import checkpoints_in, reason_of
 from fsdp_optim.cli.units import counted, sized
+from fsdp_optim.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from fsdp_optim.api import VerifyResult
+    from fsdp_optim.api import CheckpointInfo, VerifyResult
 
 
 @click.command("verify")
@@ -21,23 +24,58 @@ if TYPE_CHECKING:
 @quiet_option
 @storage_options
 def command(path: str, as_json: bool, memory: int, quiet: bool, storage_options: dict[str, Any] | None) -> None:
-    """Read every byte of the checkpoint PATH, and compare what has a checksum with it."""
+    """Read every byte of the checkpoint PATH, and compare what has a checksum with it.
+
+    If PATH is a folder of checkpoints, each of them is verified, the newest first.
+    """
     from fsdp_optim import api
 
-    done = api.verify(path, bucket_nbytes=memory, progress=progress_of(quiet=quiet), storage_options=storage_options)
+    given = {"bucket_nbytes": memory, "progress": progress_of(quiet=quiet), "storage_options": storage_options}
+    try:
+        done = api.verify(path, **given)  # type: ignore[arg-type]  # by name
+    except CheckpointError:
+        infos = checkpoints_in(path, storage_options)
+        if not infos:
+            raise
+        _verify_all(path, infos, given, as_json=as_json)
+        return
     if as_json:
         print_json(done)
     else:
         click.echo(_line(done))
 
 
+def _verify_all(root: str, infos: Sequence[CheckpointInfo], given: dict[str, Any], *, as_json: bool) -> None:
+    """Verify each checkpoint of a folder, and end with exit code 1 if any is damaged."""
+    from fsdp_optim import api
+
+    results, num_damaged = [], 0
+    for info in infos:
+        try:
+            done = api.verify(info.path, **given)
+        except CheckpointError as error:
+            num_damaged += 1
+            why = " ".join(str(error).split())
+            results.append({"path": str(info.path), "step": info.step, "damaged": why})
+            text = f"{info.path}: damaged: {reason_of(info, why)}"
+        else:
+            results.append({**plain(done), "step": info.step, "damaged": None})
+            text = _line(done)
+        if not as_json:
+            click.echo(text)
+    if as_json:
+        print_json({"path": root, "checkpoints": results, "num_damaged": num_damaged})
+    else:
+        what = f"{num_damaged} damaged" if num_damaged else "none is damaged"
+        click.echo(f"{root}: {counted(len(infos), 'checkpoint')}, {what}")
+    if num_damaged:
+        end_broken()
+
+
 def _line(done: VerifyResult) -> str:
     what = f"{counted(done.num_tensors, 'tensor')} ({sized(done.nbytes)})"
     if done.has_checksums:
         return f"{done.path}: complete: {what} are as they were saved, by their checksums"
-    why = (
-        "it was saved without checksums"
-        if done.format == "fsdp_optim"
-        else f"the format {done.format} has no checksums"
-    )
+    is_own = done.format == "fsdp_optim"
+    why = "it was saved without checksums" if is_own else f"the format {done.format} has no checksums"
     return f"{done.path}: {what} are there and can be read; changed bytes would not show: {why}"

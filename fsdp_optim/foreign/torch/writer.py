@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from fsdp_optim.arguments import check_one_of
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.foreign.archive.safe_values import KINDS, Kinds, in_file, safe
 from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.foreign.archive.tree import mapped
@@ -75,7 +75,7 @@ class TorchFiles(Format):
     def __post_init__(self) -> None:
         check_one_of("key_by", self.key_by, ("id", "name"), CheckpointError)
         if self.for_fairscale and self.key_by == "name":
-            raise CheckpointError("fairscale's full dict calls parameters by id: leave key_by out")
+            raise wrong_use("fairscale's full dict calls parameters by id: leave key_by out")
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.storage.base import MOST_DEPTH, MOST_FILES, Opened, check_inside, check_name
 from fsdp_optim.storage.posix.files import close_each, close_quietly, read_into
 
@@ -39,7 +39,7 @@ class OpenFolder(Opened):
         try:
             self._fd = os.open(path, _FOLDER)
         except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{path}: there is no such folder, so no checkpoint") from None
+            raise wrong_use(f"{path}: there is no such folder, so no checkpoint") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
 

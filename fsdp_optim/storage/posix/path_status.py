@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError, causes_of
+from fsdp_optim.errors import CheckpointError, causes_of, wrong_use
 from fsdp_optim.storage.base import (
     NOT_THERE,
     CheckpointProbe,
@@ -165,7 +165,7 @@ def is_root(path: Path) -> bool:
             "fsdp_optim.load reads one file"
         )
     if not path.parent.is_dir():
-        raise CheckpointError(
+        raise wrong_use(
             f"{path}: is not there, and the folder that it would be in, {path.parent}, is not there either: correct the path; "
             "for a run that begins, make that folder first"
         )
@@ -179,9 +179,9 @@ def check_free(path: Path, probe: CheckpointProbe[Any], *, overwrite: bool, fill
     if not is_there(path) or is_empty_folder(path):
         return
     if not overwrite:
-        raise CheckpointError(f"{path}: exists already: save to another path, or give overwrite=True")
+        raise wrong_use(f"{path}: exists already: save to another path, or give overwrite=True")
     if not (filled and path.is_dir()) and not _is_checkpoint(path, probe):
-        raise CheckpointError(
+        raise wrong_use(
             f"{path}: is not a checkpoint, so overwrite=True does not replace it: remove it, or save to another path"
         )
 

@@ -1,0 +1,28 @@
+"""`fsdp-optim latest`: the newest complete checkpoint in a folder, or under a URL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from fsdp_optim.cli.options import json_option, storage_options
+from fsdp_optim.cli.output import print_json
+from fsdp_optim.errors import wrong_use
+
+
+@click.command("latest")
+@click.argument("root")
+@json_option
+@storage_options
+def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) -> None:
+    """Print the path of the newest complete checkpoint in the folder ROOT: the one that a resume loads."""
+    from fsdp_optim import api
+
+    newest = api.latest(root, storage_options=storage_options)
+    if newest is None:
+        raise wrong_use(f"{root}: has no complete checkpoint")
+    if as_json:
+        print_json({"path": newest})
+    else:
+        click.echo(str(newest))

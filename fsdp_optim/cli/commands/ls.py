@@ -1,0 +1,69 @@
+"""`fsdp-optim ls`: the checkpoints in a folder, or under a URL."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fsdp_optim.cli.options import json_option, storage_options
+from fsdp_optim.cli.output import plain, print_json, print_table
+from fsdp_optim.cli.roots import name_of, reason_of
+from fsdp_optim.cli.units import aged, sized
+from fsdp_optim.errors import wrong_use
+
+if TYPE_CHECKING:
+    from fsdp_optim.api import CheckpointInfo
+
+_COLUMNS = ("name", "step", "age", "size", "ranks", "metric", "state")
+_SAVING = ".saving-"
+
+
+@click.command("ls")
+@click.argument("root")
+@json_option
+@storage_options
+def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) -> None:
+    """List the checkpoints in the folder ROOT, the newest first, with damaged and unfinished ones.
+
+    The state says whether all files are there in their sizes; `fsdp-optim verify ROOT` compares their bytes.
+    """
+    from fsdp_optim import api
+
+    infos = api.checkpoints(root, storage_options=storage_options)
+    unfinished = _unfinished_in(root)
+    if not infos and not unfinished:
+        raise wrong_use(f"{root}: has no checkpoints, or is not there")
+    if as_json:
+        listed = [{**plain(info), "state": _state(info)} for info in infos]
+        print_json({"root": root, "checkpoints": listed, "unfinished": unfinished})
+        return
+    now = time.time()
+    rows = [[*_columns(info, now), _state(info)] for info in infos]
+    rows += [[name, "", "", "", "", "", "unfinished: a save writes it, or died there"] for name in unfinished]
+    print_table(_COLUMNS, rows, right=("step", "age", "size", "ranks", "metric"))
+
+
+def _columns(info: CheckpointInfo, now: float) -> list[str]:
+    return [
+        name_of(info),
+        str(info.step) if info.step is not None else "",
+        aged(now - info.saved_at) if info.saved_at is not None else "",
+        sized(info.nbytes) if info.nbytes else "",
+        str(info.world_size or ""),
+        f"{info.metric:.6g}" if info.metric is not None else "",
+    ]
+
+
+def _state(info: CheckpointInfo) -> str:
+    return "ok" if info.complete else f"damaged: {reason_of(info)}"
+
+
+def _unfinished_in(root: str) -> list[str]:
+    """Return the names of folders that saves write now, or have left when they died. A URL shows none."""
+    from fsdp_optim.plugins import folders_in, is_reserved, is_url
+
+    if is_url(root):
+        return []
+    return sorted(name for name in folders_in(root) if _SAVING in name and is_reserved(name))
