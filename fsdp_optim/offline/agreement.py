@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +32,7 @@ class Contents:
         plain: the values of the state that are not in files, or are a number for each parameter.
         groups: the hyperparameters by the words that a result has for them.
         classes: the class of the optimizer, or of each group's; empty where it is unknown.
+        aliases: other names of weights, each with the name under which the elements are stored.
     """
 
     where: str
@@ -41,6 +42,7 @@ class Contents:
     plain: Mapping[Name, Any] = field(default_factory=dict, repr=False)
     groups: Mapping[str, Any] = field(default_factory=dict, repr=False)
     classes: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, checkpoint: Reader, source: NamedSource, *, allow_pickle: bool) -> Contents:
@@ -50,7 +52,7 @@ class Contents:
         keys: dict[Name, Key] = {(fqn, None): (False, fqn, "") for fqn in index.weights}
         averaged = {name for name, tensor in tensors.items() if is_averaged(dtype_named(tensor.dtype))}
         if index.optim is None:
-            return cls(index.where, tensors, keys, frozenset(averaged))
+            return cls(index.where, tensors, keys, frozenset(averaged), aliases=index.aliases)
         full = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS).full
         key_of = {value.stored_name: value.key for value in source.optim}
         kinds = full.get("kinds", {})
@@ -81,7 +83,19 @@ class Contents:
             plain,
             groups=_groups_of(full),
             classes=(classes,) if isinstance(classes, str) else tuple(classes),
+            aliases=index.aliases,
         )
+
+    def with_names_of(self, last: Contents) -> Contents:
+        """Return the same, with the elements of tied weights under each of their names that `last` has stored."""
+        stored_as = {
+            (alias, None): (fqn, None)
+            for alias, fqn in self.aliases.items()
+            if (alias, None) in last.tensors and (alias, None) not in self.tensors and (fqn, None) in self.tensors
+        }
+        tensors = {**self.tensors, **{name: self.tensors[stored] for name, stored in stored_as.items()}}
+        averaged = self.averaged | {name for name, stored in stored_as.items() if stored in self.averaged}
+        return replace(self, tensors=tensors, averaged=averaged) if stored_as else self
 
 
 def _groups_of(full: Mapping[str, Any]) -> dict[str, Any]:

@@ -184,6 +184,26 @@ class AverageTest(SharedFolder):
             tensors = [model.state_dict()[name] for model in models]
             check_same(name, got[name], averaged(tensors, [1, 2, 1, 1]))
 
+    def test_tied_weights(self) -> None:
+        """One source has them once, with another name; the last one has them twice."""
+        models = [Linears(seed) for seed in range(2)]
+        tied = nn.ModuleDict({"first": models[0].first, "again": models[0].first})
+        paths = [save(self.folder / "tied", tied), self.folder / "last.safetensors"]
+        self.assertEqual(
+            fsdp_optim.inspect(paths[0]).aliases, {"again.weight": "first.weight", "again.bias": "first.bias"}
+        )
+        last = {
+            f"{name}.{part}": torch.randn_like(value)
+            for name in tied
+            for part, value in models[1].first.state_dict().items()
+        }
+        save_file(last, paths[1])
+        self.average(paths)
+        got = load_file(self.folder / "average" / "model.safetensors")
+        for name, value in last.items():
+            before = models[0].first.state_dict()[name.partition(".")[2]]
+            check_same(name, got[name], averaged([before, value], [1, 1]))
+
     def test_moments(self) -> None:
         """Moments are averaged; steps, the groups and the trainer's values are the last one's, and what differs is named."""
         runs = [trained(0), trained(1, 3), trained(2)]
