@@ -1,7 +1,9 @@
-"""Work on checkpoints without a model: convert, verify, inspect, copy, diagnose; and prune a folder of them.
+"""Work on checkpoints without a model: convert, verify, inspect, average, copy, diagnose; and prune a folder of them.
 
 convert.py, convert_file.py, source_contents.py    a checkpoint written again, in another format or other files
-copy_ranges.py, workers.py                         byte ranges of the new files, copied by several threads in bounded memory
+new_files.py, copy_ranges.py, workers.py           the new files, by ranges of bytes, copied by several threads in bounded memory
+unit_sources.py                                    where the elements of these ranges come from
+averaging.py, agreement.py, blending.py            one new checkpoint with the averages of several
 verifying.py, inspecting.py, inspect_page.py       read every byte, or no elements; a page about the bytes
 named_values.py, slices.py                         all values of a checkpoint by name, and parts of them
 element_windows.py, element_numbers.py             their elements in windows, and figures about these

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +30,9 @@ class Contents:
         tensors: all weights, and those values of the state that are in files.
         averaged: the names of those that are averaged, as far as this checkpoint says.
         plain: the values of the state that are not in files, or are a number for each parameter.
-        groups: the hyperparameters, and the class of the optimizer, by the words that a result has for them.
+        groups: the hyperparameters by the words that a result has for them.
+        classes: the class of the optimizer, or of each group's; empty where it is unknown.
+        aliases: other names of weights, each with the name under which the elements are stored.
     """
 
     where: str
@@ -39,6 +41,8 @@ class Contents:
     averaged: frozenset[Name]
     plain: Mapping[Name, Any] = field(default_factory=dict, repr=False)
     groups: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    classes: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, checkpoint: Reader, source: NamedSource, *, allow_pickle: bool) -> Contents:
@@ -48,7 +52,7 @@ class Contents:
         keys: dict[Name, Key] = {(fqn, None): (False, fqn, "") for fqn in index.weights}
         averaged = {name for name, tensor in tensors.items() if is_averaged(dtype_named(tensor.dtype))}
         if index.optim is None:
-            return cls(index.where, tensors, keys, frozenset(averaged))
+            return cls(index.where, tensors, keys, frozenset(averaged), aliases=index.aliases)
         full = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS).full
         key_of = {value.stored_name: value.key for value in source.optim}
         kinds = full.get("kinds", {})
@@ -70,12 +74,33 @@ class Contents:
                         averaged.add((fqn, name))
         read = [source.stored[key_of[tensor.key]] for tensor in scalars.values()]
         plain.update(zip(scalars, read_constants(checkpoint, read), strict=True))
-        return cls(index.where, tensors, keys, frozenset(averaged), plain, _groups_of(full))
+        classes = full.get("optimizer_class") or ()
+        return cls(
+            index.where,
+            tensors,
+            keys,
+            frozenset(averaged),
+            plain,
+            groups=_groups_of(full),
+            classes=(classes,) if isinstance(classes, str) else tuple(classes),
+            aliases=index.aliases,
+        )
+
+    def with_names_of(self, last: Contents) -> Contents:
+        """Return the same, with the elements of tied weights under each of their names that `last` has stored."""
+        stored_as = {
+            (alias, None): (fqn, None)
+            for alias, fqn in self.aliases.items()
+            if (alias, None) in last.tensors and (alias, None) not in self.tensors and (fqn, None) in self.tensors
+        }
+        tensors = {**self.tensors, **{name: self.tensors[stored] for name, stored in stored_as.items()}}
+        averaged = self.averaged | {name for name, stored in stored_as.items() if stored in self.averaged}
+        return replace(self, tensors=tensors, averaged=averaged) if stored_as else self
 
 
 def _groups_of(full: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters by the words that a result has for them."""
-    groups: dict[str, Any] = {"the optimizer's class": full.get("optimizer_class")}
+    groups: dict[str, Any] = {}
     for index, group in enumerate(full["param_groups"]):
         for name, value in group.items():
             groups[f"{name} of param group {index}"] = value
@@ -143,6 +168,8 @@ def differing_plain(all_contents: Sequence[Contents]) -> set[str]:
             both = name in last.groups and name in other.groups
             if not both or not _are_equal(last.groups[name], other.groups[name]):
                 differing.add(name)
+        if other.classes and last.classes and other.classes != last.classes:
+            differing.add("the optimizer's class")
     return differing
 
 

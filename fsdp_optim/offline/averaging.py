@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fsdp_optim.arguments import check_one_of, is_integer
@@ -93,12 +93,14 @@ class _Average:
         """Compare the checkpoints, and write the new one. Nothing is written where they do not fit together."""
         named = [self._named(reader) for reader in self.readers]
         pairs = zip(self.readers, named, strict=True)
-        contents = [Contents.of(*pair, allow_pickle=self.options.allow_pickle) for pair in pairs]
+        read = [Contents.of(*pair, allow_pickle=self.options.allow_pickle) for pair in pairs]
+        contents = [content.with_names_of(read[-1]) for content in read]
         check_agreement(contents)
         writer = OURS.writer()
         transcript = named[-1].contents(writer, allow_pickle=self.options.allow_pickle)
         source = self._source(contents, transcript)
-        new = NewFiles.of(self.group, self.readers[-1], transcript, OURS, self.options, writer=writer, source=source)
+        files = NewFiles.of(self.group, self.readers[-1], transcript, OURS, self.options, writer=writer, source=source)
+        new = replace(files, doing="averaging")
         identities = [reader.index.identity for reader in self.readers]
         if not all_equal(self.group, "read", f"{identities} {new.compared}".encode()):
             raise StateError(

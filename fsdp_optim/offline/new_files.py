@@ -76,6 +76,7 @@ class NewFiles:
         checkpoint: the source, whose facts the new checkpoint gets.
         transcript: its contents.
         source: where the elements come from.
+        doing: what a bar of progress calls this.
     """
 
     group: RankGroup
@@ -86,6 +87,7 @@ class NewFiles:
     format: WrittenFormat
     options: ConvertArguments
     files: tuple[File, ...]
+    doing: str = "converting"
 
     @classmethod
     def of(
@@ -145,7 +147,7 @@ class NewFiles:
         begun = self._begin(target)
         job = self._job(begun)
         total = sum(file.plan.nbytes_of_data for file in self.files)
-        progress = Progress(self.options.progress, "converting", total, shown=self.leads)
+        progress = Progress(self.options.progress, self.doing, total, shown=self.leads)
         with abandoned_on_failure(job), progress:
             share, failure = self._share(job, begun, progress), Failure()
             with failure:

@@ -28,6 +28,8 @@ ITEM_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16":
 ITEM_SIZES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
 TORCH_DTYPES = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "F16": torch.float16}
 TORCH_DTYPES |= {"BF16": torch.bfloat16, "I32": torch.int32, "F32": torch.float32, "I64": torch.int64}
+ITEM_SIZES |= {"F8_E4M3": 1, "F8_E5M2": 1, "C64": 8}
+TORCH_DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64}
 TORCH_DTYPES |= {"F64": torch.float64}
 
 
