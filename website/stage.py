@@ -1,8 +1,9 @@
 """The pages of the site, made of the files that GitHub shows: README.md is the first page, docs/ has most of the others.
 
 Links there lead to files of the repository. Those to pages lead to pages of the site, and all others to the repository on the
-web. What a code block says to the tests (```python ranks=2) is left out. A link to no file is found here; the strict mode of the
-generator finds headings that are not there.
+web. What a code block says to the tests (```python ranks=2) is left out;
+where it begins in the middle of a program (given=...), the beginning from website/preludes/ follows it, folded. A link to no
+file is found here; the strict mode of the generator finds headings that are not there.
 """
 
 from __future__ import annotations
@@ -56,6 +57,16 @@ def moved(target: str, source: str, root: Path, web: str) -> str | None:
     return posixpath.relpath(page, posixpath.dirname(here) or ".") + mark + anchor
 
 
+def prelude(given: str, root: Path) -> list[str]:
+    """What a block begins with that says `given=...`, folded; nothing where that is no program of its own."""
+    file = root / "website" / "preludes" / f"{given}.py"
+    if not given or not file.exists():
+        return []
+    code = file.read_text().rstrip().splitlines()
+    head = ["<details markdown>", "<summary>What these lines begin with</summary>"]
+    return ["", *head, "", "```python", *code, "```", "", "</details>"]
+
+
 def for_the_site(text: str, source: str, root: Path, web: str) -> tuple[str, list[str]]:
     """The Markdown of a page of the site, and its faults."""
     faults: list[str] = []
@@ -69,18 +80,21 @@ def for_the_site(text: str, source: str, root: Path, web: str) -> tuple[str, lis
             faults.append(f"{source}: the link {target} leads to no file")
         return (match["before"] or match["attr"]) + (place or target)
 
-    lines, marks = [], None
+    lines, marks, given, shown = [], None, "", set[str]()
     for line in text.splitlines():
         fence = FENCE.match(line)
+        after: list[str] = []
         if marks is None and fence:
-            marks = fence["marks"]
+            marks, given = fence["marks"], fence["info"].partition(" given=")[2].strip()
             line = fence["indent"] + marks + (fence["info"].split() or [""])[0]
         elif marks is not None:
             if fence and fence["marks"] == marks and not fence["info"].strip():
                 marks = None
+                after = [] if given in shown else prelude(given, root)
+                shown.add(given)
         else:
             line = LINK.sub(link, line)
-        lines.append(line)
+        lines += [line, *after]
     return "\n".join(lines) + "\n", faults
 
 

@@ -22,6 +22,9 @@ from parameterized import parameterized
 
 pytest.importorskip("matplotlib")
 
+from PIL import Image
+
+from demo import film
 from demo.__main__ import main, report_failures
 from demo.compare import LOSS_TOLERANCE, Comparison, compare
 from demo.data import Text
@@ -157,3 +160,42 @@ def test_the_resume_point_lies_inside_the_run(tmp_path: Path) -> None:
     status, _, err = run_demo(tmp_path, "--steps", "3", "--save-after", "3")
     assert status == 2
     assert "--save-after must lie between 0 and --steps 3, not 3" in err
+
+
+def test_the_film_shows_what_was_printed(tmp_path: Path) -> None:
+    """Frames of runs that are made up: their colours, and how long each is shown."""
+    whole = film.Leg(4, [f"step {step}  loss {1 / step:.6f}" for step in range(1, 61)])
+    first = film.Leg(4, whole.lines[:34])
+    second = film.Leg(3, ["resumed from step 30 on 3 ranks (saved by 4)", *whole.lines[30:]])
+    assert min(second.losses()) == 31
+    assert second.losses()[40] == pytest.approx(1 / 40, abs=1e-6)
+    film.draw(tmp_path / "film.gif", [first, second], whole)
+    with Image.open(tmp_path / "film.gif") as made:
+        frames = []
+        for number in range(made.n_frames):
+            made.seek(number)
+            frames.append(made.convert("RGB"))
+    counted = [
+        {name: sum(pixel == to_rgb255(name) for pixel in pixels(frame)) for name in film.COLOURS.values()}
+        for frame in frames
+    ]
+    assert counted[0][film.COLOURS[4]] == counted[0][film.COLOURS[3]] == 0  # the command alone
+    assert counted[-1][film.COLOURS[3]] > 100
+    assert counted[-1][film.COLOURS[4]] > 50
+
+
+def to_rgb255(name: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(name.removeprefix("#")))
+
+
+def pixels(frame: Image.Image) -> list[tuple[int, ...]]:
+    data = frame.tobytes()
+    return [tuple(data[at : at + 3]) for at in range(0, len(data), 3)]
+
+
+def test_the_picture_of_the_first_page_is_small_and_moves() -> None:
+    file = ROOT / "docs" / "demo.gif"
+    assert f"(docs/{file.name})" in (ROOT / "README.md").read_text()
+    assert file.stat().st_size < 400_000
+    with Image.open(file) as picture:
+        assert picture.n_frames > 20

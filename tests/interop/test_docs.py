@@ -2,7 +2,8 @@
 
 The word after the language decides: "```python" is compiled, "```python run" is run in one process, and
 "```python ranks=2" is run on each of two ranks, where fairscale works on CPU. All in an empty folder. One that begins in the
-middle of a program says what is there already: "```python ranks=2 given=FSDP2" finds the names that `GIVEN` makes. Where it has
+middle of a program says what is there already: "```python ranks=2 given=FSDP2" finds the names that `GIVEN` makes:
+by a program of website/preludes/, which the site shows, or by the tests' kit. Where it has
 gathered what was trained and loaded that again, the optimizers that it was given must be as they were, bit for bit.
 """
 
@@ -13,6 +14,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from kit.groups import with_experts
 from kit.local_parts import local_of
 from kit.slices import TrainedSlices
 from kit.stages import TrainedStages
-from kit.trained import Oracle, Trained
+from kit.trained import Trained
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -34,6 +36,7 @@ import fsdp_optim
 from fsdp_optim.testing import RanksFailed, fairscale_on_cpu, run_on_ranks
 
 ROOT = Path(__file__).parents[2]
+PRELUDES = ROOT / "website" / "preludes"
 BLOCK = re.compile(r"^```python *(?P<how>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -53,48 +56,9 @@ def trained(wrapper: str) -> dict[str, Any]:
     return {"model": one.model, "fsdp": one.model, "stage": one.model, "optim": one.optim}
 
 
-def with_torchs_own(wrapper: str) -> dict[str, Any]:
-    from torch.distributed.checkpoint import state_dict
-    from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, StateDictType
-
-    theirs = ("StateDictOptions", "get_optimizer_state_dict", "set_optimizer_state_dict")
-    names = {"FSDP": FullyShardedDataParallel, "StateDictType": StateDictType}
-    names |= {
-        "FullOptimStateDictConfig": FullOptimStateDictConfig,
-        **{name: getattr(state_dict, name) for name in theirs},
-    }
-    return {**trained(wrapper), **names}
-
-
-def fairscales_own() -> dict[str, Any]:
-    from fairscale.nn import FullyShardedDataParallel
-
-    fsdp = FullyShardedDataParallel(torch.nn.Linear(5, 3))
-    optim = torch.optim.Adam(fsdp.parameters())
-    fsdp(torch.ones(2, 5)).sum().backward()
-    optim.step()
-    return {"fsdp": fsdp, "optim": optim}
-
-
-def two_optimizers() -> dict[str, Any]:
-    model = trained("FSDP2")["model"]
-    params = list(model.parameters())
-    optims = [torch.optim.SGD(params[:4], lr=0.1, momentum=0.9), torch.optim.Adam(params[4:])]
-    for param in params:
-        param.grad = param.detach().clone()
-    for optim in optims:
-        optim.step()
-    return {"model": model, "optim_a": optims[0], "optim_b": optims[1]}
-
-
 def experts() -> dict[str, Any]:
     model, optim, _ = with_experts([dist.get_rank()])
     return {"model": model, "optim": optim}
-
-
-def full_of_adamw() -> dict[str, Any]:
-    one = Trained("FSDP2", torch.optim.Adam)
-    return {"model": one.model, "adam": one.optim, "full_of_adamw": Oracle(torch.optim.AdamW).full()}
 
 
 def slices() -> dict[str, Any]:
@@ -107,11 +71,6 @@ def stages() -> dict[str, Any]:
     rank = dist.get_rank()
     one = TrainedStages([rank, rank + 2], 4, 2, each=True)
     return {"stages": one.model, "optims": one.optim}
-
-
-def trainer() -> dict[str, Any]:
-    given = trained("FSDP2")
-    return {**given, "sched": torch.optim.lr_scheduler.StepLR(given["optim"], 3)}
 
 
 def of_deepspeed() -> dict[str, Any]:
@@ -130,20 +89,20 @@ def of_deepspeed() -> dict[str, Any]:
     return {"model": model, "optim": optim}
 
 
+def of_prelude(name: str) -> dict[str, Any]:
+    """What a program of website/preludes/ makes, which the site shows beside the block."""
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile((PRELUDES / f"{name}.py").read_text(), name, "exec"), names)
+    return names
+
+
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "FSDP1": lambda: with_torchs_own("FSDP1 flat"),
-    "FSDP2": lambda: with_torchs_own("FSDP2"),
     "deepspeed": of_deepspeed,
     "experts": experts,
-    "fairscale": lambda: trained("fairscale flat"),
-    "fairscales-own": fairscales_own,
-    "full": lambda: {**trained("FSDP2"), "full": Oracle().full()},
-    "full-of-adamw": full_of_adamw,
     "slices": slices,
     "stage": lambda: trained("plain"),
     "stages": stages,
-    "trainer": trainer,
-    "two-optimizers": two_optimizers,
+    **{file.stem: partial(of_prelude, file.stem) for file in PRELUDES.glob("*.py")},
 }
 
 

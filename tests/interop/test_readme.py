@@ -14,6 +14,7 @@ import time
 import unittest
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +22,7 @@ import pytest
 import torch
 from kit.checkpoints import InFolder
 from kit.folders import at
-from kit.forked import WITHOUT_FAIRSCALE, start_ranks
+from kit.forked import WITHOUT_FAIRSCALE, Started, start_ranks
 
 import fsdp_optim
 
@@ -96,17 +97,18 @@ class ProgramTest(InFolder):
         with at(self.root):
             ranks = start_ranks(2, self.root / "train.py", preload=WITHOUT_FAIRSCALE, hidden=["fairscale"])
             try:
-                self.wait_for(step=20, world_size=2, alive=lambda: True)
+                self.wait_for(step=20, world_size=2, alive=partial(all_live, ranks))
             finally:
-                for rank in ranks:
+                for rank in filter(is_live, ranks):
                     os.kill(rank.pid, signal.SIGKILL)
             before = [rank.wait() for rank in ranks]
             self.assertEqual([rank.returncode for rank in before], [-signal.SIGKILL] * 2)
             ranks = start_ranks(3, self.root / "train.py", preload=WITHOUT_FAIRSCALE, hidden=["fairscale"])
             try:
-                self.wait_for(step=30, world_size=3, alive=lambda: True)
+                self.wait_for(step=30, world_size=3, alive=partial(all_live, ranks))
             finally:
-                os.kill(ranks[1].pid, signal.SIGTERM)
+                for rank in filter(is_live, ranks[1:2]):
+                    os.kill(rank.pid, signal.SIGTERM)
             after = [rank.wait() for rank in ranks]
         self.assertEqual([rank.returncode for rank in after], [0] * 3, after[0].stderr)
         self.assertEqual([rank.stdout for rank in (*before[1:], *after[1:])], [""] * 3)
@@ -144,6 +146,16 @@ class ProgramTest(InFolder):
         self.assertLessEqual(len([line for line in code if "manager" in line or "fsdp_optim" in line]), 8)
         self.assertLessEqual(len(code), 31)
         self.assertLessEqual(max(map(len, code)), 100)  # what a screen shows of a block without scrolling
+
+
+def is_live(rank: Started) -> bool:
+    """Whether a process has not ended."""
+    return Path(f"/proc/{rank.pid}").exists()
+
+
+def all_live(ranks: list[Started]) -> bool:
+    """Whether no rank has ended."""
+    return all(map(is_live, ranks))
 
 
 def children_of(pid: int) -> list[int]:

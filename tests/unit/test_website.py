@@ -171,6 +171,14 @@ class TestPages(unittest.TestCase):
             ("code", "README.md", "`[x](docs/b.md)`", "`[x](docs/b.md)`"),
             ("block", "README.md", "```python ranks=2\n[x](docs/b.md)\n```", "```python\n[x](docs/b.md)\n```"),
             ("longer block", "README.md", "````md\n```python run\n```\n````", "````md\n```python run\n```\n````"),
+            (
+                "block in the middle",
+                "docs/a.md",
+                "```python ranks=2 given=X\nx\n```\n```python ranks=2 given=X\ny\n```",
+                "```python\nx\n```\n\n<details markdown>\n<summary>What these lines begin with</summary>\n\n```python\n"
+                "x = 1\n```\n\n</details>\n```python\ny\n```",
+            ),
+            ("block of the kit", "docs/a.md", "```python ranks=2 given=Y\nx\n```", "```python\nx\n```"),
             ("after a block", "README.md", "```sh\nx\n```\n[x](docs/b.md)", "```sh\nx\n```\n[x](b.md)"),
         ]
     )
@@ -190,6 +198,8 @@ class TestPages(unittest.TestCase):
             for file in ("README.md", "docs/a.md", "docs/b.md", "docs/c.svg", "docs/deep/d.md", "src/one.py"):
                 (root / file).parent.mkdir(parents=True, exist_ok=True)
                 (root / file).touch()
+            (root / "website" / "preludes").mkdir(parents=True)
+            (root / "website" / "preludes" / "X.py").write_text("x = 1\n")
             return stage.for_the_site(text, source, root, "https://web")
 
     def test_every_page_of_the_docs_is_on_the_site_and_in_its_contents(self):

@@ -1,0 +1,17 @@
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import fsdp_optim
+
+if not dist.is_initialized():  # under torchrun
+    dist.init_process_group()
+rank, path = dist.get_rank(), "optim.pt"
+torch.manual_seed(0)  # the same weights on all ranks
+model = torch.nn.Sequential(torch.nn.Linear(8, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+for layer in (model[0], model[2], model):
+    fully_shard(layer)
+optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model(torch.randn(4, 8)).sum().backward()
+optim.step()
