@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_optim.boundary import public
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, Model
@@ -16,6 +17,7 @@ from fsdp_optim.storage.posix.files import checkpoint_errors
 _CONVERT = ConvertOptions()
 
 
+@public
 @ordinary_tensors()
 def convert(
     src: str | os.PathLike[str],
@@ -68,6 +70,7 @@ def convert(
         return saved
 
 
+@public
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -101,6 +104,7 @@ def verify(
         return verified
 
 
+@public
 def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> CheckpointSummary:
     """Describe a checkpoint of any format that `load` reads: tensors by name, with dtypes, shapes and bytes, and the optimizer.
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.load import restore
@@ -27,6 +28,7 @@ from fsdp_optim.verbs.load_state import LoadableOptimizer
 _SAVE, _LOAD = SaveOptions(), LoadOptions()
 
 
+@public
 @ordinary_tensors()
 def save(
     path: str | os.PathLike[str],
@@ -79,6 +81,7 @@ def save(
         return saving.save(path, model, optim, arguments)
 
 
+@public
 @ordinary_tensors()
 def async_save(
     path: str | os.PathLike[str],
@@ -109,6 +112,7 @@ def async_save(
         return background.async_save(path, model, optim, arguments)
 
 
+@public
 @ordinary_tensors()
 def load(
     path: str | os.PathLike[str],

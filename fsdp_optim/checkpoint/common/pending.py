@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fsdp_optim.boundary import public
 from fsdp_optim.errors import CheckpointError, RankTimeoutError, StateError
 from fsdp_optim.results import SaveResult
 
@@ -43,6 +44,7 @@ class SaveHandle:
         """Return whether the save is over, successfully or not."""
         return not self._thread.is_alive()
 
+    @public
     def wait(self, timeout: float | None = None) -> SaveResult:
         """Wait until the checkpoint is there. Raises the error of any rank.
 
@@ -60,6 +62,7 @@ class SaveHandle:
             raise CheckpointError(f"{self.path}: the save ended without a result")
         return self._saved
 
+    @public
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end of the save, successful or not.
 

@@ -82,7 +82,7 @@ def async_save(
     owner = managed.known if managed is not None else None
     stall = time.monotonic() - begun
     handle = SaveHandle(
-        job.path, lambda: _write(job, writer, snapshot, completion, stall), logs_waits=job.leads, owner=owner
+        job.path, lambda: _write(job, writer, snapshot, stall, completion), logs_waits=job.leads, owner=owner
     )
     try:
         pending.begin(handle)
@@ -94,7 +94,7 @@ def async_save(
     return handle
 
 
-def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Completion, stall: float) -> SaveResult:
+def _write(job: Job, writer: RankWriter, snapshot: Snapshot, stall: float, completion: Completion) -> SaveResult:
     """Write this rank's part in the background, and wait for the end of the save. `stall`: the seconds that training waited."""
     seconds: list[float] = []
     with closing(completion):
