@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_optim.boundary import public
+from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, Model
@@ -60,7 +61,7 @@ def convert(
         CheckpointError: the source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.
         StateError: the source has ids without names, and neither `param_names` nor `model` is given; or the ranks differ.
     """
-    with checkpoint_errors(dst):
+    with of_one_checkpoint(src, options), checkpoint_errors(dst):
         arguments = named(CONVERT_ARGUMENTS).of(
             options,
             format=format,
@@ -97,7 +98,7 @@ def verify(
     Raises:
         CheckpointError: the checkpoint is damaged. The message names all places with damage, the first twenty if there are more.
     """
-    with checkpoint_errors(path):
+    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
         verified: VerifyResult = named(VERIFY)(
             path, bucket_nbytes=bucket_nbytes, progress=progress, storage_options=storage_options
         )
@@ -120,6 +121,6 @@ def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or unknown.
     """
-    with checkpoint_errors(path):
+    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
         inspected: CheckpointSummary = named(INSPECT)(path, storage_options)
         return inspected

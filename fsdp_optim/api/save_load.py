@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_optim.boundary import public
+from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.load import restore
@@ -155,6 +156,6 @@ def load(
         StateError: the model or the optimizer differs, and the message lists the differences; or the optimizer's own
             `load_state_dict`, or the `load_state_dict` of an object in `state`, refuses the state.
     """
-    with checkpoint_errors(path):
+    with of_one_checkpoint(path, options), checkpoint_errors(path):
         arguments = LoadArguments.of(options, state, strict=strict, weights=weights)
         return restore.restore(path, model, optim, arguments)

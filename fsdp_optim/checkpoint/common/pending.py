@@ -40,6 +40,10 @@ class SaveHandle:
         # A daemon thread, because the interpreter joins other threads before it runs `settle` at exit, which reports errors.
         self._thread = threading.Thread(target=self._run, name=f"fsdp_optim: {path}", daemon=True)
 
+    def __repr__(self) -> str:
+        state = "failed" if self.has_failed else "saved" if self.done() and self._saved is not None else "saving"
+        return f"SaveHandle(path={str(self.path)!r}, state={state!r})"
+
     def done(self) -> bool:
         """Return whether the save is over, successfully or not."""
         return not self._thread.is_alive()

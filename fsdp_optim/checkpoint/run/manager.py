@@ -186,6 +186,9 @@ class CheckpointManager:
         """Wait as `wait` does, and put the previous signal handlers back, also if an error is raised. May be called again."""
         self._run.close()
 
+    def __repr__(self) -> str:
+        return repr(self._run)
+
     def __enter__(self) -> CheckpointManager:
         return self
 
