@@ -39,8 +39,9 @@ class OpenFolder(Opened):
             self._fd = os.open(path, _FOLDER)
         except (FileNotFoundError, NotADirectoryError) as error:
             if isinstance(error, NotADirectoryError) and path.is_file():
-                text = "is a file, and of no format that is known: a checkpoint of this library is a folder"
-                raise CheckpointError(f"{path}: {text}") from None
+                raise CheckpointError(
+                    f"{path}: is a file, and of no format that is known: a checkpoint of this library is a folder"
+                ) from None
             raise CheckpointError(f"{path}: there is no such folder, so no checkpoint") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
