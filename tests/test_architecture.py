@@ -53,6 +53,7 @@ state:
 storage:
 wire:
 arguments: errors
+boundary: errors
 differences: errors results
 elements: errors
 layout: errors
@@ -87,7 +88,7 @@ foreign.torch: arguments errors foreign foreign.archive foreign.hugging_face for
     options registry storage.base
 verbs: adapters arguments dtensors elements errors layout memory move options results speed state.dicts
     state.live state.merged state.values transport view
-checkpoint.common: adapters arguments elements errors formats.base formats.own layout memory move options plan
+checkpoint.common: adapters arguments boundary elements errors formats.base formats.own layout memory move options plan
     registry results speed state.dicts state.live state.merged state.values storage.base storage.posix transport
     verbs view
 foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
@@ -99,14 +100,14 @@ checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layou
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
     move options plan results saying speed state.live storage.base storage.posix transport verbs wire
-checkpoint.run: arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
+checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
     formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
     storage.posix transport wire
 offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
     foreign.archive foreign.torch formats.base formats.own layout memory move options plan registry results state.dicts state.live
     state.values storage.base storage.posix transport wire
-api: adapters checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
+api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
     differences formats.base memory options registry results state.dicts state.live storage.posix transport verbs
 plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors foreign.dcp foreign.per_rank
     foreign.torch formats.base formats.own layout memory options registry state.live storage.base storage.posix

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.catalog import listing, roots
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
@@ -28,6 +29,7 @@ from fsdp_optim.verbs.load_state import LoadableOptimizer
 _LOAD = LoadOptions()
 
 
+@public
 @ordinary_tensors()
 def resume(
     root: str | os.PathLike[str],
@@ -63,6 +65,7 @@ def resume(
         return resuming.resume(root, model, optim, arguments)
 
 
+@public
 def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Path | str | None:
     """Return the newest complete checkpoint in a folder of checkpoints, or under a URL; None where there is none.
 
@@ -90,6 +93,7 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
         return newest if newest is None or scheme_of(root) is not None else Path(newest)
 
 
+@public
 def checkpoints(
     root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[CheckpointInfo]:
@@ -116,6 +120,7 @@ def checkpoints(
         return listed
 
 
+@public
 def wait_for_saves(timeout: float | None = None) -> None:
     """Wait for the background save or upload of this process, if there is any. No communication.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint import model_dict
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.memory import ordinary_tensors
@@ -14,6 +15,7 @@ from fsdp_optim.results import Incompatible
 _CALL = CallOptions()
 
 
+@public
 @ordinary_tensors()
 def gather_full_model_state_dict(
     model: Model,
@@ -45,6 +47,7 @@ def gather_full_model_state_dict(
     return model_dict.gather_model(model, arguments)
 
 
+@public
 @ordinary_tensors()
 def scatter_full_model_state_dict(
     model: Model,

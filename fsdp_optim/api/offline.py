@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from fsdp_optim.boundary import public
+from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.checkpoint.catalog.thinning import thin as thin_checkpoint
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
@@ -26,6 +28,7 @@ from fsdp_optim.storage.posix.files import checkpoint_errors
 _CONVERT = ConvertOptions()
 
 
+@public
 @ordinary_tensors()
 def convert(
     src: str | os.PathLike[str],
@@ -68,7 +71,7 @@ def convert(
         CheckpointError: the source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.
         StateError: the source has ids without names, and neither `param_names` nor `model` is given; or the ranks differ.
     """
-    with checkpoint_errors(dst):
+    with of_one_checkpoint(src, options), checkpoint_errors(dst):
         arguments = named(CONVERT_ARGUMENTS).of(
             options,
             format=format,
@@ -78,6 +81,7 @@ def convert(
         return saved
 
 
+@public
 @ordinary_tensors()
 def average(
     sources: Sequence[str | os.PathLike[str]],
@@ -117,6 +121,7 @@ def average(
         return averaged
 
 
+@public
 def thin(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> ThinResult:
     """Remove the optimizer of a checkpoint of this library, in place. The weights stay valid and verified. No communication.
 
@@ -136,6 +141,7 @@ def thin(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
         return thin_checkpoint(path, storage_options)
 
 
+@public
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -162,13 +168,14 @@ def verify(
     Raises:
         CheckpointError: the checkpoint is damaged. The message names all places with damage, the first twenty if there are more.
     """
-    with checkpoint_errors(path):
+    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
         verified: VerifyResult = named(VERIFY)(
             path, bucket_nbytes=bucket_nbytes, progress=progress, storage_options=storage_options
         )
         return verified
 
 
+@public
 def inspect(
     path: str | os.PathLike[str],
     *,
@@ -191,7 +198,7 @@ def inspect(
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or unknown.
     """
-    with checkpoint_errors(path):
+    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
         inspected: CheckpointSummary = named(INSPECT)(path, storage_options)
         if html is not None:
             named(INSPECT_PAGE)(inspected, html)

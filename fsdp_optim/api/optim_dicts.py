@@ -7,6 +7,7 @@ from typing import Any, overload
 
 from torch import nn
 
+from fsdp_optim.boundary import public
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CallArguments, CallOptions, GatherArguments, KeyBy, Model, ParamGroups, ScatterArguments
 from fsdp_optim.results import Incompatible
@@ -20,6 +21,7 @@ from fsdp_optim.verbs.load_state import LoadableOptimizer
 _CALL = CallOptions()
 
 
+@public
 @ordinary_tensors()
 def gather_full_optim_state_dict(
     model: Model,
@@ -68,6 +70,7 @@ def gather_full_optim_state_dict(
     return gather.gather(model, optim, GatherArguments(call, recipient_rank, key_by))
 
 
+@public
 def iter_full_optim_state(
     model: Model,
     optim: Optimizers,
@@ -114,6 +117,7 @@ def get_shard_from_optim_state_dict(
 ) -> list[Shard]: ...
 
 
+@public
 @ordinary_tensors()
 def get_shard_from_optim_state_dict(
     model: Model,
@@ -175,6 +179,7 @@ def reshard_optim_state_dict(
 ) -> list[Shard]: ...
 
 
+@public
 @ordinary_tensors()
 def reshard_optim_state_dict(
     model: Model,
@@ -204,6 +209,7 @@ def reshard_optim_state_dict(
     return shard.reshard(model, optim, sharded, arguments)
 
 
+@public
 @ordinary_tensors()
 def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], options: CallOptions = _CALL) -> Shard:
     """Cut a full dict for an optimizer that is built like the saved optimizer: the drop-in method without `optim`."""
@@ -211,6 +217,7 @@ def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], optio
     return own if isinstance(own, dict) else own[0]
 
 
+@public
 @ordinary_tensors()
 def scatter_full_optim_state_dict(
     model: Model,
@@ -239,6 +246,7 @@ def scatter_full_optim_state_dict(
     return scatter.scatter(model, optim, full, ScatterArguments(call, source_rank))
 
 
+@public
 @ordinary_tensors()
 def load_optim_state_dict(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
@@ -267,6 +275,7 @@ def load_optim_state_dict(
     return loading.load_shard(optim, shard, keep_hyperparameters)
 
 
+@public
 @ordinary_tensors()
 def transfer_optim_state(
     src_model: Model,
@@ -298,6 +307,7 @@ def transfer_optim_state(
     return transfer.transfer(src_model, src_optim, dst_model, dst_optim, arguments)
 
 
+@public
 @ordinary_tensors()
 def rekey_optim_state_dict(
     full: Mapping[str, Any], model: Model, key_by: KeyBy, *, optim: Optimizers | None = None

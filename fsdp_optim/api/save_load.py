@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdp_optim.boundary import public
+from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.load import restore
@@ -27,6 +29,7 @@ from fsdp_optim.verbs.load_state import LoadableOptimizer
 _SAVE, _LOAD = SaveOptions(), LoadOptions()
 
 
+@public
 @ordinary_tensors()
 def save(
     path: str | os.PathLike[str],
@@ -79,6 +82,7 @@ def save(
         return saving.save(path, model, optim, arguments)
 
 
+@public
 @ordinary_tensors()
 def async_save(
     path: str | os.PathLike[str],
@@ -109,6 +113,7 @@ def async_save(
         return background.async_save(path, model, optim, arguments)
 
 
+@public
 @ordinary_tensors()
 def load(
     path: str | os.PathLike[str],
@@ -151,6 +156,6 @@ def load(
         StateError: the model or the optimizer differs, and the message lists the differences; or the optimizer's own
             `load_state_dict`, or the `load_state_dict` of an object in `state`, refuses the state.
     """
-    with checkpoint_errors(path):
+    with of_one_checkpoint(path, options), checkpoint_errors(path):
         arguments = LoadArguments.of(options, state, strict=strict, weights=weights)
         return restore.restore(path, model, optim, arguments)

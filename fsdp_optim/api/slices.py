@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_optim.adapters import slices
+from fsdp_optim.boundary import public
 
 
+@public
 def declare_slice(module: nn.Module, name: str, *, global_shape: Sequence[int], offset: Sequence[int]) -> None:
     """Declare that a parameter of a module on this rank is a slice of a larger parameter, which all ranks together hold.
 

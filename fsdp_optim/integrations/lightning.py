@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed import get_rank, group
+from torch.distributed import group
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, FsdpOptimError, LoadOptions, SaveOptions, StateError
@@ -270,12 +270,7 @@ class Checkpoints:
             set_random_states(own[_RANDOM])
             if own.get(_MID_EPOCH):
                 self._random = own[_RANDOM]
-        elif {f"state[{_OF_RANK!r}]", f"state[{_MID_EPOCH!r}]"} & set(result.missing_keys):
-            log.warning(
-                "rank %d had no random states at the save, so it keeps its own: seed it as a rank that is new",
-                get_rank(),
-            )
-        elif self.is_global_zero:
+        elif self.is_global_zero:  # a rank that is new keeps its own, which the load has said
             log.warning("%s has no random states, so they stay as they are: Lightning itself saves none", path)
 
     @property

@@ -223,12 +223,8 @@ class FsdpOptimCheckpointManager(_Own):
         random = saved.get(_RANDOM, saved.get(_OLD_RANDOM))
         if random is not None:
             set_random_states(random)
-        else:
-            log.warning(
-                "rank %d had no random states when %s was saved, so it keeps its own: seed it as a rank that is new",
-                self.rank,
-                place,
-            )
+        elif self.rank == 0:  # a rank that is new keeps its own, which the load has said
+            log.warning("%s has no random states, so they stay as they are", place)
 
 
 def _is_verls_own(path: str) -> bool:

@@ -177,7 +177,9 @@ class RandomTest(unittest.TestCase):
     def test_a_new_rank_keeps_its_own_states(self) -> None:
         run_on_ranks(save_only, 2, self.root)
         ranks = run_on_ranks(at_another_size, 3, self.root)
-        self.assertEqual([any("keeps its own" in line for line in lines) for lines, _ in ranks], [False, False, True])
+        told = [[line for line in lines if "is new" in line] for lines, _ in ranks]
+        self.assertEqual([len(lines) for lines in told], [1, 0, 0], told)
+        self.assertIn("was saved by 2 ranks, so rank 2 is new: it keeps its own ", told[0][0])
         self.assertEqual(len({drawn for _, drawn in ranks}), 3)
 
     def test_tests_and_weights_alone_leave_them_as_they_are(self) -> None:

@@ -79,10 +79,9 @@ def is_local(fs: Any) -> bool:
 
 
 def _lacking(scheme: str, package: str, error: ImportError) -> CheckpointError:
-    install = pip_install(package) if package else "install it"
-    return CheckpointError(
-        f"{scheme}://: needs the package {package or 'of this scheme'}: {install}: {one_line(error)}"
-    )
+    if package:
+        return CheckpointError(f"{scheme}://: needs the package {package}: {pip_install(package)}")
+    return CheckpointError(f"{scheme}://: needs a package that is not installed: {one_line(error)}")
 
 
 def _refused(url: str, error: Exception, options: Mapping[str, Any]) -> CheckpointError:

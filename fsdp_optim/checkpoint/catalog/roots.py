@@ -49,6 +49,11 @@ def check_root(root: str | os.PathLike[str], options: StorageOptions = None) -> 
         )
 
 
+def format_at(place: str | os.PathLike[str], options: StorageOptions = None) -> str:
+    """Return the name of the format of the checkpoint that a path is; empty if it is none."""
+    return _format_of_manifest(place, options) or _foreign_format(place, options)
+
+
 def _format_of_manifest(root: str | os.PathLike[str], options: StorageOptions) -> str:
     """Return the name of the format of the checkpoint that a path is, by its manifest; empty if it has none."""
     for format in listed_formats():

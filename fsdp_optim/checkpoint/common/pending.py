@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fsdp_optim.boundary import public
 from fsdp_optim.errors import CheckpointError, RankTimeoutError, StateError
 from fsdp_optim.results import SaveResult
 
@@ -39,10 +40,15 @@ class SaveHandle:
         # A daemon thread, because the interpreter joins other threads before it runs `settle` at exit, which reports errors.
         self._thread = threading.Thread(target=self._run, name=f"fsdp_optim: {path}", daemon=True)
 
+    def __repr__(self) -> str:
+        state = "failed" if self.has_failed else "saved" if self.done() and self._saved is not None else "saving"
+        return f"SaveHandle(path={str(self.path)!r}, state={state!r})"
+
     def done(self) -> bool:
         """Return whether the save is over, successfully or not."""
         return not self._thread.is_alive()
 
+    @public
     def wait(self, timeout: float | None = None) -> SaveResult:
         """Wait until the checkpoint is there. Raises the error of any rank.
 
@@ -60,6 +66,7 @@ class SaveHandle:
             raise CheckpointError(f"{self.path}: the save ended without a result")
         return self._saved
 
+    @public
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end of the save, successful or not.
 

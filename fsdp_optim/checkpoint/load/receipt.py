@@ -47,7 +47,7 @@ def receipt_of(
     names = objects.names_loaded
     parts += [f"{shortened(names)} restored"] if names else []
     line = f"{checkpoint.index.where}: {', '.join(parts)}"
-    return f"{line}; without optimizer state: {shortened(result.absent)}" if result.absent else line
+    return f"{line}; {counted(len(result.absent), 'parameter')} without optimizer state" if result.absent else line
 
 
 def warn_of_new_ranks(checkpoint: Reader, group: RankGroup, objects: LoadedObjects) -> None:

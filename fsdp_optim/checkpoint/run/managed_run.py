@@ -133,12 +133,16 @@ class ManagedRun:
         self._at: int | None = None  # the step of the checkpoint that this run resumes from
         self._last_step: int | None = None
         self._next_agreement = 0
-        self._has_resumed = self._is_closed = self.should_stop = False
+        self._has_resumed = self._has_stepped = self._has_saved = self._is_closed = self.should_stop = False
         self.restored: LoadResult | None = None
         self._signals = Signals(options.options.signals)
 
+    def __repr__(self) -> str:
+        return f"CheckpointManager(root={self._root!r}, step={self._last_step}, every={self._options.every})"
+
     def step(self, step: int, metric: object) -> None:
         """The end of a training step."""
+        self._has_stepped = True
         if not self._must_meet(step):
             self._last_step = step
             return
@@ -189,6 +193,9 @@ class ManagedRun:
         finally:
             self._is_closed = True
             self._signals.put_back()
+        never_saves = self._has_stepped and not self._has_saved and self._options.every is None
+        if never_saves and world_here().rank == self._ranks[0]:
+            log.warning("%s: nothing was saved: give the manager every=, or call manager.save(step)", self._root)
 
     def close_after_error(self) -> None:
         """Close without the other ranks, because a rank that has failed does not come."""
@@ -275,7 +282,7 @@ class ManagedRun:
         agree(group, "waited", failure.error)
 
     def _save(self, step: int, metric: object) -> None:
-        step, begun = int(step), time.monotonic()
+        step, begun, self._has_saved = int(step), time.monotonic(), True
         with self._collective("save") as group:
             self._settle(group)
             if self._at == step:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
+from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.catalog.retention import Best, KeepRules
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArguments
 from fsdp_optim.checkpoint.common.run_state import RunState
@@ -60,6 +61,7 @@ class CheckpointManager:
         RankError: the ranks gave different arguments.
     """
 
+    @public
     @ordinary_tensors()
     def __init__(
         self,
@@ -99,6 +101,7 @@ class CheckpointManager:
         """Whether a signal has come to any rank and the last step was saved. The same on all ranks. No communication."""
         return self._run.should_stop
 
+    @public
     @ordinary_tensors()
     def resume(
         self,
@@ -125,6 +128,7 @@ class CheckpointManager:
         """
         return self._run.load(None, self._arguments(options, strict, on_damage))
 
+    @public
     @ordinary_tensors()
     def rollback(
         self,
@@ -147,6 +151,7 @@ class CheckpointManager:
         """
         return self._run.load(to, self._arguments(options, strict, "error"))
 
+    @public
     @ordinary_tensors()
     def step(self, step: int, *, metric: float | None = None) -> None:
         """Call this after each training step. Saves in the background when `every` says so, and when a signal has come.
@@ -160,6 +165,7 @@ class CheckpointManager:
         """
         self._run.step(step, metric)
 
+    @public
     @ordinary_tensors()
     def save(self, step: int, *, metric: float | None = None) -> None:
         """Save now, in the background, whatever `every` says: at the end of the training, say.
@@ -171,19 +177,25 @@ class CheckpointManager:
         """
         self._run.save(step, metric)
 
+    @public
     @ordinary_tensors()
     def wait(self) -> None:
         """Wait for the background save, if there is any. If it failed on any rank, all ranks raise its error."""
         self._run.wait()
 
+    @public
     @ordinary_tensors()
     def close(self) -> None:
         """Wait as `wait` does, and put the previous signal handlers back, also if an error is raised. May be called again."""
         self._run.close()
 
+    def __repr__(self) -> str:
+        return repr(self._run)
+
     def __enter__(self) -> CheckpointManager:
         return self
 
+    @public
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Close as `close`. After an error wait only for this rank's own save, not for other ranks, which may not come."""
         if error is None:

@@ -88,7 +88,7 @@ def async_save(
     trace.add("stall", begun)
     trace.track = BACKGROUND
     handle = SaveHandle(
-        job.path, lambda: _write(job, writer, snapshot, completion, stall), logs_waits=job.leads, owner=owner
+        job.path, lambda: _write(job, writer, snapshot, stall, completion), logs_waits=job.leads, owner=owner
     )
     try:
         pending.begin(handle)
@@ -100,7 +100,7 @@ def async_save(
     return handle
 
 
-def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Completion, stall: float) -> SaveResult:
+def _write(job: Job, writer: RankWriter, snapshot: Snapshot, stall: float, completion: Completion) -> SaveResult:
     """Write this rank's part in the background, and wait for the end of the save. `stall`: the seconds that training waited."""
     reports: list[RankReport] = []
     with closing(completion):

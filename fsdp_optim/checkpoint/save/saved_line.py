@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 
 from fsdp_optim.checkpoint.save.job import Job, RankReport
-from fsdp_optim.errors import shortened
 from fsdp_optim.saying import say
 from fsdp_optim.speed import counted, lasted, moved
 
@@ -34,7 +33,7 @@ def say_saved(job: Job, reports: Sequence[RankReport], stall: float | None = Non
         position, longest, median = slow
         line += f"; rank {ranks[position]} wrote for {lasted(longest)}, the median rank for {lasted(median)}"
     if saved.absent:
-        line += f"; without optimizer state: {shortened(saved.absent)}"
+        line += f"; {counted(len(saved.absent), 'parameter')} without optimizer state"
     say(line)
 
 

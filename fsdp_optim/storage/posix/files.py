@@ -31,7 +31,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
     try:
         text = os.fspath(path)
     except TypeError:
-        raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(path).__name__}") from None
+        hint = ": latest() returns None where there is no checkpoint" if path is None else ""
+        raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(path).__name__}{hint}") from None
     if not isinstance(text, str):
         raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(text).__name__}: {text!r}")
     if "\0" in text:

@@ -38,7 +38,11 @@ class OpenFolder(Opened):
         self._paths: dict[str, Path] = {}
         try:
             self._fd = os.open(path, _FOLDER)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if isinstance(error, NotADirectoryError) and path.is_file():
+                raise wrong_use(
+                    f"{path}: is a file, and of no format that is known: a checkpoint of this library is a folder"
+                ) from None
             raise wrong_use(f"{path}: there is no such folder, so no checkpoint") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
