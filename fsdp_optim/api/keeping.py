@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_optim.boundary import public
+from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.checkpoint.catalog.retention import Best, KeepRules
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES
@@ -14,6 +16,7 @@ from fsdp_optim.results import CopyResult, Diagnosis, PruneResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
 
+@public
 def prune(
     root: str | os.PathLike[str],
     *,
@@ -50,6 +53,7 @@ def prune(
         return pruned
 
 
+@public
 @ordinary_tensors()
 def copy(
     src: str | os.PathLike[str],
@@ -81,7 +85,7 @@ def copy(
         CheckpointError: the source is damaged, or is no checkpoint of this library, which `convert` reads; or `dst` is taken or
             cannot be written.
     """
-    with checkpoint_errors(dst):
+    with of_one_checkpoint(src, storage_options), checkpoint_errors(dst):
         copied: CopyResult = named(COPY)(
             src,
             dst,
@@ -94,6 +98,7 @@ def copy(
         return copied
 
 
+@public
 def diagnose(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Diagnosis:
     """Say what a path is: a checkpoint, a folder of checkpoints, an unfinished save, or none; and what is missing there.
 

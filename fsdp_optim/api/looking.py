@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdp_optim.boundary import public
+from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.differences import DiffResult, ValueStatistics
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES
@@ -14,6 +16,7 @@ from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
 
+@public
 @ordinary_tensors()
 def diff(
     a: str | os.PathLike[str],
@@ -60,7 +63,7 @@ def diff(
         CheckpointError: a checkpoint is incomplete, damaged or unknown.
         StateError: `param_names` has too many or too few names, or `tolerance` is negative.
     """
-    with checkpoint_errors(a):
+    with of_one_checkpoint(a, storage_options), of_one_checkpoint(b, storage_options), checkpoint_errors(a):
         arguments = named(DIFF_ARGUMENTS)(
             match=match,
             tolerance=tolerance,
@@ -75,6 +78,7 @@ def diff(
         return result
 
 
+@public
 @ordinary_tensors()
 def show(
     path: str | os.PathLike[str],
@@ -107,7 +111,7 @@ def show(
         CheckpointError: the checkpoint is incomplete, damaged or unknown.
         StateError: there is no value of this name, or the slice does not fit its shape or the memory.
     """
-    with checkpoint_errors(path):
+    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
         shown: ValueStatistics = named(SHOW)(
             path,
             name,
@@ -120,6 +124,7 @@ def show(
         return shown
 
 
+@public
 @ordinary_tensors()
 def extract(
     path: str | os.PathLike[str],
@@ -153,7 +158,7 @@ def extract(
         CheckpointError: the checkpoint is incomplete, damaged or unknown, or the file exists or cannot be written.
         StateError: there is no value of this name, or the slice does not fit its shape.
     """
-    with checkpoint_errors(path):
+    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
         extracted: SaveResult = named(EXTRACT)(
             path,
             names,

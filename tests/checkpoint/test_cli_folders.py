@@ -131,9 +131,9 @@ class FolderCommandsTest(SharedFolder):
             with self.subTest(arguments[0]):
                 code, out, err = called(*arguments)
                 self.assertEqual((code, out), (2, ""))
-                named = ", ".join(step(number) for number in (50, 40, 30, 20))
-                wanted = rf"is a folder of 5 checkpoints \({named} and 1 more\), not a checkpoint: "
-                self.assertRegex(err, rf"{wanted}did you mean \S+/{step(50)}\?\n\Z")
+                named = ", ".join(step(number) for number in (50, 40, 30, 20, 10))
+                wanted = rf"is a folder of checkpoints, not a checkpoint: it has {named}\. "
+                self.assertRegex(err, rf"{wanted}Did you mean \S+/{step(50)}\?\n\Z")
                 self.assertFalse(to.exists())
 
     def test_verify_of_a_folder(self) -> None:

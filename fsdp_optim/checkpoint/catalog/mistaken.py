@@ -10,7 +10,7 @@ from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, listed, newe
 from fsdp_optim.checkpoint.catalog.roots import format_at
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.stores import StorageOptions, directory_at, is_url
-from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.path_status import names_in
 
@@ -30,7 +30,7 @@ def of_one_checkpoint(path: str | os.PathLike[str], options: object) -> Iterator
             better = _named_instead(path, storage if isinstance(storage, Mapping) else None, error)
         if better is None:
             raise
-        refusal = CheckpointError(better)
+        refusal = wrong_use(better)
         refusal.on_all_ranks = error.on_all_ranks
         raise refusal from None
 

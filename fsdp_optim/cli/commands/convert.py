@@ -22,7 +22,6 @@ from fsdp_optim.cli.options import (
     storage_options,
 )
 from fsdp_optim.cli.output import print_json
-from fsdp_optim.cli.roots import one_checkpoint_at
 from fsdp_optim.cli.units import counted, sized
 from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.registry import format_names
@@ -68,22 +67,21 @@ def command(src: str, dst: str, **given: Any) -> None:
             only_warnings()
         begin = time.monotonic()
         names, format = _names_and_format(given)
-        with one_checkpoint_at(src, given["storage_options"]):
-            done = api.convert(
-                src,
-                dst,
-                format=format,
-                overwrite=given["overwrite"],
-                options=api.ConvertOptions(
-                    bucket_nbytes=given["memory"],
-                    param_names=names,
-                    durable=not given["not_durable"],
-                    max_file_size=given["max_file_size"],
-                    allow_pickle=given["allow_pickle"],
-                    progress=progress_of(quiet=given["quiet"] or rank > 0),
-                    storage_options=given["storage_options"],
-                ),
-            )
+        done = api.convert(
+            src,
+            dst,
+            format=format,
+            overwrite=given["overwrite"],
+            options=api.ConvertOptions(
+                bucket_nbytes=given["memory"],
+                param_names=names,
+                durable=not given["not_durable"],
+                max_file_size=given["max_file_size"],
+                allow_pickle=given["allow_pickle"],
+                progress=progress_of(quiet=given["quiet"] or rank > 0),
+                storage_options=given["storage_options"],
+            ),
+        )
     seconds = max(time.monotonic() - begin, 1e-9)
     if rank > 0:
         return

@@ -9,7 +9,6 @@ import click
 
 from fsdp_optim.cli.options import json_option, memory_option, progress_of, quiet_option, storage_options
 from fsdp_optim.cli.output import plain, print_json
-from fsdp_optim.cli.roots import one_checkpoint_at
 from fsdp_optim.cli.units import counted, sized
 
 
@@ -30,16 +29,15 @@ def command(src: str, dst: str, as_json: bool, memory: int, quiet: bool, **given
     from fsdp_optim import api
 
     begin = time.monotonic()
-    with one_checkpoint_at(src, given["storage_options"]):
-        done = api.copy(
-            src,
-            dst,
-            overwrite=given["overwrite"],
-            durable=not given["not_durable"],
-            bucket_nbytes=memory,
-            progress=progress_of(quiet=quiet),
-            storage_options=given["storage_options"],
-        )
+    done = api.copy(
+        src,
+        dst,
+        overwrite=given["overwrite"],
+        durable=not given["not_durable"],
+        bucket_nbytes=memory,
+        progress=progress_of(quiet=quiet),
+        storage_options=given["storage_options"],
+    )
     seconds = max(time.monotonic() - begin, 1e-9)
     if as_json:
         print_json({**plain(done), "seconds": seconds})

@@ -11,7 +11,6 @@ import click
 from fsdp_optim.cli.failing import with_flags
 from fsdp_optim.cli.options import json_option, memory_option, progress_of, quiet_option, storage_options
 from fsdp_optim.cli.output import end_broken, plain, print_json, print_lines, print_table
-from fsdp_optim.cli.roots import one_checkpoint_at
 from fsdp_optim.cli.units import counted
 from fsdp_optim.errors import shortened
 
@@ -63,11 +62,7 @@ def command(
     from fsdp_optim import api
 
     param_names = [line.strip() for line in names if line.strip()] if names is not None else None
-    stores = options["storage_options"]
-    with one_checkpoint_at(a, stores), one_checkpoint_at(b, stores):
-        result = api.diff(
-            a, b, param_names=param_names, bucket_nbytes=memory, progress=progress_of(quiet=quiet), **options
-        )
+    result = api.diff(a, b, param_names=param_names, bucket_nbytes=memory, progress=progress_of(quiet=quiet), **options)
     _print(result, _Shown(as_json, shows_all))
     if not result.equal_within_tolerance:
         end_broken()

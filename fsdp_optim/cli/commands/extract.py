@@ -8,7 +8,6 @@ import click
 
 from fsdp_optim.cli.options import json_option, memory_option, storage_options
 from fsdp_optim.cli.output import print_json
-from fsdp_optim.cli.roots import one_checkpoint_at
 from fsdp_optim.cli.units import counted, sized
 
 
@@ -37,8 +36,7 @@ def command(
     """
     from fsdp_optim import api
 
-    with one_checkpoint_at(path, options["storage_options"]):
-        done = api.extract(path, list(names), file, slice=part, bucket_nbytes=memory, **options)
+    done = api.extract(path, list(names), file, slice=part, bucket_nbytes=memory, **options)
     if as_json:
         print_json(done)
     else:

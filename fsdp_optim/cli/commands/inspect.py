@@ -10,7 +10,6 @@ import click
 
 from fsdp_optim.cli.options import json_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_lines
-from fsdp_optim.cli.roots import one_checkpoint_at
 from fsdp_optim.errors import wrong_use
 from fsdp_optim.registry import INSPECT_PAGE, named
 
@@ -37,8 +36,7 @@ def command(
     from fsdp_optim import api
     from fsdp_optim.cli.tree import shown
 
-    with one_checkpoint_at(path, storage_options):
-        summary = api.inspect(path, storage_options=storage_options)
+    summary = api.inspect(path, storage_options=storage_options)
     if match is not None:
         summary = _matching(summary, match)
     if html is not None:

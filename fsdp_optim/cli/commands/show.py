@@ -9,7 +9,6 @@ import click
 
 from fsdp_optim.cli.options import json_option, memory_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_lines
-from fsdp_optim.cli.roots import one_checkpoint_at
 from fsdp_optim.cli.units import counted, sized
 
 if TYPE_CHECKING:
@@ -34,8 +33,7 @@ def command(path: str, name: str, part: str | None, as_json: bool, memory: int, 
     """
     from fsdp_optim import api
 
-    with one_checkpoint_at(path, options["storage_options"]):
-        shown = api.show(path, name, slice=part, bins=bins, bucket_nbytes=memory, **options)
+    shown = api.show(path, name, slice=part, bins=bins, bucket_nbytes=memory, **options)
     if as_json:
         elements = shown.elements.tolist() if shown.elements is not None else None
         print_json({**plain(shown), "elements": _in_json(elements)})
