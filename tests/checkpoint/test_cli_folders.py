@@ -21,6 +21,13 @@ from fsdp_optim.cli.app import main
 METRICS = {10: 3.0, 20: 1.0, 30: 2.0, 40: 4.0, 50: 5.0}
 
 
+class Terminal(io.StringIO):
+    """A standard output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def called(*arguments: object) -> tuple[int, str, str]:
     """The exit code, the standard output and the standard error of one command."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
@@ -87,9 +94,10 @@ class FolderCommandsTest(SharedFolder):
         self.assertIn("unfinished", out.splitlines()[6])
 
     def test_ls_on_a_terminal(self) -> None:
-        with mock.patch.object(io.StringIO, "isatty", return_value=True), mock.patch.dict("os.environ", COLUMNS="200"):
-            code, out, _ = called("ls", self.run_folder)
-        self.assertEqual(code, 0)
+        terminal = Terminal()
+        with contextlib.redirect_stdout(terminal), mock.patch.dict("os.environ", COLUMNS="200", TERM="dumb"):
+            self.assertEqual(main(["ls", str(self.run_folder)]), 0)
+        out = terminal.getvalue()
         self.assertRegex(out, rf"{step(50)}.* 50 .* 5 .*ok")
 
     def test_ls_for_programs(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -118,9 +119,10 @@ class CheckpointsTest(CatalogTest):
             file.stat().st_size for file in (self.root / "other").rglob("*.*") if file.name != "fsdp_optim.json"
         )
         nbytes -= sum(file.stat().st_size for file in (self.root / "other").glob("*.sums"))
-        self.assertEqual(
-            other, fsdp_optim.CheckpointInfo(self.root / "other", None, 1, nbytes, True, "", None), "a complete one"
-        )
+        manifest = json.loads((self.root / "other" / "fsdp_optim.json").read_text())
+        saved_at = manifest["checkpoint"]["created_ns"] / 1e9
+        wanted = fsdp_optim.CheckpointInfo(self.root / "other", None, 1, nbytes, True, "", None, saved_at)
+        self.assertEqual(other, wanted, "a complete one")
         self.assertEqual((first.path, first.step, first.complete), (self.root / "step-5", 5, False))
         self.assertIn("model.safetensors does not have the", first.reason)
 
