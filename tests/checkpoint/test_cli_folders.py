@@ -9,6 +9,7 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from kit.folders import SharedFolder
@@ -18,6 +19,13 @@ import fsdp_optim
 from fsdp_optim.cli.app import main
 
 METRICS = {10: 3.0, 20: 1.0, 30: 2.0, 40: 4.0, 50: 5.0}
+
+
+class Terminal(io.StringIO):
+    """A standard output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def called(*arguments: object) -> tuple[int, str, str]:
@@ -84,6 +92,13 @@ class FolderCommandsTest(SharedFolder):
         self.assertEqual([line[-1] for line in lines[1:6] if "damaged:" not in line], ["ok"] * 4)
         self.assertIn("damaged: optim.safetensors does not have the", out.splitlines()[3])
         self.assertIn("unfinished", out.splitlines()[6])
+
+    def test_ls_on_a_terminal(self) -> None:
+        terminal = Terminal()
+        with contextlib.redirect_stdout(terminal), mock.patch.dict("os.environ", COLUMNS="200", TERM="dumb"):
+            self.assertEqual(main(["ls", str(self.run_folder)]), 0)
+        out = terminal.getvalue()
+        self.assertRegex(out, rf"{step(50)}.* 50 .* 5 .*ok")
 
     def test_ls_for_programs(self) -> None:
         code, listed = printed("ls", self.run_folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -21,9 +22,10 @@ from fsdp_optim.plugins import ObjectStore, OwnFormat, use_stores
 from fsdp_optim.storage.posix import FolderStaging
 
 
-def content_of(folder: Path) -> dict[str, bytes]:
-    """All files below a folder with their bytes."""
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+def content_of(folder: Path) -> dict[str, tuple[int, str]]:
+    """All files below a folder: the size of each, and a hash of its bytes."""
+    contents = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()}
 
 
 def save(path: Path, width: int, **options: object) -> None:
@@ -53,7 +55,7 @@ class CopyTest(SharedFolder):
         done = fsdp_optim.copy(self.root / name, self.to, bucket_nbytes=16 << 20)
         self.assertEqual(content_of(self.to), before)
         self.assertEqual(content_of(self.root / name), before)
-        self.assertEqual((done.num_files, done.nbytes), (len(before), sum(map(len, before.values()))))
+        self.assertEqual((done.num_files, done.nbytes), (len(before), sum(nbytes for nbytes, _ in before.values())))
         self.assertEqual((done.has_checksums, done.left_out), (name != "bare", ()))
         self.assertEqual(fsdp_optim.verify(self.to).has_checksums, name != "bare")
 
