@@ -36,7 +36,7 @@ def _own(checkpoint: Reader) -> Checkpoint:
     if not isinstance(checkpoint, Checkpoint):
         raise CheckpointError(
             f"{where}: is a checkpoint of the format {checkpoint.index.facts.format_name}, and thin changes those of this "
-            f"library alone: fsdp_optim.convert({where!r}, ...) makes such a one"
+            f"library alone: fsdp_optim.convert({where!r}, ...) writes a checkpoint that thin can change"
         )
     if not checkpoint.model and checkpoint.manifest.has_optim:
         raise CheckpointError(
