@@ -131,9 +131,9 @@ class LookCommandsTest(SharedFolder):
             (("diff", "a"), "Missing argument 'B'"),
             (("diff", "a", "b", "--tolerance", "-1"), "tolerance"),
             (("diff", "a", "nowhere"), "nowhere: there is no such"),
-            (("show", "run", "weight"), "is a folder of 1 checkpoint (step-1)"),
-            (("extract", "run", "weight", "-o", "x.pt"), "is a folder of 1 checkpoint (step-1)"),
-            (("diff", "a", "run"), "is a folder of 1 checkpoint (step-1)"),
+            (("show", "run", "weight"), "is a folder of checkpoints, not a checkpoint: it has step-1"),
+            (("extract", "run", "weight", "-o", "x.pt"), "is a folder of checkpoints, not a checkpoint: it has step-1"),
+            (("diff", "a", "run"), "is a folder of checkpoints, not a checkpoint: it has step-1"),
             (("show", "nowhere", "weight"), "nowhere: there is no such"),
         ]
     )
