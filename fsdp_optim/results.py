@@ -197,6 +197,7 @@ class CheckpointInfo:
         saved_at: the time of the save in seconds since the epoch, by the clock of the machine that saved; None where it cannot
             be read.
         thinned: whether `thin` has removed its optimizer.
+        wrapper: what wrapped the saved model, such as "FSDP2"; empty for a plain model, and where an older version saved.
     """
 
     path: Path | str
@@ -208,6 +209,7 @@ class CheckpointInfo:
     metric: float | None = None
     saved_at: float | None = None
     thinned: bool = False
+    wrapper: str = ""
 
 
 @dataclass(frozen=True)

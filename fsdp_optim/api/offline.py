@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from fsdp_optim.boundary import public
@@ -115,7 +116,9 @@ def average(
             written; or an argument is wrong.
         CheckpointError: a source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.
     """
-    with checkpoint_errors(dst):
+    with ExitStack() as naming, checkpoint_errors(dst):
+        for source in sources if not isinstance(sources, (str, bytes)) else ():
+            naming.enter_context(of_one_checkpoint(source, options))
         arguments = named(AVERAGE_ARGUMENTS).of(options, overwrite=overwrite, weights=weights, moments=moments)
         averaged: AverageResult = named(AVERAGE)(sources, dst, arguments)
         return averaged
@@ -137,7 +140,7 @@ def thin(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
     Raises:
         CheckpointError: the checkpoint is damaged, or of another format, or it has no weights, or it cannot be changed.
     """
-    with checkpoint_errors(path):
+    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
         return thin_checkpoint(path, storage_options)
 
 

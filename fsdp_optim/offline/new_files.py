@@ -245,6 +245,7 @@ class NewFiles:
             writer=self.writer,
             extras=self.transcript.prepared.files if self.leads else {},
             leader=begun.leader,
+            wrapper=self.checkpoint.index.facts.wrapper,
         )
 
     def _share(self, job: Job, begun: _Begun, progress: Progress) -> RankWork:

@@ -28,6 +28,7 @@ def prune(root: str, rules: KeepRules, *, dry_run: bool, storage_options: Storag
     listed = listed_with_directories(directories)
     if not listed:
         check_root(root, storage_options)
+        raise wrong_use(f"{root}: has no checkpoints, or is not there")
     by_place = {entry.where: (entry, directory) for entry, directory in listed}
     entries = newest_first([entry for entry, _ in listed])
     gone, damaged = _gone(rules, entries, by_place)
@@ -53,7 +54,7 @@ _ByPlace = dict[str, "tuple[ListedCheckpoint, CheckpointDirectory[ManifestSummar
 def _gone(rules: KeepRules, entries: Sequence[ListedCheckpoint], by_place: _ByPlace) -> tuple[set[str], set[str]]:
     """Return the places that no rule keeps, and those that look complete at first and are not.
 
-    Checkpoints of other parameters are a series of their own, with its own newest.
+    Checkpoints of other parameters are a series of their own, with its own newest; a thin one is in the series it was saved in.
     """
     damaged = set[str]()
 
@@ -68,7 +69,7 @@ def _gone(rules: KeepRules, entries: Sequence[ListedCheckpoint], by_place: _ByPl
         summary = entry.status.summary
         if summary is not None and _counts(entry):
             record = summary.manager if summary.manager is not None else _NO_RECORD
-            series.setdefault(summary.content, []).append(ManagedCheckpoint.of(entry.where, summary, record))
+            series.setdefault(summary.series, []).append(ManagedCheckpoint.of(entry.where, summary, record))
     gone = {where for members in series.values() for where in superfluous(rules, members, is_complete)}
     return gone, damaged
 

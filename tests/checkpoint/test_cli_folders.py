@@ -86,7 +86,7 @@ class FolderCommandsTest(SharedFolder):
         code, out, err = called("ls", self.run_folder)
         self.assertEqual((code, err), (0, ""))
         lines = [line.split() for line in out.splitlines()]
-        self.assertEqual(lines[0], ["name", "step", "age", "size", "ranks", "metric", "state"])
+        self.assertEqual(lines[0], ["name", "step", "age", "size", "ranks", "wrapper", "metric", "state"])
         self.assertEqual([line[0] for line in lines[1:6]], [step(number) for number in (50, 40, 30, 20, 10)])
         self.assertEqual([line[1] for line in lines[1:6]], ["50", "40", "30", "20", "10"])
         self.assertEqual([line[-1] for line in lines[1:6] if "damaged:" not in line], ["ok"] * 4)
@@ -135,6 +135,8 @@ class FolderCommandsTest(SharedFolder):
             ["inspect", self.run_folder],
             ["convert", self.run_folder, to],
             ["copy", self.run_folder, to],
+            ["thin", self.run_folder],
+            ["average", self.run_folder / step(10), self.run_folder, "-o", to],
         ):
             with self.subTest(arguments[0]):
                 code, out, err = called(*arguments)
@@ -261,6 +263,20 @@ class FolderCommandsTest(SharedFolder):
             fsdp_optim.save(self.run_folder / f"other-{number}", nn.Linear(2, 2), step=number)
         fsdp_optim.prune(self.run_folder, keep_last=1)
         self.assertEqual(names_in(self.run_folder), ["other-2", step(50)])
+
+    def test_prune_counts_thin_checkpoints_with_the_others(self) -> None:
+        for number in (10, 20, 40):
+            fsdp_optim.thin(self.run_folder / step(number))
+        code, pruned = printed("prune", self.run_folder, "--keep-last", "2", "--quiet")
+        self.assertEqual((code, len(pruned["removed"])), (0, 3))
+        self.assertEqual(names_in(self.run_folder), [step(40), step(50)])
+        lines = called("ls", self.run_folder)[1].splitlines()
+        self.assertEqual(["thinned" in line for line in lines[1:]], [False, True])
+
+    def test_prune_where_nothing_is(self) -> None:
+        code, out, err = called("prune", self.run_folder / "nowhere", "--keep-last", "2")
+        self.assertEqual((code, out, err.count("\n")), (2, "", 1))
+        self.assertIn("has no checkpoints, or is not there", err)
 
     def test_prune_without_a_rule(self) -> None:
         code, _, err = called("prune", self.run_folder)

@@ -209,6 +209,7 @@ class GoldenTest(unittest.TestCase):
             check_folder(path)
             wanted = structure(GOLDEN)
             wanted["manifest"]["brief"]["keep_last"] = None  # an argument that `save` had then
+            wanted["manifest"]["brief"]["wrapper"] = "FSDP2"  # which older readers pass over
             check_same("what is written", structure(path), wanted)
 
     @parameterized.expand([("FSDP2", 3)])

@@ -74,10 +74,10 @@ class ReceiptTest(unittest.TestCase):
 
     @parameterized.expand(
         [
-            ("FSDP2", 2, "HSDP", 4, "2 -> 4 ranks, HSDP"),
-            ("DDP", 3, "FSDP1 orig", 2, "3 -> 2 ranks, FSDP1"),
-            ("FSDP1 flat", 2, "FSDP2", 2, "2 ranks, FSDP2"),
-            ("FSDP2", 2, "plain", 1, "2 -> 1 rank"),
+            ("FSDP2", 2, "HSDP", 4, "2 -> 4 ranks, FSDP2 -> HSDP"),
+            ("DDP", 3, "FSDP1 orig", 2, "3 -> 2 ranks, DDP -> FSDP1"),
+            ("FSDP1 flat", 2, "FSDP2", 2, "2 ranks, FSDP1 -> FSDP2"),
+            ("FSDP2", 2, "plain", 1, "2 -> 1 rank, FSDP2 -> no wrapper"),
             ("plain", 1, "DDP", 2, "1 -> 2 ranks, DDP"),
         ]
     )

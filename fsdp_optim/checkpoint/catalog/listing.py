@@ -80,6 +80,7 @@ def info_of(entry: ListedCheckpoint) -> CheckpointInfo:
         metric=metric,
         saved_at=summary.created_ns / 1e9 if summary.created_ns else None,
         thinned=summary.thinned_from is not None,
+        wrapper=summary.wrapper,
     )
 
 

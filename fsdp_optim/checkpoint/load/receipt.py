@@ -38,7 +38,8 @@ def receipt_of(
     facts, here = checkpoint.index.facts, len(group.ranks)
     changed = facts.world_size not in (0, here)
     parts = [f"{facts.world_size:,} -> {counted(here, 'rank')}" if changed else counted(here, "rank")]
-    parts += [wrapper] if wrapper else []
+    others = facts.wrapper not in ("", wrapper)
+    parts += [f"{facts.wrapper} -> {wrapper or 'no wrapper'}" if others else wrapper] if wrapper or others else []
     is_verified = options.verify and facts.has_checksums
     tensors = counted(result.num_tensors, "tensor")
     parts += [moved(nbytes, time.monotonic() - begun), f"{tensors} verified" if is_verified else tensors]

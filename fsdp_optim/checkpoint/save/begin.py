@@ -60,7 +60,7 @@ def begin(
     warn_if_alone(group, store.where, has_group=options.call.process_group is not None)
     pending.settle(managed.known if managed is not None else None)
     contents = SaveContents.read(name_of(path), reader, group, optim, options, writer=written.writer())
-    beginning = _Beginning(path, group, store, written, contents, managed)
+    beginning = _Beginning(path, group, store, written, contents, managed, reader.wrappers)
     with ExitStack() as undo:
         job = beginning.lead(undo) if group.rank == group.ranks[0] else beginning.follow()
         undo.pop_all()
@@ -80,6 +80,7 @@ class _Beginning:
     format: WrittenFormat
     contents: SaveContents
     managed: ManagedSave | None
+    wrapper: str
 
     def lead(self, undo: ExitStack) -> Job:
         """Begin the save in the store, on the lowest rank. `undo` gets the steps to undo after a failure."""
@@ -169,6 +170,7 @@ class _Beginning:
             extras=small_files,
             leader=leader,
             managed=self.managed,
+            wrapper=self.wrapper,
         )
 
 

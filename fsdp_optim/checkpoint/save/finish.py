@@ -34,6 +34,7 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
         step=None if step is None else int(step),  # JSON has no numpy integers
         checksums=job.options.checksums,
         folder=staging.inner_folder,
+        wrapper=job.wrapper,
         manager=job.managed.record if job.managed is not None else None,
     )
     for name, data in job.writer.last(prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp):

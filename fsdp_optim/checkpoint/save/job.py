@@ -65,6 +65,7 @@ class Job:
     extras: Mapping[str, bytes] = field(default_factory=dict)  # the small files of this rank
     leader: LeaderSide | None = None  # on the lowest rank, which began the save in the store
     managed: ManagedSave | None = None
+    wrapper: str = ""  # what wraps the model, for users
     begun: float = field(default_factory=time.monotonic, compare=False)
     _sequence: list[int] = field(default_factory=list, compare=False)
 

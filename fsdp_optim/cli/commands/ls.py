@@ -16,7 +16,7 @@ from fsdp_optim.errors import wrong_use
 if TYPE_CHECKING:
     from fsdp_optim.api import CheckpointInfo
 
-_COLUMNS = ("name", "step", "age", "size", "ranks", "metric", "state")
+_COLUMNS = ("name", "step", "age", "size", "ranks", "wrapper", "metric", "state")
 _SAVING = ".saving-"
 
 
@@ -41,7 +41,7 @@ def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) ->
         return
     now = time.time()
     rows = [[*_columns(info, now), _state(info)] for info in infos]
-    rows += [[name, "", "", "", "", "", "unfinished: a save writes it, or died there"] for name in unfinished]
+    rows += [[name, "", "", "", "", "", "", "unfinished: a save writes it, or died there"] for name in unfinished]
     print_table(_COLUMNS, rows, right=("step", "age", "size", "ranks", "metric"))
 
 
@@ -52,12 +52,15 @@ def _columns(info: CheckpointInfo, now: float) -> list[str]:
         aged(now - info.saved_at) if info.saved_at is not None else "",
         sized(info.nbytes) if info.nbytes else "",
         str(info.world_size or ""),
+        info.wrapper,
         f"{info.metric:.6g}" if info.metric is not None else "",
     ]
 
 
 def _state(info: CheckpointInfo) -> str:
-    return "ok" if info.complete else f"damaged: {reason_of(info)}"
+    if info.complete:
+        return "ok, without optimizer (thinned)" if info.thinned else "ok"
+    return f"damaged: {reason_of(info)}"
 
 
 def _unfinished_in(root: str) -> list[str]:

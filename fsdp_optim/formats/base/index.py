@@ -110,6 +110,7 @@ class Facts:
         about: other facts for users: the author of the save and its time.
         notes: what users should know about the choice of files, a line for each.
         was_thinned: whether the optimizer was saved, and `thin` has removed it.
+        wrapper: what wrapped the model that was saved, for users; empty if unknown, or for a plain model.
         cut: how parameters were flattened and cut, as a writer of the same family of formats takes it; None if unknown.
     """
 
@@ -122,6 +123,7 @@ class Facts:
     about: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     was_thinned: bool = False
+    wrapper: str = ""
     cut: Any = None
 
 

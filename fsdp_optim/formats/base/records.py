@@ -219,6 +219,7 @@ class Stamp:
     Attributes:
         sequence: the number of the checkpoint in its folder.
         manager: the record of a `CheckpointManager`.
+        wrapper: what wraps the model, for users; empty for a plain one.
         folder: the beginning of the names of all files but the manifest where the store has put these, such as "0123/".
     """
 
@@ -228,6 +229,7 @@ class Stamp:
     checksums: bool = True
     manager: ManagerRecord | None = None
     folder: str = ""
+    wrapper: str = ""
 
 
 @dataclass(frozen=True)

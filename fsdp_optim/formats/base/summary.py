@@ -57,6 +57,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
         weights: which weights were saved: "all", "trainable" or "none".
         weights_dtype: torch's name of the dtype to which floating weights were cast; None: they were saved as they were.
         thinned_from: the `content` before `thin` removed the optimizer; None if it did not.
+        wrapper: what wrapped the model that was saved, for users; empty for a plain model, and where an older version saved.
     """
 
     version: int
@@ -72,6 +73,7 @@ class ManifestSummary(Struct, frozen=True, omit_defaults=True):
     weights: str = "all"
     weights_dtype: str | None = None
     thinned_from: str | None = None
+    wrapper: str = ""
 
     @property
     def series(self) -> str:

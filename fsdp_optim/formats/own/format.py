@@ -203,7 +203,7 @@ class OwnWriter(Writer):
             yield name, data
             infos[name] = FileInfo(len(data), hex_of(data), None)
         manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
-        summary = manifest.made_summary(stamp.sequence, stamp.step, manager=stamp.manager)
+        summary = manifest.made_summary(stamp.sequence, stamp.step, manager=stamp.manager, wrapper=stamp.wrapper)
         yield NAME, replace(manifest, summary=summary).encoded()
 
 
@@ -225,7 +225,7 @@ def thinned(reader: Checkpoint) -> tuple[bytes | None, tuple[str, ...]]:
         optim=None,
         thinned=ThinnedInfo(tuple(sorted(removed)), summary.content),
     )
-    made = thin.made_summary(summary.sequence, summary.step, summary.keep_last, summary.manager)
+    made = thin.made_summary(summary.sequence, summary.step, summary.keep_last, summary.manager, summary.wrapper)
     return replace(thin, summary=made).encoded(), tuple(sorted(removed))
 
 

@@ -107,6 +107,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
         step: int | None = None,
         keep_last: int | None = None,
         manager: ManagerRecord | None = None,
+        wrapper: str = "",
     ) -> ManifestSummary:
         """Return a summary that agrees with the rest of the manifest."""
         return ManifestSummary(
@@ -123,6 +124,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
             weights=self.model.weights,
             weights_dtype=self.model.weights_dtype,
             thinned_from=self.thinned.content if self.thinned is not None else None,
+            wrapper=wrapper,
         )
 
     def encoded(self) -> bytes:
@@ -197,7 +199,8 @@ def manifest_in(opened: Opened) -> Manifest:
 
 def _check_summary(path: str, manifest: Manifest, summary: ManifestSummary) -> None:
     """Raise CheckpointError unless the summary agrees with the rest, because some readers read only the summary."""
-    if manifest.made_summary(summary.sequence, summary.step, summary.keep_last, summary.manager) != summary:
+    facts = summary.sequence, summary.step, summary.keep_last, summary.manager, summary.wrapper
+    if manifest.made_summary(*facts) != summary:
         raise CheckpointError(f"{path}: its brief and the rest contradict each other; load another checkpoint")
 
 

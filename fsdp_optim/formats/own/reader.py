@@ -168,6 +168,7 @@ class Checkpoint:
                 has_checksums=all(file.sums is not None for file in self.files.values()),
                 about=self._about(),
                 was_thinned=self.manifest.thinned is not None,
+                wrapper=self.manifest.effective_summary.wrapper,
             ),
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,
