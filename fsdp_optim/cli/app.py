@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": (f"{_ROOM}.inspect", "show what a checkpoint has"),
     "latest": (f"{_ROOM}.latest", "print the path of the newest complete checkpoint"),
     "ls": (f"{_ROOM}.ls", "list the checkpoints in a folder"),
+    "merge-adapter": (f"{_ROOM}.merge_adapter", "merge a LoRA adapter into the weights of a checkpoint, as a new one"),
     "prune": (f"{_ROOM}.prune", "remove the checkpoints that no rule keeps"),
     "thin": (f"{_ROOM}.thin", "remove the optimizer of a checkpoint, in place"),
     "verify": (f"{_ROOM}.verify", "read every byte and compare it with its checksum"),
