@@ -19,6 +19,7 @@ from fsdp_optim.errors import (
 
 if TYPE_CHECKING:
     from fsdp_optim.api import (
+        AdapterMergeResult,
         AverageResult,
         CallOptions,
         CheckpointInfo,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         latest,
         load,
         load_optim_state_dict,
+        merge_adapter,
         per_rank,
         prune,
         rekey_optim_state_dict,
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterMergeResult",
     "AverageResult",
     "CallOptions",
     "CheckpointError",
@@ -129,6 +132,7 @@ __all__ = [
     "latest",
     "load",
     "load_optim_state_dict",
+    "merge_adapter",
     "per_rank",
     "prune",
     "rekey_optim_state_dict",

@@ -52,6 +52,7 @@ speed:
 state:
 storage:
 wire:
+merges:
 arguments: errors
 boundary: errors
 differences: errors results
@@ -105,10 +106,10 @@ checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoi
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
     storage.posix transport wire
 offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
-    foreign.archive foreign.torch formats.base formats.own layout memory move options plan registry results state.dicts state.live
-    state.values storage.base storage.posix transport wire
+    foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan registry results state.dicts
+    state.live state.values storage.base storage.posix transport wire
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    differences formats.base memory options registry results state.dicts state.live storage.posix transport verbs
+    differences formats.base memory merges options registry results state.dicts state.live storage.posix transport verbs
 plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors foreign.dcp foreign.per_rank
     foreign.torch formats.base formats.own layout memory options registry state.live storage.base storage.posix
     view

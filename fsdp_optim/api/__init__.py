@@ -6,7 +6,7 @@ from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
 from fsdp_optim.api.keeping import copy, diagnose, prune
 from fsdp_optim.api.looking import diff, extract, show
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
-from fsdp_optim.api.offline import average, convert, inspect, thin, verify
+from fsdp_optim.api.offline import average, convert, inspect, merge_adapter, thin, verify
 from fsdp_optim.api.optim_dicts import (
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
@@ -24,6 +24,7 @@ from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import per_rank
 from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
+from fsdp_optim.merges import AdapterMergeResult
 from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
 from fsdp_optim.results import (
     AverageResult,
@@ -43,6 +44,7 @@ from fsdp_optim.results import (
 from fsdp_optim.transport.launched import launched_ranks
 
 __all__ = [
+    "AdapterMergeResult",
     "AverageResult",
     "CallOptions",
     "CheckpointInfo",
@@ -88,6 +90,7 @@ __all__ = [
     "launched_ranks",
     "load",
     "load_optim_state_dict",
+    "merge_adapter",
     "per_rank",
     "prune",
     "rekey_optim_state_dict",

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "inspect": (f"{_ROOM}.inspect", "show what a checkpoint has"),
     "latest": (f"{_ROOM}.latest", "print the path of the newest complete checkpoint"),
     "ls": (f"{_ROOM}.ls", "list the checkpoints in a folder"),
+    "merge-adapter": (f"{_ROOM}.merge_adapter", "merge a LoRA adapter into the weights of a checkpoint, as a new one"),
     "prune": (f"{_ROOM}.prune", "remove the checkpoints that no rule keeps"),
     "show": (f"{_ROOM}.show", "describe one value: range, mean, norm, NaNs, a histogram"),
     "thin": (f"{_ROOM}.thin", "remove the optimizer of a checkpoint, in place"),

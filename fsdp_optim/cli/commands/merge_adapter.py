@@ -1,0 +1,73 @@
+"""`fsdp-optim merge-adapter`: a checkpoint with a LoRA adapter in its weights."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from fsdp_optim.cli.options import (
+    Size,
+    json_option,
+    memory_option,
+    only_warnings,
+    progress_of,
+    quiet_option,
+    storage_options,
+)
+from fsdp_optim.cli.output import print_json
+from fsdp_optim.cli.units import counted, sized
+
+
+@click.command("merge-adapter")
+@click.argument("base")
+@click.argument("adapter")
+@click.option("-o", "--output", required=True, metavar="OUT", help="the new checkpoint")
+@click.option("--overwrite", is_flag=True, help="replace the checkpoint at OUT")
+@click.option("--not-durable", is_flag=True, help="do not wait until the bytes are on the disk")
+@click.option(
+    "--max-file-size", type=Size(), default=4_000_000_000, metavar="SIZE", help="the most bytes of a file (4GB)"
+)
+@click.option("--allow-pickle", is_flag=True, help="unpickle values, which can run any code of their author")
+@memory_option
+@json_option
+@quiet_option
+@storage_options
+def command(base: str, adapter: str, output: str, **given: Any) -> None:
+    """Merge the LoRA adapter ADAPTER, a folder of PEFT, into the weights of the checkpoint BASE: the new checkpoint OUT.
+
+    BASE may have any format. OUT has no optimizer. What cannot be merged exactly, such as DoRA, is an error, and nothing is
+    written.
+    """
+    from fsdp_optim import api
+
+    with api.launched_ranks() as rank:
+        if rank > 0:
+            only_warnings()
+        begin = time.monotonic()
+        done = api.merge_adapter(
+            base,
+            adapter,
+            output,
+            overwrite=given["overwrite"],
+            options=api.ConvertOptions(
+                bucket_nbytes=given["memory"],
+                durable=not given["not_durable"],
+                max_file_size=given["max_file_size"],
+                allow_pickle=given["allow_pickle"],
+                progress=progress_of(quiet=given["quiet"] or rank > 0),
+                storage_options=given["storage_options"],
+            ),
+        )
+    if rank > 0:
+        return
+    if given["as_json"]:
+        print_json(done)
+        return
+    seconds = max(time.monotonic() - begin, 1e-9)
+    replaced = f", {done.num_replaced} are the adapter's own" if done.num_replaced else ""
+    click.echo(
+        f"{done.path}: {done.num_merged} of {counted(done.num_tensors, 'tensor')} merged{replaced}, {sized(done.nbytes)} "
+        f"in {seconds:.1f} s"
+    )
