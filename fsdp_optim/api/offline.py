@@ -127,7 +127,6 @@ def average(
 
 
 @public
-@public
 @ordinary_tensors()
 def merge_adapter(
     base: str | os.PathLike[str],
@@ -169,6 +168,7 @@ def merge_adapter(
         return merged
 
 
+@public
 def thin(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> ThinResult:
     """Remove the optimizer of a checkpoint of this library, in place. The weights stay valid and verified. No communication.
 

@@ -60,7 +60,7 @@ def begin(
     warn_if_alone(group, store.where, has_group=options.call.process_group is not None)
     pending.settle(managed.known if managed is not None else None)
     contents = SaveContents.read(name_of(path), reader, group, optim, options, writer=written.writer())
-    beginning = _Beginning(path, group, store, written, contents, managed, reader.wrappers)
+    beginning = _Beginning(path, group, store, written, contents, managed, wrapper=reader.wrappers)
     with ExitStack() as undo:
         job = beginning.lead(undo) if group.rank == group.ranks[0] else beginning.follow()
         undo.pop_all()
