@@ -29,8 +29,8 @@ SEED = 20251121
 MODES = ("managed steps", "steps", "overwrite")
 MOMENTS, FEW_MOMENTS = 20, 3  # the few: one for each mode
 ONE_DIES = (1, 6, 12, 17)  # of the moments; otherwise all die
-PATIENCE = 3.0  # seconds that a rank waits for one that is dead
-SHORT_PATIENCE = 3.0  # the same, where ranks begin to save together
+PATIENCE = 15.0  # seconds that a rank waits for one that is dead
+SHORT_PATIENCE = 15.0  # the same, where ranks begin to save together
 AT_ONCE = 14  # pairs of ranks
 PAIR = {"mode": "overwrite", "count": 1, "wrapper": "FSDP1 flat"}  # which steps much faster than FSDP2 does
 

@@ -57,6 +57,8 @@ def on_live_ranks(command: str, folder: Path) -> str:
     if words[0] == "torchrun":
         assert words[1] == "--nproc-per-node", command
         return "".join(run_on_ranks(as_torchrun_does, int(words[2]), str(folder), words[3]))
+    if words[0] == "fsdp-optim":  # its console script
+        words[:1] = ["python", "-m", "fsdp_optim"]
     assert words[0] == "python", command
     printed = io.StringIO()
     arguments = words[3:] if words[1] == "-m" else words[2:]

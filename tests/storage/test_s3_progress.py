@@ -24,7 +24,7 @@ from fsdp_optim.checkpoint.common import progress
 from fsdp_optim.testing import run_on_ranks
 
 LINE = re.compile(r"(saving|loading): (\d+) of (\d+) bytes, \d+\.\d\d s, \d+ MB/s")
-SUMMARY = re.compile(r"(saved|loaded) ([^\s,]+)[:,] .*, in \d+\.\d\d s, \d+ MB/s; ")
+SUMMARY = re.compile(r"(saved|loaded) ([^\s,]+): .*[\d.]+ \w?B in [\d.]+ s \([\d.]+ \w?B/s\)")
 BUCKET = 8 << 10  # bytes
 SHARD = 3 * 4 * 128 * 128  # bytes of the tensors of a rank: half of two layers, with two values of Adam each
 
