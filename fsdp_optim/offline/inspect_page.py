@@ -25,7 +25,8 @@ body { background: var(--page); color: var(--text); font: 15px/1.5 system-ui, sa
   padding: 0 1rem }
 h1 { font-size: 1.4rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } p { margin: .4rem 0 }
 code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere } .faint { color: var(--faint) }
-.map { position: relative; width: 100%; height: 36rem } .map div { position: absolute; overflow: hidden; box-sizing: border-box;
+.map { position: relative; overflow: hidden; width: 100%; height: 36rem }
+.map div { position: absolute; overflow: hidden; box-sizing: border-box;
   border: 1px solid var(--page); font-size: 12px; line-height: 1.3; padding: 2px 4px; white-space: nowrap }
 .legend span { padding: .1rem .6rem; margin-right: .6rem } .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums } td, th { padding: .15rem 1rem .15rem 0; text-align: left }
