@@ -241,7 +241,7 @@ def _refuse_unsharded_values(optim: object, shard: Mapping[str, Any], params: Ma
             differs = value.shape != held.shape
             if (of_torch and (differs or held is not param)) or (differs and value.shape == param.shape):
                 is_unsharded = held.dim() > 1 and any(adapter.has_cut(param) for adapter in all_adapters())
-                why = "Leave summon_full_params() first, which shows whole parameters" if is_unsharded else _IF_FULL
+                why = "Leave summon_full_params() first, which shows unsharded parameters" if is_unsharded else _IF_FULL
                 raise StateError(
                     f"{name} of local parameter {local_id} has shape {list(value.shape)}, this rank's part of the parameter has "
                     f"{list(held.shape)}. {why}"

@@ -134,7 +134,7 @@ class ReasonTest(CatalogTest):
     def test_a_missing_file_is_named_in_the_words_of_load(self) -> None:
         save(self.path, filled(1), weights_only=True)
         (self.path / "model.safetensors").unlink()
-        wanted = f"{self.path}/model.safetensors: is missing; the checkpoint is not whole"
+        wanted = f"{self.path}/model.safetensors: is missing; the checkpoint is incomplete"
         (found,) = fsdp_optim.checkpoints(self.root)
         self.assertEqual(found.reason, wanted)
         refused(lambda: fsdp_optim.resume(self.root, filled(0)), CheckpointError, wanted)

@@ -85,7 +85,7 @@ class ObjectDirectory(CheckpointDirectory[SummaryT]):
         except CheckpointError:
             return None
         return (
-            LostManifestError(f"{place.where}/{self._probe.manifest}: is missing; the checkpoint is not whole")
+            LostManifestError(f"{place.where}/{self._probe.manifest}: is missing; the checkpoint is incomplete")
             if has_trace
             else None
         )

@@ -43,7 +43,7 @@ class VersionedObjects(Opened):
     def size_of(self, name: str) -> int:
         nbytes = self.nbytes_of(name)
         if nbytes < 0:
-            raise CheckpointError(f"{self.named(name)}: is missing; the checkpoint is not whole")
+            raise CheckpointError(f"{self.named(name)}: is missing; the checkpoint is incomplete")
         return nbytes
 
     def nbytes_of(self, name: str) -> int:

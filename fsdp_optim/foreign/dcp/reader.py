@@ -131,7 +131,7 @@ def _folders(opened: Opened) -> dict[str, list[str]]:
         if ranks[0] >= 0 and ranks != list(range(len(ranks))):
             missing = next(rank for rank in range(len(ranks)) if rank not in by_rank)
             raise CheckpointError(
-                f"{opened.named(f'{folder}__{missing}.metadata')}: is missing; the checkpoint is not whole"
+                f"{opened.named(f'{folder}__{missing}.metadata')}: is missing; the checkpoint is incomplete"
             )
         folders[folder] = [by_rank[-1]] if ranks[0] < 0 else [by_rank[rank] for rank in ranks]
     return folders
@@ -328,7 +328,7 @@ def _checked_files(opened: Opened, saved: _DcpContents) -> list[str]:
     for file, (end, key) in ends.items():
         nbytes = opened.nbytes_of(file) if file in there else -1
         if nbytes < 0:
-            raise CheckpointError(f"{opened.named(file)}: is missing; the checkpoint is not whole: {key} is in it")
+            raise CheckpointError(f"{opened.named(file)}: is missing; the checkpoint is incomplete: {key} is in it")
         if nbytes < end:
             raise CheckpointError(
                 f"{opened.named(file)}: has {nbytes} bytes, and {key} ends at byte {end}: it was cut short"

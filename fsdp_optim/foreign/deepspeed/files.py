@@ -72,7 +72,7 @@ def find_files(opened: Opened) -> DeepSpeedFiles:
     optims = _by_rank(where, folder, inside, _OPTIM, is_universal=bool(params))
     if not models:
         raise CheckpointError(
-            f"{where}: has no *_model_states.pt, which names the parameters: the checkpoint is not whole"
+            f"{where}: has no *_model_states.pt, which names the parameters: the checkpoint is incomplete"
         )
     return DeepSpeedFiles(where, folder, inside, models, {} if params else optims, params)
 

@@ -44,7 +44,7 @@ def read_universal(
     if lacking:
         raise CheckpointError(
             f"{files.where}/zero/{lacking[0]}/fp32.pt: is missing, and so are the files of {len(lacking) - 1} other parameters: "
-            "the conversion to a universal checkpoint was not whole"
+            "the conversion to a universal checkpoint did not finish"
         )
     of_params = _names_by_param(files)
     paths = [f"{files.folder}zero/{fqn}/{name}.pt" for fqn, names in of_params.items() for name in names]

@@ -128,7 +128,7 @@ class OpenFolder(Opened):
         try:
             status = self._stat(name)
         except FileNotFoundError:
-            raise CheckpointError(f"{self.path / name}: is missing; the checkpoint is not whole") from None
+            raise CheckpointError(f"{self.path / name}: is missing; the checkpoint is incomplete") from None
         except OSError as error:
             raise CheckpointError(f"{self.path / name}: cannot be read: {error.strerror or error}") from error
         return status.st_size if stat.S_ISREG(status.st_mode) else -1
@@ -153,7 +153,7 @@ class OpenFolder(Opened):
         try:
             fd = self._open_at(name)
         except FileNotFoundError:
-            raise CheckpointError(f"{path}: is missing; the checkpoint is not whole") from None
+            raise CheckpointError(f"{path}: is missing; the checkpoint is incomplete") from None
         except OSError as error:
             link = next((part for part in (path.parent, path) if part != self.path and part.is_symlink()), None)
             reason = (

@@ -42,7 +42,7 @@ def status_of(folder: Path, probe: CheckpointProbe[SummaryT], *, whole: bool = T
         if error.errno not in NOT_THERE:
             return CheckpointStatus(None, True, False, reason=f"{manifest}: cannot be read: {error.strerror or error}")
         moved = not may_be_there(folder)
-        return CheckpointStatus(None, False, True, moved, f"{manifest}: is missing; the checkpoint is not whole")
+        return CheckpointStatus(None, False, True, moved, f"{manifest}: is missing; the checkpoint is incomplete")
     try:
         with OpenFolder(folder) as opened:
             status = probe.status_in(opened, whole=whole)
