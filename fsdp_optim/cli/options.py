@@ -15,13 +15,16 @@ import difflib
 import logging
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from fsdp_optim.cli.units import size_of
 from fsdp_optim.registry import format_names
+
+if TYPE_CHECKING:
+    from fsdp_optim.api import ConvertOptions
 
 _OPTION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_CLOSE = 1
@@ -126,6 +129,40 @@ def storage_options(function: FunctionT) -> FunctionT:
         callback=lambda ctx, param, pairs: dict(pairs) or None,
         help="an option of the store of a URL, such as endpoint_url=...; can be given several times",
     )(function)
+
+
+def writing_options(target: str) -> Callable[[FunctionT], FunctionT]:
+    """Add the options of a command that writes a checkpoint at its argument `target`; `convert_options` reads them."""
+    options = (
+        click.option("--overwrite", is_flag=True, help=f"replace the checkpoint at {target}"),
+        click.option("--not-durable", is_flag=True, help="do not wait until the bytes are on the disk"),
+        click.option(
+            "--max-file-size", type=Size(), default=4_000_000_000, metavar="SIZE", help="the most bytes of a file (4GB)"
+        ),
+        click.option("--allow-pickle", is_flag=True, help="unpickle values, which can run any code of their author"),
+    )
+
+    def decorate(function: FunctionT) -> FunctionT:
+        for option in reversed(options):  # help lists the last one that is added first
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def convert_options(given: dict[str, Any], rank: int, *, param_names: list[str] | None = None) -> ConvertOptions:
+    """Return the options of a command with `writing_options`, `memory_option`, `quiet_option` and `storage_options`."""
+    from fsdp_optim import api
+
+    return api.ConvertOptions(
+        bucket_nbytes=given["memory"],
+        param_names=param_names,
+        durable=not given["not_durable"],
+        max_file_size=given["max_file_size"],
+        allow_pickle=given["allow_pickle"],
+        progress=progress_of(quiet=given["quiet"] or rank > 0),
+        storage_options=given["storage_options"],
+    )
 
 
 def progress_of(*, quiet: bool) -> bool | None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fsdp_optim.cli.options import (
-    Size,
+    convert_options,
     json_option,
     memory_option,
     only_warnings,
-    progress_of,
     quiet_option,
     storage_options,
+    writing_options,
 )
 from fsdp_optim.cli.output import print_json
 from fsdp_optim.cli.units import counted, sized
@@ -47,12 +47,7 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
     default="drop",
     help="leave the optimizer out, or average its state too (drop)",
 )
-@click.option("--overwrite", is_flag=True, help="replace the checkpoint at OUT")
-@click.option("--not-durable", is_flag=True, help="do not wait until the bytes are on the disk")
-@click.option(
-    "--max-file-size", type=Size(), default=4_000_000_000, metavar="SIZE", help="the most bytes of a file (4GB)"
-)
-@click.option("--allow-pickle", is_flag=True, help="unpickle values, which can run any code of their author")
+@writing_options("OUT")
 @memory_option
 @json_option
 @quiet_option
@@ -74,14 +69,7 @@ def command(sources: tuple[str, ...], output: str, **given: Any) -> None:
             weights=given["weights"],
             moments=given["moments"],
             overwrite=given["overwrite"],
-            options=api.ConvertOptions(
-                bucket_nbytes=given["memory"],
-                durable=not given["not_durable"],
-                max_file_size=given["max_file_size"],
-                allow_pickle=given["allow_pickle"],
-                progress=progress_of(quiet=given["quiet"] or rank > 0),
-                storage_options=given["storage_options"],
-            ),
+            options=convert_options(given, rank),
         )
     if rank == 0:
         _show(done, max(time.monotonic() - begin, 1e-9), as_json=given["as_json"])

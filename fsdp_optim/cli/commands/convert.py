@@ -13,13 +13,13 @@ import click
 
 from fsdp_optim.cli.options import (
     FormatName,
-    Size,
+    convert_options,
     json_option,
     memory_option,
     only_warnings,
-    progress_of,
     quiet_option,
     storage_options,
+    writing_options,
 )
 from fsdp_optim.cli.output import print_json
 from fsdp_optim.cli.units import counted, sized
@@ -46,12 +46,7 @@ _SHARDS = "fairscale_shards"
     "--units", metavar="FILE", help="fairscale_shards: JSON with the names that each FSDP unit flattens, by its path"
 )
 @click.option("--not-flattened", is_flag=True, help="fairscale_shards: for FSDP with flatten_parameters=False")
-@click.option("--overwrite", is_flag=True, help="replace the checkpoint at DST")
-@click.option("--not-durable", is_flag=True, help="do not wait until the bytes are on the disk")
-@click.option(
-    "--max-file-size", type=Size(), default=4_000_000_000, metavar="SIZE", help="the most bytes of a file (4GB)"
-)
-@click.option("--allow-pickle", is_flag=True, help="unpickle values, which can run any code of their author")
+@writing_options("DST")
 @json_option
 @quiet_option
 @storage_options
@@ -72,15 +67,7 @@ def command(src: str, dst: str, **given: Any) -> None:
             dst,
             format=format,
             overwrite=given["overwrite"],
-            options=api.ConvertOptions(
-                bucket_nbytes=given["memory"],
-                param_names=names,
-                durable=not given["not_durable"],
-                max_file_size=given["max_file_size"],
-                allow_pickle=given["allow_pickle"],
-                progress=progress_of(quiet=given["quiet"] or rank > 0),
-                storage_options=given["storage_options"],
-            ),
+            options=convert_options(given, rank, param_names=names),
         )
     seconds = max(time.monotonic() - begin, 1e-9)
     if rank > 0:

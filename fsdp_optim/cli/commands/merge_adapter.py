@@ -8,13 +8,13 @@ from typing import Any
 import click
 
 from fsdp_optim.cli.options import (
-    Size,
+    convert_options,
     json_option,
     memory_option,
     only_warnings,
-    progress_of,
     quiet_option,
     storage_options,
+    writing_options,
 )
 from fsdp_optim.cli.output import print_json
 from fsdp_optim.cli.units import counted, sized
@@ -24,12 +24,7 @@ from fsdp_optim.cli.units import counted, sized
 @click.argument("base")
 @click.argument("adapter")
 @click.option("-o", "--output", required=True, metavar="OUT", help="the new checkpoint")
-@click.option("--overwrite", is_flag=True, help="replace the checkpoint at OUT")
-@click.option("--not-durable", is_flag=True, help="do not wait until the bytes are on the disk")
-@click.option(
-    "--max-file-size", type=Size(), default=4_000_000_000, metavar="SIZE", help="the most bytes of a file (4GB)"
-)
-@click.option("--allow-pickle", is_flag=True, help="unpickle values, which can run any code of their author")
+@writing_options("OUT")
 @memory_option
 @json_option
 @quiet_option
@@ -51,14 +46,7 @@ def command(base: str, adapter: str, output: str, **given: Any) -> None:
             adapter,
             output,
             overwrite=given["overwrite"],
-            options=api.ConvertOptions(
-                bucket_nbytes=given["memory"],
-                durable=not given["not_durable"],
-                max_file_size=given["max_file_size"],
-                allow_pickle=given["allow_pickle"],
-                progress=progress_of(quiet=given["quiet"] or rank > 0),
-                storage_options=given["storage_options"],
-            ),
+            options=convert_options(given, rank),
         )
     if rank > 0:
         return
