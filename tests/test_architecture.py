@@ -114,7 +114,7 @@ plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors f
     foreign.torch formats.base formats.own layout memory options registry state.live storage.base storage.posix
     view
 (top): api errors
-cli: (top) api errors registry
+cli: (top) api errors registry speed
 cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
 testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
+from fsdp_optim.speed import sized as sized
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size_of(text: str) -> int:
@@ -15,15 +16,6 @@ def size_of(text: str) -> int:
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text!r} is not a size such as 4GB, 512MiB or 1000000")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
-
-
-def sized(nbytes: float) -> str:
-    """Return a number of bytes in words: `1.20 GB`."""
-    for unit in _UNITS:
-        if nbytes < 999.5 or unit == _UNITS[-1]:
-            break
-        nbytes /= 1000
-    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.3g} {unit}"
 
 
 def counted(number: int, noun: str) -> str:

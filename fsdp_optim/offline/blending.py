@@ -107,7 +107,7 @@ class _Scratch:
         """Return the elements of all parts that the source has."""
         known = [part for part in parts if part.value.key in self._stored]
         nbytes = sum(self._nbytes_of(part) for part in known)
-        if nbytes > self._memory.numel():  # many small tensors, each of which begins at a multiple of the margin
+        if nbytes > self._memory.numel():  # many small tensors: each begins at a multiple of the margin
             self._memory = empty((nbytes,), torch.uint8, _CPU)
         placed = list(self._placed(known))
         self._fill(placed)
@@ -135,7 +135,7 @@ class _Sums:
         self._sticky = torch.empty(_WINDOW, dtype=torch.int64, device=_CPU)
 
     def average(self, flats: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-        """Fill `target` with the average of flat tensors, of which it may be one."""
+        """Fill `target` with the average of flat tensors; `target` may be one of them."""
         reals, target = [_as_real(flat) for flat in flats], _as_real(target)
         for start in range(0, target.numel(), _WINDOW):
             stop = min(start + _WINDOW, target.numel())

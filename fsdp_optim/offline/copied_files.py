@@ -63,7 +63,7 @@ def _plain_units(name: str, start: int, stop: int, unit_nbytes: int) -> Iterator
 
 
 def _checked_units(name: str, start: int, segments: list[tuple[int, int]], unit_nbytes: int) -> Iterator[CopiedUnit]:
-    """Yield units of complete segments, each of which is no longer than a unit."""
+    """Yield units of complete segments. A segment is never longer than a unit."""
     held: list[tuple[int, int]] = []
     for end, wanted in segments:
         if held and end - start > unit_nbytes:

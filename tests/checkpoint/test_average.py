@@ -63,7 +63,7 @@ def averaged(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 class AllDtypes(nn.Module):
-    """Buffers of each dtype; values of which averages lie next to, and at, the middle of two elements."""
+    """Buffers of each dtype, with values whose averages lie at, or next to, the middle between two numbers of the dtype."""
 
     def __init__(self, seed: int, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
         super().__init__()

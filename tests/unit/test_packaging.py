@@ -137,7 +137,7 @@ class DistributionsTest(unittest.TestCase):
 
 
 class InstallTest(unittest.TestCase):
-    """What a reader is told to install is there: the distribution is on no index yet."""
+    """The documented install commands work. The package is not on an index yet."""
 
     def test_nothing_says_to_install_what_no_index_has(self) -> None:
         files = [
