@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+from fsdp_optim.collector import fewer_collections
 from fsdp_optim.errors import FsdpOptimError
 
 P = ParamSpec("P")
@@ -34,7 +35,9 @@ _NOT_USERS = re.compile(
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise the library's errors without its own frames: their text says what is wrong, and on which rank.
+    """Mark a function that users call: it raises the library's errors without its own frames, and collects garbage less often.
+
+    The text of an error says what is wrong, and on which rank.
 
     Every other error is a mistake of the library or of the program, and keeps its complete traceback.
     """
@@ -42,7 +45,8 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            with fewer_collections():
+                return function(*args, **kwargs)
         except FsdpOptimError as error:
             if os.environ.get(FULL, "0") not in ("", "0"):
                 raise

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -54,23 +52,11 @@ class Dcp(ForeignFormat):
             return False
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
-        with _without_collections(), as_checkpoint_error(opened.where):
+        with as_checkpoint_error(opened.where):
             return _reader(opened, _DcpContents.read(opened))
 
 
 DCP = Dcp()
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keep the garbage collector from walking a million objects, none of them garbage, again and again while they are made."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @dataclass(frozen=True)
