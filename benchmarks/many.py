@@ -2,9 +2,9 @@
 
     python benchmarks/many.py [--params 400 4000] [--worlds 2] [--wrappers FSDP2] [--rounds 3] [--calls] [--profile save]
 
-Each parameter has 8 x 8 elements and Adam's state: four values each with the weight, two moments and the step. 20 parameters make
-one unit of the wrapper. Processor time is user and system time of the slowest rank, by `resource.getrusage`: also that of its
-threads. The contestants run in turn in the same processes; a load follows the save that it reads, into an optimizer without state.
+Each parameter has 8 x 8 elements and Adam's state: four values each with the weight, two moments and the step. 20 parameters
+make one unit of the wrapper. Processor time is user and system time of the slowest rank, by `resource.getrusage`: also that of
+its threads. The contestants run in turn in the same processes; a load is of the save before, into an optimizer without state.
 """
 
 from __future__ import annotations
@@ -225,11 +225,20 @@ def profiled(folder: Path, wrapper: str, num_params: int, name: str, order: str)
 def rows_of(about: str, by_rank: list[dict[str, list[tuple[float, float, float]]]], num_values: int) -> list[list[str]]:
     rows = []
     for name in by_rank[0]:
-        used = statistics.median(max(rank[name][index][0] for rank in by_rank) for index in range(len(by_rank[0][name])))
+        used = statistics.median(
+            max(rank[name][index][0] for rank in by_rank) for index in range(len(by_rank[0][name]))
+        )
         seconds = statistics.median(entry[1] for entry in by_rank[0][name])
         growth = max(rank[name][-1][2] for rank in by_rank)
         rows.append(
-            [about, name, f"{used:.3f}", f"{seconds:.3f}", f"{used / num_values * 1e6:.1f}", f"{growth / num_values:.0f}"]
+            [
+                about,
+                name,
+                f"{used:.3f}",
+                f"{seconds:.3f}",
+                f"{used / num_values * 1e6:.1f}",
+                f"{growth / num_values:.0f}",
+            ]
         )
     return rows
 
@@ -252,7 +261,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder)
             if options.profile:
-                run_on_ranks(profiled, world_size, place, wrapper, num_params, options.profile, options.order, timeout=1800.0)
+                run_on_ranks(
+                    profiled, world_size, place, wrapper, num_params, options.profile, options.order, timeout=1800.0
+                )
             elif options.calls:
                 counts = run_on_ranks(count_calls, world_size, place, wrapper, num_params, timeout=1800.0)
                 for name in counts[0]:
@@ -260,7 +271,14 @@ def main() -> None:
                     print(f"{about}: {name}: {most:.1f} calls per value", flush=True)
             else:
                 by_rank = run_on_ranks(
-                    measure, world_size, place, wrapper, num_params, options.rounds, not options.no_peers, timeout=3000.0
+                    measure,
+                    world_size,
+                    place,
+                    wrapper,
+                    num_params,
+                    options.rounds,
+                    not options.no_peers,
+                    timeout=3000.0,
                 )
                 print(table(header, rows_of(about, by_rank, VALUES * num_params)), flush=True)
 

@@ -186,6 +186,8 @@ def flatten(value: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor as a contiguous 1-D tensor: a view where the tensor is contiguous, else a copy."""
     if type(value) is not torch.Tensor or value.requires_grad or value.is_conj() or value.is_neg():
         value = _resolved(value)
+    elif value.dim() == 1 and value.stride(0) == 1:
+        return value
     value = value.contiguous()
     return _in_a_row(value if value.dim() == 1 else value.view(-1))
 
@@ -239,7 +241,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def flat_slice(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return elements [start, stop) of a tensor in row-major order, 1-D: a view of a contiguous tensor, else a copy."""
-    value = _resolved(value)
+    if type(value) is not torch.Tensor or value.requires_grad or value.is_conj() or value.is_neg():
+        value = _resolved(value)
+    elif value.dim() == 1 and not start and stop == value.numel() and value.stride(0) == 1:
+        return value  # nearly always
     if value.is_contiguous():
         return _in_a_row(value.view(-1))[start:stop]
     piece = torch.empty(stop - start, dtype=value.dtype, device=value.device)

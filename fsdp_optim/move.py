@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -42,11 +44,11 @@ class StateValue:
     placement: Placement
     is_state: bool = True
 
-    @property
+    @cached_property
     def key(self) -> Key:
         return self.is_state, self.fqn, self.name
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.placement.numel * self.dtype.itemsize
 
@@ -55,8 +57,7 @@ class StateValue:
         return replica_of(f"{self.fqn}: {self.name}") % source.num_replicas if source.num_replicas > 1 else 0
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A range of this rank's local tensor for a value that is cut as `cut`: the 1-D tensor `flat`, from element `start` on.
 
     `flat` None: this rank has no elements of the value. `is_own`: the memory of `flat` was allocated for this slice, so an end
@@ -133,8 +134,7 @@ def move(
             _move_window(batch, window, source, target, plans=plans, group=group, budget=staging, failure=failure)
 
 
-@dataclass(frozen=True)
-class _Route:
+class _Route(NamedTuple):
     """A value to move, with the cuts in which the elements leave the source and reach the target."""
 
     value: StateValue
@@ -144,7 +144,7 @@ class _Route:
 
     @property
     def is_direct(self) -> bool:
-        return self.source == self.target
+        return self.source is self.target or self.source == self.target
 
     @property
     def staged(self) -> Placement:
@@ -186,14 +186,12 @@ def _slices(routes: Sequence[_Route], source: End, rank: int, budget: Budget) ->
 
     Slices of contiguous live memory are views. No messages are needed, so the sizes may differ between ranks.
     """
-    ranges = [route.source.local_range(rank) for route in routes]
-    numels = (stop - start for start, stop in ranges)
-    at = iter(ranges)
-    for batch in _batches(zip(routes, numels, strict=True), budget.nbytes):
+    ranges = _LocalRanges(rank)
+    for batch in _batches(((route, ranges.numel(route.source)) for route in routes), budget.nbytes):
         if len(batch) > 1:
-            yield [_slice(route, source, *next(at)) for route in batch]
+            yield [_slice(route, source, *ranges.of(route.source)) for route in batch]
             continue
-        start, stop = next(at)
+        start, stop = ranges.of(batch[0].source)
         width = budget.share(2, "a window, and what the target makes of it").nbytes // batch[0].value.dtype.itemsize
         if not source.is_stored:  # slices of contiguous memory are views, without a copy
             held = source.memory(batch[0].value)
@@ -202,16 +200,37 @@ def _slices(routes: Sequence[_Route], source: End, rank: int, budget: Budget) ->
             yield [_slice(batch[0], source, first, min(first + max(width, 1), stop))]
 
 
+class _LocalRanges:
+    """The ranges of a rank's local tensors. Values of equal layers share their cuts, which are asked once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: dict[int, tuple[Placement, tuple[int, int]]] = {}  # by id, which the reference keeps unique
+
+    def of(self, cut: Placement) -> tuple[int, int]:
+        """Return the range [start, stop) of the local tensor of a value with this cut."""
+        known = self._known.get(id(cut))
+        if known is None:
+            known = self._known[id(cut)] = cut, cut.local_range(self._rank)
+        return known[1]
+
+    def numel(self, cut: Placement) -> int:
+        """Return the number of elements in that range."""
+        start, stop = self.of(cut)
+        return stop - start
+
+
 def _slice(route: _Route, source: End, start: int, stop: int) -> Slice:
     """Return elements [start, stop) of a rank's local tensor for a value: live memory, or memory for a stored source to fill."""
-    flat, is_own = None, True
-    if start < stop and source.is_stored:
-        flat = empty((stop - start,), route.value.dtype, _CPU)
-    elif start < stop:
-        held = source.memory(route.value)
-        if held is not None:
-            flat, is_own = flat_slice(held, start, stop), False  # usually a view of the live memory
-    return Slice(route.value, route.source, flat, start, is_own)
+    value = route.value
+    if start >= stop:
+        return Slice(value, route.source, None, start, is_own=True)
+    if source.is_stored:
+        return Slice(value, route.source, empty((stop - start,), value.dtype, _CPU), start, is_own=True)
+    held = source.memory(value)
+    if held is None:
+        return Slice(value, route.source, None, start, is_own=True)
+    return Slice(value, route.source, flat_slice(held, start, stop), start)  # usually a view of the live memory
 
 
 def _move_window(

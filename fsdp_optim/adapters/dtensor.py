@@ -200,15 +200,20 @@ class DTensorHandle(Handle):
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
         if not is_dtensor(value):
             return super().held(value)
-        return local_of(value).detach() if self.is_held(value) else None
+        if not self.is_held(value):
+            return None
+        local = local_of(value)
+        return local.detach() if local.requires_grad else local
 
     def is_held(self, value: torch.Tensor) -> bool:
         if not is_dtensor(value):
             return super().is_held(value)
-        if value.placements != self.spec or value.shape != self.shape:
+        spec = value._spec  # one look, where its properties would be three
+        if spec.placements != self.spec or spec.shape != self.shape:
             return False
-        mesh = value.device_mesh
-        return (mesh is self.mesh or mesh == self.mesh) and is_plain(local_of(value))
+        if spec.mesh is not self.mesh and spec.mesh != self.mesh:
+            return False
+        return is_plain(local_of(value))
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         if is_dtensor(self.param) and local_of(self.param).shape == self.local_shape:

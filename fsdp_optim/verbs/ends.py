@@ -12,6 +12,7 @@ from fsdp_optim.layout import Placement, Ranks, Shape, Whole
 from fsdp_optim.memory import flatten
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.state.dicts.packed import LocalId
+from fsdp_optim.state.live.local import LocalParam
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local
 
@@ -34,21 +35,26 @@ class LiveEnd(End):
 
     def memory(self, value: StateValue) -> torch.Tensor:
         param = self.local.by_fqn[value.fqn]
+        if len(param.named.fqns) == 1:
+            return _elements(param, value)
         key = (param.local_id, value.name)  # read once per live parameter, not once per original
         held = self._held.get(key)
         if held is None:
-            if param.state is None:
-                raise RankError(
-                    f"{value.fqn}: its state was removed while it was read: do not change the optimizer during the call"
-                )
-            live = param.state[value.name]
-            held = param.named.handle.held(live)
-            if held is None:
-                held = param.named.handle.placed_local(live)
-            if held.is_contiguous():
-                held = flatten(held)  # a view
-            self._held[key] = held
+            held = self._held[key] = _elements(param, value)
         return held
+
+
+def _elements(param: LocalParam, value: StateValue) -> torch.Tensor:
+    """Return this rank's elements of a value of a live parameter: a 1-D view where they are contiguous."""
+    if param.state is None:
+        raise RankError(
+            f"{value.fqn}: its state was removed while it was read: do not change the optimizer during the call"
+        )
+    live, handle = param.state[value.name], param.named.handle
+    held = handle.held(live)
+    if held is None:
+        held = handle.placed_local(live)
+    return flatten(held) if held.is_contiguous() else held
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
+from fsdp_optim.formats.base.packed import PackedExtents
 from fsdp_optim.layout import FlatChunks
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Slice, StateValue
@@ -47,8 +48,14 @@ def ranges(rank: int, *, shared: bool) -> list[list[tuple[int, int]]]:
     for value in values:
         part = Slice(value, value.placement, torch.zeros(NUMEL // 2, dtype=value.dtype))
         extents = writer.extents_of([part]).get("file", [])
-        found.append([(extent.start, extent.stop) for extent in extents])
+        found.append([pair for extent in extents for pair in pairs_of(extent)])
     return found
+
+
+def pairs_of(extent: Any) -> list[tuple[int, int]]:
+    if isinstance(extent, PackedExtents):
+        return [*zip(extent.starts.tolist(), extent.stops.tolist(), strict=True)]
+    return [(extent.start, extent.stop)]
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -6,7 +6,6 @@ At a save: weights to the dtype in which they are saved.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -40,7 +39,7 @@ def cast_part(value: SavedValue | None, part: Slice) -> Slice:
     if value is None:
         return part
     if part.flat is None:
-        return replace(part, value=value)
+        return part._replace(value=value)
     cast = part.flat.detach().to(value.dtype)
     if torch.finfo(value.dtype).max < torch.finfo(part.flat.dtype).max:
         too_large = int((cast.isinf() & ~part.flat.isinf()).sum())

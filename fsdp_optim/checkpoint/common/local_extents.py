@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.formats.base.packed import PackedExtents
 from fsdp_optim.memory import Budget, empty, in_batches
 from fsdp_optim.move import Slice
 from fsdp_optim.plan import Copy
@@ -25,10 +26,11 @@ class DeviceExtent:
     memory: torch.Tensor
 
 
-LocalExtent = Extent | DeviceExtent
+LocalExtent = Extent | DeviceExtent | PackedExtents
+"""A range in a rank's memory, or many short ranges in host memory of their own."""
 
 
-def clipped(extent: LocalExtent, start: int, stop: int) -> LocalExtent:
+def clipped(extent: Extent | DeviceExtent, start: int, stop: int) -> Extent | DeviceExtent:
     """Return the bytes of an extent that belong in [start, stop)."""
     first, last = max(start - extent.start, 0), min(stop - extent.start, len(extent.memory))
     part = extent.memory[first : max(last, first)]
@@ -73,7 +75,7 @@ class LocalMemory:
         self._size = flat.itemsize
         self._memory = bytes_of(flat) if lies_on_host(flat) else flat.detach().view(torch.uint8)
 
-    def extent(self, start: int, offset: int, numel: int) -> LocalExtent:
+    def extent(self, start: int, offset: int, numel: int) -> Extent | DeviceExtent:
         """Return the extent of `numel` elements from `offset` on, which belong at byte `start` of the data section."""
         part = self._memory[offset * self._size : (offset + numel) * self._size]
         return DeviceExtent(start, part) if isinstance(part, torch.Tensor) else Extent(start, part)
@@ -123,7 +125,7 @@ def _by_way_of_host(on_devices: Sequence[DeviceExtent]) -> HostBatch:
     return HostBatch(extents, pairs)
 
 
-def _host_memory(extents: Iterable[LocalExtent]) -> torch.Tensor:
+def _host_memory(extents: Iterable[Extent | DeviceExtent]) -> torch.Tensor:
     """Return memory on the host for the bytes of some extents; pinned if one of them is on a CUDA device."""
     nbytes, pinned = 0, False
     for extent in extents:
@@ -140,18 +142,27 @@ def is_all_of(extents: ExtentsByFile, parts: Sequence[Slice]) -> bool:
     """Return whether extents need no copy: the parts have memory of their own, and the extents cover all its bytes."""
     if not all(part.is_own for part in parts):
         return False
-    kept = sum(len(extent.memory) for file_extents in extents.values() for extent in file_extents)
+    kept = sum(
+        extent.nbytes if isinstance(extent, PackedExtents) else len(extent.memory)
+        for file_extents in extents.values()
+        for extent in file_extents
+    )
     return kept == sum(part.flat.nbytes for part in parts if part.flat is not None)
 
 
-def snapshot_of(live: ExtentsByFile) -> dict[str, list[Extent]]:
-    """Return a copy of the bytes in new host memory. Extents that are adjacent in a file become one extent."""
-    listed = [
-        (name, extent) for name, extents in live.items() for extent in sorted(extents, key=lambda extent: extent.start)
-    ]
+def snapshot_of(live: ExtentsByFile) -> dict[str, list[LocalExtent]]:
+    """Return a copy of the bytes in new host memory. Extents that are adjacent in a file become one extent.
+
+    Packed extents, which lie in memory of their own, stay as they are.
+    """
+    snapshot: dict[str, list[LocalExtent]] = {}
+    listed: list[tuple[str, Extent | DeviceExtent]] = []
+    for name, extents in live.items():
+        snapshot[name] = [extent for extent in extents if isinstance(extent, PackedExtents)]
+        in_place = [extent for extent in extents if not isinstance(extent, PackedExtents)]
+        listed += [(name, extent) for extent in sorted(in_place, key=lambda extent: extent.start)]
     buffer = _host_memory(extent for _, extent in listed)
     memory, at = bytes_of(buffer), 0
-    snapshot: dict[str, list[Extent]] = {name: [] for name in live}
     devices: set[torch.device] = set()
     for name, extent in listed:
         nbytes = len(extent.memory)
@@ -164,9 +175,9 @@ def snapshot_of(live: ExtentsByFile) -> dict[str, list[Extent]]:
         else:
             memory[at : at + nbytes] = extent.memory
         copies = snapshot[name]
-        if copies and copies[-1].stop == extent.start:
-            last = copies.pop()
-            copies.append(Extent(last.start, memory[at - len(last.memory) : at + nbytes]))
+        last = copies[-1] if copies else None
+        if isinstance(last, Extent) and last.stop == extent.start:
+            copies[-1] = Extent(last.start, memory[at - len(last.memory) : at + nbytes])
         else:
             copies.append(Extent(extent.start, memory[at : at + nbytes]))
         at += nbytes

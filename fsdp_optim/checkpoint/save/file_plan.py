@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+
+import torch
 
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.casting import cast_part, nbytes_to_cast
@@ -55,6 +57,9 @@ class FilePlan:
     owners: Mapping[str, int] = field(default_factory=dict)
     parted: tuple[PartedFile, ...] = ()
     is_alone: bool = False
+    _written: dict[tuple[int, torch.dtype, int | None], tuple[Placement, Placement]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def of(
@@ -126,8 +131,15 @@ class FilePlan:
 
     def cut(self, value: StateValue, placement: Placement) -> Placement:
         """Return the cut in which the ranks write a value of `placement`."""
-        cut = self._cuts.get(value.key)
-        return cut if cut is not None else written_cut(value, placement, self._owner_of.get(value.key))
+        cut = self._cuts.get(value.key) if self.parted else None
+        if cut is not None:
+            return cut
+        owner = self._owner_of.get(value.key) if self.owners else None
+        key = id(placement), value.dtype, owner  # layers share their placements
+        known = self._written.get(key)
+        if known is None:
+            known = self._written[key] = placement, written_cut(value, placement, owner)  # keeps the id unique
+        return known[1]
 
 
 def _share(writer: Writer, half: Half, values: Sequence[SavedValue], shared: str, num_ranks: int) -> int:
@@ -184,7 +196,7 @@ class FilesEnd(End):
             return
         width = max(self.cast_budget.num_fitting(nbytes_to_cast(part.flat.dtype, value.dtype)), 1)
         for first in range(0, len(part.flat), width):
-            yield replace(part, flat=part.flat[first : first + width], start=part.start + first)
+            yield part._replace(flat=part.flat[first : first + width], start=part.start + first)
 
     def _nbytes_for(self, part: Slice) -> int:
         """Return the bytes of memory that a cast of a piece takes."""

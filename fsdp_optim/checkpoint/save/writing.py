@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import numpy
+import torch
 
 from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER, File, offset_in_storage, stored_on
 from fsdp_optim.checkpoint.common.local_extents import (
@@ -19,11 +20,13 @@ from fsdp_optim.checkpoint.common.local_extents import (
     ranges_of,
 )
 from fsdp_optim.checkpoint.save.part_ranges import FramesOfParts, HeadOfParts, PartRange
+from fsdp_optim.checkpoint.save.short_parts import SHORT_NBYTES, Kind, ShortParts
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Rows, rows_of
 from fsdp_optim.formats.base.extents import DataSection, write_extents
 from fsdp_optim.formats.base.frames import Pieces
+from fsdp_optim.formats.base.packed import PackedExtents, write_packed
 from fsdp_optim.formats.base.protocols import PlannedFile
 from fsdp_optim.layout import FlatRuns, Placement
 from fsdp_optim.memory import Budget
@@ -68,7 +71,8 @@ class RankWriter:
         self._rank, self._checksums, self._part_ranges = rank, checksums, part_ranges
         self._budget, self._plans = budget, plans
         self._heads = dict(heads)
-        self._stored: dict[tuple[int, int, int], tuple[Placement, Sequence[tuple[int, Copy]]]] = {}
+        self._stored: dict[tuple[int, torch.dtype, int], tuple[Placement, Sequence[tuple[int, Copy]], Kind | None]] = {}
+        self._num_replicas: dict[int, int] = {}  # by the id of a cut, which `_stored` keeps unique
         self._frames = {name: dict(by_index) for name, by_index in frames.items()}
 
     @property
@@ -77,29 +81,47 @@ class RankWriter:
         return {name: numpy.concatenate([rows_of(()), *tables]) for name, tables in self._rows.items()}
 
     def extents_of(self, parts: Sequence[Slice]) -> dict[str, list[LocalExtent]]:
-        """Return the extents that this rank must write of some parts, by file."""
+        """Return the extents that this rank must write of some parts, by file. Those of short parts are copies."""
         extents: dict[str, list[LocalExtent]] = {}
+        short: dict[tuple[str, torch.dtype, torch.device], ShortParts] = {}
         for part in parts:
-            if part.flat is None and part.start:
-                continue  # earlier windows contain all of it
-            (name, begin), itemsize = self._starts[part.value.key], part.value.dtype.itemsize
-            memory = LocalMemory(part.flat) if part.flat is not None else None
+            flat = part.flat
+            name, begin = self._starts[part.value.key]
             if isinstance(part.cut, FlatRuns):
-                if memory is not None and part.flat is not None:
-                    extents.setdefault(name, []).extend(self._in_ranges(part, memory, part.flat.numel(), begin))
+                if flat is not None:
+                    ranges = self._in_ranges(part, LocalMemory(flat), flat.numel(), begin)
+                    extents.setdefault(name, []).extend(ranges)
                 continue
-            for base, copy in self._copies(part, begin):
-                if memory is None or part.flat is None:
-                    raise CheckpointError(
-                        f"{part.value.fqn}: {part.value.name}: rank {self._rank} has no elements of this value, but must write "
-                        f"{copy.numel}"
-                    )
-                extents.setdefault(name, []).extend(
-                    memory.extent(begin + (base + target) * itemsize, source, numel)
-                    for piece in clip_to_source(copy, part.start, part.start + part.flat.numel())
-                    for source, target, numel in ranges_of(piece)
+            copies, kind = self._copies(part, begin)
+            if not copies:
+                continue
+            if flat is None:
+                if part.start:
+                    continue  # earlier windows contain all of it
+                raise CheckpointError(
+                    f"{part.value.fqn}: {part.value.name}: rank {self._rank} has no elements of this value, but must write "
+                    f"{copies[0][1].numel}"
                 )
+            if kind is not None and part.start == kind.start and flat.numel() == kind.numel:
+                key = name, flat.dtype, flat.device
+                if key not in short:
+                    short[key] = ShortParts()
+                short[key].add(begin, kind, flat)
+            else:
+                extents.setdefault(name, []).extend(self._of_copies(part, flat, begin, copies))
+        for (name, *_), collected in short.items():
+            extents.setdefault(name, []).extend(collected.packed())
         return extents
+
+    def _of_copies(
+        self, part: Slice, flat: torch.Tensor, begin: int, copies: Sequence[tuple[int, Copy]]
+    ) -> Iterator[LocalExtent]:
+        """Yield the extents of a part, whose memory is used as it is."""
+        memory, itemsize = LocalMemory(flat), part.value.dtype.itemsize
+        for base, copy in copies:
+            for piece in clip_to_source(copy, part.start, part.start + flat.numel()):
+                for source, target, numel in ranges_of(piece):
+                    yield memory.extent(begin + (base + target) * itemsize, source, numel)
 
     def _in_ranges(self, part: Slice, memory: LocalMemory, numel: int, begin: int) -> Iterator[LocalExtent]:
         """Yield the extents of a part whose local tensor has this rank's ranges of the value, one after the other."""
@@ -112,20 +134,28 @@ class RankWriter:
                 yield clipped(memory.extent(start, first - part.start, last - first), part_range.start, part_range.stop)
             at += num
 
-    def _copies(self, part: Slice, start: int) -> Sequence[tuple[int, Copy]]:
+    def _copies(self, part: Slice, start: int) -> tuple[Sequence[tuple[int, Copy]], Kind | None]:
         """Return the copies of a value to storage that this rank writes, each with the first element of its part of storage.
 
         Of several ranks that could write a small value, its place in the file selects one, so that one rank writes adjacent
-        values.
+        values. The second result: the copies as a kind of short parts; None where the local tensor is long.
         """
-        replica = start // WRITTEN_TOGETHER % part.cut.num_replicas
-        key = (id(part.cut), part.value.nbytes, replica)  # layers share their cuts, which take long to compare
-        if key not in self._stored:
-            stored = stored_on(part.cut, part.value.nbytes)
-            planned = self._plans.of(part.cut, stored, self._rank, replica)
-            own_copies = [(offset_in_storage(stored, c.target_rank), c) for c in planned if c.source_rank == self._rank]
-            self._stored[key] = part.cut, own_copies  # a reference that keeps the id unique
-        return self._stored[key][1]
+        cut, value = part.cut, part.value
+        num = self._num_replicas.get(id(cut))  # layers share their cuts, which take long to compare
+        if num is None:
+            num = self._num_replicas[id(cut)] = cut.num_replicas
+        replica = start // WRITTEN_TOGETHER % num if num > 1 else 0
+        key = id(cut), value.dtype, replica
+        known = self._stored.get(key)
+        if known is None:
+            stored = stored_on(cut, value.nbytes)
+            planned = self._plans.of(cut, stored, self._rank, replica)
+            copies = [(offset_in_storage(stored, c.target_rank), c) for c in planned if c.source_rank == self._rank]
+            (first, last), itemsize = cut.local_range(self._rank), value.dtype.itemsize
+            is_short = (last - first) * itemsize <= SHORT_NBYTES
+            kind = Kind.of(copies, itemsize, first, last) if is_short and copies else None
+            known = self._stored[key] = cut, copies, kind  # a reference that keeps the id unique
+        return known[1], known[2]
 
     def write(self, extents_by_file: ExtentsByFile) -> None:
         """Write extents to their files."""
@@ -134,9 +164,13 @@ class RankWriter:
                 file = self._files[name].plan
                 self._write_head(name)
                 section = self._section(file)
+                grid = file.segment_nbytes if self._checksums else 0
+                for packed in extents:
+                    if isinstance(packed, PackedExtents):
+                        self._rows[name].append(write_packed(packed, grid, section.move, section.offset))
+                        self.nbytes += packed.nbytes
                 for batch in in_host_memory(extents, self._budget):
                     batch.copy_to_host()
-                    grid = file.segment_nbytes if self._checksums else 0
                     self._rows[name].append(write_extents(section, batch.extents, grid))
                     self.nbytes += sum(len(extent.memory) for extent in batch.extents)
 

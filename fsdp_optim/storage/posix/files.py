@@ -82,7 +82,7 @@ def read_into(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) ->
 
 def write_all(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) -> None:
     """Write pieces of memory, one after the other, to a file from byte `offset` on."""
-    for batch in _batches(pieces):
+    for batch in _batches(pieces) if len(pieces) > 1 else (pieces,):
         left = [piece for piece in batch if len(piece)]
         while left:
             try:

@@ -1,0 +1,96 @@
+"""The short parts of a save: the elements of many small values, copied side by side, and one table of where they belong.
+
+What depends on the structure is computed once per kind of value (values that are cut alike), the rest for all of them at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy
+import torch
+
+from fsdp_optim.checkpoint.common.local_extents import bytes_of, ranges_of
+from fsdp_optim.formats.base.packed import PackedExtents
+from fsdp_optim.memory import in_batches
+from fsdp_optim.plan import Copy
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Numbers = NDArray[numpy.int64]
+
+SHORT_NBYTES = 32 << 10
+"""The most bytes of a local tensor that is copied with others. Longer ones are written from where they are."""
+
+_BUFFER_NBYTES = 4 << 20  # copied together
+
+
+class Kind(NamedTuple):
+    """What a rank writes of values that are cut alike, one row for each range, in bytes.
+
+    `targets`: where each range begins, counted from the value's first byte in the file. `sources`: where it begins in the local
+    part, which has all elements [start, start + numel) of the local tensor.
+    """
+
+    start: int
+    numel: int
+    targets: Numbers
+    sources: Numbers
+    nbytes: Numbers
+
+    @classmethod
+    def of(cls, copies: Sequence[tuple[int, Copy]], itemsize: int, start: int, stop: int) -> Kind:
+        """Return the ranges of some copies, each with the element of the value to which its target offsets are relative.
+
+        [start, stop): the elements of the local tensor that belong to the value.
+        """
+        rows = [
+            (base + target, source - start, numel) for base, copy in copies for source, target, numel in ranges_of(copy)
+        ]
+        columns = numpy.array(rows, numpy.int64).reshape(-1, 3).T * itemsize
+        return cls(start, stop - start, columns[0], columns[1], columns[2])
+
+
+class ShortParts:
+    """Short parts of one file, of one dtype and one device, as they are collected."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._flats: list[torch.Tensor] = []
+        self._of_kind: list[int] = []
+        self._kinds: dict[int, tuple[int, Kind]] = {}  # by id, which the reference keeps unique
+
+    def add(self, begin: int, kind: Kind, flat: torch.Tensor) -> None:
+        """Add a local tensor, 1-D and contiguous, of a value that begins at byte `begin` of the data section."""
+        number, _ = self._kinds.setdefault(id(kind), (len(self._kinds), kind))
+        self._begins.append(begin)
+        self._flats.append(flat)
+        self._of_kind.append(number)
+
+    def packed(self) -> list[PackedExtents]:
+        """Copy the elements into buffers on the host, of a bounded size each."""
+        tables, at = [], 0
+        for batch in in_batches(self._flats, lambda flat: flat.nbytes, _BUFFER_NBYTES):
+            tables.append(self._table(at, batch))
+            at += len(batch)
+        return tables
+
+    def _table(self, first: int, flats: list[torch.Tensor]) -> PackedExtents:
+        buffer = torch.cat(flats) if len(flats) > 1 else flats[0].clone()
+        memory = bytes_of(buffer.cpu())
+        bases = numpy.fromiter(itertools.accumulate((flat.nbytes for flat in flats[:-1]), initial=0), numpy.int64)
+        begins = numpy.array(self._begins[first : first + len(flats)], numpy.int64)
+        kinds = [kind for _, kind in self._kinds.values()]
+        of_kind = numpy.array(self._of_kind[first : first + len(flats)], numpy.intp)
+        # One row for each range of each value: `of` is the value, `row` the range among those of all kinds.
+        lengths = numpy.array([len(kind.nbytes) for kind in kinds], numpy.int64)
+        counts = lengths[of_kind]
+        of = numpy.arange(len(flats)).repeat(counts)
+        row = numpy.arange(len(of)) + ((lengths.cumsum() - lengths)[of_kind] - (counts.cumsum() - counts))[of]
+        targets = numpy.concatenate([kind.targets for kind in kinds])
+        sources = numpy.concatenate([kind.sources for kind in kinds])
+        nbytes = numpy.concatenate([kind.nbytes for kind in kinds])
+        return PackedExtents.of(begins[of] + targets[row], nbytes[row], bases[of] + sources[row], memory)
