@@ -54,7 +54,8 @@ storage:
 wire:
 merges:
 arguments: errors
-boundary: errors
+boundary: collector errors
+collector:
 differences: errors results
 elements: errors
 layout: errors
