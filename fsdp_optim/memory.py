@@ -307,8 +307,10 @@ def laid_out_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     The result shares the memory of `flat`, whose elements are rearranged where `like` is not contiguous: fused optimizers pair
     the elements of a parameter and of its state by their order in memory (channels_last, transposed parameters).
     """
-    strides = torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
     value = flat.view(like.shape)
+    if like.stride() == value.stride():
+        return value  # nearly always
+    strides = torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
     if strides == value.stride():
         return value
     rearranged = flat.as_strided(like.shape, strides)

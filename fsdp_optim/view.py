@@ -179,6 +179,10 @@ class NamedHandle:
     def placements(self) -> Mapping[str, Placement]:
         return {fqn: original.placement for fqn, original in zip(self.fqns, self.handle.originals, strict=True)}
 
+    def with_all_collected(self) -> NamedHandle:
+        """Return the same, also where the wrapper forbids to collect the state."""
+        return self if self.handle.collected else replace(self, handle=replace(self.handle, collected=True))
+
 
 @dataclass(frozen=True)
 class ModuleValue:

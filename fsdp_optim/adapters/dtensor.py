@@ -13,11 +13,21 @@ from torch import nn
 
 from fsdp_optim.adapters.base import Adapter, Place
 from fsdp_optim.adapters.tree import ModuleTree
-from fsdp_optim.dtensors import Grid, dtensor, grid_of, is_dtensor, is_loaded, local_of, placement_of
+from fsdp_optim.dtensors import (
+    Grid,
+    dtensor,
+    dtensor_cut_like,
+    dtensor_like,
+    grid_of,
+    is_dtensor,
+    is_loaded,
+    local_of,
+    placement_of,
+)
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import OnMesh, Ranks, Shape, cut_named, cut_of
 from fsdp_optim.layout import Placement as Where
-from fsdp_optim.memory import flatten, is_plain, laid_out_like, map_container
+from fsdp_optim.memory import flatten, is_plain, map_container
 from fsdp_optim.view import Handle, LocalPart, Original
 
 if TYPE_CHECKING:
@@ -192,6 +202,13 @@ class DTensorHandle(Handle):
     shape: Shape
     fsdp_dims: frozenset[int] | None = None
 
+    def weights(self) -> torch.Tensor:
+        if self.kept is not None or not is_dtensor(self.param):
+            return super().weights()
+        return dtensor_cut_like(
+            local_of(self.param).detach(), self.param
+        )  # a detach() would go through DTensor's dispatch
+
     def install(self, flat: torch.Tensor) -> None:
         with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
             if is_dtensor(self.param):
@@ -217,8 +234,7 @@ class DTensorHandle(Handle):
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         if is_dtensor(self.param) and local_of(self.param).shape == self.local_shape:
-            local = laid_out_like(flat, local_of(self.param))
-            return self._dtensor(local, self.spec, self.shape, self.param.stride())
+            return dtensor_like(flat, self.param)
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
 
     def placement_of(self, value: torch.Tensor) -> Where | None:
@@ -295,7 +311,5 @@ class DTensorHandle(Handle):
         tensor, dims = sys.modules[_MODULE], {cut[0]: cut[1] for cut in cuts}
         return tuple(tensor.Shard(dims[d]) if d in dims else tensor.Replicate() for d in range(self.mesh.ndim))
 
-    def _dtensor(
-        self, local: torch.Tensor, spec: tuple[Placement, ...], shape: Shape, strides: tuple[int, ...] | None = None
-    ) -> torch.Tensor:
-        return dtensor(local, self.mesh, spec, shape, strides)
+    def _dtensor(self, local: torch.Tensor, spec: tuple[Placement, ...], shape: Shape) -> torch.Tensor:
+        return dtensor(local, self.mesh, spec, shape)

@@ -109,8 +109,7 @@ def read_local(
     view = reader.read(ranks, options.name_of, optim)
     check_materialized(view.handles, view.rank)
     if options.collect == "all":
-        handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in view.handles)
-        view = replace(view, handles=handles)
+        view = replace(view, handles=tuple([named.with_all_collected() for named in view.handles]))
     return Local(view, read_optimizer(optim, view))
 
 

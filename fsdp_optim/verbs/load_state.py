@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.arguments import check_names
+from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
-from fsdp_optim.memory import map_container, tensors_in
+from fsdp_optim.memory import is_plain, map_container, tensors_in
 from fsdp_optim.results import Incompatible
 from fsdp_optim.state.dicts.full import RESERVED_KEYS
 from fsdp_optim.state.live.class_fit import lacking_values
@@ -170,7 +171,9 @@ def _refused(error: Exception, name: str) -> Exception:
 def _ordinary(value: Any) -> Any:
     """Copy the tensors of a shard that were made in inference mode, because a step could not change these in place."""
     if isinstance(value, torch.Tensor):
-        return value.clone() if any(part.is_inference() for part in tensors_in(value)) else value
+        is_simple = is_plain(value) or is_dtensor(value)
+        parts = (value,) if is_simple else tensors_in(value)
+        return value.clone() if any(part.is_inference() for part in parts) else value
     return map_container(value, _ordinary)
 
 

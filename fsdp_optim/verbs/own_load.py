@@ -72,9 +72,8 @@ class OwnLoad:
     def _changing(self) -> Iterator[tuple[torch.Tensor, Any, Any, Any]]:
         """Yield the values that torch's load would change: (parameter, local id, name, value)."""
         for local_id, values in self.shard["state"].items():
-            for name, value in values.items() if local_id in self.params else ():
-                if would_change(self.params[local_id], name, value):
-                    yield self.params[local_id], local_id, name, value
+            for name in changing_names(self.params[local_id], values) if local_id in self.params else ():
+                yield self.params[local_id], local_id, name, values[name]
 
 
 @contextmanager
@@ -87,12 +86,13 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
         given.clear()
         given.update(state_dict)
         params = _params_in_order(optim, state_dict)
-        state = {
-            key: {n: v for n, v in values.items() if not _is_withheld(params[key], n, v, own_setstate)}
-            if key in params and isinstance(values, dict)
-            else values  # not of a parameter
-            for key, values in state_dict["state"].items()
-        }
+        state = dict(state_dict["state"])
+        for key, values in state_dict["state"].items():
+            if key in params and isinstance(values, dict):  # else not of a parameter
+                changing = changing_names(params[key], values)
+                withheld = {name for name in changing if _is_withheld(name, values[name], own_setstate)}
+                if withheld:
+                    state[key] = {name: value for name, value in values.items() if name not in withheld}
         return {**state_dict, "state": state}
 
     def after(_: torch.optim.Optimizer) -> None:
@@ -100,12 +100,13 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
         for key, values in given["state"].items():
             if key not in params or not isinstance(values, dict):
                 continue
-            param, live = params[key], optim.state.get(params[key])
-            changing = {name: value for name, value in values.items() if would_change(param, name, value)}
-            if not isinstance(live, dict) or not changing:
+            param, changing = params[key], changing_names(params[key], values)
+            live = optim.state.get(param) if changing else None
+            if not isinstance(live, dict):
                 continue
-            for name, value in changing.items():
-                if _is_withheld(param, name, value, own_setstate):
+            for name in changing:
+                value = values[name]
+                if _is_withheld(name, value, own_setstate):
                     live[name] = _moved(value, param.device)
                 else:
                     _put_right(live, param, name, value)
@@ -148,12 +149,12 @@ def _params_in_order(optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]
     return dict(zip(ids, params, strict=True)) if len(ids) == len(params) else {}
 
 
-def _is_withheld(param: torch.Tensor, name: object, value: object, own_setstate: bool) -> bool:
-    """Return whether torch's load need not see a value, or cannot: it makes iterables of a class anew from a generator.
+def _is_withheld(name: object, value: object, own_setstate: bool) -> bool:
+    """Return whether torch's load need not see a value that it would change, or cannot: it makes iterables from a generator.
 
     torch's own __setstate__ needs numbers only (step, mu_product, eta); the __setstate__ of another class gets everything.
     """
-    if name == "step" or not would_change(param, name, value) or (isinstance(value, torch.Tensor) and not value.dim()):
+    if name == "step" or (isinstance(value, torch.Tensor) and not value.dim()):
         return False
     return not own_setstate or not isinstance(value, (torch.Tensor, dict, list, tuple, set))
 
@@ -171,11 +172,21 @@ def _put_right(live: Any, param: torch.Tensor, name: Any, value: Any) -> None:
     live[name] = _moved(value, param.device)
 
 
-def would_change(param: torch.Tensor, name: object, value: object) -> bool:
-    """Return whether torch's load would change a value: it casts floats, but no `step`, and rebuilds iterables, even a str."""
-    if isinstance(value, torch.Tensor):
-        return name != "step" and param.is_floating_point() and value.dtype != param.dtype
-    return isinstance(value, Iterable)
+def changing_names(param: torch.Tensor, values: Mapping[Any, Any]) -> list[Any]:
+    """Return the names of the values that torch's load would change: floats that it casts, but no `step`, and iterables.
+
+    It makes these anew, even a str.
+    """
+    is_float, dtype = param.is_floating_point(), param.dtype  # asked once: a DTensor answers slowly
+    return [
+        name
+        for name, value in values.items()
+        if (
+            is_float and name != "step" and value.dtype != dtype
+            if isinstance(value, torch.Tensor)
+            else isinstance(value, Iterable)
+        )
+    ]
 
 
 def _copied(values: Any) -> Any:

@@ -106,7 +106,7 @@ def weights_of(
     view = reader.read(ranks, options.name_of)
     buffers = reader.buffers(view, options.name_of)
     check_materialized((*view.handles, *buffers.handles), view.rank)
-    handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in (*view.handles, *buffers.handles))
+    handles = tuple([named.with_all_collected() for named in (*view.handles, *buffers.handles)])
     order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
     everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
     values = reader.module_values(view, options.name_of) if which != "none" else ModuleValues()

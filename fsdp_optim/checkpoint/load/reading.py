@@ -16,7 +16,7 @@ from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import End, Slice, StateValue
-from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of
+from fsdp_optim.plan import Copy, Plans, RankPlan, clip_to_target, copies_into, replica_of
 
 _CPU = torch.device("cpu")
 _REQUESTS_TOGETHER = 4  # one rank reads the small tensors in as many bytes of a file as this number of requests
@@ -81,17 +81,26 @@ class CheckpointEnd(End):
     nbytes: int = 0
     plans: Plans = field(default_factory=Plans)
 
+    _as_they_are: dict[tuple[int, torch.dtype, int, int], tuple[Placement, bool]] = field(default_factory=dict)
+    _planned: dict[tuple[int, int], tuple[Placement, Placement, RankPlan]] = field(default_factory=dict)
+
     is_stored = True
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         """Return the cut in which the ranks read. Ranks that need the same elements each read a share; short rows: by chunks."""
         if self.as_needed or not value.nbytes:
             return other
-        stored, ranks = stored_value(value).stored, other.ranks
-        is_shared = other.num_replicas > 1 or other.overlapping
-        is_short = has_short_rows(other, value.dtype.itemsize, stored.short_nbytes)
-        if not is_shared and not is_short and len(ranks) * stored.request_nbytes <= value.nbytes:
+        stored = stored_value(value).stored
+        key = id(other), value.dtype, stored.short_nbytes, stored.request_nbytes
+        known = self._as_they_are.get(key)  # layers share their placements
+        if known is None:
+            is_shared = other.num_replicas > 1 or other.overlapping
+            is_short = has_short_rows(other, value.dtype.itemsize, stored.short_nbytes)
+            is_long = len(other.ranks) * stored.request_nbytes <= value.nbytes
+            known = self._as_they_are[key] = other, not is_shared and not is_short and is_long  # keeps the id unique
+        if known[1]:
             return other
+        ranks = other.ranks
         together = max(_CUT_FROM, _REQUESTS_TOGETHER * stored.request_nbytes)
         # One rank reads adjacent tensors. Equal layers are equally far apart, so that a remainder could give all to one rank.
         first = replica_of(f"{stored.file} {stored.start // together}") % len(ranks)
@@ -138,10 +147,22 @@ class CheckpointEnd(End):
         if part.flat is None:
             raise CheckpointError(f"{stored.key}: rank {self.rank} has no memory for its elements")
         memory, itemsize = LocalMemory(part.flat), part.value.dtype.itemsize
-        planned = self.plans.of(stored.placement, part.cut, self.rank, sends=False)
+        planned = self._plan_of(stored, part.cut)
         for storage_rank, stored_offset, offset, numel in elements_of(planned, part.start, part.flat.numel()):
             file, start = stored.place_on(storage_rank)
             yield file, memory.extent(start + stored_offset * itemsize, offset, numel)
+
+    def _plan_of(self, stored: StoredTensor, cut: Placement) -> RankPlan:
+        """Return the plan of a value's reads. Values that are stored and cut alike share it: to compare placements takes long."""
+        placement = stored.placement
+        if stored.chunks is not None:  # in pieces of its own
+            return self.plans.of(placement, cut, self.rank, sends=False)
+        key = id(placement), id(cut)
+        known = self._planned.get(key)
+        if known is None:
+            plan = self.plans.of(placement, cut, self.rank, sends=False)
+            known = self._planned[key] = placement, cut, plan  # references that keep the ids unique
+        return known[2]
 
 
 def elements_in(
