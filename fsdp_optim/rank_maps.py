@@ -49,7 +49,11 @@ class TensorPlacement:
     runs: tuple[RankRun, ...]
 
     def nbytes_on(self, rank: int) -> int:
-        """Return the bytes that a rank holds."""
+        """Return the bytes that a rank holds; 0 for a rank that there is not.
+
+        Args:
+            rank: the rank.
+        """
         return next((run.nbytes for run in self.runs if run.first <= rank <= run.last), 0)
 
 

@@ -93,8 +93,8 @@ def _strips(placement: PlacementResult) -> Iterator[str]:
     """Yield a table with a strip for each layer and kind of value. Layers that are equal on all ranks come as one."""
     nbytes_by_key = bytes_by_layer(placement)
     rows = folded({key: nbytes for key, nbytes in nbytes_by_key.items() if key[1] != _STEP})
-    yield "<h3>Layers</h3><p class=faint>Darker: more bytes on a rank, as a share of the most in the row; grey: none. "
-    yield "Padding and steps are left out.</p><div class=wide><table class=on>"
+    yield "<h3>Layers</h3><p class=faint>The stronger the colour, the more bytes on a rank, as a share of the most in the row; "
+    yield "grey: none. Padding and steps are left out.</p><div class=wide><table class=on>"
     yield "<thead><tr><th>layer</th><th>value</th><th>on a rank</th><th>ranks</th></tr></thead><tbody>"
     for label, kind, nbytes in rows[:_MOST_ROWS]:
         least, most = sized(min(nbytes)), sized(max(nbytes))
