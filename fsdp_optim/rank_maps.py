@@ -137,14 +137,14 @@ class PlacementResult:
 
     def describe_empty(self) -> list[str]:
         """Return a line for all parameters of equally many rows of which the same ranks hold nothing."""
-        what = "elements" if self.is_flat else "rows"
+        what = "element" if self.is_flat else "row"
         names: dict[tuple[str, int], list[str]] = {}
         for each in self.empty:
             names.setdefault((each.ranks, each.size), []).append(each.name or "the root")
         return [
             f"{ranks}: no element of {alike[0]}"
             + (f" and {counted_noun(len(alike) - 1, 'other')} of" if len(alike) > 1 else ", which has")
-            + f" {size:,} {what}"
+            + f" {size:,} {what}{'' if size == 1 else 's'}"
             for (ranks, size), alike in names.items()
         ]
 

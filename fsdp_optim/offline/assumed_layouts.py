@@ -35,7 +35,7 @@ class Wrapping:
     def of(cls, wrapper: str, num_ranks: int) -> Wrapping:
         """Return the Wrapping of a text such as `fsdp2` or `hsdp:4x2`. Raises StateError for any other text."""
         check_at_least("ranks", num_ranks, 1, error=StateError)
-        match = _HSDP.fullmatch(wrapper)
+        match = _HSDP.fullmatch(str(wrapper))
         if match is not None:
             shards, replicas = map(int, match.groups())
             if shards * replicas != num_ranks:
@@ -44,7 +44,7 @@ class Wrapping:
                     "give two numbers whose product is the number of ranks"
                 )
             return cls("hsdp", shards, replicas)
-        if wrapper not in _NAMES or wrapper.startswith("hsdp"):
+        if wrapper not in _NAMES or ":" in wrapper:
             raise StateError(f"wrapper={wrapper!r} is unknown: give one of {', '.join(_NAMES)}")
         return cls(wrapper, 1, num_ranks) if wrapper == "ddp" else cls(wrapper, num_ranks)
 

@@ -14,6 +14,7 @@ from math import prod
 
 import numpy
 
+from fsdp_optim.arguments import check_names
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Numbers, Placement, Shape
 from fsdp_optim.offline.assumed_layouts import Wrapping, unit_of
@@ -34,6 +35,9 @@ def placement(
     replicated: Sequence[str] = (),
 ) -> PlacementResult:
     """Return what each rank would hold of a checkpoint."""
+    if units is not None:
+        check_names("units", units, "['layers.*', 'embed']")
+    check_names("replicated", replicated, "['*.inv_freq']")
     wrapping = Wrapping.of(wrapper, ranks)
     names = _Names.of(summary, replicated)
     return _Map(summary, wrapping, wrapper, names, units).result()
@@ -108,6 +112,8 @@ class _Map:
     tensors: list[TensorPlacement] = field(default_factory=list)
     empty: list[EmptyRanks] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _scalars: list[str] = field(default_factory=list)
+    _unlike: list[str] = field(default_factory=list)
     _numels: dict[Placement, Numbers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,7 +139,13 @@ class _Map:
             tensors=tuple(self.tensors),
             empty=tuple(self.empty),
             is_flat=self.wrapping.is_flat,
-            rules=(self._rule(), *self.names.notes, *self.notes, "dtypes are those of the checkpoint"),
+            rules=(
+                self._rule(),
+                *self.names.notes,
+                *self.notes,
+                *self._exceptions(),
+                "dtypes are those of the checkpoint",
+            ),
         )
 
     def _rule(self) -> str:
@@ -149,7 +161,25 @@ class _Map:
             else f"each module that {' or '.join(self.units)} matches"
         )
         orig = " (use_orig_params=False)" if self.wrapping.name == "fsdp1" else ""
-        return f"one flat parameter{orig} for {given}, and one for all other parameters, in the optimizer's order"
+        order = (
+            "in the optimizer's order"
+            if self.summary.groups
+            else "in the order of the checkpoint, which may be another"
+        )
+        return f"one flat parameter{orig} for {given}, and one for all other parameters, {order}"
+
+    def _exceptions(self) -> Iterator[str]:
+        """Yield what was counted as complete on every rank, and might not be so."""
+        if self._scalars:
+            yield (
+                f"{counted_noun(len(self._scalars), 'parameter')} without dimensions, such as {self._scalars[0]}, which "
+                "fully_shard refuses: complete on every rank"
+            )
+        if self._unlike:
+            yield (
+                f"{counted_noun(len(self._unlike), 'value')} with another shape than the parameter, such as {self._unlike[0]}: "
+                "complete on every rank"
+            )
 
     # --------------------------------------------------------------------------- single parameters
 
@@ -163,9 +193,7 @@ class _Map:
             if self.wrapping.name != "ddp":  # fully_shard keeps the shards of a parameter in storages of equal size
                 self.padding += (where.most_numel - numels) * _itemsize(weight)
         if not shape and self.wrapping.name != "ddp":
-            self.notes.append(
-                f"{fqn} has no dimensions: fully_shard refuses it, and it counts as complete on every rank"
-            )
+            self._scalars.append(fqn)
         self._note_empty(fqn, shape[0] if shape else 1, numels)
         for name, value in self.names.state.get(fqn, {}).items():
             is_cut = value.shape == shape
@@ -174,7 +202,7 @@ class _Map:
     def _complete(self, fqn: str, name: str, value: TensorInfo) -> Placement:
         """Return the Placement of a value that has not the shape of its parameter."""
         if value.shape:
-            self.notes.append(f"{fqn}:{name} has another shape than its parameter: it counts as complete on every rank")
+            self._unlike.append(f"{fqn}:{name}")
         return self.wrapping.complete(value.shape)
 
     # --------------------------------------------------------------------------- flat parameters
@@ -213,7 +241,7 @@ class _Map:
             if is_cut:
                 self.padding += padded * max(map(_itemsize, by_fqn.values()))
             elif any(value.shape for value in by_fqn.values()):
-                self._complete(next(iter(by_fqn)), name, next(value for value in by_fqn.values() if value.shape))
+                self._unlike += [f"{fqn}:{name}" for fqn in by_fqn]
             else:  # a step: one of each flat parameter
                 by_fqn = dict([next(iter(by_fqn.items()))])
             for fqn, value in by_fqn.items():

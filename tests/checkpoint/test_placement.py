@@ -152,11 +152,38 @@ class PlacementTest(SharedFolder):
             ("hsdp", 4, "is unknown"),
             ("hsdp:2x3", 4, "2 x 3 = 6 ranks, and ranks is 4"),
             ("fsdp2", 0, "ranks must be at least 1"),
+            (3, 4, "wrapper=3 is unknown"),
         ]
     )
-    def test_wrong_wrappers(self, wrapper: str, ranks: int, why: str) -> None:
+    def test_wrong_wrappers(self, wrapper: Any, ranks: int, why: str) -> None:
         with self.assertRaisesRegex(StateError, re.escape(why)):
             fsdp_optim.placement(self.root / "mlp", ranks=ranks, wrapper=wrapper)
+
+    def test_a_text_is_no_list(self) -> None:
+        for name in ("units", "replicated"):
+            with self.assertRaisesRegex(StateError, f"{name} must be a list of names, as in .*, not 'layers'"):
+                fsdp_optim.placement(self.root / "mlp", ranks=2, **{name: "layers"})
+
+    def test_values_of_other_shapes_are_said_once(self) -> None:
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+        optim = torch.optim.Adafactor(model.parameters())
+        model(torch.ones(6)).sum().backward()
+        optim.step()
+        path = self.own_folder() / "a"
+        fsdp_optim.save(path, model, optim, options=QUICK)
+        state = sum(value.nbytes for values in optim.state.values() for value in values.values() if value.dim())
+        cut = sum(optim.state[layer.bias]["variance"].nbytes for layer in model)
+        for wrapper, steps in (("fsdp2", 4), ("fsdp1", 2)):
+            result = fsdp_optim.placement(path, ranks=2, wrapper=wrapper)
+            [said] = [rule for rule in result.rules if "another shape" in rule]
+            self.assertRegex(said, "^4 values with another shape than the parameter, such as 0.weight:row_var")
+            self.assertEqual(result.state[0] + result.state[1], 2 * state - cut + 2 * 4 * steps)
+
+    def test_files_without_an_optimizer_have_an_order_of_their_own(self) -> None:
+        path = self.own_folder() / "a"
+        fsdp_optim.save(path, mlp(), options=QUICK)
+        rules = fsdp_optim.placement(path, ranks=2, wrapper="fairscale").rules
+        self.assertIn("in the order of the checkpoint, which may be another", rules[0])
 
 
 class PlacementPageTest(SharedFolder):
