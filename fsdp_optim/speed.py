@@ -24,7 +24,12 @@ def sized(nbytes: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return `1 tensor`, `1,163 tensors`, `1.3 M elements`."""
-    text = f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.4g} M" if number < 1e9 else f"{number / 1e9:.4g} G"
+    if number < 1_000_000:
+        text = f"{number:,}"
+    elif number < 999_950_000:  # four digits round what is above up to 1 G
+        text = f"{number / 1e6:.4g} M"
+    else:
+        text = f"{number / 1e9:.4g} G"
     return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
 
 
