@@ -23,8 +23,14 @@ def sized(nbytes: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `1 tensor`, `1,163 tensors`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """Return `1 tensor`, `1,163 tensors`, `1.3 M elements`."""
+    if number < 1_000_000:
+        text = f"{number:,}"
+    elif number < 999_950_000:  # four digits round what is above up to 1 G
+        text = f"{number / 1e6:.4g} M"
+    else:
+        text = f"{number / 1e9:.4g} G"
+    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
 
 
 def lasted(seconds: float) -> str:

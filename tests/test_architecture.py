@@ -59,6 +59,7 @@ collector:
 differences: errors results
 elements: errors
 layout: errors
+rank_maps: errors
 registry: errors
 results: errors
 storage.base: errors
@@ -107,10 +108,10 @@ checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoi
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
     storage.posix transport wire
 offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
-    foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan registry results state.dicts
-    state.live state.values storage.base storage.posix transport wire
+    foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan rank_maps registry
+    results speed state.dicts state.live state.values storage.base storage.posix transport wire
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    differences formats.base memory merges options registry results state.dicts state.live storage.posix transport verbs
+    differences formats.base memory merges options rank_maps registry results state.dicts state.live storage.posix transport verbs
 plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors foreign.dcp foreign.per_rank
     foreign.torch formats.base formats.own layout memory options registry state.live storage.base storage.posix
     view

@@ -1,13 +1,15 @@
 """The pages of the site, made of the files that GitHub shows: README.md is the first page, docs/ has most of the others.
 
 Links there lead to files of the repository. Those to pages lead to pages of the site, and all others to the repository on the
-web. What a code block says to the tests (```python ranks=2) is left out;
-where it begins in the middle of a program (given=...), the beginning from website/preludes/ follows it, folded. A link to no
-file is found here; the strict mode of the generator finds headings that are not there.
+web. Notes that GitHub shows as such (`> [!NOTE]`) are notes of the site too, and each page says what it is about. What a code
+block says to the tests (```python ranks=2) is left out; where it begins in the middle of a program (given=...), the beginning
+from website/preludes/ follows it, folded. A link to no file is found here; the strict mode of the generator finds headings that
+are not there.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -25,6 +27,9 @@ AT_THE_TOP = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
+ALERT = re.compile(r"^> \[!(?P<kind>NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]$")
+ADMONITIONS = {"IMPORTANT": "info", "CAUTION": "danger"}
+MOST_DESCRIPTION = 160  # characters, as search engines show
 FENCE = re.compile(r"^(?P<indent> *)(?P<marks>```+)(?P<info>.*)$")
 
 
@@ -67,6 +72,50 @@ def prelude(given: str, root: Path) -> list[str]:
     return ["", *head, "", "```python", *code, "```", "", "</details>"]
 
 
+def with_admonitions(lines: list[str]) -> list[str]:
+    """The lines with the notes of GitHub (`> [!NOTE]`, and lines that begin with `>`) as the generator knows them."""
+    out: list[str] = []
+    inside, marks = False, None
+    for line in lines:
+        fence = FENCE.match(line)
+        alert = ALERT.match(line) if marks is None else None
+        if fence and not inside:
+            marks = fence["marks"] if marks is None else None if fence["marks"] == marks else marks
+        if alert:
+            out.append(f"!!! {ADMONITIONS.get(alert['kind'], alert['kind'].lower())}")
+            out.append("")
+        elif inside and line.startswith(">"):
+            out.append(f"    {line.removeprefix('>').removeprefix(' ')}".rstrip())
+        else:
+            out.append(line)
+        inside = alert is not None or (inside and line.startswith(">"))
+    return out
+
+
+def description(text: str) -> str:
+    """What the first paragraph of a page says, without marks, cut at the end of a word; nothing where code comes first."""
+    paragraphs = (
+        part.strip() for part in re.sub(r"<!--.*?-->", "", text.partition("\n```")[0], flags=re.DOTALL).split("\n\n")
+    )
+    words = next((part for part in paragraphs if part and re.match(r"[A-Za-z`*]|\[(?!!)", part)), "")
+    plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(words.split())).replace("`", "").replace("*", "")
+    if len(plain) <= MOST_DESCRIPTION:
+        return plain
+    return plain[: MOST_DESCRIPTION - 1].rpartition(" ")[0].rstrip(",;:. ") + "…"
+
+
+def described(text: str) -> str:
+    """The page with its description, in the way of the generator."""
+    says = description(text)
+    return f"---\ndescription: {json.dumps(says, ensure_ascii=False)}\n---\n{text}" if says else text
+
+
+def site_url() -> str:
+    """Where the site will be, if a workflow of GitHub builds it: pictures of links to it need the address; else nothing."""
+    owner, _, name = os.environ.get("GITHUB_REPOSITORY", "").partition("/")
+    return os.environ.get("SITE_URL", f"https://{owner}.github.io/{name}/" if name else "")
+
+
 def for_the_site(text: str, source: str, root: Path, web: str) -> tuple[str, list[str]]:
     """The Markdown of a page of the site, and its faults."""
     faults: list[str] = []
@@ -95,7 +144,7 @@ def for_the_site(text: str, source: str, root: Path, web: str) -> tuple[str, lis
         else:
             line = LINK.sub(link, line)
         lines += [line, *after]
-    return "\n".join(lines) + "\n", faults
+    return "\n".join(with_admonitions(lines)) + "\n", faults
 
 
 def stage(to: Path, root: Path = ROOT) -> list[str]:
@@ -117,14 +166,18 @@ def stage(to: Path, root: Path = ROOT) -> list[str]:
         if file.suffix == ".md":
             written.append(page)
             text, broken = for_the_site(file.read_text(), source, root, web)
-            (pages / page).write_text(text)
+            (pages / page).write_text(described(text))
             faults += broken
         else:
             shutil.copy(file, pages / page)
-    shutil.copy(root / "website" / "extra.css", pages)
+    for name in ("extra.css", "favicon.svg", "card.png"):
+        shutil.copy(root / "website" / name, pages)
+    shutil.copytree(root / "website" / "overrides", to / "overrides")
     settings = (root / "website" / "mkdocs.yml").read_text()
     if web.startswith("file:"):
         settings = "".join(line for line in settings.splitlines(keepends=True) if "REPOSITORY" not in line)
+    if site_url():
+        settings += f"site_url: {site_url()}\n"
     (to / "mkdocs.yml").write_text(settings.replace("REPOSITORY", web))
     missing = [page for page in written if f" {page}\n" not in settings]
     return faults + [f"{page} is not in the nav of website/mkdocs.yml" for page in missing]

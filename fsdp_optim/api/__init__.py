@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
 from fsdp_optim.api.keeping import copy, diagnose, prune
-from fsdp_optim.api.looking import diff, extract, show
+from fsdp_optim.api.looking import diff, extract, placement, show
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
 from fsdp_optim.api.offline import average, convert, inspect, merge_adapter, thin, verify
 from fsdp_optim.api.optim_dicts import (
@@ -26,6 +26,7 @@ from fsdp_optim.checkpoint.run.manager import CheckpointManager
 from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
 from fsdp_optim.merges import AdapterMergeResult
 from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
+from fsdp_optim.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement
 from fsdp_optim.results import (
     AverageResult,
     CheckpointInfo,
@@ -54,6 +55,7 @@ __all__ = [
     "CopyResult",
     "Diagnosis",
     "DiffResult",
+    "EmptyRanks",
     "GroupInfo",
     "HyperparameterDiff",
     "Incompatible",
@@ -61,12 +63,15 @@ __all__ = [
     "LoadResult",
     "ManagerOptions",
     "ObjectDiff",
+    "PlacementResult",
     "PruneResult",
+    "RankRun",
     "SaveHandle",
     "SaveOptions",
     "SaveResult",
     "ShapeDiff",
     "TensorInfo",
+    "TensorPlacement",
     "ThinResult",
     "ValueDiff",
     "ValueStatistics",
@@ -92,6 +97,7 @@ __all__ = [
     "load_optim_state_dict",
     "merge_adapter",
     "per_rank",
+    "placement",
     "prune",
     "rekey_optim_state_dict",
     "reshard_optim_state_dict",

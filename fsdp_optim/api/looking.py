@@ -1,4 +1,4 @@
-"""The calls that look into checkpoints: diff, show, extract."""
+"""The calls that look into checkpoints: diff, show, extract, placement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.differences import DiffResult, ValueStatistics
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES
-from fsdp_optim.registry import DIFF, DIFF_ARGUMENTS, EXTRACT, SHOW, named
+from fsdp_optim.rank_maps import PlacementResult
+from fsdp_optim.registry import DIFF, DIFF_ARGUMENTS, EXTRACT, INSPECT, INSPECT_PAGE, PLACEMENT, SHOW, named
 from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
@@ -170,3 +171,51 @@ def extract(
             storage_options=storage_options,
         )
         return extracted
+
+
+@public
+def placement(
+    path: str | os.PathLike[str],
+    *,
+    ranks: int,
+    wrapper: str = "fsdp2",
+    units: Sequence[str] | None = None,
+    replicated: Sequence[str] = (),
+    html: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> PlacementResult:
+    """Say how many bytes of a checkpoint each of `ranks` ranks would hold after a load under a wrapper. No communication.
+
+    Reads no elements. The cut is that of the planner, for the names, shapes and dtypes of the checkpoint; what a checkpoint does
+    not say is assumed, and `rules` says how. The optimizer's values are cut as their parameters; numbers, such as steps, are on
+    every rank, one for each flat parameter.
+
+    Args:
+        path: as for `save`.
+        ranks: the number of ranks.
+        wrapper: "fsdp2" (each parameter cut along its first dimension), "hsdp:4x2" (the same over 4 ranks, in 2 groups of ranks,
+            which together are `ranks`), "fsdp1" with `use_orig_params=False` or "fairscale" (flat parameters), or "ddp".
+        units: for flat parameters, the paths of the modules that are wrapped, or patterns of them, part by part, as `layers.*`;
+            a parameter belongs to the innermost that fits, all others to the root. None: each module up to the first number of
+            its name.
+        replicated: patterns of the shell of names that every rank holds complete, such as buffers. Integers, bools and the
+            statistics of batch norms need none.
+        html: a file for the page of `inspect(html=...)`, which shows the map of the ranks too. A file that is there is replaced.
+        storage_options: as for `save`.
+
+    Returns:
+        A `PlacementResult`.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged or unknown.
+        StateError: `wrapper` is unknown or does not fit `ranks`, or the optimizer has ids that fit no weights, so that the order
+            of a flat parameter is not known.
+    """
+    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
+        summary = named(INSPECT)(path, storage_options)
+        placed: PlacementResult = named(PLACEMENT)(
+            summary, ranks=ranks, wrapper=wrapper, units=units, replicated=replicated
+        )
+        if html is not None:
+            named(INSPECT_PAGE)(summary, html, placed)
+        return placed

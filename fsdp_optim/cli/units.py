@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from fsdp_optim.speed import counted as counted
 from fsdp_optim.speed import sized as sized
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
@@ -16,12 +17,6 @@ def size_of(text: str) -> int:
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text!r} is not a size such as 4GB, 512MiB or 1000000")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
-
-
-def counted(number: int, noun: str) -> str:
-    """Return `1 tensor`, `2 tensors`, `1.3 M elements`."""
-    text = f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.4g} M" if number < 1e9 else f"{number / 1e9:.4g} G"
-    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
 
 
 def aged(seconds: float) -> str:

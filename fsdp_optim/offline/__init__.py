@@ -5,6 +5,7 @@ new_files.py, copy_ranges.py, workers.py           the new files, by ranges of b
 unit_sources.py                                    where the elements of these ranges come from
 averaging.py, agreement.py, blending.py            one new checkpoint with the averages of several
 verifying.py, inspecting.py, inspect_page.py       read every byte, or no elements; a page about the bytes
+placing.py, assumed_layouts.py, rank_page.py       which rank would hold how much under a wrapper, and its part of that page
 named_values.py, slices.py                         all values of a checkpoint by name, and parts of them
 element_windows.py, element_numbers.py             their elements in windows, and figures about these
 diffing.py, diff_names.py, diff_page.py            two checkpoints compared, and a page about them

@@ -9,11 +9,14 @@ from html import escape
 
 from fsdp_optim.errors import counted_noun
 from fsdp_optim.offline.diff_page import layer_of
+from fsdp_optim.offline.rank_page import rank_map
+from fsdp_optim.offline.rank_page import style as rank_style
+from fsdp_optim.rank_maps import PlacementResult
 from fsdp_optim.results import CheckpointSummary, TensorInfo
+from fsdp_optim.speed import sized
 from fsdp_optim.storage.posix.new_file import write_new_file
 
 _KINDS = 6  # colours
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _WEIGHT = "weights"
 
 _STYLE = """
@@ -28,7 +31,8 @@ code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere } .faint 
 .map { position: relative; overflow: hidden; width: 100%; height: 36rem }
 .map div { position: absolute; overflow: hidden; box-sizing: border-box;
   border: 1px solid var(--page); font-size: 12px; line-height: 1.3; padding: 2px 4px; white-space: nowrap }
-.legend span { padding: .1rem .6rem; margin-right: .6rem } .wide { overflow-x: auto }
+.legend { line-height: 2 } .legend span { padding: .1rem .6rem; margin-right: .6rem; white-space: nowrap }
+.wide { overflow-x: auto } td code { white-space: nowrap }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums } td, th { padding: .15rem 1rem .15rem 0; text-align: left }
 th { color: var(--faint); font-weight: 500 } tbody tr { border-top: 1px solid var(--line) }
 """
@@ -44,17 +48,21 @@ class Area:
     height: float
 
 
-def write_page(summary: CheckpointSummary, file: str | os.PathLike[str]) -> None:
-    """Write the page about a checkpoint into a file, which it replaces."""
-    write_new_file(file, page_of_summary(summary).encode(), overwrite=True)
+def write_page(
+    summary: CheckpointSummary, file: str | os.PathLike[str], placement: PlacementResult | None = None
+) -> None:
+    """Write the page about a checkpoint into a file, which it replaces. `placement`: the map of ranks, if it is wanted."""
+    write_new_file(file, page_of_summary(summary, placement).encode(), overwrite=True)
 
 
-def page_of_summary(summary: CheckpointSummary) -> str:
+def page_of_summary(summary: CheckpointSummary, placement: PlacementResult | None = None) -> str:
     """Return the page as text in HTML."""
     nbytes = nbytes_by_layer(summary)
     kinds = list(dict.fromkeys(kind for by_kind in nbytes.values() for kind in by_kind))
     colours = "".join(f".k{number} {{ background: var(--k{number}) }}\n" for number in range(_KINDS))
-    body = "\n".join([*_head(summary), _legend(kinds), *_map(nbytes, kinds), *_table(nbytes, kinds)])
+    ranks = list(rank_map(placement)) if placement is not None else []
+    colours += rank_style() if ranks else ""
+    body = "\n".join([*_head(summary), _legend(kinds), *_map(nbytes, kinds), *ranks, *_table(nbytes, kinds)])
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>A checkpoint</title>\n'
@@ -164,11 +172,3 @@ def _table(nbytes: Mapping[str, Mapping[str, int]], kinds: Sequence[str]) -> Ite
         cells = "".join(f"<td>{sized(by_kind[kind]) if kind in by_kind else ''}</td>" for kind in kinds)
         yield f"<tr><td><code>{escape(layer)}</code></td>{cells}</tr>"
     yield "</tbody></table></div>"
-
-
-def sized(nbytes: float) -> str:
-    """Return a number of bytes in words: `1.2 GB`."""
-    unit = 0
-    while nbytes >= 999.5 and unit < len(_UNITS) - 1:
-        nbytes, unit = nbytes / 1000, unit + 1
-    return f"{nbytes:.3g} {_UNITS[unit]}"

@@ -15,6 +15,7 @@ import unittest
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ pytest.importorskip("matplotlib")
 
 from PIL import Image
 
-from demo import film
+import fsdp_optim
+from demo import film, looks
 from demo.__main__ import main, report_failures
 from demo.compare import LOSS_TOLERANCE, Comparison, compare
 from demo.data import Text
@@ -182,6 +184,31 @@ def test_the_film_shows_what_was_printed(tmp_path: Path) -> None:
     assert counted[0][film.COLOURS[4]] == counted[0][film.COLOURS[3]] == 0  # the command alone
     assert counted[-1][film.COLOURS[3]] > 100
     assert counted[-1][film.COLOURS[4]] > 50
+
+
+def test_a_picture_of_a_terminal(tmp_path: Path) -> None:
+    drawn = looks.terminal(["--version"], tmp_path, 40)
+    assert fsdp_optim.__version__ in "".join(ElementTree.fromstring(drawn).itertext())
+    assert "url(http" not in drawn
+
+
+def test_a_part_of_a_page_is_xml() -> None:
+    page = "<style>body { color: red }</style><h2>A</h2><h2>B</h2><p class=x title='1 < 2'>a &lt; b<br>c</p><h2>C</h2>"
+    drawn = looks.framed(page, "<h2>B", "<h2>", 50)
+    assert "".join(ElementTree.fromstring(drawn).itertext()).endswith("Ba < bc")
+    assert ".body { color: red }" in drawn
+
+
+def test_the_pictures_of_looking_are_small_and_fetch_nothing() -> None:
+    files = sorted((ROOT / "docs").glob("look-*.svg"))
+    assert len(files) == 5
+    for file in files:
+        text = file.read_text()
+        assert f"]({file.name})" in (ROOT / "docs" / "looking.md").read_text()
+        assert len(text) < 150_000
+        addresses = set(re.findall(r"https?://[^\s\"')]*", text))
+        assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xhtml"}, addresses
+        ElementTree.fromstring(text)
 
 
 def to_rgb255(name: str) -> tuple[int, ...]:

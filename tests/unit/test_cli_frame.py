@@ -14,6 +14,8 @@ import click
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim import speed
+from fsdp_optim.cli import units
 from fsdp_optim.cli.app import COMMANDS, COMPLETION_VARIABLE, main
 from fsdp_optim.cli.failing import exit_code_of, with_flags
 from fsdp_optim.cli.options import DEFAULT_MEMORY, LEAST_MEMORY
@@ -32,6 +34,20 @@ def called(*arguments: str) -> tuple[int, str, str]:
 
 
 class FrameTest(unittest.TestCase):
+    @parameterized.expand(
+        [
+            (1, "1 tensor"),
+            (1163, "1,163 tensors"),
+            (999_999, "999,999 tensors"),
+            (1_300_000, "1.3 M tensors"),
+            (999_999_999, "1 G tensors"),
+            (70_553_706_496, "70.55 G tensors"),
+        ]
+    )
+    def test_numbers_in_words(self, number: int, words: str) -> None:
+        self.assertEqual(speed.counted(number, "tensor"), words)
+        self.assertIs(units.counted, speed.counted)
+
     @parameterized.expand([(["--help"],), (["--version"],), (["convert", "--help"],), (["no-such-command"],), ([],)])
     def test_help_and_version_import_nothing_heavy(self, arguments: list[str]) -> None:
         code = f"import sys\nfrom fsdp_optim.cli.app import main\nmain({arguments!r})\n"

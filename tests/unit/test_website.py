@@ -180,10 +180,33 @@ class TestPages(unittest.TestCase):
             ),
             ("block of the kit", "docs/a.md", "```python ranks=2 given=Y\nx\n```", "```python\nx\n```"),
             ("after a block", "README.md", "```sh\nx\n```\n[x](docs/b.md)", "```sh\nx\n```\n[x](b.md)"),
+            (
+                "note",
+                "README.md",
+                "> [!NOTE]\n> one\n>\n> [x](docs/b.md)\n\ny",
+                "!!! note\n\n    one\n\n    [x](b.md)\n\ny",
+            ),
+            ("two notes", "docs/a.md", "> [!TIP]\n> a\n\n> [!CAUTION]\n> b", "!!! tip\n\n    a\n\n!!! danger\n\n    b"),
+            ("quotation", "docs/a.md", "> a\n> b", "> a\n> b"),
+            ("note in a block", "docs/a.md", "```md\n> [!NOTE]\n> a\n```", "```md\n> [!NOTE]\n> a\n```"),
         ]
     )
     def test_links_lead_to_the_same_places(self, _, source, text, expected):
         self.assertEqual(self.page(text, source), (expected + "\n", []))
+
+    @parameterized.expand(
+        [
+            ("first paragraph", "# A\n\nOne `two`\n[three](four.md).\n\nFive.\n", "One two three."),
+            ("after others", "# A\n\n<!-- b -->\n\n![c](c.svg)\n\n- d\n\n**E** f.", "E f."),
+            ("after code", "# A\n\n```sh\nx\n```\n\nThen.", ""),
+            ("none", "# A\n\n::: b.c\n", ""),
+            ("long", "word, " * 40, ", ".join(["word"] * 26) + "…"),
+        ]
+    )
+    def test_what_a_page_is_about(self, _, text, says):
+        self.assertEqual(stage.description(text), says)
+        self.assertLessEqual(len(says), stage.MOST_DESCRIPTION)
+        self.assertTrue(stage.described(text).endswith(text))
 
     @parameterized.expand(
         [("page", "[x](none.md#part)"), ("file", "[x](../none.py)"), ("picture", '<img src="none.svg">')]

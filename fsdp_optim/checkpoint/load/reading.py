@@ -16,7 +16,7 @@ from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import End, Slice, StateValue
-from fsdp_optim.plan import Copy, Plans, RankPlan, clip_to_target, copies_into, replica_of
+from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of
 
 _CPU = torch.device("cpu")
 _REQUESTS_TOGETHER = 4  # one rank reads the small tensors in as many bytes of a file as this number of requests
@@ -82,7 +82,7 @@ class CheckpointEnd(End):
     plans: Plans = field(default_factory=Plans)
 
     _as_they_are: dict[tuple[int, torch.dtype, int, int], tuple[Placement, bool]] = field(default_factory=dict)
-    _planned: dict[tuple[int, int], tuple[Placement, Placement, RankPlan]] = field(default_factory=dict)
+    _planned: dict[tuple[int, int], tuple[Placement, Placement, Sequence[Copy]]] = field(default_factory=dict)
 
     is_stored = True
 
@@ -152,7 +152,7 @@ class CheckpointEnd(End):
             file, start = stored.place_on(storage_rank)
             yield file, memory.extent(start + stored_offset * itemsize, offset, numel)
 
-    def _plan_of(self, stored: StoredTensor, cut: Placement) -> RankPlan:
+    def _plan_of(self, stored: StoredTensor, cut: Placement) -> Sequence[Copy]:
         """Return the plan of a value's reads. Values that are stored and cut alike share it: to compare placements takes long."""
         placement = stored.placement
         if stored.chunks is not None:  # in pieces of its own

@@ -11,10 +11,10 @@ import click
 from fsdp_optim.cli.options import json_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_lines
 from fsdp_optim.errors import wrong_use
-from fsdp_optim.registry import INSPECT_PAGE, named
+from fsdp_optim.registry import INSPECT_PAGE, PLACEMENT, named
 
 if TYPE_CHECKING:
-    from fsdp_optim.api import CheckpointSummary
+    from fsdp_optim.api import CheckpointSummary, PlacementResult
 
 
 @click.command("inspect")
@@ -22,6 +22,25 @@ if TYPE_CHECKING:
 @click.option("--all", "shows_all", is_flag=True, help="every tensor on a line of its own, without folding layers")
 @click.option("--match", metavar="GLOB", help="only the parameters whose name this matches, as in 'layers.0.*'")
 @click.option("--html", metavar="FILE", help="write a page with an area for the bytes of each layer and kind of value")
+@click.option("--ranks", type=click.IntRange(1), metavar="N", help="also which of N ranks would hold how many bytes")
+@click.option(
+    "--wrapper",
+    default="fsdp2",
+    metavar="NAME",
+    help="with --ranks: fsdp2, fsdp1, hsdp:SHARDxREPLICAS, fairscale or ddp (fsdp2)",
+)
+@click.option(
+    "--units",
+    multiple=True,
+    metavar="GLOB",
+    help="with --ranks, fsdp1 and fairscale: the modules that are wrapped, as in 'layers.*'; can be given several times",
+)
+@click.option(
+    "--replicated",
+    multiple=True,
+    metavar="GLOB",
+    help="with --ranks: buffers and other weights that every rank holds complete; can be given several times",
+)
 @json_option
 @storage_options
 def command(
@@ -29,22 +48,49 @@ def command(
     shows_all: bool,
     match: str | None,
     html: str | None,
+    ranks: int | None,
     as_json: bool,
     storage_options: dict[str, Any] | None,
+    **wrapping: Any,
 ) -> None:
-    """Show the format of the checkpoint PATH, who saved it, the modules with shapes, dtypes and bytes, and the optimizer."""
+    """Show the format of the checkpoint PATH, who saved it, the modules with shapes, dtypes and bytes, and the optimizer.
+
+    With --ranks, a table of the bytes that each rank would hold; with --html too, a map of them.
+    """
     from fsdp_optim import api
+    from fsdp_optim.cli.rank_table import print_placement
     from fsdp_optim.cli.tree import shown
 
     summary = api.inspect(path, storage_options=storage_options)
+    placement = _placement(summary, ranks, **wrapping)
     if match is not None:
         summary = _matching(summary, match)
     if html is not None:
-        named(INSPECT_PAGE)(summary, html)
+        named(INSPECT_PAGE)(summary, html, placement)
     if as_json:
-        print_json({**plain(summary), "nbytes": summary.nbytes})
-    else:
-        print_lines(shown(summary, folds=not shows_all))
+        of_ranks = {"placement": _in_json(placement)} if placement is not None else {}
+        print_json({**plain(summary), "nbytes": summary.nbytes, **of_ranks})
+        return
+    print_lines(shown(summary, folds=not shows_all))
+    if placement is not None:
+        print_placement(placement, shows_all=shows_all)
+
+
+def _placement(
+    summary: CheckpointSummary, ranks: int | None, *, wrapper: str, units: tuple[str, ...], replicated: tuple[str, ...]
+) -> PlacementResult | None:
+    """Return what each rank would hold, of all parameters, because the cut of a flat parameter depends on all of them."""
+    if ranks is None:
+        return None
+    placed: PlacementResult = named(PLACEMENT)(
+        summary, ranks=ranks, wrapper=wrapper, units=units or None, replicated=replicated
+    )
+    return placed
+
+
+def _in_json(placement: PlacementResult) -> dict[str, Any]:
+    names = ("nbytes", "mean", "largest", "smallest", "imbalance")
+    return {**plain(placement), **{name: getattr(placement, name) for name in names}}
 
 
 def _matching(summary: CheckpointSummary, pattern: str) -> CheckpointSummary:
