@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         show,
         thin,
         transfer_optim_state,
+        unfinished_saves,
         verify,
         wait_for_saves,
     )
@@ -144,6 +145,7 @@ __all__ = [
     "show",
     "thin",
     "transfer_optim_state",
+    "unfinished_saves",
     "verify",
     "wait_for_saves",
 ]

