@@ -1,7 +1,7 @@
 """LoRA adapters as PEFT stores them: what `adapter_config.json` says, and the product of two factors in blocks of rows.
 
     W (out, in) += (B (out, r) @ A (r, in)) * scale        a layer that computes x @ W.T
-    W (in, out) += (B (out, r) @ A (r, in)).T * scale      a layer with fan_in_fan_out, as GPT-2's
+    W (in, out) += (B (out, r) @ A (r, in)).T * scale      a layer with fan_in_fan_out, as GPT-2's; an embedding
 
 A block has a multiple of 64 rows, so that the product has the bits of the undivided one wherever the matrix multiplication takes
 its rows in such groups.

@@ -23,7 +23,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Factors:
-    """The two factors of a layer in the adapter's file. `name`: of the weight; `dtype`: of the weight."""
+    """The two factors of a layer in the adapter's file.
+
+    `name`, `dtype`: of the weight. `is_embedding`: PEFT rounds the product of an embedding to the dtype of the weight before it
+    adds it; that of another layer is rounded with the sum.
+    """
 
     name: str
     a: StoredTensor
@@ -31,6 +35,7 @@ class Factors:
     scale: float
     is_transposed: bool
     dtype: torch.dtype
+    is_embedding: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +151,10 @@ class _Added:
                 self._first, self._block = first, product.block(first, stop)
             until = min(end, stop * num_columns, at + _WINDOW)
             begin = first * num_columns
-            part.flat[at - part.first : until - part.first] += self._block[at - begin : until - begin]
+            added = self._block[at - begin : until - begin]
+            if self._source.factors[part.value.key].is_embedding:
+                added = added.to(part.flat.dtype)
+            part.flat[at - part.first : until - part.first] += added
             at = until
 
     def _product_of(self, key: Key) -> LoraProduct:
