@@ -200,7 +200,7 @@ def _pair(
         )
     is_square = a.shape[1] == b.shape[0]
     is_transposed = config.fan_in_fan_out if is_square and not is_embedding else ways[tuple(weight.shape)]
-    return Factors(name, a, b, config.scale_of(layer), is_transposed, dtype, is_embedding)
+    return Factors(name, a, b, config.scale_of(layer), is_transposed, dtype, is_embedding=is_embedding)
 
 
 def _check_directions(pairs: Mapping[str, Factors], adapter: CheckpointIndex, config: LoraConfig) -> None:

@@ -97,6 +97,10 @@ class CheckpointDirectory(Protocol[SummaryT]):
     def remove(self, entries: Sequence[CheckpointEntry[SummaryT]], reason: str) -> None:
         """Remove checkpoints. Each removal is logged with the reason; a checkpoint that cannot be removed is warned about."""
 
+    def finish_removals(self) -> None:
+        """Remove what calls of `remove` that were killed have left. Does nothing where only the next save can."""
+        return
+
 
 class CheckpointProbe(Protocol[SummaryT]):
     """The questions that a store asks a format before it removes or replaces anything.

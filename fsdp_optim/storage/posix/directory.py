@@ -18,7 +18,7 @@ from fsdp_optim.storage.base import (
 from fsdp_optim.storage.posix.beacon import refresh
 from fsdp_optim.storage.posix.claim import LOCK
 from fsdp_optim.storage.posix.filesystem import is_of_one_machine
-from fsdp_optim.storage.posix.leftovers import NEW, OLD, SAVING, UNFINISHED, aside, remove_gone, retire
+from fsdp_optim.storage.posix.leftovers import GONE, NEW, OLD, SAVING, UNFINISHED, aside, remove_gone, retire
 from fsdp_optim.storage.posix.path_status import has_lost_manifest, is_link, is_nothing, names_in, status_of, version_of
 from fsdp_optim.storage.posix.strangers import strangers_in
 
@@ -104,6 +104,9 @@ class FolderDirectory(CheckpointDirectory[SummaryT]):
             with_them = f", with what somebody had put into it: {', '.join(strangers)}" if strangers else ""
             log.info("removed %s: %s%s", folder, reason, with_them)
         remove_gone(gone)
+
+    def finish_removals(self) -> None:
+        remove_gone([folder for folder, _ in aside(self._root, GONE)])
 
     def _strangers_in(self, folder: Path) -> list[str]:
         with contextlib.suppress(OSError):
