@@ -74,8 +74,8 @@ def check_complete(place: Any, **options: Any) -> bool:
 def check_outcomes(test: unittest.TestCase, outcomes: list[bool]) -> None:
     """First with the optimizer, then without it, never with it again."""
     test.assertEqual(outcomes, sorted(outcomes, reverse=True))
-    test.assertGreater(outcomes.count(True), 2)
-    test.assertGreater(outcomes.count(False), 2)
+    test.assertGreater(outcomes.count(True), 1)
+    test.assertGreater(outcomes.count(False), 0)
 
 
 class InMemoryTest(unittest.TestCase):
@@ -138,14 +138,14 @@ def bucket_puts_at(number: int, calls: list[str]) -> bool:
 
 
 class OnServersTest(unittest.TestCase):
-    """Processes that are killed by a signal, before each of their requests to a server."""
+    """Processes that are killed by a signal, before every third of their requests to a server."""
 
-    @parameterized.expand([("moto",), ("rclone",)])
-    def test_before_each_request(self, kind: Server) -> None:
+    @parameterized.expand([("moto", 0), ("rclone", 2)])
+    def test_before_some_requests(self, kind: Server, first: int) -> None:
         options = shared(kind)
         bucket = S3Bucket(new_bucket(options), options)
         outcomes = []
-        for number in range(MOST):
+        for number in range(first, MOST, 3):
             path = f"{bucket.name}/{number}/step"
             save(path, 1, storage_options=options)
             done = run(
