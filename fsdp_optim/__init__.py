@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         show,
         thin,
         transfer_optim_state,
+        unfinished_saves,
         verify,
         wait_for_saves,
     )
@@ -154,6 +155,7 @@ __all__ = [
     "show",
     "thin",
     "transfer_optim_state",
+    "unfinished_saves",
     "verify",
     "wait_for_saves",
 ]

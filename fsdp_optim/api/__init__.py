@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_optim.api.folders import checkpoints, latest, resume, wait_for_saves
+from fsdp_optim.api.folders import checkpoints, latest, resume, unfinished_saves, wait_for_saves
 from fsdp_optim.api.keeping import copy, diagnose, prune
 from fsdp_optim.api.looking import diff, extract, placement, show
 from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
@@ -108,6 +108,7 @@ __all__ = [
     "show",
     "thin",
     "transfer_optim_state",
+    "unfinished_saves",
     "verify",
     "wait_for_saves",
 ]

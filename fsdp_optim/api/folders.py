@@ -121,6 +121,28 @@ def checkpoints(
 
 
 @public
+def unfinished_saves(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the names of the unfinished saves in a folder of checkpoints, or under a URL. No communication.
+
+    Each is a save, or a conversion, that is under way, or has died; the next save beside it removes what a dead one has left.
+
+    Args:
+        root: a path, or a URL as for `save`.
+        storage_options: as for `save`.
+
+    Returns:
+        Names below `root`, sorted: of folders (`step-60.saving-<token>`), or the common beginnings of objects' names
+        (`step-60/.saving-<token>`). None for a store that cannot list them.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    with checkpoint_errors(root):
+        any_format = next(iter(listed_formats()))  # a save that is under way has no format yet
+        return directory_at(root, storage_options, any_format).unfinished()
+
+
+@public
 def wait_for_saves(timeout: float | None = None) -> None:
     """Wait for the background save or upload of this process, if there is any. No communication.
 

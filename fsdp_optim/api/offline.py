@@ -139,13 +139,14 @@ def merge_adapter(
     """Write a new checkpoint of this library: the weights of a base with a LoRA adapter merged into them, without ranks.
 
     Each weight W with factors A (r, in) and B (out, r) becomes W + scale * (B @ A), in the dtype of W; the other weights are
-    copied bit for bit, or are the adapter's own, rounded to the dtype of the base (`modules_to_save`, trained biases). The scale
-    is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`, with `rank_pattern` and `alpha_pattern` matched as PEFT does it;
-    the product is transposed for `fan_in_fan_out`. It is computed as by `PeftModel.from_pretrained(...).merge_and_unload()` on
-    the CPU: in float32 (float64 for a float64 base), and rounded once when it is added. The bits are the same if PEFT multiplies
-    with as many threads on the same machine and the product of a matrix fits into 1/16 of `bucket_nbytes`; a larger one is
-    computed in blocks of rows, where the order of an element's r terms may differ: it then differs by at most
-    2 * r * eps * scale * (|B| @ |A|), eps that of the product's dtype, before it is added.
+    copied bit for bit, or are the adapter's own, rounded to the dtype of the base (`modules_to_save`, trained biases). The
+    scale is lora_alpha / r, or lora_alpha / sqrt(r) with `use_rslora`, with `rank_pattern` and `alpha_pattern` matched as
+    PEFT does it; the product is transposed for `fan_in_fan_out`, and for an embedding (`lora_embedding_A` and `_B`). It is
+    computed as by `PeftModel.from_pretrained(...).merge_and_unload()` on the CPU: in float32 (float64 for a float64 base),
+    and rounded once when it is added; that of an embedding also before. The bits are the same if PEFT multiplies with as many
+    threads on the same machine and the product of a matrix fits into 1/16 of `bucket_nbytes`; a larger one is computed in
+    blocks of rows, where the order of an element's r terms may differ: it then differs by at most 2 * r * eps * scale * (|B|
+    @ |A|), eps that of the product's dtype, before it is added.
     Neither the optimizer nor files that are no checkpoint, such as `config.json`, are in the new checkpoint. It is written as
     `convert` does it, and all ranks of the default group make the call.
 
@@ -158,7 +159,7 @@ def merge_adapter(
 
     Raises (the same on all ranks, before anything is written):
         StateError: a name or a shape of the adapter is not in the base; a weight to change is quantised, or has several names
-            (tied weights); or parts of the adapter cannot be merged here (embeddings, biases of factors).
+            (tied weights); or parts of the adapter cannot be merged here (biases of factors).
         CheckpointError: the adapter is not LoRA, or has an option that changes the arithmetic (DoRA and others), or no
             `adapter_config.json`; `base` or `adapter` is damaged or unknown, or `dst` is taken or cannot be written.
     """

@@ -76,6 +76,10 @@ class CachedStore(Store):
     def beacon(self) -> AbstractContextManager[str]:
         return self.store.beacon()
 
+    @property
+    def can_shrink(self) -> bool:
+        return self.store.can_shrink
+
     def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
         inner = opened._opened if isinstance(opened, CachedOpened) else opened
         return self.store.shrink(inner, manifest, data, names)

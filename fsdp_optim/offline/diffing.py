@@ -30,8 +30,9 @@ from fsdp_optim.offline.diff_names import (
     text_of,
 )
 from fsdp_optim.offline.diff_page import page_of
-from fsdp_optim.offline.element_numbers import ChunkDifference
+from fsdp_optim.offline.element_numbers import ChunkDifference, ChunkMemory
 from fsdp_optim.offline.element_windows import (
+    CHUNK_NUMEL,
     Window,
     WindowReader,
     all_elements,
@@ -45,7 +46,7 @@ from fsdp_optim.offline.named_values import Decoded, NamedValues, opened_at
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
 from fsdp_optim.state.values.same import same
-from fsdp_optim.storage.posix.new_file import write_new_file
+from fsdp_optim.storage.posix.new_file import local_file, write_new_file
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class DiffArguments:
 def diff(place_a: Place, place_b: Place, arguments: DiffArguments) -> DiffResult:
     """Compare two checkpoints. No communication."""
     check_at_least("bucket_nbytes", arguments.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
+    if arguments.html is not None:
+        local_file(arguments.html)
     DiffResult(
         "", "", (None, None), (), tolerance=arguments.tolerance
     )  # refuses a wrong tolerance before anything is read
@@ -157,13 +160,14 @@ class _Comparison:
     def _work(self, batches: Iterator[list[Window]], window_nbytes: int, shown: Progress) -> None:
         plans = Plans()
         sides = [WindowReader(side.reader, window_nbytes, plans) for side in (self.a, self.b)]
+        memory = ChunkMemory(CHUNK_NUMEL)
         try:
             while not self._stopped.is_set():
                 with self._lock:
                     batch = next(batches, None)
                 if batch is None:
                     return
-                self._compare(batch, sides)
+                self._compare(batch, sides, memory)
                 with self._lock:
                     pairs = [self.pairs[window.index] for window in batch]
                     sizes = (pair.a.dtype.itemsize + pair.b.dtype.itemsize for pair in pairs)
@@ -173,7 +177,7 @@ class _Comparison:
             self._stopped.set()
             raise
 
-    def _compare(self, batch: Sequence[Window], sides: Sequence[WindowReader]) -> None:
+    def _compare(self, batch: Sequence[Window], sides: Sequence[WindowReader], memory: ChunkMemory) -> None:
         pairs = [self.pairs[window.index] for window in batch]
         flats = [
             side.read(
@@ -186,7 +190,8 @@ class _Comparison:
             for number, side in enumerate(sides)
         ]
         for window, flat_a, flat_b in zip(batch, *flats, strict=True):
-            chunks = [ChunkDifference.of(*parts) for parts in zip(chunks_of(flat_a), chunks_of(flat_b), strict=True)]
+            parts = zip(chunks_of(flat_a), chunks_of(flat_b), strict=True)
+            chunks = [ChunkDifference.of(part_a, part_b, memory) for part_a, part_b in parts]
             with self._lock:
                 self._chunks.setdefault(window.index, []).append(ChunkDifference.over(chunks))
 

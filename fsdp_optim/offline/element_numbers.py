@@ -54,6 +54,35 @@ def _is_float(numbers: Array) -> bool:
     return numbers.dtype.kind in "fc"
 
 
+class ChunkMemory:
+    """Memory for the numbers of two chunks of real floats. A thread fills it again for each pair: new memory costs page faults.
+
+    `numel`: the most elements of a chunk.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self._numbers = numpy.empty((2, numel), numpy.float64)
+        self._words = numpy.empty(numel, numpy.uint32)
+        self._differ = numpy.empty(numel, numpy.bool_)
+
+    def numbers_of(self, side: int, flat: torch.Tensor) -> Array | None:
+        """Return the elements of a chunk as float64, until the next chunk of this side; None for other dtypes."""
+        numbers: Array = self._numbers[side, : len(flat)]
+        if _BY_NUMPY.get(flat.dtype) is numpy.float64:
+            numpy.copyto(numbers, flat.numpy())
+        elif flat.dtype is torch.bfloat16:
+            words = self._words[: len(flat)]
+            numpy.left_shift(flat.view(torch.int16).numpy().view(numpy.uint16), 16, out=words, dtype=numpy.uint32)
+            numpy.copyto(numbers, words.view(numpy.float32))
+        else:
+            return None
+        return numbers
+
+    def num_differing(self, a: Array, b: Array) -> int:
+        """Return in how many places two arrays of integers differ."""
+        return int(numpy.count_nonzero(numpy.not_equal(a, b, out=self._differ[: len(a)])))
+
+
 @dataclass(frozen=True, slots=True)
 class SideSums:
     """Sums over one side of a chunk, or over more chunks. `squares`: of the absolute values of finite elements."""
@@ -72,12 +101,24 @@ class SideSums:
         num_others = len(numbers) - int(numpy.count_nonzero(finite))
         return cls(_sum_of_squares(numbers[finite]), nans, num_others - nans)
 
+    @classmethod
+    def of_finite(cls, numbers: Array) -> SideSums | None:
+        """Return the sums over float64 numbers; None where the sum of their squares is not finite."""
+        squares = _dot(numbers)
+        return cls(squares) if math.isfinite(squares) else None
+
+
+def _dot(numbers: Array) -> float:
+    """Return the sum of squares of float64 numbers: without a copy, in one thread, and so the same whatever the cores."""
+    with numpy.errstate(over="ignore", invalid="ignore"):
+        return float(numpy.einsum("i,i->", numbers, numbers))
+
 
 def _sum_of_squares(numbers: Array) -> float:
     with numpy.errstate(all="ignore"):
         if numbers.dtype.kind == "c":
             return float(numpy.square(numbers.real).sum() + numpy.square(numbers.imag).sum())
-        return float(numpy.square(numbers.astype(numpy.float64, copy=False)).sum())
+    return _dot(numbers.astype(numpy.float64, copy=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +132,29 @@ class ChunkDifference:
     b: SideSums
 
     @classmethod
-    def of(cls, a: torch.Tensor, b: torch.Tensor) -> ChunkDifference:
+    def of(cls, a: torch.Tensor, b: torch.Tensor, memory: ChunkMemory) -> ChunkDifference:
         """Compare two chunks of equal length."""
+        return cls._of_finite(a, b, memory) or cls._of_any(a, b)
+
+    @classmethod
+    def _of_finite(cls, a: torch.Tensor, b: torch.Tensor, memory: ChunkMemory) -> ChunkDifference | None:
+        """Compare real floats in memory that is there. None where an element is no such float, is not finite, or is huge."""
+        numbers_a = memory.numbers_of(0, a)
+        sums_a = SideSums.of_finite(numbers_a) if numbers_a is not None else None
+        if numbers_a is None or sums_a is None:
+            return None
+        if a.dtype == b.dtype and not memory.num_differing(*_words_of(a, b)):
+            return cls(0, 0, 0.0, sums_a, sums_a)
+        numbers_b = memory.numbers_of(1, b)
+        sums_b = SideSums.of_finite(numbers_b) if numbers_b is not None else None
+        if numbers_b is None or sums_b is None:
+            return None
+        num = memory.num_differing(numbers_a.view(numpy.int64), numbers_b.view(numpy.int64))
+        apart = numpy.subtract(numbers_a, numbers_b, out=numbers_a)
+        return cls(num, float(max(apart.max(), -apart.min(), 0)), _dot(apart), sums_a, sums_b)
+
+    @classmethod
+    def _of_any(cls, a: torch.Tensor, b: torch.Tensor) -> ChunkDifference:
         numbers_a, differ = numbers_of(a), None
         if a.dtype == b.dtype:
             differ = _bits_differ(a, b)
@@ -129,8 +191,12 @@ def sums_over(sides: Iterable[SideSums]) -> SideSums:
     )
 
 
+def _words_of(a: torch.Tensor, b: torch.Tensor) -> tuple[Array, Array]:
+    return a.view(_WORDS[a.itemsize]).numpy(), b.view(_WORDS[b.itemsize]).numpy()
+
+
 def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> Array:
-    words_a, words_b = (side.view(_WORDS[side.itemsize]).numpy() for side in (a, b))
+    words_a, words_b = _words_of(a, b)
     differ: Array = words_a != words_b
     if a.itemsize == 16:
         differ = numpy.any(differ.reshape(len(a), 2), axis=1)

@@ -27,8 +27,7 @@ from fsdp_optim.offline.slices import sliced
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
 from fsdp_optim.results import SaveResult
-from fsdp_optim.storage.posix.files import absolute
-from fsdp_optim.storage.posix.new_file import new_file
+from fsdp_optim.storage.posix.new_file import local_file, new_file
 
 ENDINGS = (".npy", ".safetensors", ".pt")
 """How the names of files end that can be written."""
@@ -87,7 +86,7 @@ def extract(
 ) -> SaveResult:
     """Write some values into one file. `text`: a slice of each. No communication."""
     check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
-    file = absolute(target)
+    file = local_file(target)
     asked = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     _check(file, asked)
     with opened_at(place, storage_options) as reader:

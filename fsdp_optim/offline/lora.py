@@ -1,7 +1,7 @@
 """LoRA adapters as PEFT stores them: what `adapter_config.json` says, and the product of two factors in blocks of rows.
 
     W (out, in) += (B (out, r) @ A (r, in)) * scale        a layer that computes x @ W.T
-    W (in, out) += (B (out, r) @ A (r, in)).T * scale      a layer with fan_in_fan_out, as GPT-2's
+    W (in, out) += (B (out, r) @ A (r, in)).T * scale      a layer with fan_in_fan_out, as GPT-2's; an embedding
 
 A block has a multiple of 64 rows, so that the product has the bits of the undivided one wherever the matrix multiplication takes
 its rows in such groups.
@@ -153,6 +153,21 @@ def compute_dtype_of(weight: torch.dtype) -> torch.dtype:
     return torch.float64 if weight == torch.float64 else torch.float32
 
 
+class BlockMemory:
+    """Memory for a block and its transposed copy, used again and again: new blocks would come from new places of the heap."""
+
+    def __init__(self) -> None:
+        self._parts = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+
+    def of(self, part: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """Return one of both parts as a matrix; its elements are arbitrary."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._parts[part].numel() < nbytes:
+            self._parts[part] = torch.empty(0, dtype=torch.uint8)  # first, so that never both are held
+            self._parts[part] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._parts[part][:nbytes].view(dtype).view(shape)
+
+
 @dataclass(frozen=True)
 class LoraProduct:
     """The product of a layer: `a` (r, in), `b` (out, r), both of the dtype of the product."""
@@ -174,8 +189,12 @@ class LoraProduct:
         fitting = max(most_nbytes // row_nbytes, 1)
         return num if fitting >= num else fitting // _ROWS * _ROWS or fitting
 
-    def block(self, first: int, stop: int) -> torch.Tensor:
-        """Return the rows [first, stop) of what is added to the weight, flat."""
+    def block(self, first: int, stop: int, memory: BlockMemory) -> torch.Tensor:
+        """Return the rows [first, stop) of what is added to the weight, flat, until the next block in the same memory."""
+        num, (num_out, num_in) = stop - first, (self.b.shape[0], self.a.shape[1])
         if self.is_transposed:
-            return (self.b @ self.a[:, first:stop]).mul_(self.scale).T.reshape(-1)
-        return (self.b[first:stop] @ self.a).mul_(self.scale).view(-1)
+            product = memory.of(0, (num_out, num), self.a.dtype)
+            torch.mm(self.b, self.a[:, first:stop], out=product).mul_(self.scale)
+            return memory.of(1, (num, num_out), self.a.dtype).copy_(product.T).view(-1)
+        product = memory.of(0, (num, num_in), self.a.dtype)
+        return torch.mm(self.b[first:stop], self.a, out=product).mul_(self.scale).view(-1)

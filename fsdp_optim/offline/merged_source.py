@@ -13,7 +13,7 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.memory import Budget, dtype_named, empty
 from fsdp_optim.move import Key
-from fsdp_optim.offline.lora import LoraProduct, compute_dtype_of
+from fsdp_optim.offline.lora import BlockMemory, LoraProduct, compute_dtype_of
 from fsdp_optim.offline.unit_sources import CheckpointSource, Fill, UnitPart, UnitSource
 from fsdp_optim.offline.workers import unit_nbytes_in
 
@@ -23,7 +23,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Factors:
-    """The two factors of a layer in the adapter's file. `name`: of the weight; `dtype`: of the weight."""
+    """The two factors of a layer in the adapter's file.
+
+    `name`, `dtype`: of the weight. `is_embedding`: PEFT rounds the product of an embedding to the dtype of the weight before it
+    adds it; that of another layer is rounded with the sum.
+    """
 
     name: str
     a: StoredTensor
@@ -31,6 +35,7 @@ class Factors:
     scale: float
     is_transposed: bool
     dtype: torch.dtype
+    is_embedding: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +136,7 @@ class _Added:
         self._most_nbytes = _part_of(source.budget).share(2, "a block and its transposed copy").nbytes
         self._key: Key | None = None
         self._product: LoraProduct | None = None
-        self._first, self._block = 0, torch.empty(0)
+        self._first, self._block, self._memory = 0, torch.empty(0), BlockMemory()
 
     def add_to(self, part: UnitPart) -> None:
         """Add the elements of the product to those of a part of a weight."""
@@ -142,11 +147,13 @@ class _Added:
             first = at // num_columns // rows * rows
             stop = min(first + rows, product.shape[0])
             if self._first != first or not self._block.numel():
-                self._block = torch.empty(0)
-                self._first, self._block = first, product.block(first, stop)
+                self._first, self._block = first, product.block(first, stop, self._memory)
             until = min(end, stop * num_columns, at + _WINDOW)
             begin = first * num_columns
-            part.flat[at - part.first : until - part.first] += self._block[at - begin : until - begin]
+            added = self._block[at - begin : until - begin]
+            if self._source.factors[part.value.key].is_embedding:
+                added = added.to(part.flat.dtype)
+            part.flat[at - part.first : until - part.first] += added
             at = until
 
     def _product_of(self, key: Key) -> LoraProduct:

@@ -34,6 +34,8 @@ from fsdp_optim.transport.base import RankGroup
 
 _IN_PEFT, _BASE_LAYER = "base_model.model.", "base_layer."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_EMBEDDING_A, _EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
+_ENDS = (_A, _B, _EMBEDDING_A, _EMBEDDING_B)
 _MERGED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -123,14 +125,14 @@ class _Fit:
         replaced: dict[Key, StoredTensor] = {}
         for name, tensor in adapter.weights.items():
             inner = name.removeprefix(_IN_PEFT)
-            end = next((end for end in (_A, _B) if inner.endswith(end)), None)
+            end = next((end for end in _ENDS if inner.endswith(end)), None)
             if end is not None:
                 layers.setdefault(inner.removesuffix(end), {})[end] = tensor
                 continue
             if "lora_" in inner:
                 raise StateError(
-                    f"{adapter.where}: {name} is part of an adapter that cannot be merged here, such as one of an embedding or "
-                    "of a bias: merge it with PEFT's merge_and_unload()"
+                    f"{adapter.where}: {name} is part of an adapter that cannot be merged here, such as a bias or a "
+                    "magnitude of DoRA: merge it with PEFT's merge_and_unload()"
                 )
             fqn = inner.replace(f".{_BASE_LAYER}", ".")
             if _weight_of(base, adapter, fqn, name).shape != tensor.shape:
@@ -170,11 +172,12 @@ def _pair(
     config: LoraConfig,
 ) -> Factors:
     """Return the factors of a layer. Raises StateError if they do not fit."""
-    name = f"{layer}.weight"
-    for end, other in ((_A, _B), (_B, _A)):
+    name, is_embedding = f"{layer}.weight", not {_EMBEDDING_A, _EMBEDDING_B}.isdisjoint(factors)
+    end_a, end_b = (_EMBEDDING_A, _EMBEDDING_B) if is_embedding else (_A, _B)
+    for end, other in ((end_a, end_b), (end_b, end_a)):
         if end not in factors:
             raise StateError(f"{layer}{other} is in {adapter.where} without {layer}{end}: the adapter is damaged")
-    a, b = factors[_A], factors[_B]
+    a, b = factors[end_a], factors[end_b]
     weight = _weight_of(base, adapter, name, a.key)
     dtype = dtype_named(weight.dtype)
     if dtype not in _MERGED_DTYPES:
@@ -188,18 +191,21 @@ def _pair(
             f"says rank {rank}: only matrices of this rank can be merged"
         )
     ways: dict[Shape, bool] = {(b.shape[0], a.shape[1]): False, (a.shape[1], b.shape[0]): True}
+    if is_embedding:  # A has a column for each token, as the weight has a row, whatever fan_in_fan_out says
+        ways = {(a.shape[1], b.shape[0]): True}
     if tuple(weight.shape) not in ways:
         raise StateError(
             f"{name}: has the shape {list(weight.shape)} in {base.where}, and its factors in {adapter.where} make "
-            f"{[b.shape[0], a.shape[1]]}: give the base that the adapter was trained on"
+            f"{list(next(iter(ways)))}: give the base that the adapter was trained on"
         )
     is_square = a.shape[1] == b.shape[0]
-    is_transposed = config.fan_in_fan_out if is_square else ways[tuple(weight.shape)]
-    return Factors(name, a, b, config.scale_of(layer), is_transposed, dtype)
+    is_transposed = config.fan_in_fan_out if is_square and not is_embedding else ways[tuple(weight.shape)]
+    return Factors(name, a, b, config.scale_of(layer), is_transposed, dtype, is_embedding=is_embedding)
 
 
 def _check_directions(pairs: Mapping[str, Factors], adapter: CheckpointIndex, config: LoraConfig) -> None:
     """Raise StateError for a square matrix where other ones show that the configuration is not true for all layers."""
+    pairs = {layer: pair for layer, pair in pairs.items() if not pair.is_embedding}
     square = next((layer for layer, pair in pairs.items() if pair.a.shape[1] == pair.b.shape[0]), None)
     wrong = next((layer for layer, pair in pairs.items() if pair.is_transposed != config.fan_in_fan_out), None)
     if square is not None and wrong is not None:

@@ -36,6 +36,7 @@ def prune(root: str, rules: KeepRules, *, dry_run: bool, storage_options: Storag
     going = [entry for entry in entries if entry.where in gone]
     if not dry_run:
         _remove(going, by_place)
+        directories[0].finish_removals()
     left = _places_in(directories) if not dry_run else set()
     return PruneResult(
         root=directories[0].where,

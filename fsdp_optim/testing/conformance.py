@@ -13,111 +13,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, Staging, Store, StoreWriter
-from fsdp_optim.testing.mix_in import MixIn
-
-MANIFEST = "manifest.json"
-_BIG = 10_000  # bytes; of a file that is written in ranges, unless the store's parts are larger
-_WAYS_OUT = ("../outside", "/outside", "extra/../../outside", "", ".hidden", "a/b", "extra/")
+from fsdp_optim.storage.base import CheckpointProbe, Store
+from fsdp_optim.testing.store_case import BIG, MANIFEST, WAYS_OUT, Summary
+from fsdp_optim.testing.store_shrinking import ShrinkConformance
 
 
-@dataclass(frozen=True)
-class _Summary:
-    order: tuple[int, int, int, str] = (0, 0, 0, "")
-
-
-class AnyManifest(CheckpointProbe[_Summary]):
-    """The probe of a format in which a manifest makes a checkpoint complete. A manifest is any line and the token of the save."""
-
-    manifest = MANIFEST
-
-    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[_Summary]:
-        """Return whether there is a manifest."""
-        return CheckpointStatus(_Summary()) if opened.has(MANIFEST) else CheckpointStatus(reason="it has no manifest")
-
-    def token_in(self, opened: Opened) -> str | None:
-        """Return the second line of the manifest."""
-        with contextlib.suppress(OSError):
-            return opened.read_whole(MANIFEST).decode().partition("\n")[2]
-        return None
-
-    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        """Count every file as written by a save."""
-        return lambda name: True
-
-
-class StoreConformance(MixIn):
+class StoreConformance(ShrinkConformance):
     """A mix-in for a `unittest.TestCase`: the promises of a Store, one per test.
 
     `make_store` gives a store at a place where nothing is; it is called more than once in some tests. `another_handle` gives
     another object for the same place, as another process would make it.
     """
 
-    def make_store(self, probe: CheckpointProbe[_Summary]) -> Store:
+    def make_store(self, probe: CheckpointProbe[Summary]) -> Store:
         """Return a store at a new, empty place."""
         raise NotImplementedError
 
     def another_handle(self, store: Store) -> Store:
         """Another object for the same place."""
         return store
-
-    def _new(self) -> Store:
-        return self.make_store(AnyManifest())
-
-    def _begin(self, store: Store, *, overwrite: bool = False) -> Staging:
-        return store.begin(overwrite=overwrite, durable=False)
-
-    def _join(self, store: Store, staging: Staging, who: str = "rank 1") -> StoreWriter:
-        return self.another_handle(store).join(staging.address, durable=False, who=who)
-
-    def _write(self, store: Store, staging: Staging, files: Mapping[str, bytes]) -> StoreWriter:
-        """Write files by one process: each in one range, behind a head of at most four bytes."""
-        writer = self._join(store, staging)
-        for name, data in files.items():
-            writer.create(name, len(data), data[:4])
-            if data[4:]:
-                writer.write(name, [memoryview(data)[4:]], 4)
-        return writer
-
-    def _seal(self, staging: Staging, writers: Sequence[StoreWriter], names: Sequence[str]) -> None:
-        staging.seal(names, [writer.finish() for writer in writers], durable=False)
-
-    def _save(self, store: Store, files: Mapping[str, bytes], manifest: bytes, *, overwrite: bool = False) -> None:
-        staging = self._begin(store, overwrite=overwrite)
-        self._seal(staging, [self._write(store, staging, files)], list(files))
-        self._commit(staging, manifest, durable=False)
-
-    def _commit(self, staging: Staging, line: bytes, *, durable: bool) -> None:
-        """Commit with a manifest of one line and the token, as formats write it."""
-        staging.commit(MANIFEST, line + b"\n" + staging.token.encode(), durable=durable)
-
-    def _line(self, opened: Opened) -> bytes:
-        """Return the line of a manifest."""
-        return self._read(opened, MANIFEST).partition(b"\n")[0]
-
-    def _read(self, opened: Opened, name: str) -> bytes:
-        return opened.read(name, 0, opened.size_of(name))
-
-    def _check(self, store: Store, files: Mapping[str, bytes], manifest: bytes) -> None:
-        with self.another_handle(store).open() as opened:
-            self._case.assertEqual(self._line(opened), manifest)
-            for name, data in files.items():
-                self._case.assertEqual(self._read(opened, name), data, name)
-
-    @contextlib.contextmanager
-    def _refused(self, *words: str) -> Iterator[None]:
-        """Expect a CheckpointError with these words."""
-        with self._case.assertRaises(CheckpointError) as caught:
-            yield
-        for word in words:
-            self._case.assertIn(word, str(caught.exception))
-
-    def _data(self, nbytes: int) -> bytes:
-        return random.Random(nbytes).randbytes(nbytes)
 
     def test_an_empty_place_is_no_checkpoint(self) -> None:
         """Nothing can be opened where nothing was saved."""
@@ -130,7 +46,7 @@ class StoreConformance(MixIn):
         store = self._new()
         staging = store.begin(overwrite=False, durable=True)
         writer = self.another_handle(store).join(staging.address, durable=True, who="rank 0")
-        files = {"model.safetensors": self._data(_BIG), "empty.safetensors": b""}
+        files = {"model.safetensors": self._data(BIG), "empty.safetensors": b""}
         for name, data in files.items():
             writer.create(name, len(data), data[:8])
         writer.write("model.safetensors", [memoryview(files["model.safetensors"])[8:]], 8)
@@ -146,7 +62,7 @@ class StoreConformance(MixIn):
         store, rng = self._new(), random.Random(1)
         staging = self._begin(store)
         part = staging.capabilities.part_nbytes
-        data = self._data(max(_BIG, 2 * part + part // 3))
+        data = self._data(max(BIG, 2 * part + part // 3))
         borders = sorted({8, len(data), *(rng.randrange(8, len(data)) for _ in range(30))})
         ranges = list(itertools.pairwise(borders))
         rng.shuffle(ranges)
@@ -164,7 +80,7 @@ class StoreConformance(MixIn):
         store = self._new()
         staging = self._begin(store)
         can = staging.capabilities
-        size = can.part_nbytes if can.writes_ranges == "parts" else _BIG // 3
+        size = can.part_nbytes if can.writes_ranges == "parts" else BIG // 3
         data = self._data(2 * size + size // 2)
         shared = can.writes_ranges != "no"
         if shared:
@@ -186,7 +102,7 @@ class StoreConformance(MixIn):
 
     def test_ranges_are_read_into_memory_that_is_there(self) -> None:
         """Adjacent pieces of a file fill separate memory, and no other memory is changed."""
-        store, data = self._new(), self._data(_BIG)
+        store, data = self._new(), self._data(BIG)
         self._save(store, {"model.safetensors": data}, b"one")
         target, expected = bytearray(b"\xff" * 100), bytearray(b"\xff" * 100)
         pieces = [memoryview(target)[10:30], memoryview(target)[50:50], memoryview(target)[60:61]]
@@ -221,7 +137,7 @@ class StoreConformance(MixIn):
         store = self._new()
         self._save(store, {"model.safetensors": b"12345"}, b"one")
         with store.open() as opened:
-            for name in _WAYS_OUT:
+            for name in WAYS_OUT:
                 with self._refused(repr(name), "not one of a checkpoint's own"):  # as `storage.base.check_name` says it
                     opened.read(name, 0, 1)
 

@@ -84,7 +84,7 @@ class FolderCommandsTest(SharedFolder):
         self.damage(30)
         (self.run_folder / f"{step(60)}.saving-0123456789abcdef").mkdir()
         code, out, err = called("ls", self.run_folder)
-        self.assertEqual((code, err), (0, ""))
+        self.assertEqual((code, err), (1, ""))
         lines = [line.split() for line in out.splitlines()]
         self.assertEqual(lines[0], ["name", "step", "age", "size", "ranks", "wrapper", "metric", "state"])
         self.assertEqual([line[0] for line in lines[1:6]], [step(number) for number in (50, 40, 30, 20, 10)])

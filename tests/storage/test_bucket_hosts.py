@@ -25,7 +25,7 @@ from fsdp_optim.buckets.fsspec import FsspecBucket
 from fsdp_optim.buckets.fsspec import bucket as filesystem
 from fsdp_optim.buckets.objects import Bucket, ObjectStaging, ObjectStore
 from fsdp_optim.buckets.s3 import bucket as s3
-from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
+from fsdp_optim.testing.store_case import MANIFEST, AnyManifest
 
 DEAD_AFTER = 300.0  # seconds: no beat of a thread comes while a test runs
 HERE, BESIDE, LAST = "run/step-1", "run/step-2", "run/step-3"

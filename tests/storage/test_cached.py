@@ -30,7 +30,7 @@ from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import StoreConformance, run_on_ranks
-from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
+from fsdp_optim.testing.store_case import MANIFEST, AnyManifest
 
 SMALL = 200  # bytes of a block, so that small files have many
 

@@ -8,7 +8,7 @@ from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
-from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
+from fsdp_optim.testing.store_case import MANIFEST, AnyManifest
 
 PREFIX, BESIDE = "run/step-1", "run/step-2"
 NAME = "model.safetensors"

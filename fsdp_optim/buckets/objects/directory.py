@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
-from fsdp_optim.buckets.objects.keys import ObjectPlace
+from fsdp_optim.buckets.objects.keys import SAVING, ObjectPlace
 from fsdp_optim.buckets.objects.opened import OpenedObjects, open_place
 from fsdp_optim.buckets.objects.saves import mark_dead, own_keys
 from fsdp_optim.errors import CheckpointError
@@ -18,6 +18,7 @@ from fsdp_optim.storage.base import (
     CheckpointProbe,
     CheckpointStatus,
     SummaryT,
+    is_reserved,
     is_sure_that_not,
 )
 
@@ -105,6 +106,22 @@ class ObjectDirectory(CheckpointDirectory[SummaryT]):
             if status.is_complete or not status.has_moved:
                 entries.append(CheckpointEntry(place.where, place.where, status, can_go=not is_lost))
         return entries
+
+    def unfinished(self) -> list[str]:
+        """Return the common beginnings of the notes of saves, without that of this prefix: `step-60/.saving-<token>`.
+
+        An unfinished folder that was uploaded is among them by its name.
+        """
+
+        def noted_in(place: ObjectPlace) -> set[str]:
+            name = place.prefix.removeprefix(self._prefix)
+            if SAVING in name and is_reserved(name):
+                return {name}
+            tokens = {place.token_of_note(info.key) for info in self._bucket.list(place.saving)}
+            return {f"{place.saving}{token}".removeprefix(self._prefix) for token in tokens}
+
+        with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
+            return sorted(set[str]().union(*pool.map(noted_in, self.places())))
 
     def _status_in(self, opened: OpenedObjects, *, whole: bool) -> CheckpointStatus[SummaryT]:
         try:

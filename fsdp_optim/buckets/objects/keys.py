@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from fsdp_optim.storage.base import check_name
 
-_SAVING = ".saving-"
+SAVING = ".saving-"
 _TOKEN = "[0-9a-f]{16}"
 _OF_SAVE = re.compile(rf"(?:\.saving-)?({_TOKEN})/.+")
 
@@ -55,7 +55,7 @@ class ObjectPlace:
     @property
     def saving(self) -> str:
         """The beginning of the keys of all saves that are under way here, or have died."""
-        return f"{self.prefix}/{_SAVING}"
+        return f"{self.prefix}/{SAVING}"
 
     def manifest(self, name: str) -> str:
         """Return the key of the manifest."""
@@ -85,7 +85,7 @@ class ObjectPlace:
         """Return the name of a file under a key, which may be in the folder of a save."""
         name = key.removeprefix(self.inside)
         matched = _OF_SAVE.fullmatch(name)
-        return name if matched is None or name.startswith(_SAVING) else name.partition("/")[2]
+        return name if matched is None or name.startswith(SAVING) else name.partition("/")[2]
 
     def token_in(self, key: str) -> str | None:
         """Return the token of the save that has put an object under a key of its own; None for every other key."""

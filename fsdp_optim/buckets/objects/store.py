@@ -91,26 +91,32 @@ class ObjectStore(Store):
     def machine_id(self) -> str:
         return self.where
 
+    @property
+    def can_shrink(self) -> bool:
+        return True
+
     def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
         if not isinstance(opened, OpenedObjects):
             raise CheckpointError(f"{self.where}: was not opened as a checkpoint of a bucket, so it cannot be changed")
         keys = [opened.files.key(name) for name in names]  # looked up before the manifest is another one
         copy_of_manifest = opened.files.key(manifest) if opened.files.token is not None else None
+        if opened.was_replaced():  # a store that knows no conditions would not refuse the put
+            raise self._replaced()
         if data is not None:
+            key = self.place.manifest(manifest)
             try:
-                self.bucket.put(self.place.manifest(manifest), data, only_if=opened.manifest_version)
+                self.bucket.put(key, data, only_if=opened.manifest_version)
             except OvertakenError as error:
-                if (
-                    self.bucket.read(self.place.manifest(manifest))[0] != data
-                ):  # a repeated request is overtaken by itself
-                    raise CheckpointError(
-                        f"{self.where}: was replaced by another save meanwhile, and stays as it is"
-                    ) from error
+                if self.bucket.read(key)[0] != data:  # a repeated request is overtaken by itself
+                    raise self._replaced() from error
             if copy_of_manifest is not None:
                 self.bucket.put(copy_of_manifest, data)
         infos = [info for info in map(self.bucket.look, keys) if info is not None]
         self.bucket.delete([info.key for info in infos])
         return sum(info.nbytes for info in infos)
+
+    def _replaced(self) -> CheckpointError:
+        return CheckpointError(f"{self.where}: was replaced by another save meanwhile, and stays as it is")
 
     def directory(self) -> ObjectDirectory[Any]:
         return ObjectDirectory(self.bucket, self.place.parent, self._probe)

@@ -8,7 +8,8 @@ import click
 
 from fsdp_optim.cli.options import json_option, storage_options
 from fsdp_optim.cli.output import print_json
-from fsdp_optim.errors import wrong_use
+from fsdp_optim.cli.units import counted
+from fsdp_optim.errors import CheckpointError, wrong_use
 
 
 @click.command("latest")
@@ -21,6 +22,10 @@ def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) ->
 
     newest = api.latest(root, storage_options=storage_options)
     if newest is None:
+        if num := len(api.checkpoints(root, storage_options=storage_options)):
+            raise CheckpointError(
+                f"{root}: has no complete checkpoint, and {counted(num, 'checkpoint')} that cannot be loaded"
+            )
         raise wrong_use(f"{root}: has no complete checkpoint")
     if as_json:
         print_json({"path": newest})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fsdp_optim.cli.options import json_option, storage_options
-from fsdp_optim.cli.output import plain, print_json, print_table
+from fsdp_optim.cli.output import end_broken, plain, print_json, print_table
 from fsdp_optim.cli.roots import name_of, reason_of
 from fsdp_optim.cli.units import aged, sized
 from fsdp_optim.errors import wrong_use
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from fsdp_optim.api import CheckpointInfo
 
 _COLUMNS = ("name", "step", "age", "size", "ranks", "wrapper", "metric", "state")
-_SAVING = ".saving-"
 
 
 @click.command("ls")
@@ -27,22 +26,25 @@ _SAVING = ".saving-"
 def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) -> None:
     """List the checkpoints in the folder ROOT, the newest first, with damaged and unfinished ones.
 
-    The state says whether all files are there in their sizes; `fsdp-optim verify ROOT` compares their bytes.
+    The state says whether all files are there in their sizes; `fsdp-optim verify ROOT` compares their bytes. The exit code is 1
+    if a checkpoint is damaged, or a save unfinished.
     """
     from fsdp_optim import api
 
     infos = api.checkpoints(root, storage_options=storage_options)
-    unfinished = _unfinished_in(root)
+    unfinished = api.unfinished_saves(root, storage_options=storage_options)
     if not infos and not unfinished:
         raise wrong_use(f"{root}: has no checkpoints, or is not there")
     if as_json:
         listed = [{**plain(info), "state": _state(info)} for info in infos]
         print_json({"root": root, "checkpoints": listed, "unfinished": unfinished})
-        return
-    now = time.time()
-    rows = [[*_columns(info, now), _state(info)] for info in infos]
-    rows += [[name, "", "", "", "", "", "", "unfinished: a save writes it, or died there"] for name in unfinished]
-    print_table(_COLUMNS, rows, right=("step", "age", "size", "ranks", "metric"))
+    else:
+        now = time.time()
+        rows = [[*_columns(info, now), _state(info)] for info in infos]
+        rows += [[name, "", "", "", "", "", "", "unfinished: a save writes it, or died there"] for name in unfinished]
+        print_table(_COLUMNS, rows, right=("step", "age", "size", "ranks", "metric"))
+    if unfinished or not all(info.complete for info in infos):
+        end_broken()
 
 
 def _columns(info: CheckpointInfo, now: float) -> list[str]:
@@ -61,12 +63,3 @@ def _state(info: CheckpointInfo) -> str:
     if info.complete:
         return "ok, without optimizer (thinned)" if info.thinned else "ok"
     return f"damaged: {reason_of(info)}"
-
-
-def _unfinished_in(root: str) -> list[str]:
-    """Return the names of folders that saves write now, or have left when they died. A URL shows none."""
-    from fsdp_optim.plugins import folders_in, is_reserved, is_url
-
-    if is_url(root):
-        return []
-    return sorted(name for name in folders_in(root) if _SAVING in name and is_reserved(name))

@@ -87,11 +87,19 @@ class CheckpointDirectory(Protocol[SummaryT]):
         complete = [(summary.order, entry) for summary, entry in entries if summary is not None]
         return [entry for _, entry in sorted(complete, key=lambda pair: pair[0])]
 
+    def unfinished(self) -> list[str]:
+        """Return the names of the unfinished saves, sorted: each is under way, or has died. None where this cannot be told."""
+        return []
+
     def status_of(self, entry: CheckpointEntry[SummaryT]) -> CheckpointStatus[SummaryT]:
         """Return the status of a checkpoint by its complete manifest."""
 
     def remove(self, entries: Sequence[CheckpointEntry[SummaryT]], reason: str) -> None:
         """Remove checkpoints. Each removal is logged with the reason; a checkpoint that cannot be removed is warned about."""
+
+    def finish_removals(self) -> None:
+        """Remove what calls of `remove` that were killed have left. Does nothing where only the next save can."""
+        return
 
 
 class CheckpointProbe(Protocol[SummaryT]):

@@ -19,10 +19,15 @@ class Store(Protocol):
     """One place for one checkpoint.
 
     `where`: the name of the place, for errors and for comparing places. `on_file_system`: whether the place is a folder of a file
-    system, and `where` its path: reads need no cache, and a listing shows at once what this process has changed.
+    system, and `where` its path: reads need no cache, and a listing shows at once what this process has changed. `can_shrink`:
+    whether `shrink`, which `fsdp_optim.thin` needs, is implemented.
     """
 
     on_file_system: bool = False
+
+    @property
+    def can_shrink(self) -> bool:
+        return False
 
     @property
     def where(self) -> str: ...
@@ -76,16 +81,18 @@ class Store(Protocol):
     def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
         """Replace the manifest of a checkpoint that is open, then remove files of it; return the bytes of these files.
 
-        The checkpoint is complete at every moment: by its old manifest, with the files, or by the new one. What a killed call has
-        left is removed by the next one. Files that are gone are no error.
+        A store may leave it out, with `can_shrink`. The checkpoint is complete at every moment: by its old manifest, with the
+        files, or by the new one. What a killed call has left is removed by the next one, and by a save over the checkpoint. Files
+        that are gone are no error. Who has the checkpoint open reads a removed file, or gets a CheckpointError.
 
         Args:
             opened: the checkpoint, opened by this store.
             manifest: the name of the manifest.
             data: the content of the new manifest, which does not name the files; None where an earlier call has put it.
-            names: the files to remove.
+            names: the files to remove, all inside the checkpoint.
 
-        Raises CheckpointError where the checkpoint cannot be changed, or was replaced since it was opened.
+        Raises CheckpointError where the checkpoint cannot be changed, or was replaced since it was opened: then what is there
+        stays as it is.
         """
         raise CheckpointError(
             f"{self.where}: this store cannot remove files of a checkpoint: save a new one without them"

@@ -18,7 +18,7 @@ from fsdp_optim.storage.base import (
 from fsdp_optim.storage.posix.beacon import refresh
 from fsdp_optim.storage.posix.claim import LOCK
 from fsdp_optim.storage.posix.filesystem import is_of_one_machine
-from fsdp_optim.storage.posix.leftovers import OLD, UNFINISHED, aside, remove_gone, retire
+from fsdp_optim.storage.posix.leftovers import GONE, NEW, OLD, SAVING, UNFINISHED, aside, remove_gone, retire
 from fsdp_optim.storage.posix.path_status import has_lost_manifest, is_link, is_nothing, names_in, status_of, version_of
 from fsdp_optim.storage.posix.strangers import strangers_in
 
@@ -59,6 +59,12 @@ class FolderDirectory(CheckpointDirectory[SummaryT]):
         there = names_in(self._root)  # places that could never be read are listed as undecided, not left out
         return [*entries, *(entry for entry in moved if Path(entry.where).name in there)]
 
+    def unfinished(self) -> list[str]:
+        if not is_of_one_machine(self._root):
+            refresh(self._root)
+        names = names_in(self._root)
+        return sorted(folder.name for mark in (NEW, SAVING) for folder, _ in aside(self._root, mark, names))
+
     def _scan(self, names: set[str]) -> tuple[list[CheckpointEntry[SummaryT]], list[CheckpointEntry[SummaryT]]]:
         """List once; return also the folders that went away, or were replaced, meanwhile."""
         bases = {folder.name: base for folder, base in aside(self._root, OLD, names)}
@@ -98,6 +104,9 @@ class FolderDirectory(CheckpointDirectory[SummaryT]):
             with_them = f", with what somebody had put into it: {', '.join(strangers)}" if strangers else ""
             log.info("removed %s: %s%s", folder, reason, with_them)
         remove_gone(gone)
+
+    def finish_removals(self) -> None:
+        remove_gone([folder for folder, _ in aside(self._root, GONE)])
 
     def _strangers_in(self, folder: Path) -> list[str]:
         with contextlib.suppress(OSError):

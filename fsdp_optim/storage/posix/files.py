@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from fsdp_optim.errors import CheckpointError, FsdpOptimError
+from fsdp_optim.errors import CheckpointError, FsdpOptimError, wrong_use
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash, because pathlib makes `s3:/` of `s3://`
 _SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>
@@ -32,24 +32,24 @@ def local_path(path: str | os.PathLike[str]) -> str:
         text = os.fspath(path)
     except TypeError:
         hint = ": latest() returns None where there is no checkpoint" if path is None else ""
-        raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(path).__name__}{hint}") from None
+        raise wrong_use(f"a path is a str or a pathlib.Path, not {type(path).__name__}{hint}") from None
     if not isinstance(text, str):
-        raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(text).__name__}: {text!r}")
+        raise wrong_use(f"a path is a str or a pathlib.Path, not {type(text).__name__}: {text!r}")
     if "\0" in text:
-        raise CheckpointError(f"{text!r}: a path cannot have a NUL character in it")
+        raise wrong_use(f"{text!r}: a path cannot have a NUL character in it")
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{text!r}: is not a path that this file system accepts: {error.reason}") from None
+        raise wrong_use(f"{text!r}: is not a path that this file system accepts: {error.reason}") from None
     scheme = _SCHEME.match(text)
     if scheme is not None:
-        raise CheckpointError(
+        raise wrong_use(
             f"{text}: a path makes one slash of two, so give a URL as a str ('{scheme[1]}://...'); if {text} is the name of a "
             f"folder, give ./{text}"
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
-        raise CheckpointError(f"{text}: there is no such user; if {text} is the name of a folder, give ./{text}")
+        raise wrong_use(f"{text}: there is no such user; if {text} is the name of a folder, give ./{text}")
     return expanded
 
 

@@ -29,6 +29,13 @@ class NewFile:
         self.at += view.nbytes
 
 
+def local_file(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a file of this machine. Raises CheckpointError for a URL."""
+    if isinstance(path, str) and "://" in path:
+        raise wrong_use(f"{path}: is a URL, and this file is written on this machine: give a path")
+    return absolute(path)
+
+
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[NewFile]:
     """Open a new file that gets its name when the block ends, on the disk; an error or a kill leaves the place as it was.
@@ -37,7 +44,7 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[NewFi
 
     Raises CheckpointError if there is a file, and it must not be replaced.
     """
-    file = absolute(path)
+    file = local_file(path)
     if not overwrite and os.path.lexists(file):
         raise _taken(file)
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}{_ENDING}")

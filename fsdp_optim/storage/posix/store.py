@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, causes_of
-from fsdp_optim.storage.base import CheckpointDirectory, CheckpointProbe, Opened, Store
+from fsdp_optim.storage.base import CheckpointDirectory, CheckpointProbe, Opened, Store, check_name
 from fsdp_optim.storage.posix.beacon import beacon_above, sees
 from fsdp_optim.storage.posix.directory import FolderDirectory
 from fsdp_optim.storage.posix.files import absolute
@@ -87,9 +87,15 @@ class Folder(Store):
     def beacon(self) -> AbstractContextManager[str]:
         return beacon_above(self.path)
 
+    @property
+    def can_shrink(self) -> bool:
+        return True
+
     def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
         if not isinstance(opened, OpenFolder):
             raise CheckpointError(f"{self.where}: was not opened as a folder, so it cannot be changed")
+        for name in (manifest, *names):
+            check_name(self.where, name)
         try:
             with opened.held() as folder:
                 return shrink_folder(opened.path, folder, manifest, data, names)
