@@ -43,7 +43,9 @@ OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, and nam
 PRIVATE_OF_TORCH = {
     "fsdp_optim.transport.job.job_store": {"_get_process_group_store"},
     "fsdp_optim.memory": {"_foreach_copy_"},
-    "fsdp_optim.dtensors": {"_local_tensor"},  # to_local() costs ten times as much
+    # to_local() and from_local() cost ten times as much, and the properties that a spec has cost a look each.
+    "fsdp_optim.dtensors": {"_local_tensor", "_spec"},
+    "fsdp_optim.adapters.dtensor": {"_spec"},
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.checkpoint.common.module_values": {"_version"},
     "fsdp_optim.state.values.classes": {"_optimizer"},  # of a wrapper around an optimizer

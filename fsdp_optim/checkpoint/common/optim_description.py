@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,17 @@ from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.values.classes import class_names_written
 
 
-def describe(state: SavedHalf) -> SavedOptim:
-    """Describe the state to save, with its kinds. Raises CheckpointError for a value that no reader accepts."""
+def describe(state: SavedHalf, stored: Mapping[str, StoredTensor]) -> SavedOptim:
+    """Describe the state to save, with its kinds. `stored`: its tensors, by key.
+
+    Raises CheckpointError for a value that no reader accepts.
+    """
     for index, hyper in enumerate(state.local.optim.groups):
         for name in hyper:
             if not isinstance(name, str):
                 raise CheckpointError(
                     f"param group {index}: the name of a hyperparameter is {name!r}, but must be a str"
                 )
-    stored = stored_tensors(state)
     tensors = {(value.fqn, value.name): stored[value.stored_name] for value in state.tensors}
     entries: dict[str, dict[Any, Any]] = {}
     kinds: dict[str, dict[Any, str]] = {}

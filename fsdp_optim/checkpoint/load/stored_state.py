@@ -147,16 +147,21 @@ def _with_lists(tree: Any, lists: Any) -> Any:
 
 
 def _with_metas(full: FullState) -> FullState:
-    """Return the state with a meta tensor in the place of each stored one."""
+    """Return the state with a meta tensor in the place of each stored one. Equal ones, which nobody writes to, are one object."""
+    metas: dict[tuple[Shape, str], torch.Tensor] = {}
+
+    def meta_of(stored: StoredTensor) -> torch.Tensor:
+        meta = metas.get((stored.shape, stored.dtype))
+        if meta is None:
+            meta = torch.empty(stored.shape, dtype=dtype_named(stored.dtype), device="meta")
+            metas[stored.shape, stored.dtype] = meta
+        return meta
+
     state = {
-        fqn: {name: _meta_of(value) if isinstance(value, StoredTensor) else value for name, value in values.items()}
+        fqn: {name: meta_of(value) if isinstance(value, StoredTensor) else value for name, value in values.items()}
         for fqn, values in full.state.items()
     }
     return replace(full, state=state)
-
-
-def _meta_of(stored: StoredTensor) -> torch.Tensor:
-    return torch.empty(stored.shape, dtype=dtype_named(stored.dtype), device="meta")
 
 
 def _read_in(tree: Any, read: ReadSmall) -> Any:

@@ -110,8 +110,9 @@ class SaveContents:
         aliases = {alias: fqn for alias, fqn in local.view.aliases.items() if fqn not in left_out}
         optim: StoredOptim | None = None
         if self.state is not None:
-            saved = self.names.of_optim(describe(self.state))
-            optim = StoredOptim(stored_tensors(self.state), lambda *_: saved, read=small_values(self.state))
+            tensors = stored_tensors(self.state)
+            saved = self.names.of_optim(describe(self.state, tensors))
+            optim = StoredOptim(tensors, lambda *_: saved, read=small_values(self.state))
         extras: dict[str, StoredExtra] = {}
         if self.common is not None:
             extras[COMMON] = KnownExtra(self.common)

@@ -17,7 +17,7 @@ from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.values.kinds import Evidence
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
-from fsdp_optim.state.values.summary import OpaqueType, Summary
+from fsdp_optim.state.values.summary import OpaqueType, Scalars, Summary
 
 Summaries = Mapping[str, Summary]
 """FQN -> summary of the state; without entries for parameters without state."""
@@ -26,12 +26,14 @@ Summaries = Mapping[str, Summary]
 def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary]:
     """Return the summary of the state of every parameter in a full state."""
     evidence = full.evidence(shapes)
+    scalars = Scalars(value for values in full.state.values() for value in values.values())
 
     def summary(fqn: str, values: Mapping[str, Any]) -> Summary:
         return Summary.of(
             values,
             lambda name, value: full.kind_of(fqn, name, value, shapes[fqn], evidence),
             cut=lambda name: full.cut_of(fqn, name),
+            scalar=scalars.of,
         )
 
     return {fqn: summary(fqn, values) for fqn, values in full.state.items() if fqn in shapes}
