@@ -94,7 +94,7 @@ class CopyTest(SharedFolder):
     def test_a_place_that_is_taken(self) -> None:
         save(self.to, 20)
         before = content_of(self.to)
-        with self.assertRaisesRegex(fsdp_optim.CheckpointError, "exists already: .*overwrite=True"):
+        with self.assertRaisesRegex(fsdp_optim.CheckpointError, "already exists: .*overwrite=True"):
             fsdp_optim.copy(self.root / "bare", self.to)
         self.assertEqual(content_of(self.to), before)
         fsdp_optim.copy(self.root / "bare", self.to, overwrite=True)

@@ -98,7 +98,7 @@ class FrameTest(unittest.TestCase):
         convert = import_module(COMMANDS["convert"][0]).command
         inspect = import_module(COMMANDS["inspect"][0]).command
         for text, wanted in {
-            "a: exists already: give overwrite=True": "a: exists already: give --overwrite",
+            "a: already exists: give overwrite=True": "a: already exists: give --overwrite",
             "a pickle: say allow_pickle=True to run it": "a pickle: say --allow-pickle to run it",
             "bucket_nbytes must be at least 16 bytes": "--memory must be at least 16 bytes",
             "give param_names=... or model=...": "give --names or model=...",
