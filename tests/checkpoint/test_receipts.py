@@ -102,7 +102,8 @@ class ReceiptTest(unittest.TestCase):
         )
         number = re.search(r"(\d+) tensors", line)
         assert number is not None
-        self.assertLessEqual(int(number[1]), num_tensors)  # values without dimensions count with the hyperparameters
+        self.assertEqual(int(number[1]), num_tensors)
+        self.assertIn(f", {num_tensors} tensors, ", first[0])
         grown = then_size > size
         self.assertEqual([" new: " in text for text in resumed].count(True), int(grown), resumed)
         self.assertEqual(len(resumed), 2 + grown, resumed)
