@@ -54,7 +54,7 @@ def resume(
         model, optim, state, strict, weights, options: as for `load`.
 
     Returns:
-        As `load`; None where the folder is empty, or missing in a folder that is there: the training begins anew, which one line
+        As `load`; None where the folder is empty, or missing in a folder that is there: training starts from scratch, which one line
         on the lowest rank says, and nothing was changed.
 
     Raises (the same on all ranks): as `load`; and CheckpointError where the path is itself a checkpoint, where even its parent

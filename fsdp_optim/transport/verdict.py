@@ -83,7 +83,7 @@ def absence(step: str, ranks: tuple[int, ...], missing: tuple[int, ...], seconds
 
 def loss(step: str, lost: str) -> str:
     """Return the message about ranks that are lost. `lost`: these ranks as `lost_ranks` names them."""
-    return f"{step}: {lost}. The other ranks cannot go on: look at the logs of the lost ones"
+    return f"{step}: {lost}. The other ranks cannot continue: look at the logs of the lost ones"
 
 
 class Waiting(NamedTuple):

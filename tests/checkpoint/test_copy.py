@@ -151,7 +151,7 @@ class CopyTest(SharedFolder):
             self.assertTrue(fsdp_optim.verify("mem://run/step-4").has_checksums)
             fsdp_optim.copy("mem://run/step-4", self.to)
             self.assertEqual(content_of(self.to), content_of(self.root / "source"))
-            with self.assertRaisesRegex(fsdp_optim.CheckpointError, "is there already"):
+            with self.assertRaisesRegex(fsdp_optim.CheckpointError, "already exists"):
                 fsdp_optim.copy(self.root / "bare", "mem://run/step-4")
             with self.assertRaisesRegex(fsdp_optim.CheckpointError, "needs a place without any"):
                 fsdp_optim.copy(self.root / "bare", "mem://run/step-4", overwrite=True)

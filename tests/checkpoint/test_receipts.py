@@ -147,7 +147,7 @@ class ReceiptTest(unittest.TestCase):
             done = forked.run(code, preload=forked.TRAINING, path=PATH)
             self.assertEqual(done.returncode, 0, done.stderr)
             lines = done.stderr.splitlines()
-            self.assertEqual((len(lines), "begins anew" in lines[0]), (1, True), done.stderr)
+            self.assertEqual((len(lines), "from scratch" in lines[0]), (1, True), done.stderr)
 
 
 PROGRAM = """

@@ -91,7 +91,7 @@ class TwoRunsTest(CatalogTest):
             with held() as gate:
                 second.steps(range(1, 4))  # has begun, when the folder was empty
                 other = forked.run(OTHER_RUN.format(root=str(self.root)), preload=forked.TRAINING, path=PATH)
-                told = [f"{self.root} has no checkpoint: the training begins anew"]
+                told = [f"{self.root} has no checkpoint: training starts from scratch"]
                 told += [f"saved {self.root}/step-0000000{step}: " for step in (2, 4)]
                 lines = other.stderr.splitlines()
                 self.assertEqual([line[: len(begin)] for line, begin in zip(lines, told, strict=True)], told)

@@ -314,7 +314,9 @@ class ManagedRun:
             summaries = [checkpoint.summary for checkpoint in own]
             steps = sorted(summary.step for summary in summaries if summary is not None and summary.step is not None)
             has = f"those of the steps {', '.join(map(str, steps))}" if steps else "none"
-            raise CheckpointError(f"{self._root}: has no checkpoint of step {to}; of a CheckpointManager it has {has}")
+            raise CheckpointError(
+                f"{self._root}: has no checkpoint of step {to}; the steps that a CheckpointManager saved there: {has}"
+            )
         return [Candidate.of(checkpoint) for checkpoint in chosen]
 
     def _check_others(self, listed: Sequence[ListedCheckpoint]) -> None:

@@ -112,7 +112,7 @@ class CheckpointManager:
     ) -> int:
         """Load the newest checkpoint that a manager made in this folder; return its step, or 0 where there is none.
 
-        The result is 0 where the folder is empty, or missing in a folder that is there: the training begins anew, which one line
+        The result is 0 where the folder is empty, or missing in a folder that is there: training starts from scratch, which one line
         says. A path that is a mistake is an error, as for `fsdp_optim.resume`, and so is a folder whose checkpoints no manager
         made.
 

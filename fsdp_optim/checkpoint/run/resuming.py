@@ -86,7 +86,7 @@ def without_thin(checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoi
         return list(checkpoints)
     if checkpoints[0] in thin:
         log.warning(
-            "%s was thinned and has no optimizer, so it is passed by: the run continues from %s",
+            "%s was thinned and has no optimizer, so it is skipped: the run continues from %s",
             checkpoints[0].where,
             rest[0].where,
         )
