@@ -54,8 +54,8 @@ def resume(
         model, optim, state, strict, weights, options: as for `load`.
 
     Returns:
-        As `load`; None where the folder is empty, or missing in a folder that is there: training starts from scratch, which one line
-        on the lowest rank says, and nothing was changed.
+        As `load`; None where the folder is empty, or missing in a folder that is there: training starts from scratch, which a
+        line on the lowest rank says, and nothing was changed.
 
     Raises (the same on all ranks): as `load`; and CheckpointError where the path is itself a checkpoint, where even its parent
         folder is missing, and where all checkpoints in it belong to other programs.

@@ -259,7 +259,7 @@ def signal_during_a_save(root: Path) -> None:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-    told = [line for line in lines if "a signal has come to a rank: step 3 is saved" in line]
+    told = [line for line in lines if "a rank has received a signal: saving step 3" in line]
     check_same("told by one rank", len(told), 1 if run.rank == 0 else 0)
     again = Run(root, "FSDP2")
     with again.manager:

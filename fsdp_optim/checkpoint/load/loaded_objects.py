@@ -87,11 +87,12 @@ class LoadedObjects:
             is_own, was_own = isinstance(value, PerRank), name in saved.own or name in saved.absent
             if self._strict and name in there and is_own != was_own and is_stateful(_inner(value)):
                 own = "each rank has saved its own: give per_rank(...)"
-                common = "the ranks have saved it in common: give it without per_rank()"
+                common = "it was saved once for all ranks: give it without per_rank()"
                 raise StateError(f"state[{name!r}]: {own if was_own else common}")
         if (missing or unexpected) and self._position == 0:
             log.warning(
-                "state: %s is not loaded, because only one side has it", ", ".join(sorted([*missing, *unexpected]))
+                "state: %s is not loaded, because it is missing in the checkpoint or in this call",
+                ", ".join(sorted([*missing, *unexpected])),
             )
         self.missing_keys = (*map(key_of, missing), *saved.missing)
         self.unexpected_keys = tuple(map(key_of, unexpected))

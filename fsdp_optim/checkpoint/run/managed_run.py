@@ -168,7 +168,7 @@ class ManagedRun:
             self._save(step, metric)
         if must_stop:
             if group.rank == group.ranks[0]:
-                log.info("a signal has come to a rank: step %d is saved", step)
+                log.info("a rank has received a signal: saving step %d", step)
             self.wait()
 
     def save(self, step: int, metric: object) -> None:

@@ -112,9 +112,9 @@ class CheckpointManager:
     ) -> int:
         """Load the newest checkpoint that a manager made in this folder; return its step, or 0 where there is none.
 
-        The result is 0 where the folder is empty, or missing in a folder that is there: training starts from scratch, which one line
-        says. A path that is a mistake is an error, as for `fsdp_optim.resume`, and so is a folder whose checkpoints no manager
-        made.
+        The result is 0 where the folder is empty, or missing in a folder that is there: training starts from scratch, which
+        one line says. A path that is a mistake is an error, as for `fsdp_optim.resume`, and so is a folder whose checkpoints
+        no manager made.
 
         The lowest rank lists the folder, so all ranks load the same checkpoint. Model and optimizer are changed when all ranks
         have read everything, and random states are set last: call this when everything is built. If the state of an object

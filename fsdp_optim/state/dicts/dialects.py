@@ -166,9 +166,9 @@ def _names_or_ids(full: Mapping[str, Any], names: Names) -> Sequence[Sequence[st
         raise StateError(str(full["unknown_order"]))
     if names.unknown_order:
         raise StateError(
-            f"{names.unknown_order}: the dict has ids without names, and which parameters they are is not known; gather the dict with "
-            "key_by='name', or convert a plain optimizer's dict with rekey_optim_state_dict(full, model, key_by='name', "
-            "optim=optim)"
+            f"{names.unknown_order}: the dict has ids without names, and which parameters they are is not known; gather the "
+            "dict with key_by='name', or convert a plain optimizer's dict with rekey_optim_state_dict(full, model, "
+            "key_by='name', optim=optim)"
         )
     return names.groups
 
