@@ -56,6 +56,13 @@ class FrameTest(unittest.TestCase):
         script = f"import sys, {COMMANDS[name][0]}\nassert 'torch' not in sys.modules"
         subprocess.run([sys.executable, "-c", script], check=True, timeout=90)
 
+    @parameterized.expand([(name,) for name in COMMANDS if name != "completion"])
+    def test_every_command_reports_to_programs(self, name: str) -> None:
+        command = commands.group.get_command(click.Context(commands.group), name)
+        assert command is not None
+        options = {flag for param in command.params for flag in param.opts}
+        self.assertLessEqual({"--json", "--storage-option"}, options)  # and every path may be a URL
+
     def test_help_lists_all_commands(self) -> None:
         code, out, err = called("--help")
         self.assertEqual((code, err), (0, ""))
