@@ -47,7 +47,7 @@ def resume(
     The lowest rank lists the folder, so all ranks load the same checkpoint. The order is the same as for `checkpoints`.
 
     Args:
-        root: a path, or a URL as for `save`.
+        root: a path or a URL, as in `save`.
         on_damage: the reaction to a newest checkpoint that is damaged, or cannot be read now or by this user. "error": raise a
             CheckpointError that names this checkpoint and the one before. "previous": log a warning, and load the newest
             checkpoint that can be loaded.
@@ -76,7 +76,7 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
     later time. Checkpoints of versions that recorded no number are older than all others.
 
     Args:
-        root: a path, or a URL as for `save`.
+        root: a path or a URL, as in `save`.
         storage_options: as for `save`.
 
     Returns:
@@ -103,7 +103,7 @@ def checkpoints(
     sequence number, so its place follows from the number in its name; without a number it comes first.
 
     Args:
-        root: a path, or a URL as for `save`.
+        root: a path or a URL, as in `save`.
         storage_options: as for `save`.
 
     Returns:

@@ -37,7 +37,7 @@ class CheckpointManager:
     The checkpoint of step 1000 is `root/step-00001000`; `load` loads it too.
 
     Args:
-        root: a folder for the checkpoints of one run, or a URL, as for `save`.
+        root: a folder for the checkpoints of one run, or a URL, as in `save`.
         model, optim: as for `save`.
         state: objects of the trainer and trees of values by name, as for `save`. Each save takes the state of that moment.
             Objects are loaded by `resume` and `rollback`; values are in `restored.state`.
