@@ -2,10 +2,10 @@
 
     pip install '.[fairscale]'    # in a clone of the repository
     torchrun --nproc-per-node 2 examples/fairscale_fsdp.py --file full.pt --last 20
-    torchrun --nproc-per-node 3 examples/fairscale_fsdp.py --file full.pt --last 40           # goes on from step 20
+    torchrun --nproc-per-node 3 examples/fairscale_fsdp.py --file full.pt --last 40           # continues from step 20
     torchrun --nproc-per-node 2 examples/fairscale_fsdp.py --root run --last 20               # without gathering anything
 
-`--file` is what fairscale's own methods do, with the same names: one rank gets the whole state and writes it.
+`--file` is what fairscale's own methods do, with the same names: one rank gets the full state and writes it.
 With `--root` each rank writes and reads its own part. It runs on CPUs too, where fairscale by itself does not.
 """
 

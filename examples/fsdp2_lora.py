@@ -2,7 +2,7 @@
 
     pip install '.[peft]'    # in a clone of the repository
     torchrun --nproc-per-node 2 examples/fsdp2_lora.py --root adapters --last 20
-    torchrun --nproc-per-node 4 examples/fsdp2_lora.py --root adapters --last 40    # goes on from step 20
+    torchrun --nproc-per-node 4 examples/fsdp2_lora.py --root adapters --last 40    # continues from step 20
 
 It runs on CPUs too. Each folder has the adapters, their config and the state of the optimizer, and not the base:
 `PeftModel.from_pretrained(base, "adapters/step-20")` opens it.

@@ -1,7 +1,7 @@
 """Train with FSDP2, save in the background, resume at any number of ranks, and stop well when the job is preempted.
 
     torchrun --nproc-per-node 2 examples/fsdp2_manager.py --root checkpoints --last 200
-    torchrun --nproc-per-node 4 examples/fsdp2_manager.py --root checkpoints --last 400    # goes on from step 200
+    torchrun --nproc-per-node 4 examples/fsdp2_manager.py --root checkpoints --last 400    # continues from step 200
 
 It runs on CPUs too. Press Ctrl-C, or send SIGTERM to a rank: all ranks save the same step and stop.
 """

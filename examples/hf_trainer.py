@@ -1,11 +1,11 @@
 """Fine-tune with Hugging Face's Trainer and FSDP2, save in the background, and resume at any number of ranks.
 
     torchrun --nproc-per-node 2 examples/hf_trainer.py --root checkpoints --last 40
-    torchrun --nproc-per-node 4 examples/hf_trainer.py --root checkpoints --last 80    # goes on from step 40
+    torchrun --nproc-per-node 4 examples/hf_trainer.py --root checkpoints --last 80    # continues from step 40
 
 The model is a tiny Llama that is made from a configuration, so nothing is downloaded. `--model` takes another one: a name
 of the Hub, or a folder.
-On CPUs the Trainer has DDP in the place of FSDP2. `from_pretrained` opens each `checkpoint-<step>`.
+On CPUs the Trainer uses DDP instead of FSDP2. `from_pretrained` opens each `checkpoint-<step>`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 examples/pipeline.py --root checkpoints --last 200    # other stages, from step 100 on
     torchrun --nproc-per-node 1 examples/pipeline.py --root checkpoints --last 300    # no pipeline at all
 
-The checkpoint of all stages is that of the whole model: `from_pretrained`, `safetensors` and the last command open it.
+The checkpoint of all stages is that of the complete model: `from_pretrained`, `safetensors` and the last command open it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A stage is a pruned copy of the model: its parameters keep the names that they have in the whole model."""
+    """A stage is a pruned copy of the model: its parameters keep the names that they have in the complete model."""
 
     def __init__(self) -> None:
         super().__init__()

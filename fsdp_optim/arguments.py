@@ -70,13 +70,13 @@ def check_one_of(name: str, value: object, choices: Sequence[object], error: typ
 def check_at_least(name: str, value: object, least: int, what: str = "", error: type[Exception] = StateError) -> None:
     """Raise an error for a value that is not a whole number of at least `least`."""
     if not is_integer(value) or value < least:  # type: ignore[operator]  # is_integer does not narrow the type
-        raise error(f"{name} must be at least {least}{what}, a whole number, not {value!r}")
+        raise error(f"{name} must be at least {least}{what}, an integer, not {value!r}")
 
 
 def check_rank(name: str, value: object) -> None:
     """Raise an error for a value that is not a whole number."""
     if not is_integer(value):
-        raise StateError(f"{name} must be a global rank, a whole number, not {value!r}")
+        raise StateError(f"{name} must be a global rank, an integer, not {value!r}")
 
 
 def check_callable(name: str, value: object) -> None:

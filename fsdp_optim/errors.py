@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+_LEFT_OUT = "..."
 
 
 def counted_noun(number: int, noun: str) -> str:
@@ -17,6 +19,24 @@ def shortened(items: Iterable[object], most: int = 8, between: str = ", ") -> st
     left_out = len(texts) - most
     more = f"{' ' if between == ', ' else between}and {left_out} more" if left_out > 0 else ""
     return between.join(texts[:most]) + more
+
+
+def only_differing(calls: Sequence[str]) -> list[str]:
+    """Return descriptions of calls without the options that are equal in all of them: `save(the model, ..., step=2, ...)`.
+
+    `calls`: each with its arguments after a comma; those with `=` are options.
+    """
+    common = set.intersection(*(set(call.split(", ")) for call in calls))
+    shown = []
+    for call in calls:
+        texts: list[str] = []
+        for text in call.split(", "):
+            is_common = "=" in text and text in common
+            if not is_common or texts[-1:] != [_LEFT_OUT]:
+                texts.append(_LEFT_OUT if is_common else text)
+        closes = ")" if texts[-1] == _LEFT_OUT and call.endswith(")") else ""
+        shown.append(", ".join(texts) + closes)
+    return shown
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:

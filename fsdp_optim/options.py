@@ -193,6 +193,7 @@ class LoadOptions(CallOptions):
         progress: show a bar on the lowest rank. None: for long loads, a bar on a terminal, and lines in the log elsewhere.
         local_cache: a folder of this machine that keeps the bytes read from a URL, in blocks of 1 MiB, for later loads. Blocks
             are verified when they are used. The ranks on one machine may share the folder.
+        silent: write no line about what was loaded: `result.receipt` has it, for a line of your own.
         storage_options: the options of a URL, as for `SaveOptions`.
     """
 
@@ -205,6 +206,7 @@ class LoadOptions(CallOptions):
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     local_cache: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
+    silent: bool = field(default=False, metadata=MAY_DIFFER)
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:

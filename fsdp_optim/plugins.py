@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from fsdp_optim.memory import dtype_name, dtype_named
     from fsdp_optim.options import Model, OnDamage, OnReplicaMismatch, Rename, Strategy, WhichWeights
     from fsdp_optim.registry import use_formats, use_stores
+    from fsdp_optim.saying import say
     from fsdp_optim.state.live.local import Optimizers
     from fsdp_optim.storage.base import (
         Capabilities,
@@ -233,6 +234,7 @@ __all__ = [
     "replace_text",
     "replaced_error",
     "saved_optim",
+    "say",
     "see_files",
     "sees",
     "set_random_states",
@@ -287,6 +289,7 @@ _PLACES = {
     "fsdp_optim.memory": "dtype_name dtype_named",
     "fsdp_optim.options": "Model OnDamage OnReplicaMismatch Rename Strategy WhichWeights",
     "fsdp_optim.registry": "use_formats use_stores",
+    "fsdp_optim.saying": "say",
     "fsdp_optim.state.live.local": "Optimizers",
     "fsdp_optim.storage.base": (
         "Capabilities CheckpointDirectory CheckpointEntry CheckpointProbe CheckpointStatus "

@@ -78,7 +78,9 @@ class PluginKind:
                     f"{self.describe(point)} cannot be made: {type(error).__name__}: {error}; repair or uninstall that package"
                 ) from error
         if not is_plugin(loaded):
-            raise self.error(f"{self.describe(point)} is a {type(loaded).__name__}, which is no plug-in of this group")
+            raise self.error(
+                f"{self.describe(point)} is a {type(loaded).__name__}, which is not a plug-in of this group"
+            )
         return loaded
 
     def describe(self, point: EntryPoint) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import counted_noun, shortened
+from fsdp_optim.saying import LoadReceipt
 
 _MOST_SHOWN = 4  # names of a list
 
@@ -107,8 +108,8 @@ class LoadResult:
         unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has
             (`strict=False`).
         absent: the FQNs of the optimizer's parameters without state in the checkpoint.
-        num_tensors: the number of loaded tensors.
-        nbytes: the bytes that this rank read.
+        num_tensors, nbytes: the number of loaded tensors, and the bytes that this rank read.
+        receipt: on the lowest rank, what the load has done; as text the line that says it. None on the others.
         read_all_ranks: reads what `all_ranks` returns.
     """
 
@@ -122,6 +123,7 @@ class LoadResult:
     absent: tuple[str, ...] = ()
     num_tensors: int = 0
     nbytes: int = 0
+    receipt: LoadReceipt | None = field(default=None, repr=False, compare=False)
     read_all_ranks: Callable[[], tuple[Mapping[str, Any], ...]] = field(default=tuple, repr=False, compare=False)
 
     @cached_property
@@ -217,8 +219,7 @@ class VerifyResult:
     """The result of `verify`, which has found nothing wrong.
 
     Attributes:
-        path: where the checkpoint is.
-        format: the name of its format.
+        path, format: where the checkpoint is, and the name of its format.
         num_tensors, nbytes: the tensors that were read, and their bytes.
         has_checksums: whether every byte of the tensors was compared with a checksum: this library's own, or the CRC32 that files
             of `torch.save` have. False: the format has none, or the save wrote none. Then everything is there and can be read,
@@ -335,8 +336,7 @@ class CheckpointSummary:
     """The contents of a checkpoint, without the elements of its tensors, as `inspect` reads them.
 
     Attributes:
-        path: the path or URL of the checkpoint.
-        format: the name of its format.
+        path, format: the path or URL of the checkpoint, and the name of its format.
         about: facts about the save, for users.
         world_size: the number of ranks that saved; 0 if unknown.
         step: the `step` that was given to `save`.
@@ -385,8 +385,8 @@ class CheckpointSummary:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors."""
-        tensors = [*self.model.values(), *(value for values in self.state.values() for value in values.values())]
-        return sum(value.nbytes for value in tensors if isinstance(value, TensorInfo))
+        trees = (self.model, *self.state.values())
+        return sum(value.nbytes for tree in trees for value in tree.values() if isinstance(value, TensorInfo))
 
 
 def _names(names: tuple[str, ...]) -> str | None:

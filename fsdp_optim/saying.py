@@ -6,11 +6,64 @@ import contextlib
 import logging
 import os
 import sys
+from dataclasses import dataclass, replace
+
+from fsdp_optim.errors import shortened
+from fsdp_optim.speed import counted, moved
 
 QUIET = "FSDP_OPTIM_QUIET"
 """The environment variable that, set to 1, leaves these lines to the application's logging alone."""
 
 log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class LoadReceipt:
+    """What a load has done; as text the line that says it, without its first word. Parts that do not apply are left out.
+
+    Attributes:
+        where: the path or URL of the checkpoint.
+        ranks, wrapper: the numbers of ranks and the wrappers, at the save and now, in words.
+        nbytes, num_tensors: of the loaded tensors, each counted once.
+        seconds: the time that the load took.
+        is_verified: their bytes were compared with checksums.
+        num_random: the number of ranks that got their random states; 0 if none were asked for.
+        names: the names of the objects that were restored.
+        num_absent: the number of the optimizer's parameters without state in the checkpoint.
+    """
+
+    where: str
+    ranks: str
+    wrapper: str
+    nbytes: int
+    num_tensors: int
+    seconds: float
+    is_verified: bool = False
+    num_random: int = 0
+    names: tuple[str, ...] = ()
+    num_absent: int = 0
+
+    def joined(self, later: LoadReceipt) -> LoadReceipt:
+        """Return the receipt of two loads of one checkpoint, of which `later` tells the ranks, the wrapper and the place."""
+        return replace(
+            later,
+            where=self.where,
+            nbytes=self.nbytes + later.nbytes,
+            num_tensors=self.num_tensors + later.num_tensors,
+            seconds=self.seconds + later.seconds,
+            is_verified=self.is_verified and later.is_verified,
+            num_random=max(self.num_random, later.num_random),
+            names=tuple(dict.fromkeys((*self.names, *later.names))),
+            num_absent=max(self.num_absent, later.num_absent),
+        )
+
+    def __str__(self) -> str:
+        tensors = counted(self.num_tensors, "tensor") + (" verified" if self.is_verified else "")
+        parts = [self.ranks, self.wrapper, moved(self.nbytes, self.seconds), tensors]
+        parts += [f"random states of {counted(self.num_random, 'rank')}"] if self.num_random else []
+        parts += [f"{shortened(self.names)} restored"] if self.names else []
+        line = f"{self.where}: {', '.join(filter(None, parts))}"
+        return f"{line}; {counted(self.num_absent, 'parameter')} without optimizer state" if self.num_absent else line
 
 
 def say(line: str) -> None:

@@ -47,7 +47,6 @@ _USES = """
 errors:
 formats:
 machine:
-saying:
 speed:
 state:
 storage:
@@ -61,7 +60,8 @@ elements: errors
 layout: errors
 rank_maps: errors
 registry: errors
-results: errors
+saying: errors speed
+results: errors saying
 storage.base: errors
 transport.job: errors machine
 buckets.objects: errors storage.base wire
@@ -113,7 +113,7 @@ offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
     differences formats.base memory merges options rank_maps registry results state.dicts state.live storage.posix transport verbs
 plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors foreign.dcp foreign.per_rank
-    foreign.torch formats.base formats.own layout memory options registry state.live storage.base storage.posix
+    foreign.torch formats.base formats.own layout memory options registry saying state.live storage.base storage.posix
     view
 (top): api errors
 cli: (top) api errors registry speed

@@ -69,9 +69,8 @@ def _section(name: str, command: click.Command, parent: click.Context) -> Iterat
         for option in options:
             flags = ", ".join(option.opts)
             value = "" if option.is_flag else f" {option.make_metavar(context)}"
-            yield f"| `{flags}{value}` | {option.help} |".replace("[id|name]", "id\\|name").replace(
-                "[min|max]", "min\\|max"
-            )
+            cells = [f"`{flags}{value.replace('[', '').replace(']', '')}`", option.help or ""]
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _text(command: click.Command) -> str:

@@ -33,16 +33,14 @@ def declare(module: nn.Module, name: str, global_shape: Sequence[int], offset: S
     numbers = {"global_shape": global_shape, "offset": offset}
     for what, given in numbers.items():
         if not isinstance(given, (list, tuple)) or not all(is_integer(number) and number >= 0 for number in given):
-            raise WrapperError(
-                f"{name}: {what} must be whole numbers of at least 0, one for each dimension, not {given!r}"
-            )
+            raise WrapperError(f"{name}: {what} must be integers of at least 0, one for each dimension, not {given!r}")
     declared_slice = DeclaredSlice(tuple(map(int, global_shape)), tuple(map(int, offset)))
     param = module._parameters.get(name)
     if len(declared_slice.offset) != len(declared_slice.global_shape) or any(
         o > n for o, n in zip(declared_slice.offset, declared_slice.global_shape, strict=True)
     ):
         raise WrapperError(
-            f"{name}: the offset {list(declared_slice.offset)} is no index in the shape {list(declared_slice.global_shape)}"
+            f"{name}: the offset {list(declared_slice.offset)} is not an index into the shape {list(declared_slice.global_shape)}"
         )
     if param is not None and param.dim() == len(declared_slice.offset):
         _check_inside(name, tuple(param.shape), declared_slice, "")

@@ -164,6 +164,6 @@ def join(path: str, name: str) -> str:
 def summoned(fqn: str, wrapper: str) -> WrapperError:
     """Return the error of a call inside `summon_full_params()`."""
     return WrapperError(
-        f"{fqn}: {wrapper} has replaced this parameter by a whole copy, because the call is made inside "
+        f"{fqn}: {wrapper} has replaced this parameter by a full copy, because the call is made inside "
         "summon_full_params(): leave that context first; no function of this library needs it"
     )

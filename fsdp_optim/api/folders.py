@@ -47,15 +47,15 @@ def resume(
     The lowest rank lists the folder, so all ranks load the same checkpoint. The order is the same as for `checkpoints`.
 
     Args:
-        root: a path, or a URL as for `save`.
+        root: a path or a URL, as in `save`.
         on_damage: the reaction to a newest checkpoint that is damaged, or cannot be read now or by this user. "error": raise a
             CheckpointError that names this checkpoint and the one before. "previous": log a warning, and load the newest
             checkpoint that can be loaded.
         model, optim, state, strict, weights, options: as for `load`.
 
     Returns:
-        As `load`; None where the folder is empty, or missing in a folder that is there: the training begins anew, which one line
-        on the lowest rank says, and nothing was changed.
+        As `load`; None where the folder is empty, or missing in a folder that is there: training starts from scratch, which a
+        line on the lowest rank says, and nothing was changed.
 
     Raises (the same on all ranks): as `load`; and CheckpointError where the path is itself a checkpoint, where even its parent
         folder is missing, and where all checkpoints in it belong to other programs.
@@ -76,7 +76,7 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
     later time. Checkpoints of versions that recorded no number are older than all others.
 
     Args:
-        root: a path, or a URL as for `save`.
+        root: a path or a URL, as in `save`.
         storage_options: as for `save`.
 
     Returns:
@@ -103,7 +103,7 @@ def checkpoints(
     sequence number, so its place follows from the number in its name; without a number it comes first.
 
     Args:
-        root: a path, or a URL as for `save`.
+        root: a path or a URL, as in `save`.
         storage_options: as for `save`.
 
     Returns:

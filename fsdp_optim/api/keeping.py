@@ -34,7 +34,7 @@ def prune(
     neither count nor go.
 
     Args:
-        root: a path, or a URL as for `save`.
+        root: a path or a URL, as in `save`.
         keep_last, keep_every, keep_best, best: as for `CheckpointManager`. At least one rule is needed.
         dry_run: remove nothing, and return what would be removed.
         storage_options: as for `save`.
@@ -72,8 +72,8 @@ def copy(
     the original in every folder.
 
     Args:
-        src: the checkpoint: a path, or a URL as for `save`.
-        dst: the place of the copy: a path, or a URL as for `save`.
+        src: the checkpoint: a path or a URL, as in `save`.
+        dst: the place of the copy: a path or a URL, as in `save`.
         overwrite, durable, storage_options: as for `save`.
         bucket_nbytes: the most bytes that the process holds at a time, at least 16 MiB.
         progress: as for `verify`.

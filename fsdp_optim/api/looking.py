@@ -44,7 +44,7 @@ def diff(
     shapes fit, and `notes` says so.
 
     Args:
-        a, b: the checkpoints: paths, or URLs as for `save`.
+        a, b: the checkpoints: paths or URLs, as in `save`.
         match: compare only values whose names fit a pattern of the shell, such as `layers.0.*` or `*:exp_avg`, and no
             hyperparameters and steps. A weight is called by its FQN, a value of the optimizer's state `FQN:exp_avg`.
         tolerance: the largest `||a - b|| / ||a||` of values that are within the tolerance.

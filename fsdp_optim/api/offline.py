@@ -50,8 +50,8 @@ def convert(
     a bucket, it does so after five minutes. After an error or an interrupt nothing is left.
 
     Args:
-        src: the checkpoint: a path, or a URL as for `save`.
-        dst: the place of the new checkpoint: a path, or a URL as for `save`.
+        src: the checkpoint: a path or a URL, as in `save`.
+        dst: the place of the new checkpoint: a path or a URL, as in `save`.
         format: the name of a format, or a format of `fsdp_optim.plugins` with its own options. "safetensors": this library's own;
             "dcp" and "torchtitan": as save writes these; "torch": a folder with `model.pt` and `optim.pt`, the dicts that an
             unwrapped model and its optimizer load; "torch_file": a folder with `checkpoint.pt`, one file
@@ -105,8 +105,8 @@ def average(
     checkpoint is written as `convert` does it, and all ranks of the default group make the call.
 
     Args:
-        sources: two checkpoints or more: paths, or URLs as for `save`.
-        dst: the place of the new checkpoint: a path, or a URL as for `save`.
+        sources: two checkpoints or more: paths or URLs, as in `save`.
+        dst: the place of the new checkpoint: a path or a URL, as in `save`.
         weights: a number above 0 for each source; they need not add up to 1. None: all weigh the same.
         moments: "drop": the new checkpoint has no optimizer. "average": all sources have one, for the same parameters, and the
             values of its state that have the shape of their parameter are averaged as the weights are.
@@ -153,7 +153,7 @@ def merge_adapter(
     Args:
         base: a checkpoint of any format that `load` reads, with weights.
         adapter: a folder of PEFT with safetensors, or of `fsdp_optim.integrations.peft.save`.
-        dst: the place of the new checkpoint: a path, or a URL as for `save`.
+        dst: the place of the new checkpoint: a path or a URL, as in `save`.
         overwrite: as for `save`.
         options: a `ConvertOptions`, as in `options=ConvertOptions(durable=False)`. Besides `bucket_nbytes`, nothing is held.
 
@@ -179,7 +179,7 @@ def thin(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
     To thin a checkpoint again does nothing.
 
     Args:
-        path: the checkpoint: a path, or a URL as for `save`.
+        path: the checkpoint: a path or a URL, as in `save`.
         storage_options: as for `save`.
 
     Raises:

@@ -154,7 +154,7 @@ def _checked(full: Mapping[str, Any] | None, rank: int) -> tuple[dict[str, torch
             values[name] = value
         elif not is_plain(value):
             raise StateError(
-                f"{name}: is a {type(value).__name__} on rank {rank}, which may have a part only: give whole tensors, as "
+                f"{name}: is a {type(value).__name__} on rank {rank}, which may have a part only: give full tensors, as "
                 "gather_full_model_state_dict returns them"
             )
         elif value.is_meta:

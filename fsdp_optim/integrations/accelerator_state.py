@@ -152,7 +152,7 @@ def _next_folder(accelerator: Any) -> str:
     path = _root_of(accelerator) / f"checkpoint_{accelerator.save_iteration}"
     if any(folder == path for _, folder in folders_by_number(path.parent, _NAMED)):
         raise CheckpointError(
-            f"{path}: exists already: give accelerator.project_configuration.iteration the number of the next checkpoint"
+            f"{path}: already exists: give accelerator.project_configuration.iteration the number of the next checkpoint"
         )
     return str(path)
 

@@ -151,7 +151,7 @@ class Checkpoints:
         if extra.pop(_STATE, None):
             raise StateError(
                 f"{path}: on_save_checkpoint has put weights into checkpoint['{_STATE}'], which is empty because this strategy "
-                "saves the live model: choose the weights by another way, such as a convert of the finished checkpoint"
+                "saves the live model: choose the weights in another way, such as fsdp_optim.convert of the finished checkpoint"
             )
         options = replace(self._save_options, process_group=group.WORLD)
         if storage_options is not None:
@@ -276,7 +276,7 @@ class Checkpoints:
     @property
     def _model_here(self) -> nn.Module:
         if self.model is None:
-            raise StateError("the strategy has no model yet: save and load checkpoints when the trainer has set it up")
+            raise StateError("the strategy has no model yet: save and load checkpoints after the trainer has set it up")
         return self.model
 
 

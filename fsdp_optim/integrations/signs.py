@@ -34,8 +34,8 @@ def sign(call: str) -> bytes:
     The sentence that the error says has no slash, because it is the name of a record.
     """
     says = (
-        "nothing is damaged: this file is a sign, and the optimizer of the checkpoint is in optim.safetensors beside it. Call "
-        f"fsdp_optim.integrations.accelerate.enable() before {call}, which then resumes with it; or call "
+        "nothing is damaged: this file is a placeholder, and the optimizer of the checkpoint is in optim.safetensors beside it. "
+        f"Call fsdp_optim.integrations.accelerate.enable() before {call}, which then resumes with it; or call "
         "fsdp_optim.load(folder, model, optimizer)"
     )
     content, file = io.BytesIO(), io.BytesIO()

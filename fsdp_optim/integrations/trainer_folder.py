@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import CallOptions, CheckpointError, StateError
+from fsdp_optim import CallOptions, CheckpointError, LoadResult, StateError
 from fsdp_optim.integrations import signs
 from fsdp_optim.integrations.hugging_face_folders import (
     SHARDED_OPTIM,
@@ -34,12 +34,14 @@ from fsdp_optim.plugins import (
     by_lowest,
     folders_by_number,
     has_file,
+    say,
     see_files,
     wait_on_all,
 )
 
-SAVING, ROTATION = "_fsdp_optim_saving", "_fsdp_optim_rotation"
-"""Attributes of a trainer: the checkpoint under way, and the removal of older ones that waits for its end."""
+SAVING, ROTATION, LOADED = "_fsdp_optim_saving", "_fsdp_optim_rotation", "_fsdp_optim_loaded"
+"""Attributes of a trainer: the checkpoint under way, the removal of older ones that waits for its end, and what is loaded of one
+that is resumed from."""
 
 _NAMED = re.compile(r"checkpoint-(\d+)")
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -235,7 +237,21 @@ def load_from_checkpoint(
         if rename is None:
             original(path, model)
             return
-    fsdp_optim.load(path, target, weights=which, options=settings.loading(rename))
+    options = replace(settings.loading(rename), silent=True)
+    _note(trainer, fsdp_optim.load(path, target, weights=which, options=options))
+
+
+def _note(trainer: Any, loaded: LoadResult) -> None:
+    """Add what was loaded to what the line about the resume will say, when the optimizer follows."""
+    before = vars(trainer).get(LOADED)
+    if loaded.receipt is not None:
+        setattr(trainer, LOADED, before.joined(loaded.receipt) if before is not None else loaded.receipt)
+
+
+def _say_resumed(trainer: Any, *names: str) -> None:
+    receipt = vars(trainer).pop(LOADED, None)
+    if receipt is not None:
+        say(f"resumed {replace(receipt, names=names)}")
 
 
 def _check_adapters(path: str, settings: Settings) -> None:
@@ -243,7 +259,7 @@ def _check_adapters(path: str, settings: Settings) -> None:
     if not by_lowest("weights of adapters", lambda: bool(fsdp_optim.inspect(path).model), settings.saving()):
         raise CheckpointError(
             f"{path}: has no weights: Accelerate saves none of PEFT's adapters with FSDP1 and SHARDED_STATE_DICT, so that no run "
-            "can go on from this checkpoint; take an earlier one, or begin anew"
+            "can resume from this checkpoint: take an earlier one, or start from scratch"
         )
 
 
@@ -269,13 +285,16 @@ def load_optimizer_and_scheduler(
         return
     is_sharded = kind.kind == "sharded"
     if not is_sharded and not by_lowest("the optimizer", lambda: fsdp_optim.inspect(path).has_optim, settings.saving()):
-        log.warning("%s has no optimizer (save_only_model): the optimizer and the scheduler begin anew", path)
+        log.warning("%s has no optimizer (save_only_model): the optimizer and the scheduler start from scratch", path)
+        _say_resumed(trainer)
         return
     place = f"{path}/{SHARDED_OPTIM}" if is_sharded else path
-    optim, options = optimizer_inside(trainer.optimizer), settings.loading()
-    fsdp_optim.load(place, model_of(trainer), optim, weights="none", options=options)
-    if _SCHEDULER in kind.files:
+    optim, options = optimizer_inside(trainer.optimizer), replace(settings.loading(), silent=True)
+    _note(trainer, fsdp_optim.load(place, model_of(trainer), optim, weights="none", options=options))
+    has_scheduler = _SCHEDULER in kind.files
+    if has_scheduler:
         trainer.lr_scheduler.load_state_dict(torch.load(f"{path}/{_SCHEDULER}", weights_only=True))
+    _say_resumed(trainer, *(["scheduler"] if has_scheduler else []))
 
 
 def load_best_model(original: Callable[..., Any], trainer: Any, settings: Settings) -> None:

@@ -88,7 +88,7 @@ class LoraConfig:
         """Parse the file. Raises CheckpointError for one that is damaged, or asks for what cannot be merged exactly."""
         given = parse_json(where, text)
         if not isinstance(given, dict):
-            raise CheckpointError(f"{where}: is no configuration of PEFT: give the folder that PEFT has saved")
+            raise CheckpointError(f"{where}: is not a configuration of PEFT: give the folder that PEFT has saved")
         if given.get("peft_type") != "LORA":
             raise CheckpointError(f"{where}: has the type {given.get('peft_type')!r}, and only LORA can be merged here")
         for name, value in sorted(given.items()):
@@ -117,18 +117,20 @@ class LoraConfig:
     def _check(self) -> None:
         for name in ("rank_pattern", "alpha_pattern"):
             if not isinstance(getattr(self, name), dict):
-                raise CheckpointError(f"{self.where}: {name} is no object of names with numbers: the file is damaged")
+                raise CheckpointError(
+                    f"{self.where}: {name} is not an object of names with numbers: the file is damaged"
+                )
         for rank in (self.r, *self.rank_pattern.values()):
             if not is_integer(rank) or rank <= 0:
-                raise CheckpointError(f"{self.where}: has the rank {rank!r}, which is no integer above 0")
+                raise CheckpointError(f"{self.where}: has the rank {rank!r}, which is not an integer above 0")
         for alpha in (self.lora_alpha, *self.alpha_pattern.values()):
             if not (is_integer(alpha) or isinstance(alpha, float)) or not math.isfinite(alpha):
-                raise CheckpointError(f"{self.where}: has the alpha {alpha!r}, which is no finite number")
+                raise CheckpointError(f"{self.where}: has the alpha {alpha!r}, which is not a finite number")
         for pattern in (*self.rank_pattern, *self.alpha_pattern):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise CheckpointError(f"{self.where}: {pattern!r} is no pattern of names of layers: {error}") from error
+                raise CheckpointError(f"{self.where}: {pattern!r} is not a pattern of layer names: {error}") from error
 
     def rank_of(self, layer: str) -> int:
         """Return the rank of a layer of the base model."""

@@ -80,7 +80,7 @@ def tensor_named(values: NamedValues, name: str) -> NamedValue:
     """Return the tensor of a name. Raises StateError where there is none."""
     value = values.find(name)
     if not value.is_tensor:
-        raise StateError(f"{name}: is a {value.info.dtype}, and no tensor or number")
+        raise StateError(f"{name}: is a {value.info.dtype}, not a tensor or a number")
     return value
 
 

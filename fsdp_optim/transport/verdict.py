@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fsdp_optim.errors import only_differing
+
 
 class Reason(NamedTuple):
     """The error of one rank. `name`: the name of its class."""
@@ -63,6 +65,7 @@ class Verdict:
 
 def at_another_step(step: str, rank: int, other: str) -> str:
     """Return the error message of a rank that comes to a meeting at another step than the first rank."""
+    step, other = only_differing([step, other])
     return (
         f"at {step!r}, where rank {rank} is at {other!r}: every rank must make the same calls in the same order, one after "
         "the other"
@@ -80,7 +83,7 @@ def absence(step: str, ranks: tuple[int, ...], missing: tuple[int, ...], seconds
 
 def loss(step: str, lost: str) -> str:
     """Return the message about ranks that are lost. `lost`: these ranks as `lost_ranks` names them."""
-    return f"{step}: {lost}. The other ranks cannot go on: look at the logs of the lost ones"
+    return f"{step}: {lost}. The other ranks cannot continue: look at the logs of the lost ones"
 
 
 class Waiting(NamedTuple):

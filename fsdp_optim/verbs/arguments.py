@@ -94,7 +94,7 @@ def check_full(full: object) -> None:
     missing = [key for key in ("state", "param_groups") if key not in full]
     if missing:
         raise StateError(
-            f"this is no optimizer state dict: it has no {' and no '.join(missing)}; give what "
+            f"this is not an optimizer state dict: it has no {' and no '.join(missing)}; give what "
             "gather_full_optim_state_dict returned"
         )
 

@@ -190,7 +190,7 @@ class CommandLineTest(SharedFolder):
             (["verify", self.folder / "empty"], "has no fsdp_optim.json", 1),
             (["inspect", self.folder / "text"], "text", 2),
             (["convert", self.folder / "nothing", to], "no such folder", 2),
-            (["convert", source, self.root / "layers"], "exists already: .* give --overwrite", 2),
+            (["convert", source, self.root / "layers"], "already exists: .* give --overwrite", 2),
             (
                 ["convert", source, to, "--format", "zip"],
                 "there is no format 'zip': it must be one of safetensors, dcp",

@@ -64,7 +64,7 @@ class AverageCommandTest(SharedFolder):
         for arguments, code, words in (
             (self.sources[:1], 2, "two or more"),
             ([*self.sources, "--weights", "1,2"], 2, "--weights has 2 numbers"),
-            ([*self.sources, "--weights", "1,x,2"], 2, "no list of numbers such as 1,1,2"),
+            ([*self.sources, "--weights", "1,x,2"], 2, "not a list of numbers such as 1,1,2"),
             ([], 2, "SOURCES"),
         ):
             got, _, err = called("average", *arguments, "-o", to)

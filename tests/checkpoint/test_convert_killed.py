@@ -115,7 +115,7 @@ class ConvertKilledTest(SharedFolder):
         before = data_of(self.target)
         killed(self.source, self.target, num=3, overwrite=True)
         check_same("what is there", data_of(self.target), before)
-        with self.assertRaisesRegex(CheckpointError, "exists already"):
+        with self.assertRaisesRegex(CheckpointError, "already exists"):
             self.convert()
         self.convert(overwrite=True)
 
@@ -159,7 +159,7 @@ class ConvertKilledTest(SharedFolder):
 
         with (
             mock.patch.object(FolderStaging, "seal", seal),
-            self.assertRaisesRegex(CheckpointError, "exists already|another save"),
+            self.assertRaisesRegex(CheckpointError, "already exists|another save"),
         ):
             self.convert()
         self.assertEqual(begun[1], self.nbytes)

@@ -79,7 +79,7 @@ class OneFileTest(SharedFolder):
         """It is replaced with overwrite=True only, and stays as it was if the conversion fails."""
         target = self.folder / "out.pt"
         target.write_bytes(b"theirs")
-        with self.assertRaisesRegex(CheckpointError, r"out\.pt: exists already: .*overwrite=True"):
+        with self.assertRaisesRegex(CheckpointError, r"out\.pt: already exists: .*overwrite=True"):
             fsdp_optim.convert(
                 self.root / "source", target, format="torch_file", options=fsdp_optim.ConvertOptions(durable=False)
             )

@@ -94,7 +94,7 @@ class CopyTest(SharedFolder):
     def test_a_place_that_is_taken(self) -> None:
         save(self.to, 20)
         before = content_of(self.to)
-        with self.assertRaisesRegex(fsdp_optim.CheckpointError, "exists already: .*overwrite=True"):
+        with self.assertRaisesRegex(fsdp_optim.CheckpointError, "already exists: .*overwrite=True"):
             fsdp_optim.copy(self.root / "bare", self.to)
         self.assertEqual(content_of(self.to), before)
         fsdp_optim.copy(self.root / "bare", self.to, overwrite=True)
@@ -151,7 +151,7 @@ class CopyTest(SharedFolder):
             self.assertTrue(fsdp_optim.verify("mem://run/step-4").has_checksums)
             fsdp_optim.copy("mem://run/step-4", self.to)
             self.assertEqual(content_of(self.to), content_of(self.root / "source"))
-            with self.assertRaisesRegex(fsdp_optim.CheckpointError, "is there already"):
+            with self.assertRaisesRegex(fsdp_optim.CheckpointError, "already exists"):
                 fsdp_optim.copy(self.root / "bare", "mem://run/step-4")
             with self.assertRaisesRegex(fsdp_optim.CheckpointError, "needs a place without any"):
                 fsdp_optim.copy(self.root / "bare", "mem://run/step-4", overwrite=True)

@@ -169,7 +169,7 @@ class FolderTest(unittest.TestCase):
         torchs = self.root / "torchs"
         dcp.save({"model": model_of(2)[0].state_dict()}, checkpoint_id=torchs, no_dist=True)
         self.assertIsNotNone(list(torchs.glob("__0_0.distcp")))
-        with self.assertRaisesRegex(CheckpointError, "exists already"):
+        with self.assertRaisesRegex(CheckpointError, "already exists"):
             self.save("torchs")
         self.save("torchs", 3, overwrite=True)
         self.assertEqual(list(torchs.glob("__0_0.distcp")), [])

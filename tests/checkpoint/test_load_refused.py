@@ -200,7 +200,7 @@ class RefusedTest(InFolder):
         """Refused at once, and by all: none of them waits for another."""
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {})
         errors = run_on_ranks(load_differently, 2, self.path, case, timeout=40.0)
-        words = "do not make the same call" if case == "optim" else "every rank must make the same calls"
+        words = "all ranks must make the same call" if case == "optim" else "every rank must make the same calls"
         check_refused(case, errors, "RankError", words)
 
     def test_another_number_of_groups(self) -> None:

@@ -35,7 +35,7 @@ class BackTest(CatalogTest):
         with run.manager:
             words = (
                 "step-00000006, the newest checkpoint",
-                'on_damage="previous" takes the one before it',
+                'on_damage="previous" loads the one before it',
                 "step-00000004",
             )
             refused(run.manager.resume, CheckpointError, *words)

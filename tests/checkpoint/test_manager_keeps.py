@@ -68,7 +68,7 @@ class KeepTest(CatalogTest):
             run.manager.wait()
             self.assertIn("step-00000003", names_in(self.root), "a damaged one is neither counted nor removed")
             refused(lambda: run.steps(range(6, 7)), CheckpointError, "step-00000006")
-            words = ("step-00000007: is there already, and no CheckpointManager made it",)
+            words = ("step-00000007: already exists, and no CheckpointManager made it",)
             refused(lambda: run.steps(range(7, 8)), CheckpointError, *words)
         self.assertLessEqual(others - {"step-00000005"}, set(names_in(self.root)))
 

@@ -64,7 +64,7 @@ class MistakenPathTest(CatalogTest):
         for path, words in (
             (self.root / "other" / "step-1", "there is no such folder"),
             (self.run_of / "step-10", "is missing"),
-            (self.run_of / "train.py", "is a file, and of no format that is known"),
+            (self.run_of / "train.py", "is a file of an unknown format"),
         ):
             kind, text = error_text(lambda path=path: call(path))
             self.assertEqual((kind, words in text, "Did you mean" in text), ("CheckpointError", True, False), text)

@@ -209,8 +209,8 @@ class OneProcessTest(unittest.TestCase):
             (lambda name: "x", "rename gives embed.weight and norm.weight the same name x"),
             ({"head.weight": "norm.bias"}, "rename gives norm.bias and head.weight the same name norm.bias"),
             ({"norm.running_mean": "_extra_state"}, "the same name _extra_state"),
-            (lambda name: None, "rename returned None for embed.weight, which is no name"),
-            ({"norm.bias": ""}, "rename returned '' for norm.bias, which is no name"),
+            (lambda name: None, "rename returned None for embed.weight, which is not a name"),
+            ({"norm.bias": ""}, "rename returned '' for norm.bias, which is not a name"),
             ({"norm.bias": 3}, "rename must map beginnings of names to others"),
             ("model.", "rename must be a function or None, not 'model.'"),
         ):

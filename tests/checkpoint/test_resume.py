@@ -77,7 +77,7 @@ class ResumeTest(CatalogTest):
         with self.assertLogs(LOG, "WARNING") as logs:
             restored, value = self.resumed(on_damage="previous")
         self.assertEqual((restored.step, value), (5, 5.0))
-        self.assertIn("step-10 cannot be loaded, and the one before it is taken", "\n".join(logs.output))
+        self.assertIn("step-10 cannot be loaded, so the one before it is loaded", "\n".join(logs.output))
 
     @parameterized.expand(DAMAGES)
     def test_without_another_one_the_damage_is_an_error_either_way(

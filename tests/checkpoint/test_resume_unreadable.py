@@ -109,7 +109,7 @@ class ResumeTest(CatalogTest):
     def test_a_save_replaces_what_has_lost_its_manifest(self) -> None:
         (self.root / "step-10" / MANIFEST).unlink()
         (self.root / "step-10" / "notes.txt").write_text("mine")
-        refused(lambda: save(self.root / "step-10"), CheckpointError, "exists already")
+        refused(lambda: save(self.root / "step-10"), CheckpointError, "already exists")
         save(self.root / "step-10", filled(11), weights_only=True, step=10, overwrite=True)
         model = filled(0)
         fsdp_optim.resume(self.root, model)

@@ -71,7 +71,7 @@ class WrongPathTest(CatalogTest):
     def test_checkpoints_of_other_programs(self, _: str, call: Any) -> None:
         root = self.root / "torch"
         dcp.save({"weight": torch.ones(3)}, checkpoint_id=root / "10")
-        refused(lambda: call(root), CheckpointError, "those of other programs", str(root / "10"), "begins anew")
+        refused(lambda: call(root), CheckpointError, "those of other programs", str(root / "10"), "for a new run")
         root = self.root / "files"
         for step in (9, 10):
             (root / f"checkpoint-{step}").mkdir(parents=True)
@@ -109,7 +109,7 @@ class FreshStartTest(CatalogTest):
         for call, nothing in ((resumed, None), (managed, 0)):
             with self.assertLogs(LOG, "WARNING") as logs:
                 self.assertEqual(call(root), nothing)
-            self.assertEqual(logs.output, [f"WARNING:{LOG}:{root} has no checkpoint: the training begins anew"])
+            self.assertEqual(logs.output, [f"WARNING:{LOG}:{root} has no checkpoint: training starts from scratch"])
         with self.assertNoLogs(LOG, "WARNING"):
             self.assertIsNone(fsdp_optim.latest(root))
             self.assertEqual(fsdp_optim.checkpoints(root), [])
@@ -136,7 +136,7 @@ class BucketTest(CatalogTest):
         for call, nothing in ((resumed, None), (managed, 0)):
             with self.assertLogs(LOG, "WARNING") as logs:
                 self.assertEqual(call(url), nothing)
-            self.assertEqual(logs.output, [f"WARNING:{LOG}:{url} has no checkpoint: the training begins anew"])
+            self.assertEqual(logs.output, [f"WARNING:{LOG}:{url} has no checkpoint: training starts from scratch"])
         self.assertIsNone(fsdp_optim.latest(url))
 
     def test_a_manager_where_others_have_saved(self) -> None:

@@ -180,7 +180,7 @@ class MixedTest(SharedFolder):
         folder = self.own_folder()
         (folder / "there.pt").write_text("mine")
         for names, name, why in (
-            ("odd", "there.pt", "there.pt: exists already"),
+            ("odd", "there.pt", "there.pt: already exists"),
             ("odd", "x.bin", "must end with .npy, .safetensors or .pt"),
             (["odd", "large"], "x.npy", "has one array, and 2 names"),
             ("of_bfloat16", "x.npy", "numpy has no dtype for bfloat16"),

@@ -84,7 +84,7 @@ class OneProcessTest(InFolder):
         self.save({"a": Counter(1), "b": fsdp_optim.per_rank(Counter(2))})
         right = {"a": Counter(), "b": fsdp_optim.per_rank(Counter())}
         for name, value, words in (
-            ("a", fsdp_optim.per_rank(Counter()), "in common: give it without per_rank()"),
+            ("a", fsdp_optim.per_rank(Counter()), "once for all ranks: give it without per_rank()"),
             ("b", Counter(), "each rank has saved its own: give per_rank(...)"),
         ):
             kind, text = error_text(

@@ -91,7 +91,7 @@ class TwoRunsTest(CatalogTest):
             with held() as gate:
                 second.steps(range(1, 4))  # has begun, when the folder was empty
                 other = forked.run(OTHER_RUN.format(root=str(self.root)), preload=forked.TRAINING, path=PATH)
-                told = [f"{self.root} has no checkpoint: the training begins anew"]
+                told = [f"{self.root} has no checkpoint: training starts from scratch"]
                 told += [f"saved {self.root}/step-0000000{step}: " for step in (2, 4)]
                 lines = other.stderr.splitlines()
                 self.assertEqual([line[: len(begin)] for line, begin in zip(lines, told, strict=True)], told)
@@ -259,7 +259,7 @@ def signal_during_a_save(root: Path) -> None:
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-    told = [line for line in lines if "a signal has come to a rank: step 3 is saved" in line]
+    told = [line for line in lines if "a rank has received a signal: saving step 3" in line]
     check_same("told by one rank", len(told), 1 if run.rank == 0 else 0)
     again = Run(root, "FSDP2")
     with again.manager:

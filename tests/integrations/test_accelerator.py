@@ -91,7 +91,7 @@ def named_by_number(folder: str, background: bool, limit: int) -> list[list[str]
         other.accelerator.load_state()
         check_same("the newest", other.state, wanted)
         naming.iteration = 2
-        refused(loop.accelerator.save_state, CheckpointError, "checkpoint_2: exists already", "iteration")
+        refused(loop.accelerator.save_state, CheckpointError, "checkpoint_2: already exists", "iteration")
     return seen
 
 

@@ -400,9 +400,9 @@ class KillTest(unittest.TestCase):
 
 
 def example_on_rank(kind: str, *arguments: str) -> tuple[int, str]:
-    """The last step of examples/hf_trainer.py, and what it prints on this rank."""
+    """The last step of examples/hf_trainer.py, and what it and the library print on this rank."""
     printed = io.StringIO()
-    with on_cpu(kind), enabled(None), contextlib.redirect_stdout(printed):
+    with on_cpu(kind), enabled(None), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         main = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "hf_trainer.py"))["main"]
         return main(list(arguments)), printed.getvalue()
 
@@ -418,6 +418,15 @@ class ExampleTest(unittest.TestCase):
             [(step, printed)] = run_on_ranks(example_on_rank, 1, "none", *arguments, "6")
             self.assertEqual(step, 6)
             self.assertIn("trained from step 4 to step 6", printed)
+            receipts = [line for line in printed.splitlines() if line.startswith(("loaded", "resumed"))]
+            self.assertEqual(len(receipts), 1, receipts)  # the Trainer loads the weights and the optimizer by two calls
+            summary = fsdp_optim.inspect(f"{root}/checkpoint-4")
+            tensors = [*summary.model.values(), *(v for values in summary.state.values() for v in values.values())]
+            num = sum(isinstance(tensor, fsdp_optim.TensorInfo) for tensor in tensors)
+            self.assertRegex(
+                receipts[0],
+                rf"^resumed {root}/checkpoint-4: 2 -> 1 rank, .*, {num} tensors verified, scheduler restored$",
+            )
             self.assertEqual(sorted(os.listdir(root)), ["checkpoint-4", "checkpoint-6"])
             self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(root)], [1, 2])
 

@@ -386,7 +386,7 @@ class DcpSafetensorsTest(SharedFolder):
         self.refused("killed", "torch was killed", f"{place / 'sharded'}")
 
     def test_values_that_are_no_tensors(self) -> None:
-        self.refused("2-with values", "begins with a value that is no tensor", "FileSystemWriter")
+        self.refused("2-with values", "begins with a value that is not a tensor", "FileSystemWriter")
 
     def test_metadata_that_were_changed(self) -> None:
         file = "shard-00002-model-00001-of-00001.safetensors"

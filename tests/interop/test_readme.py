@@ -189,6 +189,12 @@ class FiguresTest(unittest.TestCase):
         for what, cells in (("save at 4 ranks", saved), ("load at another", loaded), ("most extra memory", memory)):
             line = next(line for line in README.splitlines() if line.startswith(f"| {what}"))
             self.assertEqual([cell.strip() for cell in line.strip("|").split("|")][1:], cells)
+        told = " ".join(README.split())  # the first screen has the same figures
+        over = loaded[1].replace(" (", ", or ").replace(" over state)", " over existing state")
+        for ours, theirs, words in ((saved[0], saved[1], "plain write"), (loaded[0], over, "plain read")):
+            self.assertIn(f"{words} (DCP: {theirs})", told)
+            self.assertRegex(told, rf"{ours} (the time|that) of a {words}")
+        self.assertIn(f"{memory[0]} of extra memory on a rank (DCP: {memory[1]})", told)
 
 
 if __name__ == "__main__":

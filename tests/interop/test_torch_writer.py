@@ -172,7 +172,7 @@ class TorchWriterTest(SharedFolder):
         fsdp_optim.save(self.root / "small", model, options=fsdp_optim.SaveOptions(durable=False))
         path = self.root / "files"
         fsdp_optim.convert(self.root / "small", path, format="torch", options=fsdp_optim.ConvertOptions(durable=False))
-        with self.assertRaisesRegex(CheckpointError, "exists already"):
+        with self.assertRaisesRegex(CheckpointError, "already exists"):
             fsdp_optim.convert(
                 self.root / "small", path, format="torch", options=fsdp_optim.ConvertOptions(durable=False)
             )

@@ -215,7 +215,7 @@ def last_checkpoint(root: Path) -> str:
 
 
 def by_accelerate(root: Path) -> str:
-    """A folder that exists already is refused on all ranks, and all ranks load the newest one."""
+    """A folder that already exists is refused on all ranks, and all ranks load the newest one."""
     naming = SimpleNamespace(automatic_checkpoint_naming=True, save_on_each_node=False, total_limit=None)
     accelerator = SimpleNamespace(
         project_configuration=naming,

@@ -72,6 +72,13 @@ class FrameTest(unittest.TestCase):
         script = f"import sys, {COMMANDS[name][0]}\nassert 'torch' not in sys.modules"
         subprocess.run([sys.executable, "-c", script], check=True, timeout=90)
 
+    @parameterized.expand([(name,) for name in COMMANDS if name != "completion"])
+    def test_every_command_reports_to_programs(self, name: str) -> None:
+        command = commands.group.get_command(click.Context(commands.group), name)
+        assert command is not None
+        options = {flag for param in command.params for flag in param.opts}
+        self.assertLessEqual({"--json", "--storage-option"}, options)  # and every path may be a URL
+
     def test_help_lists_all_commands(self) -> None:
         code, out, err = called("--help")
         self.assertEqual((code, err), (0, ""))
@@ -114,7 +121,7 @@ class FrameTest(unittest.TestCase):
         convert = import_module(COMMANDS["convert"][0]).command
         inspect = import_module(COMMANDS["inspect"][0]).command
         for text, wanted in {
-            "a: exists already: give overwrite=True": "a: exists already: give --overwrite",
+            "a: already exists: give overwrite=True": "a: already exists: give --overwrite",
             "a pickle: say allow_pickle=True to run it": "a pickle: say --allow-pickle to run it",
             "bucket_nbytes must be at least 16 bytes": "--memory must be at least 16 bytes",
             "give param_names=... or model=...": "give --names or model=...",

@@ -59,8 +59,8 @@ class TestTroubleshooting(unittest.TestCase):
 
     def test_messages_are_quoted_and_others_are_found_out(self) -> None:
         self.assertGreater(len(QUOTATIONS), 25)
-        self.assertTrue(is_in("…: exists already: save", f"{FIELD}: exists already: save to another path"))
-        self.assertFalse(is_in("…: exists already; save", f"{FIELD}: exists already: save to another path"))
+        self.assertTrue(is_in("…: already exists: save", f"{FIELD}: already exists: save to another path"))
+        self.assertFalse(is_in("…: already exists; save", f"{FIELD}: already exists: save to another path"))
         self.assertFalse(is_in("one … three", "three one"))
 
 

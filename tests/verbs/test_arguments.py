@@ -252,7 +252,16 @@ class AskedTest(unittest.TestCase):
 
     def test_every_field_is_compared_or_may_differ_by_name(self) -> None:
         for asked in self.options:
-            differs = {"name_of", "timeout", "progress", "storage_options", "local_cache", "wrong_options", "trace"}
+            differs = {
+                "name_of",
+                "timeout",
+                "progress",
+                "storage_options",
+                "local_cache",
+                "wrong_options",
+                "trace",
+                "silent",
+            }
             if not isinstance(asked, SaveArguments):  # a save compares the names that it makes, if any rank renames
                 differs.add("rename")
             records = (asked, asked.call) if "call" in vars(asked) else (asked,)

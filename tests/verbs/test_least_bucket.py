@@ -20,7 +20,7 @@ import fsdp_optim
 from fsdp_optim.testing import run_on_threads
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
-WORDS = "bucket_nbytes must be at least 4096 bytes, a whole number, not "
+WORDS = "bucket_nbytes must be at least 4096 bytes, an integer, not "
 
 
 NAMES = [

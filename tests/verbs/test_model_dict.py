@@ -124,7 +124,7 @@ def refuse() -> None:
         "a dtype": ({**good, "scale": good["scale"].double()}, "StateError", ("scale: float64", "cast=True")),
         "ties": ({**good, "out.weight": good["out.weight"] + 1}, "StateError", ("out.weight", "stem.weight")),
         "meta": ({**good, "scale": good["scale"].to("meta")}, "StateError", ("scale", "meta")),
-        "sharded": ({**good, "scale": model.scale}, "StateError", ("scale", "DTensor", "whole")),
+        "sharded": ({**good, "scale": model.scale}, "StateError", ("scale", "DTensor", "full tensors")),
     }
     for name, (full, kind, words) in cases.items():
         refused_on_ranks(name, partial(scatter, of_rank_0(full)), kind, *words)

@@ -231,7 +231,7 @@ def check_free(
     """
     opened = current(bucket, place, probe)
     if opened is not None and not overwrite:
-        raise wrong_use(f"{place.where}: a checkpoint is there already: save to another path, or say overwrite=True")
+        raise wrong_use(f"{place.where}: a checkpoint already exists: save to another path, or give overwrite=True")
     for other in probe.others if opened is None else ():
         if bucket.look(place.manifest(other)) is not None:
             raise CheckpointError(

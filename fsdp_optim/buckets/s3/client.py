@@ -45,7 +45,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
     known = _OF_SESSION | _OF_CLIENT | _OURS
     for name in options:
         if name not in known:
-            raise CheckpointError(f"s3://: {name!r} is no storage option; these are: {', '.join(sorted(known))}")
+            raise CheckpointError(
+                f"s3://: {name!r} is not a storage option; the options are: {', '.join(sorted(known))}"
+            )
     for name in sorted(_OURS & set(options)):
         if isinstance(options[name], bool) or not isinstance(options[name], (int, float)) or options[name] <= 0:
             raise CheckpointError(f"s3://: the storage option {name} must be a number above 0, not {options[name]!r}")

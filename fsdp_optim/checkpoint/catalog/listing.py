@@ -135,7 +135,7 @@ def latest(*directories: CheckpointDirectory[ManifestSummary]) -> str | None:
         unread = [entry.status.reason for entry, _ in looks if not entry.status.is_sure]
         for entry, _ in looks:
             if not entry.status.is_complete:
-                log.warning("%s is no checkpoint that can be read: %s", entry.where, entry.status.reason)
+                log.warning("%s cannot be read as a checkpoint: %s", entry.where, entry.status.reason)
         complete = [
             (entry.status.summary.order, entry, directory)
             for entry, directory in looks
@@ -147,7 +147,7 @@ def latest(*directories: CheckpointDirectory[ManifestSummary]) -> str | None:
                 return entry.where
             if status.has_moved and attempt < _ATTEMPTS - 1:
                 break  # another checkpoint replaced this entry since the directory was listed
-            log.warning("%s is no complete checkpoint: %s", entry.where, status.reason)
+            log.warning("%s is not a complete checkpoint: %s", entry.where, status.reason)
             if not status.is_sure:
                 unread.append(status.reason)
         else:

@@ -225,10 +225,12 @@ class ManagedSave:
         here = next((entry for entry in listed if entry.base == store.where), None)
         self.known.see_unread(listed)
         if here is not None and not here.status.is_sure and not here.status.is_closed:
-            raise CheckpointError(f"{store.where}: is there already, and cannot be read just now: {here.status.reason}")
+            raise CheckpointError(
+                f"{store.where}: already exists, and cannot be read at the moment: {here.status.reason}"
+            )
         if here is not None and not is_own(here):
             raise CheckpointError(
-                f"{store.where}: is there already, and no CheckpointManager made it, so it is not replaced: move it away, or "
+                f"{store.where}: already exists, and no CheckpointManager made it, so it is not replaced: move it away, or "
                 "give another folder"
             )
         others = [entry for entry in own_in(listed) if not self.known.has(entry)]

@@ -24,7 +24,7 @@ log = logging.getLogger("fsdp_optim")
 def begin_anew(root: str | os.PathLike[str], options: StorageOptions = None) -> None:
     """Say on one line that a run begins, because its folder has no checkpoint. Raises as `check_root` does."""
     check_root(root, options)
-    log.warning("%s has no checkpoint: the training begins anew", root)
+    log.warning("%s has no checkpoint: training starts from scratch", root)
 
 
 def check_root(root: str | os.PathLike[str], options: StorageOptions = None) -> None:
@@ -39,7 +39,7 @@ def check_root(root: str | os.PathLike[str], options: StorageOptions = None) -> 
     if passed_by:
         raise wrong_use(
             f"{root}: has no checkpoint of this library, but those of other programs: {shortened(passed_by)}: fsdp_optim.load of "
-            "one of these paths loads it; for a run that begins anew, give another folder"
+            "one of these paths loads it; for a new run, give another folder"
         )
     format = own_format or _foreign_format(root, options)
     if format:

@@ -12,6 +12,7 @@ from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_statefu
 from fsdp_optim.checkpoint.load.saved_state import SavedState, key_of
 from fsdp_optim.errors import StateError
 from fsdp_optim.memory import detached_copy
+from fsdp_optim.saying import LoadReceipt
 
 log = logging.getLogger("fsdp_optim")
 
@@ -21,14 +22,14 @@ class LoadedObjects:
 
     Attributes:
         missing_keys, unexpected_keys: the names that only one side has, after `check`; as in the result of a load.
-        receipt: what the load has done, in a line without its first word, on the rank that says it; empty before the end.
+        receipt: what the load has done, on the rank that says it; None before the end.
     """
 
     def __init__(self, state: RunState, *, strict: bool) -> None:
         """`strict`: the names must equal the saved names."""
         self._state, self._strict = state, strict
         self._position = 0
-        self.receipt = ""
+        self.receipt: LoadReceipt | None = None
         self._saved = SavedState()
         self._previous: dict[str, Any] = {}
         self.missing_keys: tuple[str, ...] = ()
@@ -86,11 +87,12 @@ class LoadedObjects:
             is_own, was_own = isinstance(value, PerRank), name in saved.own or name in saved.absent
             if self._strict and name in there and is_own != was_own and is_stateful(_inner(value)):
                 own = "each rank has saved its own: give per_rank(...)"
-                common = "the ranks have saved it in common: give it without per_rank()"
+                common = "it was saved once for all ranks: give it without per_rank()"
                 raise StateError(f"state[{name!r}]: {own if was_own else common}")
         if (missing or unexpected) and self._position == 0:
             log.warning(
-                "state: %s is not loaded, because only one side has it", ", ".join(sorted([*missing, *unexpected]))
+                "state: %s is not loaded, because it is missing in the checkpoint or in this call",
+                ", ".join(sorted([*missing, *unexpected])),
             )
         self.missing_keys = (*map(key_of, missing), *saved.missing)
         self.unexpected_keys = tuple(map(key_of, unexpected))

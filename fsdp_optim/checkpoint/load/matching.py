@@ -44,7 +44,7 @@ def renamed_names(
     for stored in {*index.weights, *index.aliases, *(_names_in(full) if full is not None else ())}:
         new = function(stored)
         if not isinstance(new, str):
-            raise StateError(f"rename returned {new!r} for {stored}, which is no name")
+            raise StateError(f"rename returned {new!r} for {stored}, which is not a name")
         if new != stored:
             given[stored] = new
     return replace(names, given={**names.given, **given})

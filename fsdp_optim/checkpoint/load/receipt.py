@@ -11,7 +11,8 @@ from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.errors import shortened
 from fsdp_optim.formats.base.protocols import Reader, rank_extra_name
 from fsdp_optim.results import LoadResult
-from fsdp_optim.speed import counted, moved
+from fsdp_optim.saying import LoadReceipt
+from fsdp_optim.speed import counted
 from fsdp_optim.transport.base import RankGroup
 
 log = logging.getLogger("fsdp_optim")
@@ -27,8 +28,8 @@ def receipt_of(
     nbytes: int,
     begun: float,
     wrapper: str,
-) -> str:
-    """Return what a load has done, in one line without its first word. Parts that do not apply are left out.
+) -> LoadReceipt:
+    """Return what a load has done.
 
     Args:
         nbytes: the bytes of the loaded tensors, each counted once.
@@ -37,18 +38,19 @@ def receipt_of(
     """
     facts, here = checkpoint.index.facts, len(group.ranks)
     changed = facts.world_size not in (0, here)
-    parts = [f"{facts.world_size:,} -> {counted(here, 'rank')}" if changed else counted(here, "rank")]
-    others = facts.wrapper not in ("", wrapper)
-    parts += [f"{facts.wrapper} -> {wrapper or 'no wrapper'}" if others else wrapper] if wrapper or others else []
-    is_verified = options.verify and facts.has_checksums
-    tensors = counted(result.num_tensors, "tensor")
-    parts += [moved(nbytes, time.monotonic() - begun), f"{tensors} verified" if is_verified else tensors]
-    if objects.sets_random:
-        parts.append(f"random states of {counted(_num_own(checkpoint, here), 'rank')}")
-    names = objects.names_loaded
-    parts += [f"{shortened(names)} restored"] if names else []
-    line = f"{checkpoint.index.where}: {', '.join(parts)}"
-    return f"{line}; {counted(len(result.absent), 'parameter')} without optimizer state" if result.absent else line
+    other = facts.wrapper not in ("", wrapper)
+    return LoadReceipt(
+        where=str(checkpoint.index.where),
+        ranks=f"{facts.world_size:,} -> {counted(here, 'rank')}" if changed else counted(here, "rank"),
+        wrapper=f"{facts.wrapper} -> {wrapper or 'no wrapper'}" if other else wrapper,
+        nbytes=nbytes,
+        num_tensors=result.num_tensors,
+        seconds=time.monotonic() - begun,
+        is_verified=options.verify and facts.has_checksums,
+        num_random=_num_own(checkpoint, here) if objects.sets_random else 0,
+        names=tuple(objects.names_loaded),
+        num_absent=len(result.absent),
+    )
 
 
 def warn_of_new_ranks(checkpoint: Reader, group: RankGroup, objects: LoadedObjects) -> None:

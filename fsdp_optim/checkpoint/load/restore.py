@@ -52,7 +52,7 @@ def restore(
     # The only retry of a load. The error is the same on all ranks, which now load the checkpoint that replaced the first one.
     loaded = objects or LoadedObjects(options.state, strict=options.strict)
     result = retry_if_replaced(lambda: _restore(path, model, optim, options, format, loaded))
-    if objects is None and loaded.receipt:
+    if objects is None and loaded.receipt and not options.silent:
         say(f"{done} {loaded.receipt}")
     return result
 
@@ -111,14 +111,16 @@ def _restore(
         install_all(group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects)
         if options.compare:
             check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
-    result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, len(values))
+    small = state.small_tensors if state is not None else ()
+    num_tensors = len(values) + len(small)
+    result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, num_tensors)
     if group.rank == group.ranks[0]:
-        nbytes = sum(value.nbytes for value in values)
+        nbytes = sum(value.nbytes for value in values) + sum(value.nbytes for value in small)
         objects.receipt = receipt_of(
             result, checkpoint, group, options, objects, nbytes=nbytes, begun=begun, wrapper=reader.wrappers
         )
     warn_of_new_ranks(checkpoint, group, objects)
-    return result
+    return replace(result, receipt=objects.receipt)
 
 
 def _position(options: LoadArguments) -> int:

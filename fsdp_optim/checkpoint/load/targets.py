@@ -349,6 +349,12 @@ class State:
                     yield StoredValue.of(fqn, name, stored, param.placement, flat, is_state=True)
 
     @property
+    def small_tensors(self) -> list[torch.Tensor]:
+        """The values that every rank has read as they are, such as step counts."""
+        values = (value for fqn in self.global_state.params for value in self.full.state.get(fqn, {}).values())
+        return [value for value in values if isinstance(value, torch.Tensor) and not value.is_meta]
+
+    @property
     def absent(self) -> tuple[str, ...]:
         """The optimizer's parameters that have no state in the checkpoint."""
         return tuple(fqn for fqn in self.global_state.params if fqn not in self.full.state)

@@ -168,7 +168,7 @@ class ManagedRun:
             self._save(step, metric)
         if must_stop:
             if group.rank == group.ranks[0]:
-                log.info("a signal has come to a rank: step %d is saved", step)
+                log.info("a rank has received a signal: saving step %d", step)
             self.wait()
 
     def save(self, step: int, metric: object) -> None:
@@ -314,7 +314,9 @@ class ManagedRun:
             summaries = [checkpoint.summary for checkpoint in own]
             steps = sorted(summary.step for summary in summaries if summary is not None and summary.step is not None)
             has = f"those of the steps {', '.join(map(str, steps))}" if steps else "none"
-            raise CheckpointError(f"{self._root}: has no checkpoint of step {to}; of a CheckpointManager it has {has}")
+            raise CheckpointError(
+                f"{self._root}: has no checkpoint of step {to}; the steps that a CheckpointManager saved there: {has}"
+            )
         return [Candidate.of(checkpoint) for checkpoint in chosen]
 
     def _check_others(self, listed: Sequence[ListedCheckpoint]) -> None:

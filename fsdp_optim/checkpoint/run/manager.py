@@ -37,7 +37,7 @@ class CheckpointManager:
     The checkpoint of step 1000 is `root/step-00001000`; `load` loads it too.
 
     Args:
-        root: a folder for the checkpoints of one run, or a URL, as for `save`.
+        root: a folder for the checkpoints of one run, or a URL, as in `save`.
         model, optim: as for `save`.
         state: objects of the trainer and trees of values by name, as for `save`. Each save takes the state of that moment.
             Objects are loaded by `resume` and `rollback`; values are in `restored.state`.
@@ -112,9 +112,9 @@ class CheckpointManager:
     ) -> int:
         """Load the newest checkpoint that a manager made in this folder; return its step, or 0 where there is none.
 
-        The result is 0 where the folder is empty, or missing in a folder that is there: the training begins anew, which one line
-        says. A path that is a mistake is an error, as for `fsdp_optim.resume`, and so is a folder whose checkpoints no manager
-        made.
+        The result is 0 where the folder is empty, or missing in a folder that is there: training starts from scratch, which
+        one line says. A path that is a mistake is an error, as for `fsdp_optim.resume`, and so is a folder whose checkpoints
+        no manager made.
 
         The lowest rank lists the folder, so all ranks load the same checkpoint. Model and optimizer are changed when all ranks
         have read everything, and random states are set last: call this when everything is built. If the state of an object

@@ -86,7 +86,7 @@ def without_thin(checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoi
         return list(checkpoints)
     if checkpoints[0] in thin:
         log.warning(
-            "%s was thinned and has no optimizer, so it is passed by: the run continues from %s",
+            "%s was thinned and has no optimizer, so it is skipped: the run continues from %s",
             checkpoints[0].where,
             rest[0].where,
         )
@@ -123,7 +123,7 @@ def load_newest(
                 first = _refusal(root, candidate, candidates[index + 1 :], error)
             if on_damage == "error":
                 raise first from error
-            log.warning("%s cannot be loaded, and the one before it is taken: %s", candidate.where, error)
+            log.warning("%s cannot be loaded, so the one before it is loaded: %s", candidate.where, error)
     if first is not None:
         raise first
     return None
@@ -132,7 +132,7 @@ def load_newest(
 def _refusal(root: str, newest: Candidate, older: Sequence[Candidate], error: CheckpointError) -> CheckpointError:
     complete = next((candidate for candidate in older if not candidate.damage), None)
     fix = (
-        f'on_damage="previous" takes the one before it, {complete.where}'
+        f'on_damage="previous" loads the one before it, {complete.where}'
         if complete is not None
         else f"{root} has no other checkpoint that is complete"
     )

@@ -108,7 +108,8 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, stall: float, compl
         total, num = job.saved(0).nbytes, len(job.group.ranks)
         with Progress(job.options.progress, "saving", total, shown=job.leads, alone=False) as progress:
             try:
-                job.start(writer.store_writer)
+                with writer.timed("create"):
+                    job.start(writer.store_writer)
                 while snapshot:
                     writer.write(snapshot.pop(0))
                     progress.up_to(writer.nbytes * num)

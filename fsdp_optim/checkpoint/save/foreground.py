@@ -56,7 +56,7 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
         progress.up_to(writer.nbytes * len(job.group.ranks))
 
     try:
-        with failure:
+        with failure, writer.timed("create"):
             job.start(writer.store_writer)
         with failure, writer.trace.span("transfer"):
             move(job.moved, live, job.target(write), job.group, job.budget, failure)

@@ -90,7 +90,7 @@ def _new_names(function: Callable[[str], str], names: Iterable[str]) -> dict[str
     for name in names:
         renamed = function(name)
         if not isinstance(renamed, str) or not renamed:
-            raise StateError(f"rename returned {renamed!r} for {name}, which is no name")
+            raise StateError(f"rename returned {renamed!r} for {name}, which is not a name")
         if renamed != name:
             new[name] = renamed
     return new

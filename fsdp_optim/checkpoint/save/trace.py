@@ -1,7 +1,7 @@
 """The timeline of a save: what each rank did when, as a file that Perfetto and chrome://tracing open.
 
-    rank 0  | plan | transfer [write] [write] | flush | wait     | commit |
-    rank 1  | plan | transfer [write]    [write]      | flush | wait      |
+    rank 0  | plan | create | transfer [write] [write] | flush | wait     | commit |
+    rank 1  | plan | create | transfer [write]    [write]      | flush | wait      |
 
 Each rank records its spans; they reach the lowest rank in the report about its writes, which it makes in any case.
 """

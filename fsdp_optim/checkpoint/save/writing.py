@@ -159,7 +159,7 @@ class RankWriter:
 
     def write(self, extents_by_file: ExtentsByFile) -> None:
         """Write extents to their files."""
-        with self._timed("write"):
+        with self.timed("write"):
             for name, extents in extents_by_file.items():
                 file = self._files[name].plan
                 self._write_head(name)
@@ -175,7 +175,8 @@ class RankWriter:
                     self.nbytes += sum(len(extent.memory) for extent in batch.extents)
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time that a block takes to `seconds` and, under this name, to the timeline."""
         begun = time.monotonic()
         try:
             with self.trace.span(name):
@@ -208,7 +209,7 @@ class RankWriter:
 
     def finish(self) -> None:
         """Return when all writes are complete, and on the disk if the save is durable."""
-        with self._timed("flush"):
+        with self.timed("flush"):
             for name in list(self._heads):
                 self._write_head(name)
             for name, frames in self._frames.items():

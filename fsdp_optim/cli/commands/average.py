@@ -34,7 +34,7 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
         try:
             return [float(number) for number in str(value).split(",")]
         except ValueError:
-            self.fail(f"{value!r} is no list of numbers such as 1,1,2", param, ctx)
+            self.fail(f"{value!r} is not a list of numbers such as 1,1,2", param, ctx)
 
 
 @click.command("average")

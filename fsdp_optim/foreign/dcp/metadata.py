@@ -77,7 +77,7 @@ def read_metadata(opened: Opened, name: str, folder: str = "") -> Metadata:
     with as_checkpoint_error(where):
         if not isinstance(saved, SavedMetadata):
             raise CheckpointError(
-                f"{where}: has {in_words(saved)} in the place of the metadata of torch.distributed.checkpoint"
+                f"{where}: has {in_words(saved)} instead of the metadata of torch.distributed.checkpoint"
             )
         return _read(where, saved, folder, digest.hex)
 
@@ -116,7 +116,7 @@ def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadat
 def _tensor(where: str, key: str, value: SavedTensor, items: Mapping[tuple[str, Shape | None], ItemPlace]) -> Tensor:
     dtype = value.properties.dtype if isinstance(value.properties, SavedProperties) else None
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{where}: {key}: has {in_words(dtype)} in the place of a dtype")
+        raise CheckpointError(f"{where}: {key}: has {in_words(dtype)} instead of a dtype")
     boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in value.chunks if 0 not in chunk.sizes])
     try:
         places = tuple([items[key, offsets] for offsets, _ in boxes])

@@ -141,8 +141,8 @@ def _open_file(opened: Opened, name: str, digest: xxh3_128) -> OpenFile:
     prefix = opened.read(name, 0, min(8, nbytes))
     if prefix.startswith(b"PK") and is_shard(name):
         raise CheckpointError(
-            f"{path}: begins with a value that is no tensor, which HuggingFaceStorageWriter puts where no reader finds it: save "
-            "tensors alone with it, and optimizers with FileSystemWriter"
+            f"{path}: begins with a value that is not a tensor, which HuggingFaceStorageWriter puts where no reader finds it: "
+            "save only tensors with it, and optimizers with FileSystemWriter"
         )
     text = opened.read(name, 8, length_of_header(path, prefix, nbytes))
     digest.update(prefix + text)

@@ -143,7 +143,7 @@ class Encoder:
                 return {"$subclass": parts}
         of = f"{type(value).__module__}.{type(value).__qualname__}"
         return self._pickled(
-            where, value, f"a {of} is neither JSON nor a tensor: save its state_dict(), or plain values"
+            where, value, f"a {of} is neither a JSON value nor a tensor: save its state_dict(), or plain values"
         )
 
     def _pickled(self, where: str, value: Any, why: str) -> Any:

@@ -165,7 +165,7 @@ def manifest_in(opened: Opened) -> Manifest:
     """Read and verify the manifest. Raises CheckpointError if it is missing, damaged, or of a newer version."""
     if not opened.has(NAME):
         raise CheckpointError(
-            f"{opened.where}: has no {NAME}, so it is no checkpoint of this library, or its save did not finish"
+            f"{opened.where}: has no {NAME}: it is not a checkpoint of this library, or its save did not finish"
         )
     path = opened.named(NAME)
     text = opened.read_whole(NAME, most_nbytes=MOST_NBYTES)

@@ -67,7 +67,7 @@ class NoFullDict:
 
     def read(self, full: Mapping[str, Any], names: Names) -> FullState:
         raise StateError(
-            f"this is no optimizer state dict: it has no {' and no '.join(self._missing(full))}; give the result of "
+            f"this is not an optimizer state dict: it has no {' and no '.join(self._missing(full))}; give the result of "
             "gather_full_optim_state_dict, or an optimizer's state_dict()"
         )
 
@@ -166,9 +166,9 @@ def _names_or_ids(full: Mapping[str, Any], names: Names) -> Sequence[Sequence[st
         raise StateError(str(full["unknown_order"]))
     if names.unknown_order:
         raise StateError(
-            f"{names.unknown_order}: the parameters of the ids in a dict without names are not known; gather the dict with "
-            "key_by='name', or convert a plain optimizer's dict with rekey_optim_state_dict(full, model, key_by='name', "
-            "optim=optim)"
+            f"{names.unknown_order}: the dict has ids without names, and which parameters they are is not known; gather the "
+            "dict with key_by='name', or convert a plain optimizer's dict with rekey_optim_state_dict(full, model, "
+            "key_by='name', optim=optim)"
         )
     return names.groups
 

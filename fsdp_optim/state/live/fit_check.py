@@ -82,7 +82,8 @@ def check_fits(
     if missing and strict and missing[0] in saved:
         raise StateError(
             f"{missing[0]}: the full dict has no state for this parameter (it was frozen or unused when saved), the "
-            "optimizer has; load into an optimizer without state to begin anew, or give strict=False, which keeps the live state"
+            "optimizer has; load into an optimizer without state to start from scratch, or give strict=False, which keeps "
+            "the live state"
         )
     if missing and strict:
         raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict does not"))

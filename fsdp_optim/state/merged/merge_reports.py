@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_optim.errors import RankError, StateError, counted_noun
+from fsdp_optim.errors import RankError, StateError, counted_noun, only_differing
 from fsdp_optim.layout import RankSet, Whole
 from fsdp_optim.state.dicts.order import merge_lists
 from fsdp_optim.state.merged.global_state import GlobalState
@@ -110,8 +110,9 @@ def _merge_module_values(
 
 def _check_calls(reports: ReportsByRanks) -> None:
     if len({report.call for report, _ in reports}) > 1:
-        lines = "; ".join(f"{format_ranks(ranks)}: {report.call}" for report, ranks in reports)
-        raise RankError(f"the ranks do not make the same call: {lines}")
+        calls = only_differing([report.call for report, _ in reports])
+        lines = "; ".join(f"{format_ranks(ranks)}: {call}" for call, (_, ranks) in zip(calls, reports, strict=True))
+        raise RankError(f"all ranks must make the same call, but they differ: {lines}")
 
 
 def _check_groups(reports: ReportsByRanks) -> None:

@@ -90,4 +90,4 @@ def _link(temporary: Path, file: Path) -> None:
 
 
 def _taken(file: Path) -> CheckpointError:
-    return wrong_use(f"{file}: exists already: give another path, or overwrite=True to replace it")
+    return wrong_use(f"{file}: already exists: give another path, or overwrite=True to replace it")

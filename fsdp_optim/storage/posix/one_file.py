@@ -19,7 +19,7 @@ def folder_for(path: str | os.PathLike[str], only: str, *, overwrite: bool) -> P
     """
     file = absolute(path)
     if os.path.lexists(file) and not overwrite:
-        raise wrong_use(f"{file}: exists already: give another path, or overwrite=True to replace it")
+        raise wrong_use(f"{file}: already exists: give another path, or overwrite=True to replace it")
     folder = file.with_name(f"{file.name}{_ENDING}")
     if folder.is_dir() and not (folder / only).exists():
         shutil.rmtree(folder)  # it was killed after its file had taken its place

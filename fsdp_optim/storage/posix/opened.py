@@ -41,7 +41,7 @@ class OpenFolder(Opened):
         except (FileNotFoundError, NotADirectoryError) as error:
             if isinstance(error, NotADirectoryError) and path.is_file():
                 raise wrong_use(
-                    f"{path}: is a file, and of no format that is known: a checkpoint of this library is a folder"
+                    f"{path}: is a file of an unknown format: a checkpoint of this library is a folder"
                 ) from None
             raise wrong_use(f"{path}: there is no such folder, so no checkpoint") from None
         except OSError as error:

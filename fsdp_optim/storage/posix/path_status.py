@@ -179,7 +179,7 @@ def check_free(path: Path, probe: CheckpointProbe[Any], *, overwrite: bool, fill
     if not is_there(path) or is_empty_folder(path):
         return
     if not overwrite:
-        raise wrong_use(f"{path}: exists already: save to another path, or give overwrite=True")
+        raise wrong_use(f"{path}: already exists: save to another path, or give overwrite=True")
     if not (filled and path.is_dir()) and not _is_checkpoint(path, probe):
         raise wrong_use(
             f"{path}: is not a checkpoint, so overwrite=True does not replace it: remove it, or save to another path"
