@@ -40,6 +40,14 @@ def loaded_by(file: Path) -> str:
     return found[1] if found else ""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of `make test` share the servers that ranks are forked from."""
+    from kit.forked import shared_servers
+
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        shared_servers()
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     return ByFileOrPackage(config, log) if config.getoption("dist") == "loadfile" else None
 
