@@ -41,10 +41,14 @@ def loaded_by(file: Path) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The processes of `make test` share the servers that ranks are forked from."""
+    """The processes of `make test` share the servers that ranks are forked from, and each computes with one thread.
+
+    The threads of several processes would wait for each other on few cores, in loops that take their time.
+    """
     from kit.forked import shared_servers
 
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         shared_servers()
 
 
