@@ -16,8 +16,8 @@ SAVE_AND_LOAD := save_load_matrix saved_states load_while_training bytes_of_rank
 TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) tests/checkpoint/test_training_resumes.py \
 	$(SAVE_AND_LOAD:%=tests/checkpoint/test_%.py) tests/adapters/test_torch_wrappers.py tests/adapters/test_torch_names.py \
 	tests/adapters/test_torch_mixes.py tests/adapters/test_fairscale_reshard.py
-# Processes that run tests, each a file at a time, on ranks of its own. Three keep two cores busy, because some tests wait.
-JOBS ?= 4
+# Processes that run tests, each a file at a time, on ranks of its own. Four keep two cores busy, because some tests wait.
+JOBS ?= 5
 
 .PHONY: help venv test test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
 
@@ -39,7 +39,7 @@ $(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml se
 # Ranks import the tests, so that bytecode that is not written is compiled again and again.
 test test-hosts test-long: export PYTHONDONTWRITEBYTECODE =
 
-test: venv  ## run the test suite, but for what takes minutes, in JOBS= processes (4)
+test: venv  ## run the test suite, but for what takes minutes, in JOBS= processes (5)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: venv  ## run the tests that need a GPU, over NCCL

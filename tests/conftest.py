@@ -40,6 +40,18 @@ def loaded_by(file: Path) -> str:
     return found[1] if found else ""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of `make test` share the servers that ranks are forked from, and each computes with one thread.
+
+    The threads of several processes would wait for each other on few cores, in loops that take their time.
+    """
+    from kit.forked import shared_servers
+
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        shared_servers()
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
     return ByFileOrPackage(config, log) if config.getoption("dist") == "loadfile" else None
 

@@ -74,7 +74,7 @@ memory: plan
 buckets: buckets.fsspec buckets.objects buckets.s3 storage.base storage.posix
 dtensors: errors layout memory
 transport: errors layout memory options plan transport.job wire
-formats.base: dtensors elements errors layout memory storage.base
+formats.base: dtensors elements errors layout memory registry storage.base
 move: errors layout memory plan transport
 view: dtensors errors layout memory
 adapters: arguments dtensors elements errors layout memory options registry view

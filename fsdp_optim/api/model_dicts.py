@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint import model_dict
@@ -13,6 +13,18 @@ from fsdp_optim.options import CallArguments, CallOptions, GatherArguments, Mode
 from fsdp_optim.results import Incompatible
 
 _CALL = CallOptions()
+
+
+@overload
+def gather_full_model_state_dict(
+    model: Model, recipient_rank: None, *, weights: WhichWeights = "all", options: CallOptions = _CALL
+) -> dict[str, Any]: ...
+
+
+@overload
+def gather_full_model_state_dict(
+    model: Model, recipient_rank: int | None = 0, *, weights: WhichWeights = "all", options: CallOptions = _CALL
+) -> dict[str, Any] | None: ...
 
 
 @public

@@ -21,6 +21,23 @@ from fsdp_optim.verbs.load_state import LoadableOptimizer
 _CALL = CallOptions()
 
 
+@overload
+def gather_full_optim_state_dict(
+    model: Model, optim: Optimizers, recipient_rank: None, key_by: KeyBy = "id", *, options: CallOptions = _CALL
+) -> FullDict: ...
+
+
+@overload
+def gather_full_optim_state_dict(
+    model: Model,
+    optim: Optimizers,
+    recipient_rank: int | None = 0,
+    key_by: KeyBy = "id",
+    *,
+    options: CallOptions = _CALL,
+) -> FullDict | None: ...
+
+
 @public
 @ordinary_tensors()
 def gather_full_optim_state_dict(

@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -184,7 +184,7 @@ class FsdpOptimCheckpointManager(_Own):
     def _state(self) -> dict[str, Any]:
         """What is saved besides the model and the optimizer."""
         schedule = {_SCHEDULER: self.lr_scheduler} if self.lr_scheduler is not None else {}
-        return {**schedule, _RANDOM: fsdp_optim.per_rank(random_states())}
+        return {**schedule, _RANDOM: fsdp_optim.per_rank(_RandomStates())}
 
     # ------------------------------------------------------------------------------------------ load
 
@@ -210,21 +210,37 @@ class FsdpOptimCheckpointManager(_Own):
                 weights = by_lowest("the weights", lambda: _weights_in(place))
         optim = self.optimizer if self.should_load_optimizer else None
         model = self.model if weights != "none" or optim is not None else None
-        saved = fsdp_optim.load(place, model, optim, weights=weights).state
-        if self.should_load_extra:
-            self._take(saved, place)
+        fsdp_optim.load(place, model, optim, state=self._state_to_load(place), weights=weights)
 
-    def _take(self, saved: Mapping[str, Any], place: str) -> None:
-        """Load the schedule and the random states of this rank, where the checkpoint has them."""
-        if self.lr_scheduler is not None and _SCHEDULER in saved:
-            self.lr_scheduler.load_state_dict(saved[_SCHEDULER])
+    def _state_to_load(self, place: str) -> dict[str, Any]:
+        """Return what gets the schedule and the random states of this rank, under the names that the checkpoint has.
+
+        The load takes them together with the model on all ranks, or on none.
+        """
+        names = by_lowest("the names of the state", lambda: sorted(fsdp_optim.load(place).state))
+        state: dict[str, Any] = dict.fromkeys(names)
+        if not self.should_load_extra:
+            return state
+        if self.lr_scheduler is not None and _SCHEDULER in state:
+            state[_SCHEDULER] = self.lr_scheduler
         elif self.lr_scheduler is not None and self.rank == 0:
             log.warning("%s has no %s, so the schedule stays as it is", place, _SCHEDULER)
-        random = saved.get(_RANDOM, saved.get(_OLD_RANDOM))
+        random = next((name for name in (_RANDOM, _OLD_RANDOM) if name in state), None)
         if random is not None:
-            set_random_states(random)
-        elif self.rank == 0:  # a rank that is new keeps its own, which the load has said
+            state[random] = fsdp_optim.per_rank(_RandomStates())
+        elif self.rank == 0:  # a rank that is new keeps its own, which the load says
             log.warning("%s has no random states, so they stay as they are", place)
+        return state
+
+
+class _RandomStates:
+    """The random states of this rank, as an object whose state a load sets."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return random_states()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_random_states(state)
 
 
 def _is_verls_own(path: str) -> bool:

@@ -6,7 +6,6 @@ import collections
 import copy
 import dataclasses
 import enum
-import logging
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from kit.checkpoints import (
     save,
 )
 from kit.compare import check_refused, check_same, error_text
+from kit.log_texts import lines_said
 from kit.options import as_options, state_for
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -242,20 +242,9 @@ def save_per_rank(path: Path, wrapper: str) -> None:
 
 
 def load_per_rank(path: Path, wrapper: str) -> tuple[tuple[str, ...], dict[str, Any], list[str]]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp_optim")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        with cpu():
-            restored = load(path, Trained(wrapper, steps=0))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    return restored.missing_keys, dict(restored.state), records
+    with cpu(), lines_said() as lines:
+        restored = load(path, Trained(wrapper, steps=0))
+    return restored.missing_keys, dict(restored.state), lines
 
 
 def save_bad_extra(path: Path, bad: int) -> tuple[str, str]:

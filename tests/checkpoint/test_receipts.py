@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import tempfile
 import unittest
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 import torch.distributed as dist
 from kit import forked
 from kit.compare import check_same
+from kit.log_texts import lines_said
 from kit.managed import Run
 from kit.models import Net
 from kit.wraps import WRAPPERS
@@ -26,23 +24,6 @@ from fsdp_optim.testing import run_on_ranks
 
 PATH = [Path(__file__).parents[1]]
 IN = r"in \d+(\.\d+)? s \([\d.]+ [kMG]?B/s\)"
-
-
-@contextmanager
-def lines_said() -> Iterator[list[str]]:
-    """Collect the lines of the library's logger, of this level and above."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("fsdp_optim")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
 
 
 def resume_and_save(root: Path, wrapper: str, alike: bool) -> list[str]:

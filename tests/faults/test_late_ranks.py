@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
+import os
+import signal
 import tempfile
 import time
 import unittest
 from pathlib import Path
 
 import pytest
+from kit import forked
+from kit.forked import TRAINING, start
+from kit.servers import free_port
 from parameterized import parameterized
 
 WORLD = 3
@@ -24,8 +26,9 @@ import fsdp_optim
 from kit.trained import Trained
 from kit.optimizers import adam
 from fsdp_optim.transport import meeting
-rank, folder, call, delay, late = int(sys.argv[1]), sys.argv[2], sys.argv[3], float(sys.argv[4]), int(sys.argv[5])
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[6], RANK=str(rank), WORLD_SIZE="{world}")
+words = {words!r} or sys.argv[1:]
+rank, folder, call, delay, late = int(words[0]), words[1], words[2], float(words[3]), int(words[4])
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=words[5], RANK=str(rank), WORLD_SIZE="{world}")
 dist.init_process_group("gloo")
 trained = Trained("FSDP2", adam, 1)
 both = trained.model, trained.optim
@@ -69,14 +72,14 @@ def main(rank, program, *args):
     runpy.run_path(program)
 
 if __name__ == "__main__":
-    mp.start_processes(main, tuple(sys.argv[2:]), nprocs={world}, start_method=sys.argv[1])
+    method, *arguments = {words!r}
+    mp.start_processes(main, tuple(arguments), nprocs={world}, start_method=method)
 """
 
 SERVER = """
 import time
 import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
+store = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
 time.sleep(1000)
 """
 LOSING = """
@@ -88,7 +91,7 @@ import fsdp_optim
 from fsdp_optim.checkpoint.save import background
 from kit.trained import Trained
 from kit.optimizers import adam
-rank, folder, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+rank, folder, port = {words!r}
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 trained = Trained("FSDP2", adam, 1)
@@ -134,25 +137,17 @@ os._exit(0)
 """
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def run(folder: str, call: str, delay: float, late: int) -> list[tuple[int, str]]:
     """The exit code and stderr of each rank."""
-    port, code = free_port(), PROGRAM.format(tests=str(TESTS), world=WORLD)
+    port = str(free_port())
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), folder, call, str(delay), str(late), str(port)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+        start(
+            PROGRAM.format(tests=str(TESTS), world=WORLD, words=[str(rank), folder, call, str(delay), str(late), port]),
+            preload=TRAINING,
         )
         for rank in range(WORLD)
     ]
-    return [(rank.wait(100), rank.stderr.read() if rank.stderr else "") for rank in ranks]
+    return [(int(rank.wait(100).returncode or 0), rank.stderr) for rank in ranks]
 
 
 class LateRanksTest(unittest.TestCase):
@@ -194,36 +189,31 @@ class LateRanksTest(unittest.TestCase):
 
     def check_started(self, method: str, call: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            program, spawning = Path(folder, "program.py"), Path(folder, "spawning.py")
-            program.write_text(PROGRAM.format(tests=str(TESTS), world=WORLD))
-            spawning.write_text(SPAWNING.format(world=WORLD))
-            args = [sys.executable, spawning, method, program, folder, call, "0", "-1", str(free_port())]
-            done = subprocess.run([*map(str, args)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            self.check_quiet(done.returncode, done.stderr, method)
+            program = Path(folder, "program.py")
+            program.write_text(PROGRAM.format(tests=str(TESTS), world=WORLD, words=[]))
+            words = [method, str(program), folder, call, "0", "-1", str(free_port())]
+            done = forked.run(SPAWNING.format(world=WORLD, words=words))
+            self.check_quiet(int(done.returncode or 0), done.stderr, method)
 
     def test_a_lost_store_is_an_error_that_names_the_call_and_the_rank(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
-            port = server.stdout.readline().strip() if server.stdout else ""
-            code = LOSING.format(tests=str(TESTS))
+            port = free_port()
+            server = start(SERVER.format(port=port))
             ranks = [
-                subprocess.Popen(
-                    [sys.executable, "-c", code, str(rank), folder, port],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
+                start(LOSING.format(tests=str(TESTS), words=(rank, folder, port)), preload=TRAINING)
                 for rank in range(2)
             ]
             ready = [Path(folder, f"ready-{rank}") for rank in range(2)]
-            while not all(one.exists() for one in ready) and all(one.poll() is None for one in ranks):
+            while not all(each.exists() for each in ready) and all(
+                Path(f"/proc/{each.pid}").exists() for each in ranks
+            ):
                 time.sleep(0.05)
-            server.kill()
-            server.communicate()
+            os.kill(server.pid, signal.SIGKILL)
+            server.wait()
             Path(folder, "gone").touch()
             for rank, process in enumerate(ranks):
-                said, errors = process.communicate(timeout=100)
-                self.assertIn("all have raised", said, f"rank {rank}: {errors[-3000:]}")
+                process.wait(100)
+                self.assertIn("all have raised", process.stdout, f"rank {rank}: {process.stderr[-3000:]}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -220,6 +221,19 @@ def failures(folder: Path) -> list[tuple[str, str]]:
         train(one, [0])
         place = folder_of(folder / "damaged", 1)
         one.save_checkpoint(place, None, 1)
+        train(one, [1])
+        before, draws = everything(one), torch.random.get_rng_state()
+
+        def refuses(schedule: object, state: object) -> None:
+            if dist.get_rank() == 1:
+                raise OSError("the schedule is refused")
+
+        schedule = one.lr_scheduler.state_dict()
+        with mock.patch.object(type(one.lr_scheduler), "load_state_dict", refuses):
+            errors.append(error_text(lambda: one.load_checkpoint(place)))
+        check_same("after a schedule that rank 1 refuses", everything(one), before)
+        check_same("its schedule", one.lr_scheduler.state_dict(), schedule)
+        check_same("its random states", torch.random.get_rng_state(), draws)
         if dist.get_rank() == 0:
             flip(Path(place) / "huggingface/optim.safetensors", -5)
         dist.barrier()
@@ -259,7 +273,8 @@ class TestFailures(VerlTest):
                 f"rank {rank}", [one[rank] for one in found], "StateError", "lr_scheduler", "schedule is lost"
             )
             self.assertFalse((self.root / f"fails-{rank}/global_step_1/actor/huggingface").exists())
-        check_refused("damage", [one[2] for one in found], "CheckpointError", "optim.safetensors")
+        check_refused("schedule", [one[2] for one in found], "StateError", "lr_scheduler", "schedule is refused")
+        check_refused("damage", [one[3] for one in found], "CheckpointError", "optim.safetensors")
 
     def test_a_version_without_a_name_is_refused_in_one_line(self) -> None:
         [text] = run_on_ranks(import_without_a_name, 1)

@@ -13,7 +13,7 @@ import copy
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from kit import zero_runs
 from kit.compare import check_same
+from kit.examples import BLOCK, BLOCKS
 from kit.folders import at
 from kit.groups import with_experts
 from kit.local_parts import local_of
@@ -37,18 +38,6 @@ from fsdp_optim.testing import RanksFailed, fairscale_on_cpu, run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 PRELUDES = ROOT / "website" / "preludes"
-BLOCK = re.compile(r"^```python *(?P<how>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def blocks() -> Iterator[tuple[str, str, str]]:
-    for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]):
-        text = page.read_text(encoding="utf-8")
-        for match in BLOCK.finditer(text):
-            line = text.count("\n", 0, match.start()) + 1
-            yield f"{page.relative_to(ROOT)}:{line}", match["how"].strip(), match["code"]
-
-
-BLOCKS = list(blocks())
 
 
 def trained(wrapper: str) -> dict[str, Any]:

@@ -9,8 +9,10 @@
     assert not done.returncode, done.stderr
 
 There is a server for each choice of modules, `preload`. Each is forked from the one that has the first module of its choice only,
-and those from the one that has torch. Code is run as a file, as `__main__`, and ends with the interpreter: exit handlers run, and
-threads are waited for. This module is what the servers run, so that at its top it imports nothing but the standard library.
+and those from the one that has torch. The processes of `make test` share them through a hub (`shared_servers`): a module is
+imported once for all of them, and each gets a server of its own, forked from the one with these modules. Code is run as a file,
+as `__main__`, and ends with the interpreter: exit handlers run, and threads are waited for. This module is what the servers run,
+so that at its top it imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -125,24 +128,72 @@ def _send(server: socket.socket, order: Mapping[str, Any], *fds: int) -> tuple[i
 @functools.cache
 def _server(preload: tuple[str, ...], pid: int) -> socket.socket:
     """The connection to a server of this process."""
-    first = preload[:1] if len(preload) > 1 else BASE
-    base = _server(first, pid) if preload != BASE else None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        if base is not None:
+        if HUB in os.environ:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hub:
+                hub.connect(os.environ[HUB])
+                socket.send_fds(hub, [json.dumps(preload).encode()], [1, 2, theirs.fileno()])
+        elif preload == BASE:
+            _start_process(ours, theirs, *preload)
+        else:
+            base = _server(preload[:1] if len(preload) > 1 else BASE, pid)
             _send(base, {"preload": preload}, 1, 2, theirs.fileno())[1].close()
-            atexit.register(ours.close)
-            return ours
-        command = [sys.executable, "-m", "kit.forked", str(theirs.fileno()), *preload]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+    atexit.register(ours.close)
+    return ours
+
+
+def _start_process(ours: socket.socket, theirs: socket.socket, *arguments: str) -> None:
+    """Run this file as a program with one end of a connection. It ends, and is waited for, when this process ends."""
+    command = [sys.executable, "-m", "kit.forked", str(theirs.fileno()), *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
 
     def end() -> None:
         ours.close()
         process.wait()
 
     atexit.register(end)
-    return ours
+
+
+# ------------------------------------------------------------------------------------------ a hub
+
+
+HUB = "FORKED_HUB"
+"""The variable with the address of the hub, for the processes that are started by the one that has made it."""
+
+
+def shared_servers() -> None:
+    """Have the processes that this one starts share the servers of a hub, which ends with this process."""
+    folder = tempfile.mkdtemp(prefix="hub-")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(os.path.join(folder, "door"))
+        door.listen(64)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            _start_process(ours, theirs)
+        socket.send_fds(ours, [b"door"], [door.fileno()])
+    atexit.register(shutil.rmtree, folder)
+    os.environ[HUB] = os.path.join(folder, "door")
+
+
+def serve_at_door(caller: socket.socket) -> None:
+    """Give each process that comes to the door a server with the modules that it names, until the caller ends."""
+    _, (fd,), _, _ = socket.recv_fds(caller, 64, 1)
+    making = threading.Lock()
+
+    def give(guest: socket.socket) -> None:
+        with guest:
+            preload, fds, _, _ = socket.recv_fds(guest, LONGEST, 3)
+        with making:
+            server = _server(tuple(json.loads(preload)), os.getpid())
+        _send(server, {"preload": []}, *fds)[1].close()  # once the server has imported its modules
+        for each in fds:
+            os.close(each)
+
+    with socket.socket(fileno=fd) as door:
+        while caller not in select.select([caller, door], [], [])[0]:
+            threading.Thread(target=give, args=(door.accept()[0],), daemon=True).start()
 
 
 # ------------------------------------------------------------------------------------------ programs
@@ -216,7 +267,10 @@ def run_program(
 # ------------------------------------------------------------------------------------------ ranks
 
 
-RANKS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "fairscale.nn", "fsdp_optim.testing.worker")
+RANKS = (
+    *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "fairscale.nn", "fsdp_optim.testing.worker"),
+    *("fsdp_optim.api", "kit.checkpoints", "pytest", "parameterized"),  # which most files of tests import on each rank
+)
 SPAWN = util.spawnv_passfds
 
 
@@ -338,6 +392,9 @@ def run_order(order: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     got: dict[str, Any] | None = {"preload": sys.argv[2:], "files": [int(sys.argv[1])]}
+    if not sys.argv[2:]:
+        serve_at_door(socket.socket(fileno=int(sys.argv[1])))
+        got = None
     while got is not None and "preload" in got:
         gc.disable()
         for name in got["preload"]:

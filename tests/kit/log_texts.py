@@ -19,3 +19,16 @@ def log_texts(level: int = logging.NOTSET) -> Iterator[list[str]]:
         yield texts
     finally:
         log.removeHandler(handler)
+
+
+@contextmanager
+def lines_said() -> Iterator[list[str]]:
+    """The messages of the library in the block from the level INFO on, which its logger lets through for that."""
+    log = logging.getLogger("fsdp_optim")
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        with log_texts(logging.INFO) as texts:
+            yield texts
+    finally:
+        log.setLevel(level)

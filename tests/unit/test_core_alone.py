@@ -83,6 +83,34 @@ def loaded() -> Mapping[str, list[str]]:
     return {what: names.split() for what, _, names in (line.partition(":") for line in done.stdout.splitlines())}
 
 
+FIRST_USE = """
+import sys
+import torch
+before = {name.partition(".")[0] for name in sys.modules}, {name for name in sys.modules if name.startswith("torch")}
+import fsdp_optim
+small = {name for name in sys.modules if name.startswith("fsdp_optim")}
+fsdp_optim.save
+now = {name.partition(".")[0] for name in sys.modules}, {name for name in sys.modules if name.startswith("torch")}
+print(*sorted(small))
+print(*sorted(now[0] - before[0] - sys.stdlib_module_names))
+print(*sorted(now[1] - before[1]))
+"""
+
+
+class FirstUseTest(unittest.TestCase):
+    def test_it_loads_no_more_of_torch_and_two_small_packages(self) -> None:
+        """`import fsdp_optim` loads the errors; the first name of it loads nothing that takes long."""
+        done = run(FIRST_USE)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        package, others, of_torch = done.stdout.split("\n")[:3]
+        by_kit = {"fsdp_optim.arguments", "fsdp_optim.options"}
+        self.assertEqual(set(package.split()) - by_kit, {"fsdp_optim", "fsdp_optim.errors"})
+        private = "_sysconfigdata"  # of the standard library, with the name of the platform
+        loaded = {name for name in others.split() if not name.startswith(private)}
+        self.assertEqual(loaded - {"fsdp_optim"}, {"msgspec", "xxhash"})
+        self.assertEqual(of_torch.split(), [])
+
+
 class CoreAloneTest(unittest.TestCase):
     @parameterized.expand(list(CALLS))
     def test_nothing_else_is_loaded(self, what: str) -> None:

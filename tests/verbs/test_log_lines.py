@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import tempfile
 import time
@@ -14,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.compare import Differs
+from kit.log_texts import lines_said
 from kit.models import Net
 from kit.optimizers import adam
 from kit.options import as_options
@@ -29,18 +29,8 @@ Lines = dict[str, list[str]]
 
 def lines_of(call: Callable[[], Any]) -> tuple[Any, list[str]]:
     """The result of a call, and the lines that it logs on this rank."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("fsdp_optim")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        return call(), records
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
+    with lines_said() as lines:
+        return call(), lines
 
 
 def trained() -> tuple[Any, torch.optim.Optimizer]:

@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 import torch
 from kit.compare import check_same
+from kit.ways import by_file, by_scatter, by_transfer
 from kit.wraps import in_ddp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import fsdp_optim
 from fsdp_optim import (
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
     load_optim_state_dict,
-    scatter_full_optim_state_dict,
-    transfer_optim_state,
 )
 from fsdp_optim.memory import laid_out_like
 from fsdp_optim.testing import run_on_ranks
@@ -80,20 +78,6 @@ def by_shard(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> No
 def by_shard_and_torch(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> None:
     full = gather_full_optim_state_dict(model, optim, recipient_rank=None)
     new_optim.load_state_dict(get_shard_from_optim_state_dict(new, new_optim, full))
-
-
-def by_scatter(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> None:
-    full = gather_full_optim_state_dict(model, optim)
-    load_optim_state_dict(new_optim, scatter_full_optim_state_dict(new, new_optim, full))
-
-
-def by_transfer(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> None:
-    transfer_optim_state(model, optim, new, new_optim)
-
-
-def by_file(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> None:
-    fsdp_optim.save(path, model, optim)
-    fsdp_optim.load(path, new, new_optim)
 
 
 WAYS = [by_shard, by_shard_and_torch, by_scatter, by_transfer, by_file]

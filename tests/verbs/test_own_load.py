@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit.compare import check_same
+from kit.ways import by_file, by_scatter, by_transfer
 from torch import nn
 
 import fsdp_optim
@@ -20,7 +21,6 @@ from fsdp_optim import (
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
     load_optim_state_dict,
-    scatter_full_optim_state_dict,
     transfer_optim_state,
 )
 
@@ -121,20 +121,6 @@ def by_shard(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> No
     load_optim_state_dict(new_optim, shard)
     check_same("the full dict stays as it is", full, before)
     check_same("the shard stays as it is", shard, given)
-
-
-def by_scatter(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> None:
-    full = gather_full_optim_state_dict(model, optim)
-    load_optim_state_dict(new_optim, scatter_full_optim_state_dict(new, new_optim, full))
-
-
-def by_transfer(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> None:
-    transfer_optim_state(model, optim, new, new_optim)
-
-
-def by_file(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> None:
-    fsdp_optim.save(path, model, optim)
-    fsdp_optim.load(path, new, new_optim)
 
 
 all_ways = pytest.mark.parametrize("way", [by_shard, by_scatter, by_transfer, by_file], ids=lambda way: way.__name__)

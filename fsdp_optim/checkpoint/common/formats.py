@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Protocol
 
 from fsdp_optim.errors import CheckpointError, ReplacedError, wrong_use
+from fsdp_optim.formats.base.beside import BesideOthers
 from fsdp_optim.formats.base.protocols import Format, Reader, WrittenFormat, replaced_error, written
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.own.format import OURS
@@ -23,7 +24,6 @@ from fsdp_optim.registry import (
     format_factory,
     format_names,
     is_format,
-    manifests_but,
     named,
     other_formats,
 )
@@ -97,16 +97,12 @@ class _NotYetLoaded(ListedFormat):
         return number
 
 
-class _ProbeNotYetLoaded(CheckpointProbe[ManifestSummary]):
+class _ProbeNotYetLoaded(BesideOthers):
     """The probe of a format of this package, which is imported only when the bytes of a checkpoint are needed."""
 
     def __init__(self, known: BuiltInFormat) -> None:
         self._known, self.manifest = known, known.manifest
         self._traces = re.compile(known.traces)
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        return manifests_but(self.manifest)
 
     @property
     def _loaded(self) -> CheckpointProbe[ManifestSummary]:

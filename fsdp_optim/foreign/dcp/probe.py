@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.beside import BesideOthers
 from fsdp_optim.formats.base.checksums import Digest, hex_of
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.summary import ManifestSummary
-from fsdp_optim.registry import DCP, manifests_but
+from fsdp_optim.registry import DCP
 from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, is_sure_that_not
 
 NAME = DCP.manifest
@@ -85,14 +86,10 @@ _OLDEST = ManifestSummary(
 """Stands for the brief of a checkpoint that torch.distributed.checkpoint itself has written: it is older than all others."""
 
 
-class DcpProbe(CheckpointProbe[ManifestSummary]):
+class DcpProbe(BesideOthers):
     """The `CheckpointProbe` of DCP checkpoints. Those of other writers count as complete; their token is empty."""
 
     manifest = NAME
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        return manifests_but(NAME)
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:

@@ -6,12 +6,12 @@ import contextlib
 import re
 from collections.abc import Callable
 
+from fsdp_optim.formats.base.beside import BesideOthers
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import COMMON
 from fsdp_optim.formats.base.summary import ManifestSummary
-from fsdp_optim.registry import manifests_but
-from fsdp_optim.storage.base import CheckpointProbe, CheckpointStatus, Opened, is_sure_that_not
+from fsdp_optim.storage.base import CheckpointStatus, Opened, is_sure_that_not
 
 NAME = "torch_files.json"
 ONE = "checkpoint.pt"
@@ -34,14 +34,10 @@ def rank_in(name: str) -> int | None:
     return int(matched[1]) if matched is not None else None
 
 
-class TorchFilesProbe(CheckpointProbe[ManifestSummary]):
+class TorchFilesProbe(BesideOthers):
     """The `CheckpointProbe` of folders of torch files, whose manifest has the sizes of the files."""
 
     manifest = NAME
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        return manifests_but(NAME)
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:

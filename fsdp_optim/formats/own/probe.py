@@ -6,10 +6,10 @@ import contextlib
 import re
 from collections.abc import Callable
 
+from fsdp_optim.formats.base.beside import BesideOthers
 from fsdp_optim.formats.base.checksums import sums_of
 from fsdp_optim.formats.base.summary import MOST_NBYTES, ManifestSummary, summary_in
 from fsdp_optim.formats.own.manifest import NAME, VERSION, manifest_in
-from fsdp_optim.registry import manifests_but
 from fsdp_optim.storage.base import CheckpointStatus, Opened, is_reserved, is_sure_that_not
 
 _FIRST_NBYTES = 4096  # of a manifest, read first for its summary
@@ -24,14 +24,10 @@ _TRACE = re.compile(
 )
 
 
-class OwnProbe:
+class OwnProbe(BesideOthers):
     """The `CheckpointProbe` of this library's own format."""
 
     manifest = NAME
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        return manifests_but(NAME)
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         """Return whether the place has all files of the manifest with their sizes."""
