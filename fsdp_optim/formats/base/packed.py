@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,6 +41,8 @@ class PackedExtents:
         kept = nbytes > 0
         if not kept.all():
             starts, nbytes, at = starts[kept], nbytes[kept], at[kept]
+        if not len(starts):
+            return cls(starts, starts, at, memory)
         if (starts[1:] < starts[:-1]).any():
             order = starts.argsort(kind="stable")
             starts, nbytes, at = starts[order], nbytes[order], at[order]
@@ -79,17 +82,25 @@ def write_packed(packed: PackedExtents, segment_nbytes: int, write: Callable[[Pi
     `segment_nbytes` 0: nothing is hashed, and all hashes are 0. `write(pieces, place)` writes at a byte of the file, in which
     the section begins at `offset`.
     """
-    pieces = packed.cut_at(segment_nbytes or _TOGETHER)
+    pieces = packed.cut_at(segment_nbytes) if segment_nbytes else packed
     hashes = numpy.zeros(len(pieces.starts), numpy.uint64)
     written = packed.cut_at(_TOGETHER)
-    ends = pieces.starts.searchsorted(written.stops)  # segments are cut at every border of what is written together
-    bodies, first = pieces.parts() if segment_nbytes else [], 0
-    for place, body, end in zip((written.starts + offset).tolist(), written.parts(), ends.tolist(), strict=True):
+    ends = pieces.starts.searchsorted(written.stops).tolist()  # of the segments that begin before the end of each
+    segments, first = pieces.parts() if segment_nbytes else [], 0
+    bodies, starts = written.parts(), written.starts.tolist()
+    for begin, end in _together(written):
         if segment_nbytes:
-            if end - first == 1:
-                hashes[first] = hash_of(bodies[first])
-            else:
-                hashes[first:end] = [*map(hash_of, bodies[first:end])]
-            first = end
-        write((body,), place)
+            last = ends[end - 1]
+            hashes[first:last] = [*map(hash_of, segments[first:last])]
+            first = last
+        write(bodies[begin:end], starts[begin] + offset)
     return numpy.stack([pieces.starts, pieces.stops, hashes.view(numpy.int64)], axis=1).astype("<i8").view("<u8")
+
+
+def _together(packed: PackedExtents) -> list[tuple[int, int]]:
+    """Return the runs [begin, end) of ranges that are adjacent in the section. A multiple of `_TOGETHER` ends a run."""
+    starts, stops = packed.starts, packed.stops
+    begins = numpy.ones(len(starts), bool)
+    begins[1:] = (starts[1:] != stops[:-1]) | (starts[1:] // _TOGETHER != starts[:-1] // _TOGETHER)
+    borders = [*begins.nonzero()[0].tolist(), len(starts)]
+    return [*itertools.pairwise(borders)]
