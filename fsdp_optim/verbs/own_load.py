@@ -93,7 +93,8 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
                 withheld = {name for name in changing if _is_withheld(name, values[name], own_setstate)}
                 if withheld:
                     state[key] = {name: value for name, value in values.items() if name not in withheld}
-        return {**state_dict, "state": state}
+        groups = [{**group, "params": _Ids(group["params"])} for group in state_dict["param_groups"]]
+        return {**state_dict, "state": state, "param_groups": groups}
 
     def after(_: torch.optim.Optimizer) -> None:
         params = _params_in_order(optim, given)
@@ -124,6 +125,20 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Ids(list[Any]):
+    """The ids of a group, in which torch's load looks for the id of each value: in a list, a load grows with the square."""
+
+    def __init__(self, ids: Iterable[Any]) -> None:
+        super().__init__(ids)
+        self._set = frozenset(self)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._set
+
+    def __deepcopy__(self, memo: object) -> list[Any]:
+        return list(self)
 
 
 def _takes_hooks(optim: torch.optim.Optimizer) -> bool:
