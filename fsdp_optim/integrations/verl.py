@@ -210,25 +210,27 @@ class FsdpOptimCheckpointManager(_Own):
                 weights = by_lowest("the weights", lambda: _weights_in(place))
         optim = self.optimizer if self.should_load_optimizer else None
         model = self.model if weights != "none" or optim is not None else None
-        fsdp_optim.load(place, model, optim, state=self._state_to_load(place), weights=weights)
+        loaded = fsdp_optim.load(place, model, optim, state=self._state_to_load(place), weights=weights)
+        if self.should_load_extra and _OLD_RANDOM in loaded.state:
+            set_random_states(loaded.state[_OLD_RANDOM])
 
     def _state_to_load(self, place: str) -> dict[str, Any]:
         """Return what gets the schedule and the random states of this rank, under the names that the checkpoint has.
 
-        The load takes them together with the model on all ranks, or on none.
+        The load takes them together with the model on all ranks, or on none. The random states of older versions, whose name is
+        the library's own now, are set afterwards.
         """
         names = by_lowest("the names of the state", lambda: sorted(fsdp_optim.load(place).state))
-        state: dict[str, Any] = dict.fromkeys(names)
+        state: dict[str, Any] = {name: None for name in names if name != _OLD_RANDOM}
         if not self.should_load_extra:
             return state
         if self.lr_scheduler is not None and _SCHEDULER in state:
             state[_SCHEDULER] = self.lr_scheduler
         elif self.lr_scheduler is not None and self.rank == 0:
             log.warning("%s has no %s, so the schedule stays as it is", place, _SCHEDULER)
-        random = next((name for name in (_RANDOM, _OLD_RANDOM) if name in state), None)
-        if random is not None:
-            state[random] = fsdp_optim.per_rank(_RandomStates())
-        elif self.rank == 0:  # a rank that is new keeps its own, which the load says
+        if _RANDOM in state:
+            state[_RANDOM] = fsdp_optim.per_rank(_RandomStates())
+        elif _OLD_RANDOM not in names and self.rank == 0:  # a rank that is new keeps its own, which the load says
             log.warning("%s has no random states, so they stay as they are", place)
         return state
 

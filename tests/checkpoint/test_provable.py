@@ -174,8 +174,8 @@ class TestRefused(Folder):
         optim = trained(model, sgd)
         describe = save_contents.describe
 
-        def wrong(state: Any) -> Any:
-            made = describe(state)
+        def wrong(state: Any, stored: Any) -> Any:
+            made = describe(state, stored)
             state = made.full["state"]
             state["weight"] = dict.fromkeys(state["weight"], state["bias"].get("momentum_buffer"))
             return made

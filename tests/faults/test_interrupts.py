@@ -30,7 +30,7 @@ from fsdp_optim.verbs import call as calls
 WORLD, TIMEOUT = 2, 60.0
 PATIENCE = 60.0
 LIBRARY = f"{Path(fsdp_optim.__file__).parent}{os.sep}"
-UNSEEN = ("transport/failure.py", "transport/job/pulse.py", "transport/turns.py", "machine.py")
+UNSEEN = ("transport/failure.py", "transport/job/pulse.py", "transport/turns.py", "machine.py", "collector.py")
 PLACES: dict[str, tuple[Any, str]] = {
     "arguments": (calls, "check_model"),
     "reading": (calls, "read_optimizer"),

@@ -127,8 +127,8 @@ def whose(root: Path) -> list[str]:
     manager.rank, manager.optimizer, manager.lr_scheduler = dist.get_rank(), None, None
     stat = os.stat
 
-    def load(*_: Any, **__: Any) -> Any:
-        loads.append("this library")
+    def load(*given: Any, **_: Any) -> Any:
+        loads.append("this library" if len(given) > 1 else "the names")
         return SimpleNamespace(state={})
 
     def late(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,9 +157,12 @@ def of_an_older_version(root: Path) -> None:
     manager.close()
     drawn = torch.rand(3)
     [saved] = fsdp_optim.checkpoints(root / "run")
+    (root / "actor").mkdir()
+    os.rename(str(saved.path), root / "actor/huggingface")
     loading = object.__new__(verl.FsdpOptimCheckpointManager)
-    loading.rank, loading.lr_scheduler = 0, schedules[1]
-    loading._take(fsdp_optim.load(saved.path).state, str(saved.path))
+    loading._finisher, loading.checkpoint_load_contents, loading.model = None, ["extra"], model
+    loading.rank, loading.optimizer, loading.lr_scheduler = 0, None, schedules[1]
+    loading.load_checkpoint(str(root / "actor"))
     check_same("the schedule", schedules[1].last_epoch, 1)
     check_same("the next numbers", torch.rand(3), drawn)
 
@@ -184,7 +187,7 @@ class HostsTest(unittest.TestCase):
         run_on_ranks(of_an_older_version, 1, self.root)
 
     def test_all_ranks_load_by_the_manager_that_rank_0_finds(self) -> None:
-        self.assertEqual(run_on_ranks(whose, 2, self.root), [["this library"]] * 2)
+        self.assertEqual(run_on_ranks(whose, 2, self.root), [["the names", "this library"], ["this library"]])
 
 
 if __name__ == "__main__":

@@ -228,7 +228,9 @@ def by_accelerate(root: Path) -> str:
     )
     with machines("a", "b"), shows_late(["checkpoint_2"], on_rank=1):
         refused(
-            lambda: accelerator_state.save_state(print, accelerator, QUIET), CheckpointError, "checkpoint_2: exists"
+            lambda: accelerator_state.save_state(print, accelerator, QUIET),
+            CheckpointError,
+            "checkpoint_2: already exists",
         )
         return Path(accelerator_state.load_state(lambda path: path, accelerator, QUIET)).name
 

@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_optim.checkpoint.save import short_parts, writing
+from fsdp_optim.checkpoint.save import writing
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base import packed as packed_module
@@ -118,7 +118,7 @@ CUTS: dict[str, Placement] = {
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.int16)
 
 
-def written(rank: int, *, short: int, buffer: int = 4 << 20) -> tuple[dict[int, int], list[list[int]], int]:
+def written(rank: int, *, short: int) -> tuple[dict[int, int], list[list[int]], int]:
     """What a rank writes of values of all cuts and dtypes: the bytes, the segments, and the number of writes."""
     values = [StateValue(name, str(dtype), dtype, cut) for dtype in DTYPES for name, cut in CUTS.items()]
     starts = np.cumsum([0, *(value.nbytes for value in values[:-1])]).tolist()
@@ -143,7 +143,7 @@ def written(rank: int, *, short: int, buffer: int = 4 << 20) -> tuple[dict[int, 
         if "replicas" in value.fqn:
             flat = torch.ones(stop - start).to(value.dtype)
         parts.append(Slice(value, value.placement, flat if stop > start else None, start))
-    with mock.patch.object(short_parts, "_BUFFER_NBYTES", buffer), mock.patch.object(writing, "SHORT_NBYTES", short):
+    with mock.patch.object(writing, "SHORT_NBYTES", short):
         writer.write(writer.extents_of(parts))
     return disk.content, sorted(writer.rows["file"].tolist()), disk.num_writes
 
@@ -151,9 +151,12 @@ def written(rank: int, *, short: int, buffer: int = 4 << 20) -> tuple[dict[int, 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_short_parts_are_written_as_long_ones(rank: int) -> None:
     content, rows, num_writes = written(rank, short=1 << 20)
-    by_itself, _, num_by_itself = written(rank, short=-1)
-    assert content == by_itself == written(rank, short=1 << 20, buffer=300)[0]
-    assert num_writes <= num_by_itself + len(DTYPES)  # values of one dtype are copied together
+    by_itself, rows_by_itself, num_by_itself = written(rank, short=-1)
+    assert content == by_itself
+    assert num_writes <= num_by_itself
+    assert rows == rows_by_itself
+    mixed, rows_of_both, _ = written(rank, short=60)  # short ones between longer ones
+    assert (mixed, rows_of_both) == (content, rows)
     for start, stop, digest in rows:
         body = bytes(content[OFFSET + i] for i in range(start, stop))
         assert digest == xxhash.xxh3_64_intdigest(body)

@@ -102,6 +102,9 @@ class HostBatch:
 def in_host_memory(extents: Sequence[LocalExtent], budget: Budget) -> Iterator[HostBatch]:
     """Yield batches of extents in host memory: first all on the host, then copies of device extents, at most `budget` each."""
     host = [extent for extent in extents if isinstance(extent, Extent)]
+    for packed in extents:
+        if isinstance(packed, PackedExtents):  # beside longer ones, with which they share segments
+            host += map(Extent, packed.starts.tolist(), packed.parts())
     if host:
         yield HostBatch(host)
     on_devices = sorted((e for e in extents if isinstance(e, DeviceExtent)), key=lambda extent: extent.start)

@@ -5,7 +5,6 @@ What depends on the structure is computed once per kind of value (values that ar
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 
 from fsdp_optim.checkpoint.common.local_extents import bytes_of, ranges_of
 from fsdp_optim.formats.base.packed import PackedExtents
-from fsdp_optim.memory import in_batches
+from fsdp_optim.memory import empty
 from fsdp_optim.plan import Copy
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 SHORT_NBYTES = 32 << 10
 """The most bytes of a local tensor that is copied with others. Longer ones are written from where they are."""
 
-_BUFFER_NBYTES = 4 << 20  # copied together
+_CPU = torch.device("cpu")
 
 
 class Kind(NamedTuple):
@@ -55,7 +54,7 @@ class Kind(NamedTuple):
 
 
 class ShortParts:
-    """Short parts of one file, of one dtype and one device, as they are collected."""
+    """Short parts of one file, as they are collected."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
@@ -70,27 +69,42 @@ class ShortParts:
         self._flats.append(flat)
         self._of_kind.append(number)
 
-    def packed(self) -> list[PackedExtents]:
-        """Copy the elements into buffers on the host, of a bounded size each."""
-        tables, at = [], 0
-        for batch in in_batches(self._flats, lambda flat: flat.nbytes, _BUFFER_NBYTES):
-            tables.append(self._table(at, batch))
-            at += len(batch)
-        return tables
-
-    def _table(self, first: int, flats: list[torch.Tensor]) -> PackedExtents:
-        buffer = torch.cat(flats) if len(flats) > 1 else flats[0].clone()
-        memory = bytes_of(buffer.cpu())
-        bases = numpy.fromiter(itertools.accumulate((flat.nbytes for flat in flats[:-1]), initial=0), numpy.int64)
-        begins = numpy.array(self._begins[first : first + len(flats)], numpy.int64)
-        kinds = [kind for _, kind in self._kinds.values()]
-        of_kind = numpy.array(self._of_kind[first : first + len(flats)], numpy.intp)
+    def packed(self) -> PackedExtents:
+        """Copy the elements into one buffer on the host."""
+        begins, kinds = numpy.array(self._begins, numpy.int64), [kind for _, kind in self._kinds.values()]
+        of_kind, (memory, bases) = numpy.array(self._of_kind, numpy.intp), _side_by_side(self._flats)
         # One row for each range of each value: `of` is the value, `row` the range among those of all kinds.
         lengths = numpy.array([len(kind.nbytes) for kind in kinds], numpy.int64)
         counts = lengths[of_kind]
-        of = numpy.arange(len(flats)).repeat(counts)
+        of = numpy.arange(len(begins)).repeat(counts)
         row = numpy.arange(len(of)) + ((lengths.cumsum() - lengths)[of_kind] - (counts.cumsum() - counts))[of]
         targets = numpy.concatenate([kind.targets for kind in kinds])
         sources = numpy.concatenate([kind.sources for kind in kinds])
         nbytes = numpy.concatenate([kind.nbytes for kind in kinds])
         return PackedExtents.of(begins[of] + targets[row], nbytes[row], bases[of] + sources[row], memory)
+
+
+def _side_by_side(flats: Sequence[torch.Tensor]) -> tuple[memoryview, Numbers]:
+    """Return a copy of the elements of some tensors on the host, and the byte at which those of each begin.
+
+    Tensors of one dtype on one device are copied in one call of torch.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number, flat in enumerate(flats):
+        groups.setdefault((flat.dtype, flat.device), []).append(number)
+    buffer = empty((sum(flat.nbytes for flat in flats),), torch.uint8, _CPU)
+    bases, at = numpy.zeros(len(flats), numpy.int64), 0
+    for dtype, device in sorted(
+        groups, key=lambda group: -group[0].itemsize
+    ):  # so that each begins at a multiple of its size
+        numbers = groups[dtype, device]
+        sizes = numpy.array([flats[number].nbytes for number in numbers], numpy.int64)
+        bases[numbers] = at + sizes.cumsum() - sizes
+        stop = at + int(sizes.sum())
+        target = buffer[at:stop].view(dtype)
+        if device.type == "cpu":
+            torch.cat([flats[number] for number in numbers], out=target)
+        else:
+            target.copy_(torch.cat([flats[number] for number in numbers]))
+        at = stop
+    return bytes_of(buffer), bases

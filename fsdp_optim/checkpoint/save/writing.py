@@ -83,7 +83,7 @@ class RankWriter:
     def extents_of(self, parts: Sequence[Slice]) -> dict[str, list[LocalExtent]]:
         """Return the extents that this rank must write of some parts, by file. Those of short parts are copies."""
         extents: dict[str, list[LocalExtent]] = {}
-        short: dict[tuple[str, torch.dtype, torch.device], ShortParts] = {}
+        short: dict[str, ShortParts] = {}
         for part in parts:
             flat = part.flat
             name, begin = self._starts[part.value.key]
@@ -103,14 +103,13 @@ class RankWriter:
                     f"{copies[0][1].numel}"
                 )
             if kind is not None and part.start == kind.start and flat.numel() == kind.numel:
-                key = name, flat.dtype, flat.device
-                if key not in short:
-                    short[key] = ShortParts()
-                short[key].add(begin, kind, flat)
+                if name not in short:
+                    short[name] = ShortParts()
+                short[name].add(begin, kind, flat)
             else:
                 extents.setdefault(name, []).extend(self._of_copies(part, flat, begin, copies))
-        for (name, *_), collected in short.items():
-            extents.setdefault(name, []).extend(collected.packed())
+        for name, collected in short.items():
+            extents.setdefault(name, []).append(collected.packed())
         return extents
 
     def _of_copies(
@@ -165,10 +164,10 @@ class RankWriter:
                 self._write_head(name)
                 section = self._section(file)
                 grid = file.segment_nbytes if self._checksums else 0
-                for packed in extents:
-                    if isinstance(packed, PackedExtents):
-                        self._rows[name].append(write_packed(packed, grid, section.move, section.offset))
-                        self.nbytes += packed.nbytes
+                if len(extents) == 1 and isinstance(extents[0], PackedExtents):
+                    self._rows[name].append(write_packed(extents[0], grid, section.move, section.offset))
+                    self.nbytes += extents[0].nbytes
+                    continue
                 for batch in in_host_memory(extents, self._budget):
                     batch.copy_to_host()
                     self._rows[name].append(write_extents(section, batch.extents, grid))

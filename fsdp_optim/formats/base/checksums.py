@@ -7,7 +7,7 @@ little-endian 64-bit numbers. Each segment begins at the end of the one before, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -32,6 +32,16 @@ Buffer = bytes | bytearray | memoryview
 def hash_of(data: Buffer) -> int:
     """Return the XXH3 hash, 64 bits, seed 0."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def hash_of_pieces(pieces: Sequence[memoryview]) -> int:
+    """Return the hash of some bytes, in pieces."""
+    if len(pieces) == 1:
+        return hash_of(pieces[0])
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    return int(digest.intdigest())
 
 
 def hex_of(data: Buffer) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import xxhash
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.checksums import Rows, SegmentRange, Sums, hash_of, rows_of
+from fsdp_optim.formats.base.checksums import Rows, SegmentRange, Sums, hash_of, hash_of_pieces, rows_of
 from fsdp_optim.formats.base.frames import Pieces
 from fsdp_optim.memory import in_batches
 
@@ -69,7 +69,7 @@ def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbyte
             hashes = map(hash_of, [memory[first - start : first - start + segment_nbytes] for first in starts])
             rows += zip(starts, range(start + segment_nbytes, at + 1, segment_nbytes), hashes, strict=True)
         else:
-            rows.append((start, at, _hash_of_pieces(pieces) if segment_nbytes else 0))
+            rows.append((start, at, hash_of_pieces(pieces) if segment_nbytes else 0))
         unwritten += pieces
     if unwritten:
         section.move(unwritten, section.offset + unwritten_start)
@@ -219,12 +219,3 @@ class _SumCheck:
                         "saved: the file was damaged; load another checkpoint (verify=False reads the damaged bytes)"
                     )
             start, index = stop, index + 1
-
-
-def _hash_of_pieces(pieces: Sequence[memoryview]) -> int:
-    if len(pieces) == 1:
-        return hash_of(pieces[0])
-    digest = xxhash.xxh3_64()
-    for piece in pieces:
-        digest.update(piece)
-    return int(digest.intdigest())

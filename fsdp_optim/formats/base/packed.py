@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from fsdp_optim.formats.base.checksums import Rows, hash_of
+from fsdp_optim.formats.base.checksums import Rows, hash_of, hash_of_pieces
 from fsdp_optim.formats.base.frames import Pieces
 
 if TYPE_CHECKING:
@@ -75,6 +75,13 @@ class PackedExtents:
         memory, ends = self.memory, self.at + self.stops - self.starts
         return [memory[start:stop] for start, stop in zip(self.at.tolist(), ends.tolist(), strict=True)]
 
+    def runs(self, grid: int) -> list[int]:
+        """Return the borders of runs of ranges that are adjacent in the section. A multiple of `grid` ends a run."""
+        starts, stops = self.starts, self.stops
+        begins = numpy.ones(len(starts), bool)
+        begins[1:] = (starts[1:] != stops[:-1]) | (starts[1:] // grid != starts[:-1] // grid)
+        return [*begins.nonzero()[0].tolist(), len(starts)]
+
 
 def write_packed(packed: PackedExtents, segment_nbytes: int, write: Callable[[Pieces, int], None], offset: int) -> Rows:
     """Write ranges, and return their segments, as `write_extents` does.
@@ -82,25 +89,27 @@ def write_packed(packed: PackedExtents, segment_nbytes: int, write: Callable[[Pi
     `segment_nbytes` 0: nothing is hashed, and all hashes are 0. `write(pieces, place)` writes at a byte of the file, in which
     the section begins at `offset`.
     """
-    pieces = packed.cut_at(segment_nbytes) if segment_nbytes else packed
-    hashes = numpy.zeros(len(pieces.starts), numpy.uint64)
+    grid = segment_nbytes or _TOGETHER
+    pieces = packed.cut_at(grid)
+    borders = pieces.runs(grid)
+    starts, stops = pieces.starts[borders[:-1]], pieces.stops[numpy.array(borders[1:], numpy.intp) - 1]
+    hashes = numpy.zeros(len(starts), numpy.uint64)
     written = packed.cut_at(_TOGETHER)
-    ends = pieces.starts.searchsorted(written.stops).tolist()  # of the segments that begin before the end of each
-    segments, first = pieces.parts() if segment_nbytes else [], 0
-    bodies, starts = written.parts(), written.starts.tolist()
-    for begin, end in _together(written):
-        if segment_nbytes:
-            last = ends[end - 1]
-            hashes[first:last] = [*map(hash_of, segments[first:last])]
+    of_writes = written.runs(_TOGETHER)
+    last_bytes = written.stops[numpy.array(of_writes[1:], numpy.intp) - 1]
+    ends = starts.searchsorted(last_bytes).tolist()  # of the segments that begin before the end of each write
+    bodies = pieces.parts() if segment_nbytes else []
+    memory, places, first = written.parts(), (written.starts + offset).tolist(), 0
+    for (begin, end), last in zip(itertools.pairwise(of_writes), ends, strict=True):
+        if segment_nbytes and last > first:
+            hashes[first:last] = _hashes_of(bodies, borders[first : last + 1])
             first = last
-        write(bodies[begin:end], starts[begin] + offset)
-    return numpy.stack([pieces.starts, pieces.stops, hashes.view(numpy.int64)], axis=1).astype("<i8").view("<u8")
+        write(memory[begin:end], places[begin])
+    return numpy.stack([starts, stops, hashes.view(numpy.int64)], axis=1).astype("<i8").view("<u8")
 
 
-def _together(packed: PackedExtents) -> list[tuple[int, int]]:
-    """Return the runs [begin, end) of ranges that are adjacent in the section. A multiple of `_TOGETHER` ends a run."""
-    starts, stops = packed.starts, packed.stops
-    begins = numpy.ones(len(starts), bool)
-    begins[1:] = (starts[1:] != stops[:-1]) | (starts[1:] // _TOGETHER != starts[:-1] // _TOGETHER)
-    borders = [*begins.nonzero()[0].tolist(), len(starts)]
-    return [*itertools.pairwise(borders)]
+def _hashes_of(bodies: list[memoryview], borders: list[int]) -> list[int]:
+    """Return the hash of each segment, which consists of the bodies between two borders."""
+    if borders[-1] - borders[0] == len(borders) - 1:  # nearly always one each
+        return [*map(hash_of, bodies[borders[0] : borders[-1]])]
+    return [hash_of_pieces(bodies[begin:end]) for begin, end in itertools.pairwise(borders)]
