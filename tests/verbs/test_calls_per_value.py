@@ -1,0 +1,87 @@
+"""How many calls of functions a value takes: what no noisy clock can blur. The bounds are those of today, with little room."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import tempfile
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+FEW, MANY = 100, 300
+VALUES = 4  # of a parameter: the weight, two moments and the step
+
+# Calls of functions, in Python and C, that each further value takes on the rank that makes most.
+MOST = {
+    "FSDP2": {"save": 440, "load": 495, "gather": 143, "stall": 425},
+    "DDP": {"save": 535, "load": 555, "gather": 130, "stall": 530},
+}
+
+
+def trained(wrapper: str, num_params: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    units = [nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(10))) for _ in range(num_params // 10)]
+    if wrapper == "FSDP2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model: nn.Module = fully_shard(nn.Sequential(*(fully_shard(unit, mesh=mesh) for unit in units)), mesh=mesh)
+    else:
+        model = DistributedDataParallel(nn.Sequential(*units))
+    optim = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optim.step()
+    return model, optim
+
+
+def counted(call: Callable[[], Any]) -> int:
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        call()
+    finally:
+        profile.disable()
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+def count(wrapper: str, folder: str) -> dict[str, list[int]]:
+    """The calls of each of four calls of the library, with few and with many parameters, in the second round."""
+    counts: dict[str, list[int]] = {}
+    for num_params in (FEW, MANY):
+        model, optim = trained(wrapper, num_params)
+        path, handles = f"{folder}/{num_params}", []
+        calls: dict[str, Callable[[], Any]] = {
+            "save": lambda: fsdp_optim.save(path, model, optim, overwrite=True),
+            "load": lambda: fsdp_optim.load(path, model, optim),
+            "gather": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim),
+            "stall": lambda: handles.append(fsdp_optim.async_save(f"{path}-async", model, optim, overwrite=True)),
+        }
+        for is_second in (False, True):
+            for name, call in calls.items():
+                number = counted(call)
+                while handles:
+                    handles.pop().wait()
+                if is_second:
+                    counts.setdefault(name, []).append(number)
+    return counts
+
+
+class CallsTest(unittest.TestCase):
+    @parameterized.expand(list(MOST))
+    def test_calls_per_value(self, wrapper: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            by_rank = run_on_ranks(count, 2, wrapper, folder)
+        for name, most in MOST[wrapper].items():
+            slopes = [(counts[name][1] - counts[name][0]) / (VALUES * (MANY - FEW)) for counts in by_rank]
+            with self.subTest(name):
+                self.assertLess(max(slopes), most)
