@@ -54,18 +54,22 @@ def counted(call: Callable[[], Any]) -> int:
     return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
 
+def calls_of(wrapper: str, num_params: int, path: str, handles: list[Any]) -> dict[str, Callable[[], Any]]:
+    model, optim = trained(wrapper, num_params)
+    return {
+        "save": lambda: fsdp_optim.save(path, model, optim, overwrite=True),
+        "load": lambda: fsdp_optim.load(path, model, optim),
+        "gather": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim),
+        "stall": lambda: handles.append(fsdp_optim.async_save(f"{path}-async", model, optim, overwrite=True)),
+    }
+
+
 def count(wrapper: str, folder: str) -> dict[str, list[int]]:
     """The calls of each of four calls of the library, with few and with many parameters, in the second round."""
     counts: dict[str, list[int]] = {}
     for num_params in (FEW, MANY):
-        model, optim = trained(wrapper, num_params)
-        path, handles = f"{folder}/{num_params}", []
-        calls: dict[str, Callable[[], Any]] = {
-            "save": lambda: fsdp_optim.save(path, model, optim, overwrite=True),
-            "load": lambda: fsdp_optim.load(path, model, optim),
-            "gather": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim),
-            "stall": lambda: handles.append(fsdp_optim.async_save(f"{path}-async", model, optim, overwrite=True)),
-        }
+        handles: list[Any] = []
+        calls = calls_of(wrapper, num_params, f"{folder}/{num_params}", handles)
         for is_second in (False, True):
             for name, call in calls.items():
                 number = counted(call)
