@@ -34,6 +34,8 @@ RESERVED_KEYS = frozenset(
 )
 """Top-level keys of a full dict that this library uses; all other keys are the optimizer's own, and are kept."""
 
+_KINDS = {kind.value: kind for kind in Kind}
+
 NON_PARAM_STATE = "state under keys that are no parameters"
 """The key in `other_keys` of the state that belongs to no parameter, which is treated like an optimizer's other keys."""
 
@@ -86,8 +88,11 @@ class FullState:
 
     def recorded(self, fqn: str, name: object) -> Kind | None:
         """Return the recorded kind of a value; None where the dict records no kind."""
-        word = self.kinds.get(fqn, {}).get(name)
-        return Kind(word.partition(" ")[0]) if word is not None else None
+        words = self.kinds.get(fqn)
+        word = words.get(name) if words is not None else None
+        if word is None:
+            return None
+        return _KINDS.get(word) or Kind(word.partition(" ")[0])
 
     def kind_of(self, fqn: str, name: str, value: object, shape: Shape, evidence: Evidence) -> Kind:
         """Return the kind of a value, recorded or inferred. A placed value counts as opaque: in a full dict it is unsharded."""
