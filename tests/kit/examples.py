@@ -14,6 +14,13 @@ DIFF = re.compile(
 BLOCK = re.compile(r"^```python *(?P<how>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+def side_of(diff: str, sign: str) -> str:
+    """The program on one side of a diff: the lines with this sign, and those on both sides."""
+    return "".join(
+        line[1:] if line.strip() else line for line in diff.splitlines(keepends=True) if line[0] in sign + " \n"
+    )
+
+
 def blocks() -> Iterator[tuple[str, str, str]]:
     """Of each block its page and line, the words behind its language, and its code."""
     for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]):
@@ -23,17 +30,14 @@ def blocks() -> Iterator[tuple[str, str, str]]:
             yield f"{page.relative_to(ROOT)}:{line}", match["how"].strip(), match["code"]
         for match in DIFF.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            for side, sign, given in (
-                ("before", "-", match["before"] or match["given"]),
-                ("after", "+", match["given"]),
-            ):
-                code = "".join(
-                    part[1:] if part.strip() else part
-                    for part in match["code"].splitlines(keepends=True)
-                    if part[0] in (sign, " ", "\n")
-                )
-                how = f"{match['ranks']} given={given}"
-                yield f"{page.relative_to(ROOT)}:{line} {side}", how, f"# {side}\n{code}"
+            for side, given in (("before", match["before"] or match["given"]), ("after", match["given"])):
+                code = side_of(match["code"], "-" if side == "before" else "+")
+                if code.strip():
+                    yield (
+                        f"{page.relative_to(ROOT)}:{line} {side}",
+                        f"{match['ranks']} given={given}",
+                        f"# {side}\n{code}",
+                    )
 
 
 BLOCKS = list(blocks())
