@@ -1,7 +1,8 @@
 """The examples in the docs: every python block is python, and those that say so run.
 
 The word after the language decides: "```python" is compiled, "```python run" is run in one process, and
-"```python ranks=2" is run on each of two ranks, where fairscale works on CPU. All in an empty folder. One that begins in the
+"```python ranks=2" is run on each of two ranks, where fairscale works on CPU. All in an empty folder. Both sides of a
+"```diff ranks=2 given=FSDP2" are run like that. One that begins in the
 middle of a program says what is there already: "```python ranks=2 given=FSDP2" finds the names that `GIVEN` makes:
 by a program of website/preludes/, which the site shows, or by the tests' kit. Where it has
 gathered what was trained and loaded that again, the optimizers that it was given must be as they were, bit for bit.
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from kit import zero_runs
 from kit.compare import check_same
-from kit.examples import BLOCK, BLOCKS
+from kit.examples import BLOCK, BLOCKS, DIFF, side_of
 from kit.folders import at
 from kit.groups import with_experts
 from kit.local_parts import local_of
@@ -141,6 +142,11 @@ def test_blocks_are_found_and_judged(tmp_path: Path) -> None:
     page = "text\n```python\nx = 1\n```\n```sh\nmake\n```\n```python ranks=2\ny = (\n```\n"
     found = [(match["how"], match["code"]) for match in BLOCK.finditer(page)]
     assert found == [("", "x = 1\n"), ("ranks=2", "y = (\n")]
+    diff = "```diff ranks=2 before=a given=b\n-x = 1\n+x = 2\n\n y = x\n```\n"
+    match = DIFF.search(diff)
+    assert match is not None
+    assert (match["before"], match["given"]) == ("a", "b")
+    assert [side_of(match["code"], sign) for sign in "-+"] == ["x = 1\n\ny = x\n", "x = 2\n\ny = x\n"]
     with pytest.raises(SyntaxError):
         test_example("page.md:8", "ranks=2", found[1][1], tmp_path)
     with pytest.raises(AssertionError, match="what does 'rnu' mean"):
