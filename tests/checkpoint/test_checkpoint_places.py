@@ -195,21 +195,22 @@ class MachinesTest(InFolder):
 # ------------------------------------------------------------------------------------------ on its way to the disk
 
 
-def save_and_note(path: Path, durable: bool) -> dict[int, list[tuple[int, int]]]:
-    """By inode: the ranges of which the way to the disk was begun."""
+def save_and_note(path: Path, durable: bool, ask_nbytes: int) -> dict[int, list[tuple[int, int]]]:
+    """By inode: the ranges of which the way to the disk was begun. `ask_nbytes`: after how many bytes that is asked for."""
     found: dict[int, list[tuple[int, int]]] = {}
 
     def note(fd: int, offset: int, nbytes: int) -> None:
         found.setdefault(os.fstat(fd).st_ino, []).append((offset, offset + nbytes))
 
-    with cpu(), mock.patch("fsdp_optim.storage.posix.writer.start_writeback", note):
+    writer = "fsdp_optim.storage.posix.writer"
+    with cpu(), mock.patch(f"{writer}.start_writeback", note), mock.patch(f"{writer}._ASK_NBYTES", ask_nbytes):
         save(path, Trained("FSDP2", **KWARGS), durable=durable)
     return found
 
 
 class WritebackTest(InFolder):
     def test_it_begins_before_it_is_waited_for(self) -> None:
-        by_rank = run_on_ranks(save_and_note, 2, self.path, True)
+        by_rank = run_on_ranks(save_and_note, 2, self.path, True, 1)
         for name in ("model.safetensors", "optim.safetensors"):
             file = self.path / name
             ranges = sorted(one for found in by_rank for one in found.get(file.stat().st_ino, []))
@@ -217,8 +218,18 @@ class WritebackTest(InFolder):
             borders = [header, *(stop for _, stop in ranges)]
             check_same(name, borders, [*(start for start, _ in ranges), file.stat().st_size])
 
+    def test_short_writes_are_asked_for_together(self) -> None:
+        by_each, together = (
+            run_on_ranks(save_and_note, 2, self.path / str(nbytes), True, nbytes) for nbytes in (1, 200)
+        )
+        asked = [len(ranges) for found in by_each for ranges in found.values()]
+        fewer = [len(ranges) for found in together for ranges in found.values()]
+        assert 0 < sum(fewer) < sum(asked), (fewer, asked)
+        for ranges in (ranges for found in together for ranges in found.values()):
+            assert all(stop - start >= 200 for start, stop in ranges), ranges
+
     def test_not_where_nobody_waits(self) -> None:
-        check_same("ranges", run_on_ranks(save_and_note, 2, self.path, False), [{}, {}])
+        check_same("ranges", run_on_ranks(save_and_note, 2, self.path, False, 1), [{}, {}])
 
 
 # ------------------------------------------------------------------------------------------ told at the end

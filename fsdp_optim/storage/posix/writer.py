@@ -24,6 +24,7 @@ from fsdp_optim.storage.posix.filesystem import is_of_one_machine
 
 _MOST_OPEN = 64  # files
 _LOOK_EVERY = 0.1  # seconds
+_ASK_NBYTES = 1 << 20  # after which the disk is asked to begin
 
 
 class FolderWriter(StoreWriter):
@@ -33,6 +34,7 @@ class FolderWriter(StoreWriter):
         self._folder, self._durable, self._who = folder, durable, who
         self._open: dict[str, int] = {}
         self._made: list[str] = []
+        self._unasked: dict[str, tuple[int, int, int]] = {}  # by file: the range of the short writes, and their bytes
         self._paths: dict[str, Path] = {}  # making a Path takes longer than writing a short range
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
@@ -45,7 +47,16 @@ class FolderWriter(StoreWriter):
             fd = self._fd(name)
         write_all(fd, self._paths[name], pieces, offset)
         if self._durable:  # finish() will wait for the disk, so the disk begins now
-            start_writeback(fd, offset, sum(map(len, pieces)))
+            self._written(name, fd, offset, offset + sum(map(len, pieces)))
+
+    def _written(self, name: str, fd: int, start: int, stop: int) -> None:
+        """Note bytes that were written. The disk is asked for short ones together: each request is a call of the kernel."""
+        first, last, nbytes = self._unasked.pop(name, (start, stop, 0))
+        first, last, nbytes = min(first, start), max(last, stop), nbytes + stop - start
+        if nbytes < _ASK_NBYTES:
+            self._unasked[name] = first, last, nbytes
+        else:
+            start_writeback(fd, first, last - first)
 
     def put(self, name: str, data: bytes) -> None:
         write_file(self._folder / name, data, durable=self._durable)
