@@ -1,6 +1,6 @@
 """Many small tensors: processor time and Python calls per value of each call, beside DCP and a bare loop of writes.
 
-    python benchmarks/many.py [--params 400 4000] [--worlds 2] [--wrappers FSDP2] [--rounds 3] [--calls] [--profile save]
+    python benchmarks/many.py [--params 400 4000] [--worlds 2] [--wrappers FSDP2] [--calls] [--profile "fsdp_optim, save"]
 
 Each parameter has 8 x 8 elements and Adam's state: four values each with the weight, two moments and the step. 20 parameters
 make one unit of the wrapper. Processor time is user and system time of the slowest rank, by `resource.getrusage`: also that of
@@ -132,22 +132,22 @@ def contestants(folder: Path, wrapper: str, num_params: int, *, peers: bool) -> 
     def before(name: str) -> None:
         while handles:
             handles.pop().wait()
-        if name in ("load", "DCP load"):
+        if name.endswith(", load"):
             optim.state.clear()
-        if name == "DCP save" and dist.get_rank() == 0:
+        if name == "DCP, save" and dist.get_rank() == 0:
             shutil.rmtree(folder / "dcp", ignore_errors=True)
         dist.barrier()
 
     calls: Calls = {
-        "save": save,
-        "load": lambda: fsdp_optim.load(folder / "ours", model, optim),
-        "gather": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim),
+        "fsdp_optim, save": save,
+        "fsdp_optim, load": lambda: fsdp_optim.load(folder / "ours", model, optim),
+        "fsdp_optim, gather": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim),
         "async_save's stall": stall,
         "bare writes": lambda: bare_write(model, folder / "bare"),
     }
     if peers:
-        calls["DCP save"] = lambda: dcp_save(model, optim, folder / "dcp")
-        calls["DCP load"] = lambda: dcp_load(model, optim, folder / "dcp")
+        calls["DCP, save"] = lambda: dcp_save(model, optim, folder / "dcp")
+        calls["DCP, load"] = lambda: dcp_load(model, optim, folder / "dcp")
     return calls, before
 
 
@@ -209,7 +209,7 @@ def profiled(folder: Path, wrapper: str, num_params: int, name: str, order: str)
     """Runs on every rank: rank 0 prints a profile of the second round of one call."""
     with fairscale_on_cpu():
         calls, before = contestants(folder, wrapper, num_params, peers=name.startswith("DCP"))
-        calls["save"]()
+        calls["fsdp_optim, save"]()
         for index in range(2):
             before(name)
             profile = cProfile.Profile()
@@ -251,11 +251,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-peers", action="store_true", help="leave DCP out")
     parser.add_argument("--calls", action="store_true", help="count Python calls per value instead")
-    parser.add_argument("--profile", default=None, help="print a profile of this call instead: save, load, gather, ...")
+    parser.add_argument(
+        "--profile",
+        default=None,
+        help='print a profile of this call instead: "fsdp_optim, save", "fsdp_optim, load", ...',
+    )
     parser.add_argument("--order", default="tottime")
     options = parser.parse_args()
     os.environ["FSDP_OPTIM_QUIET"] = "1"
-    header = ("model", "call", "processor s", "s", "processor us / value", "bytes / value")
+    header = ("model", "who", "processor s", "s", "processor us / value", "bytes / value")
     for wrapper, num_params, world_size in itertools.product(options.wrappers, options.params, options.worlds):
         about = f"{num_params:,} parameters, {wrapper}, {world_size} ranks"
         with tempfile.TemporaryDirectory() as folder:

@@ -58,6 +58,14 @@ PLOTS = (
         "MiB",
     ),
     Plot(
+        "many.svg",
+        "4,000 parameters, FSDP2, 2 ranks on 2 cores: processor us per value",
+        "Many small tensors",
+        "4,000 parameters, FSDP2, 2 ranks",
+        "processor us / value",
+        "us",
+    ),
+    Plot(
         "convert.svg",
         "Conversions without ranks on 2 cores, 1.2 GB: seconds",
         "Conversions without ranks",
