@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -47,18 +47,25 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
     default="drop",
     help="leave the optimizer out, or average its state too (drop)",
 )
+@click.option(
+    "--names",
+    type=click.File(encoding="utf-8"),
+    metavar="FILE",
+    help="the names of parameters that have ids, one a line in order of the ids",
+)
 @writing_options("OUT")
 @memory_option
 @json_option
 @quiet_option
 @storage_options
-def command(sources: tuple[str, ...], output: str, **given: Any) -> None:
+def command(sources: tuple[str, ...], output: str, names: TextIO | None, **given: Any) -> None:
     """Average the weights of the checkpoints SOURCES, of any formats, into the new checkpoint OUT.
 
     They are added in float64 in this order and rounded once. Everything else is that of the last one, and what differs is named.
     """
     from fsdp_optim import api
 
+    param_names = [line.strip() for line in names if line.strip()] if names is not None else None
     with api.launched_ranks() as rank:
         if rank > 0:
             only_warnings()
@@ -69,7 +76,7 @@ def command(sources: tuple[str, ...], output: str, **given: Any) -> None:
             weights=given["weights"],
             moments=given["moments"],
             overwrite=given["overwrite"],
-            options=convert_options(given, rank),
+            options=convert_options(given, rank, param_names=param_names),
         )
     if rank == 0:
         _show(done, max(time.monotonic() - begin, 1e-9), as_json=given["as_json"])

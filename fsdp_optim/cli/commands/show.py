@@ -69,9 +69,10 @@ def _histogram(shown: ValueStatistics) -> Iterator[str]:
     if len(shown.histogram) < 2 or shown.min is None or shown.max is None:
         return
     yield ""
-    width, most = (shown.max - shown.min) / len(shown.histogram), max(shown.histogram)
+    num, most = len(shown.histogram), max(shown.histogram)
     for index, number in enumerate(shown.histogram):
-        yield f"{shown.min + index * width:>12.4g} {_bar(number * _BAR / most):{_BAR}} {number:,}"
+        start = shown.min * (1 - index / num) + shown.max * (index / num)  # the range may be longer than a float
+        yield f"{start:>12.4g} {_bar(number * _BAR / most):{_BAR}} {number:,}"
 
 
 def _bar(length: float) -> str:
