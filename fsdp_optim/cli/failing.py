@@ -15,7 +15,7 @@ _CALLED = {"bucket_nbytes": "memory", "param_names": "names", "durable": "not_du
 """Parameters of the library that the commands call otherwise."""
 
 _GIVEN = re.compile(
-    r"(?:(?<=[\s(`,])|\A)(?P<name>[a-z_]+)=(?P<value>\.\.\.|\[\.\.\.\]|'[^']*'|\"[^\"]*\"|[A-Za-z0-9_.]+(\(\.\.\.\))?|(?=\s))"
+    r"(?:(?<=[\s(`,])|\A)(?P<name>[a-z_]+)=(?P<value>\.\.\.|\[\.\.\.\]|'[^']*'|\"[^\"]*\"|[A-Za-z0-9_.]+(\(\.\.\.\))?|(?=[\s{]))"
 )
 _NAMED = re.compile(
     r"\b(?P<name>[a-z]+_[a-z_]+|format|step)(?= must be | are for | needs )|\b(?P<own>bucket_nbytes|param_names)\b"
@@ -50,6 +50,8 @@ def with_flags(text: str, command: click.Command | None) -> str:
             return match[0]
         value = groups.get("value") or "..."
         has_value = not option.is_flag and value != "..." and value not in ("", "[...]", "True", "False")
+        if match.string[match.end() :].startswith("{"):  # what the file of the option has
+            return f"{option.opts[0]} with "
         return f"{option.opts[0]} {value}" if has_value else option.opts[0]
 
     return _NAMED.sub(flag_of, _GIVEN.sub(flag_of, text))

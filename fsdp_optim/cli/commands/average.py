@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from fsdp_optim.cli.options import (
+    PATH,
     convert_options,
     json_option,
     memory_option,
@@ -38,8 +39,8 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
 
 @click.command("average")
-@click.argument("sources", nargs=-1, required=True)
-@click.option("-o", "--output", required=True, metavar="OUT", help="the new checkpoint")
+@click.argument("sources", type=PATH, nargs=-1, required=True)
+@click.option("-o", "--output", required=True, metavar="OUT", type=PATH, help="the new checkpoint")
 @click.option("--weights", type=Weights(), metavar="1,1,2", help="a number for each source (all weigh the same)")
 @click.option(
     "--moments",
@@ -86,7 +87,7 @@ def _show(done: AverageResult, seconds: float, *, as_json: bool) -> None:
     if as_json:
         print_json(done)
         return
-    averaged = f"{done.num_averaged} of {counted(done.num_tensors, 'tensor')}"
+    averaged = f"{done.num_averaged:,} of {counted(done.num_tensors, 'tensor')}"
     click.echo(
         f"{done.path}: {averaged} are averages of {len(done.sources)} checkpoints, {sized(done.nbytes)} in {seconds:.1f} s"
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_lines
 from fsdp_optim.errors import wrong_use
 from fsdp_optim.registry import INSPECT_PAGE, PLACEMENT, named
@@ -22,10 +22,12 @@ _DEFAULT_WRAPPER, _WITH_UNITS = "fsdp2", ("fsdp1", "fairscale")
 
 
 @click.command("inspect")
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--all", "shows_all", is_flag=True, help="every tensor on a line of its own, without folding layers")
 @click.option("--match", metavar="GLOB", help="only the parameters whose name this matches, as in 'layers.0.*'")
-@click.option("--html", metavar="FILE", help="write a page with an area for the bytes of each layer and kind of value")
+@click.option(
+    "--html", metavar="FILE", type=PATH, help="write a page with an area for the bytes of each layer and kind of value"
+)
 @click.option(
     "--ranks", type=click.IntRange(1, _MOST_RANKS), metavar="N", help="also which of N ranks would hold how many bytes"
 )

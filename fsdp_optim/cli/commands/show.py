@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, memory_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, memory_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_lines
 from fsdp_optim.cli.units import counted, sized
 
@@ -19,7 +19,7 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 @click.command("show")
-@click.argument("path", metavar="CKPT")
+@click.argument("path", type=PATH, metavar="CKPT")
 @click.argument("name")
 @click.option("--slice", "part", metavar="SLICE", help='some of the elements, and print them: "0:3, :5"')
 @click.option("--bins", type=int, default=20, metavar="N", help="the number of bins of the histogram (20)")

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, quiet_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, quiet_option, storage_options
 from fsdp_optim.cli.output import print_json
 from fsdp_optim.cli.units import sized
 
 
 @click.command("thin")
-@click.argument("path")
+@click.argument("path", type=PATH)
 @json_option
 @quiet_option
 @storage_options
