@@ -21,7 +21,7 @@ _NAMED = re.compile(
     r"\b(?P<name>[a-z]+_[a-z_]+|format|step)(?= must be | are for | needs )|\b(?P<own>bucket_nbytes|param_names)\b"
     r"|\A(?P<first>[a-z_]+)(?= (must be|is a|has|are for|needs) )"
 )
-_ONLY_IN_PYTHON = re.compile(r", or model=, a model [^)]*\)")
+_ONLY_IN_PYTHON = re.compile(r", or model=, a model [^)]*\)| \(verify=False [^)]*\)")
 
 
 def exit_code_of(error: FsdpOptimError) -> int:

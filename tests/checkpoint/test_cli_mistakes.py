@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,8 @@ MISTAKES = (
     ("average {own} {own} -o {out} --weights 1e308,1e308", "--weights must be numbers with a finite sum"),
     ("average {ids} {ids} -o {out} --moments average", "give --names, their FQNs in the order of the ids"),
     ("convert {ids} {out}", "give --names, their FQNs in the order of the ids"),
+    ("diff {own} {own} --html {run}", "run: is a folder"),
+    ("inspect {own} --html {run}", "run: is a folder"),
     ("thin {ids}", "convert writes it as a checkpoint"),
     ("inspect {own} --wrapper ddp", "--wrapper says how ranks hold the checkpoint: give --ranks"),
     ("inspect {own} --units 0", "--units says how ranks hold the checkpoint: give --ranks"),
@@ -53,7 +56,7 @@ MISTAKES = (
 
 @pytest.mark.parametrize(("line", "words"), MISTAKES, ids=[line for line, _ in MISTAKES])
 def test_a_mistake(root: Path, tmp_path: Path, line: str, words: str) -> None:
-    places = {"own": root / "run" / "step-1", "ids": root / "by-id-0.pt", "out": tmp_path / "out"}
+    places = {"own": root / "run" / "step-1", "run": root / "run", "ids": root / "by-id-0.pt", "out": tmp_path / "out"}
     code, _, err = called(*(word.format(**places) for word in line.split()))
     assert code == 2
     assert words in err
@@ -65,6 +68,18 @@ def test_a_mistake(root: Path, tmp_path: Path, line: str, words: str) -> None:
 def test_a_path_that_looks_like_an_argument_stays_as_it_is(tmp_path: Path) -> None:
     _, _, err = called("convert", tmp_path / "format=dcp" / "names=x", tmp_path / "out")
     assert str(tmp_path / "format=dcp" / "names=x") in err
+
+
+def test_an_error_about_damage_has_no_argument_of_python(root: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(root / "run" / "step-1", tmp_path / "damaged")
+    data = bytearray((damaged / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (damaged / "model.safetensors").write_bytes(data)
+    for words in (["verify"], ["show", "0.weight"], ["convert", tmp_path / "out"]):
+        code, _, err = called(words[0], damaged, *words[1:])
+        assert code == 1
+        assert "the file was damaged" in err
+        assert "=" not in err.replace(str(tmp_path), "")
 
 
 def test_names_of_an_average_by_ids(root: Path, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from fsdp_optim.cli.units import sized
 @quiet_option
 @storage_options
 def command(path: str, as_json: bool, quiet: bool, storage_options: dict[str, Any] | None) -> None:
-    """Remove the optimizer of the checkpoint PATH, which this library has saved. The weights stay, valid and verified.
+    """Remove the optimizer of the checkpoint PATH, which this library has saved. The weights stay as they are, with
+    their checksums, which `fsdp-optim verify` compares.
 
     A killed call leaves the checkpoint complete, with the optimizer or without it.
     """
