@@ -17,7 +17,8 @@ _BEGIN = f"""# The command line
 
 <!-- `python -m website.commands` writes this page. -->
 
-`{PROGRAM}` comes with the package; `python -m fsdp_optim` is the same. Every path may be a URL
+`{PROGRAM}` comes with the package; `python -m fsdp_optim` is the same. Paths of checkpoints and of
+their folders may be URLs, those of single files (`--html`, `extract -o`) not
 ([storage](storage.md)). What a command writes is complete or absent, whenever it is killed.
 
 ```sh

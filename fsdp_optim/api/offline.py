@@ -171,7 +171,7 @@ def merge_adapter(
 
 @public
 def thin(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> ThinResult:
-    """Remove the optimizer of a checkpoint of this library, in place. The weights stay valid and verified. No communication.
+    """Remove the optimizer of a checkpoint of this library, in place. The weights stay, with their checksums. No communication.
 
     Its manifest is replaced before the files of the optimizer are removed, so that the checkpoint is complete at every moment,
     with or without the optimizer; what a killed call has left is removed by the next one. A load that is reading the checkpoint

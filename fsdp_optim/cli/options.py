@@ -1,7 +1,7 @@
 """The options that several commands share. Each is a decorator, and gives its command the parameter that it names.
 
 @click.command("name")
-@click.argument("path")
+@click.argument("path", type=PATH)
 @json_option                # as_json: bool
 @memory_option              # memory: int, in bytes
 @quiet_option               # quiet: bool; also keeps the log to warnings
@@ -82,6 +82,19 @@ class FormatName(click.ParamType):  # type: ignore[type-arg]  # generic since cl
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(name) for name in format_names() if name.startswith(incomplete)]
+
+
+class AnyPath(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A path or a URL, as it is given. Shells complete it with the names of files and folders."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+PATH = AnyPath()
+"""The type of every argument and option that is a path."""
 
 
 def json_option(function: FunctionT) -> FunctionT:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.bools import check_bytes
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
+from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents, without_overlaps
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim, stored_in
 from fsdp_optim.formats.base.protocols import (
     COMMON,
@@ -224,7 +224,7 @@ class ForeignReader:
             else:
                 fill = partial(self.opened.read_into, source.file)
                 section = DataSection(path, fill, source.first_byte, _no_names, self.opened.num_requests)
-                for apart in _without_overlaps(ranges):
+                for apart in without_overlaps(ranges):
                     read_extents(section, apart, None, did_read)
             for extent in ranges if name in self._bools else ():
                 for start, stop, key in self._bools[name]:
@@ -297,18 +297,6 @@ class ForeignValues(StoredExtra):
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         return self.pickled() if allow_pickle and self.pickled is not None else self.values
-
-
-def _without_overlaps(ranges: Sequence[Extent]) -> Iterator[Sequence[Extent]]:
-    """Yield the same ranges in lists in which no byte is read twice. Tensors of one file may share memory."""
-    rest = sorted(ranges, key=lambda extent: extent.start)
-    while rest:
-        apart: list[Extent] = []
-        others: list[Extent] = []
-        for extent in rest:
-            (others if apart and extent.start < apart[-1].stop else apart).append(extent)
-        yield apart
-        rest = others
 
 
 def _is_text(key: object) -> bool:

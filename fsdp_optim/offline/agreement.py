@@ -95,7 +95,22 @@ class Contents:
         }
         tensors = {**self.tensors, **{name: self.tensors[stored] for name, stored in stored_as.items()}}
         averaged = self.averaged | {name for name, stored in stored_as.items() if stored in self.averaged}
-        return replace(self, tensors=tensors, averaged=averaged) if stored_as else self
+        for name in [name for name in tensors if self._is_tied_in(last, name)]:
+            del tensors[name]
+        return replace(self, tensors=tensors, averaged=averaged & tensors.keys())
+
+    def _is_tied_in(self, last: Contents, name: Name) -> bool:
+        """Return whether `last` has a weight of its own as another name of one, and both are the same bytes here."""
+        tied = (last.aliases.get(name[0], ""), None)
+        if name[1] is not None or name in last.tensors or tied not in self.tensors:
+            return False
+        own, other = self.tensors[name], self.tensors[tied]
+        if (own.file, own.start, own.placement, own.dtype) == (other.file, other.start, other.placement, other.dtype):
+            return True
+        raise StateError(
+            f"{name[0]}: is another name of {tied[0]} in {last.where}, and a tensor of its own in {self.where}: give a "
+            "checkpoint that has both tensors as the last one, so that the average has both"
+        )
 
 
 def _groups_of(full: Mapping[str, Any]) -> dict[str, Any]:

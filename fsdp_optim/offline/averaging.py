@@ -55,7 +55,11 @@ class AverageArguments(ConvertArguments):
         if len(given) != num:
             raise StateError(f"weights has {len(given)} numbers, and there are {num} checkpoints: give one for each")
         weights = tuple(float(weight) for weight in given)  # type: ignore[arg-type]
-        if not all(weight > 0 and math.isfinite(weight) for weight in weights) or not math.isfinite(sum(weights)):
+        if not math.isfinite(sum(map(abs, weights))) and all(map(math.isfinite, weights)):
+            raise StateError(
+                f"weights must be numbers with a finite sum, not {self.weights!r}: divide them by the largest"
+            )
+        if not all(weight > 0 and math.isfinite(weight) for weight in weights):
             raise StateError(
                 f"weights must be finite and above 0, not {self.weights!r}: leave a checkpoint without weight out"
             )
@@ -67,8 +71,11 @@ def average(sources: Sequence[Place], target: Place, options: AverageArguments) 
     group = callers(options.call)
     with in_turn(group), all_hear(group):
         options.validate()
-        if isinstance(sources, (str, bytes)) or not isinstance(sources, Sequence) or len(sources) < _FEWEST:
+        if isinstance(sources, (str, bytes)) or not isinstance(sources, Sequence):
             raise StateError(f"average takes a list of two or more checkpoints, not {sources!r}")
+        if len(sources) < _FEWEST:
+            given = ", ".join(map(str, sources)) or "none"
+            raise StateError(f"an average is of two or more checkpoints, and there is no second one: {given} was given")
         weights = options.weights_for(len(sources))
         with ExitStack() as held:
             readers = [held.enter_context(closing(_opened(group, source, options))) for source in sources]

@@ -20,7 +20,7 @@ from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions
 from fsdp_optim.differences import DiffResult, ObjectDiff, ShapeDiff, ValueDiff
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.diff_names import (
     ValuePair,
@@ -89,6 +89,11 @@ def diff(place_a: Place, place_b: Place, arguments: DiffArguments) -> DiffResult
 
 def _compared(a: NamedValues, b: NamedValues, notes: list[str], arguments: DiffArguments) -> DiffResult:
     pairs, only_in_a, only_in_b = paired(a, b, arguments.match)
+    if arguments.match is not None and not (pairs or only_in_a or only_in_b):
+        raise StateError(
+            f"match={arguments.match!r}: fits no name of a value, neither in {a.reader.index.where} nor in "
+            f"{b.reader.index.where}: a * stands for any characters, and inspect lists the names"
+        )
     shapes = [ShapeDiff(pair.name, pair.a.info, pair.b.info) for pair in pairs if pair.shapes_differ]
     objects = [
         ObjectDiff(pair.name, pair.text_a, pair.text_b)

@@ -175,17 +175,28 @@ class ChunkDifference:
         return cls(
             sum(chunk.num_differing for chunk in listed),
             max((chunk.max_abs for chunk in listed), default=0),
-            math.fsum(chunk.squares for chunk in listed),
+            _sum_of(chunk.squares for chunk in listed),
             sums_over(chunk.a for chunk in listed),
             sums_over(chunk.b for chunk in listed),
         )
+
+
+def _sum_of(values: Iterable[float]) -> float:
+    """Return the exact sum of floats, rounded once; infinity where it is longer than a float, NaN where infinities cancel out."""
+    listed = list(values)
+    try:
+        return math.fsum(listed)
+    except OverflowError:  # of an intermediate sum: the sum of halves of halves fits
+        return math.fsum(math.ldexp(value, -64) for value in listed) * 2.0**64
+    except ValueError:
+        return math.nan
 
 
 def sums_over(sides: Iterable[SideSums]) -> SideSums:
     """Return the sums over several chunks, the same in any order."""
     listed = list(sides)
     return SideSums(
-        math.fsum(side.squares for side in listed),
+        _sum_of(side.squares for side in listed),
         sum(side.num_nans for side in listed),
         sum(side.num_infinities for side in listed),
     )
@@ -251,7 +262,7 @@ class ChunkStatistics:
             int(len(numbers) - numpy.count_nonzero(numbers)),
             numbers.min().item() if len(numbers) else None,
             numbers.max().item() if len(numbers) else None,
-            float(numbers.sum(dtype=numpy.float64)),
+            _sum_in_float(numbers),
         )
 
     @classmethod
@@ -264,8 +275,13 @@ class ChunkStatistics:
             sum(chunk.num_zeros for chunk in listed),
             min((chunk.low for chunk in listed if chunk.low is not None), default=None),
             max((chunk.high for chunk in listed if chunk.high is not None), default=None),
-            math.fsum(chunk.total for chunk in listed),
+            _sum_of(chunk.total for chunk in listed),
         )
+
+
+def _sum_in_float(numbers: Array) -> float:
+    with numpy.errstate(over="ignore", invalid="ignore"):  # huge or infinite elements
+        return float(numbers.sum(dtype=numpy.float64))
 
 
 def finite_numbers(flat: torch.Tensor) -> Array:
@@ -273,6 +289,6 @@ def finite_numbers(flat: torch.Tensor) -> Array:
     numbers = numbers_of(flat)
     if numbers.dtype.kind == "c":
         numbers = numpy.abs(numbers)
-    if numbers.dtype.kind == "f" and not math.isfinite(float(numbers.sum())):
+    if numbers.dtype.kind == "f" and not math.isfinite(_sum_in_float(numbers)):
         numbers = numbers[numpy.isfinite(numbers)]
     return numbers

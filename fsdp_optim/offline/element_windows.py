@@ -16,7 +16,7 @@ import torch
 
 from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.checkpoint.load.reading import elements_of
-from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.formats.base.extents import Extent, without_overlaps
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.layout import Block, Box, Boxes, Placement, Shape, Whole
 from fsdp_optim.memory import Budget, flatten, in_pages
@@ -103,8 +103,9 @@ class WindowReader:
             elif num:
                 self._add(extents, value, cut, first, flat)
         for file, ranges in extents.items():
-            for start in range(0, len(ranges), _MOST_EXTENTS):
-                self._reader.read({file: ranges[start : start + _MOST_EXTENTS]})
+            for apart in without_overlaps(ranges):  # the names of a tied weight may be asked for together
+                for start in range(0, len(apart), _MOST_EXTENTS):
+                    self._reader.read({file: apart[start : start + _MOST_EXTENTS]})
         return flats
 
     def _add(

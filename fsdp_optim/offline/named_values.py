@@ -112,12 +112,13 @@ class NamedValues:
 
         Raises StateError that lists similar names.
         """
-        fqn, colon, key = name.rpartition(":") if ":" in name else (name, "", "")
-        values: Mapping[str, NamedValue] = self.weights
-        if colon:
-            tied = [fqn, self.aliases.get(fqn, fqn), *(other for other, to in self.aliases.items() if to == fqn)]
-            values, fqn = next((self.state[other] for other in tied if other in self.state), {}), key
-        value = values.get(self.aliases.get(fqn, fqn)) if not colon else values.get(fqn)
+        weight = self.weights.get(self.aliases.get(name, name))
+        if weight is not None:  # names of weights may have colons, too
+            return weight
+        fqn, _, key = name.rpartition(":")
+        tied = [fqn, self.aliases.get(fqn, fqn), *(other for other, to in self.aliases.items() if to == fqn)]
+        values = next((self.state[other] for other in tied if other in self.state), {})
+        value = values.get(key) if ":" in name else None
         if value is None:
             raise StateError(f"{self.reader.index.where}: has no value {name!r}{self._similar(name)}")
         return value

@@ -213,6 +213,12 @@ class _Map:
                 f"{self.summary.path}: the optimizer calls its parameters by ids, which fit no weights here, so the order in a "
                 "flat parameter is not known: convert the checkpoint with param_names first"
             )
+        for pattern in self.units or ():
+            if not any(unit_of(fqn, [pattern]) for fqn in self.names.params):
+                raise StateError(
+                    f"{self.summary.path}: units={pattern!r}: fits the path of no module with parameters: give paths "
+                    "of modules, as layers.*"
+                )
         units: dict[tuple[str, str], dict[str, Shape]] = {}
         for fqn, shape in self.names.params.items():
             weight = self.summary.model.get(fqn)

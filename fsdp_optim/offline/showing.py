@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod, sqrt
+from math import isfinite, prod, sqrt
 from typing import TypeVar
 
 import numpy
@@ -115,6 +115,7 @@ def _histogram(elements: _Elements, total: ChunkStatistics, bins: int) -> tuple[
     low, high = float(total.low), float(total.high)
     if low == high:
         return (total.num_finite,)
-    edges = numpy.linspace(low, high, bins + 1)
+    half = 1.0 if isfinite(high - low) else 0.5  # of the range, which may be longer than a float
+    edges = numpy.linspace(low * half, high * half, bins + 1) / half
     counts = elements.each(lambda chunk: numpy.histogram(finite_numbers(chunk).astype(numpy.float64), edges)[0])
     return tuple(int(number) for number in numpy.stack(counts).sum(0))

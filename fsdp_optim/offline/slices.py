@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Box, Placement, Shape
 from fsdp_optim.offline.element_windows import all_elements, elements_in_box
 
@@ -31,7 +31,7 @@ def sliced(name: str, text: str | None, shape: Shape) -> TensorSlice:
     parts = text.strip().removeprefix("[").removesuffix("]").split(",") if text.strip("[] ") else []
     if len(parts) > len(shape):
         raise StateError(
-            f"{name}: the slice {text!r} has {len(parts)} dimensions, and the value has {len(shape)}: {shape}"
+            f"{name}: the slice {text!r} has {counted_noun(len(parts), 'dimension')}, and the value has {len(shape)}: {shape}"
         )
     offsets, sizes, kept = list[int](), list[int](), list[int]()
     for part, size in zip([*parts, *[":"] * (len(shape) - len(parts))], shape, strict=True):

@@ -204,6 +204,23 @@ class AverageTest(SharedFolder):
             before = models[0].first.state_dict()[name.partition(".")[2]]
             check_same(name, got[name], averaged([before, value], [1, 1]))
 
+    def test_weights_tied_in_the_last_one(self) -> None:
+        """A torch file has both names of one tensor; two tensors of their own are refused."""
+        models = [Linears(seed) for seed in range(2)]
+        tied = [nn.ModuleDict({"first": model.first, "again": model.first}) for model in models]
+        torch.save(tied[0].state_dict(), self.folder / "both.pt")
+        paths = [self.folder / "both.pt", save(self.folder / "tied", tied[1])]
+        self.average(paths)
+        got = load_file(self.folder / "average" / "model.safetensors")
+        wanted = [model.first.state_dict() for model in models]
+        for part in ("weight", "bias"):
+            check_same(part, got[f"first.{part}"], averaged([values[part] for values in wanted], [1, 1]))
+        self.assertEqual(fsdp_optim.inspect(self.folder / "average").aliases, fsdp_optim.inspect(paths[1]).aliases)
+        apart = {name: value.clone() for name, value in tied[0].state_dict().items()}
+        save_file(apart, self.folder / "apart.safetensors")
+        with self.assertRaisesRegex(fsdp_optim.StateError, "again.* another name of first.* as the last one"):
+            fsdp_optim.average([self.folder / "apart.safetensors", paths[1]], self.folder / "refused", options=QUICK)
+
     def test_moments(self) -> None:
         """Moments are averaged; steps, the groups and the trainer's values are the last one's, and what differs is named."""
         runs = [trained(0), trained(1, 3), trained(2)]

@@ -126,7 +126,7 @@ class LookCommandsTest(SharedFolder):
             (("show", "a", "wieght"), "has no value 'wieght': did you mean weight"),
             (("show", "a", "weight", "--slice", "0:1:2"), "'0:1:2'"),
             (("extract", "a", "weight", "-o", "x.bin"), "must end with .npy"),
-            (("extract", "a", "weight", "-o", "a"), "must end with"),
+            (("extract", "a", "weight", "-o", "a"), "a: is a folder: give the path of a file"),
             (("extract", "a", "-o", "x.npy"), "NAME"),
             (("diff", "a"), "Missing argument 'B'"),
             (("diff", "a", "b", "--tolerance", "-1"), "tolerance"),

@@ -16,7 +16,7 @@ from parameterized import parameterized
 import fsdp_optim
 from fsdp_optim import speed
 from fsdp_optim.cli import units
-from fsdp_optim.cli.app import COMMANDS, COMPLETION_VARIABLE, main
+from fsdp_optim.cli.app import COMMANDS, COMPLETION_VARIABLE, group, main
 from fsdp_optim.cli.failing import exit_code_of, with_flags
 from fsdp_optim.cli.options import DEFAULT_MEMORY, LEAST_MEMORY
 from fsdp_optim.errors import CheckpointError, StateError, wrong_use
@@ -129,10 +129,39 @@ class FrameTest(unittest.TestCase):
             "storage_options must be a dict": "--storage-option must be a dict",
             "give durable=False": "give --not-durable",
             "step=7 is not there": "step=7 is not there",
+            'give units={"": [...]}: for each': 'give --units with {"": [...]}: for each',
+            "give param_names=[...], their FQNs": "give --names, their FQNs",
+            "/run/format=dcp/names=x: is not there": "/run/format=dcp/names=x: is not there",
         }.items():
             self.assertEqual(with_flags(text, convert), wanted)
         self.assertEqual(with_flags("say overwrite=True", inspect), "say overwrite=True")
         self.assertEqual(with_flags("say overwrite=True", None), "say overwrite=True")
+
+    @parameterized.expand([(name,) for name in COMMANDS if name != "completion"])
+    def test_paths_are_completed(self, name: str) -> None:
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        context = click.Context(command)
+        paths = {
+            "FILE",
+            "OUT",
+            "SRC",
+            "DST",
+            "A",
+            "B",
+            "CKPT",
+            "PATH",
+            "ROOT",
+            "FOLDER",
+            "SOURCES",
+            "BASE",
+            "ADAPTER",
+        }
+        known = [param for param in command.params if (param.metavar or str(param.name).upper()) in paths]
+        self.assertTrue(known)
+        for param in known:
+            (item,) = param.shell_complete(context, "run/st")
+            self.assertEqual((item.value, item.type), ("run/st", "file"), param.name)
 
     @parameterized.expand([("bash",), ("zsh",), ("fish",)])
     def test_completion(self, shell: str) -> None:

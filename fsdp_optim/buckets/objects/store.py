@@ -12,7 +12,7 @@ from fsdp_optim.buckets.objects.keys import ObjectPlace
 from fsdp_optim.buckets.objects.opened import OpenedAny, OpenedObjects, open_place
 from fsdp_optim.buckets.objects.staging import ObjectStaging
 from fsdp_optim.buckets.objects.writer import Address, ObjectWriter
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Opened, Store, check_not_reserved
 
 PART_NBYTES = 5 << 20
@@ -62,7 +62,7 @@ class ObjectStore(Store):
         try:
             return open_place(self.bucket, self.place, self._probe)
         except MissingObjectError as error:
-            raise CheckpointError(str(error)) from error
+            raise wrong_use(str(error)) from error
 
     def open_any(self) -> OpenedAny:
         return OpenedAny.at(self.bucket, self.place)

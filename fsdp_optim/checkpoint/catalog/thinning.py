@@ -7,7 +7,7 @@ from contextlib import closing
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, path_of, store_at
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import wrong_use
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.formats.own.format import OURS, thinned
 from fsdp_optim.formats.own.reader import Checkpoint
@@ -34,12 +34,12 @@ def _own(checkpoint: Reader) -> Checkpoint:
     """Return the reader. Raises CheckpointError for a checkpoint that cannot be thin."""
     where = checkpoint.index.where
     if not isinstance(checkpoint, Checkpoint):
-        raise CheckpointError(
+        raise wrong_use(
             f"{where}: is a checkpoint of the format {checkpoint.index.facts.format_name}, and thin changes those of this "
-            f"library alone: fsdp_optim.convert({where!r}, ...) writes a checkpoint that thin can change"
+            f"library alone: convert writes it as a checkpoint that thin can change"
         )
     if not checkpoint.model and checkpoint.manifest.has_optim:
-        raise CheckpointError(
+        raise wrong_use(
             f"{where}: has no weights, so that nothing would be left without its optimizer: remove it instead"
         )
     return checkpoint

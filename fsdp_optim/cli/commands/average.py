@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from fsdp_optim.cli.options import (
+    PATH,
     convert_options,
     json_option,
     memory_option,
@@ -38,8 +39,8 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
 
 @click.command("average")
-@click.argument("sources", nargs=-1, required=True)
-@click.option("-o", "--output", required=True, metavar="OUT", help="the new checkpoint")
+@click.argument("sources", type=PATH, nargs=-1, required=True)
+@click.option("-o", "--output", required=True, metavar="OUT", type=PATH, help="the new checkpoint")
 @click.option("--weights", type=Weights(), metavar="1,1,2", help="a number for each source (all weigh the same)")
 @click.option(
     "--moments",
@@ -47,18 +48,25 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
     default="drop",
     help="leave the optimizer out, or average its state too (drop)",
 )
+@click.option(
+    "--names",
+    type=click.File(encoding="utf-8"),
+    metavar="FILE",
+    help="the names of parameters that have ids, one a line in order of the ids",
+)
 @writing_options("OUT")
 @memory_option
 @json_option
 @quiet_option
 @storage_options
-def command(sources: tuple[str, ...], output: str, **given: Any) -> None:
+def command(sources: tuple[str, ...], output: str, names: TextIO | None, **given: Any) -> None:
     """Average the weights of the checkpoints SOURCES, of any formats, into the new checkpoint OUT.
 
     They are added in float64 in this order and rounded once. Everything else is that of the last one, and what differs is named.
     """
     from fsdp_optim import api
 
+    param_names = [line.strip() for line in names if line.strip()] if names is not None else None
     with api.launched_ranks() as rank:
         if rank > 0:
             only_warnings()
@@ -69,7 +77,7 @@ def command(sources: tuple[str, ...], output: str, **given: Any) -> None:
             weights=given["weights"],
             moments=given["moments"],
             overwrite=given["overwrite"],
-            options=convert_options(given, rank),
+            options=convert_options(given, rank, param_names=param_names),
         )
     if rank == 0:
         _show(done, max(time.monotonic() - begin, 1e-9), as_json=given["as_json"])
@@ -79,7 +87,7 @@ def _show(done: AverageResult, seconds: float, *, as_json: bool) -> None:
     if as_json:
         print_json(done)
         return
-    averaged = f"{done.num_averaged} of {counted(done.num_tensors, 'tensor')}"
+    averaged = f"{done.num_averaged:,} of {counted(done.num_tensors, 'tensor')}"
     click.echo(
         f"{done.path}: {averaged} are averages of {len(done.sources)} checkpoints, {sized(done.nbytes)} in {seconds:.1f} s"
     )

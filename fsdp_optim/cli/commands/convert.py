@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fsdp_optim.cli.options import (
+    PATH,
     FormatName,
     convert_options,
     json_option,
@@ -33,17 +34,23 @@ _SHARDS = "fairscale_shards"
 
 
 @click.command("convert")
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH)
 @click.option("--format", type=FormatName(), default="safetensors", metavar="NAME", help="the new format (safetensors)")
 @click.option("--world-size", type=int, metavar="N", help="the number of ranks, for formats with a part for each")
 @click.option("--key-by", type=click.Choice(["id", "name"]), help="the keys of parameters in the optimizer's dict")
 @memory_option
 @click.option(
-    "--names", metavar="FILE", help="the names of the optimizer's parameters, a line for each, in order of ids"
+    "--names",
+    metavar="FILE",
+    type=PATH,
+    help="the names of the optimizer's parameters, a line for each, in order of ids",
 )
 @click.option(
-    "--units", metavar="FILE", help="fairscale_shards: JSON with the names that each FSDP unit flattens, by its path"
+    "--units",
+    metavar="FILE",
+    type=PATH,
+    help="fairscale_shards: JSON with the names that each FSDP unit flattens, by its path",
 )
 @click.option("--not-flattened", is_flag=True, help="fairscale_shards: for FSDP with flatten_parameters=False")
 @writing_options("DST")

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, memory_option, progress_of, quiet_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, memory_option, progress_of, quiet_option, storage_options
 from fsdp_optim.cli.output import plain, print_json
 from fsdp_optim.cli.units import counted, sized
 
 
 @click.command("copy")
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=PATH)
+@click.argument("dst", type=PATH)
 @click.option("--overwrite", is_flag=True, help="replace the checkpoint at DST")
 @click.option("--not-durable", is_flag=True, help="do not wait until the bytes are on the disk")
 @json_option

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from fsdp_optim.cli.failing import with_flags
-from fsdp_optim.cli.options import json_option, memory_option, progress_of, quiet_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, memory_option, progress_of, quiet_option, storage_options
 from fsdp_optim.cli.output import end_broken, plain, print_json, print_lines, print_table
 from fsdp_optim.cli.units import counted
 from fsdp_optim.errors import shortened
@@ -30,14 +30,17 @@ class _Shown:
 
 
 @click.command("diff")
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @click.option("--match", metavar="GLOB", help="compare names that fit a pattern only: 'layers.0.*' or '*:exp_avg'")
 @click.option(
     "--tolerance", type=float, metavar="X", help="the largest ||a - b|| / ||a|| of a value that counts as equal"
 )
 @click.option(
-    "--html", metavar="FILE", help="write a page with a strip of colours for each layer, which needs no network"
+    "--html",
+    metavar="FILE",
+    type=PATH,
+    help="write a page with a strip of colours for each layer, which needs no network",
 )
 @click.option(
     "--names",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fsdp_optim.cli.failing import WRONG
-from fsdp_optim.cli.options import json_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, storage_options
 from fsdp_optim.cli.output import end_broken, print_json, print_lines
 from fsdp_optim.cli.roots import name_of
 from fsdp_optim.cli.units import counted, sized
@@ -20,7 +20,7 @@ _KINDS = {"root": "a folder of checkpoints", "unfinished": "an unfinished save",
 
 
 @click.command("doctor")
-@click.argument("folder")
+@click.argument("folder", type=PATH)
 @json_option
 @storage_options
 def command(folder: str, as_json: bool, storage_options: dict[str, Any] | None) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, memory_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, memory_option, storage_options
 from fsdp_optim.cli.output import print_json
 from fsdp_optim.cli.units import counted, sized
 
 
 @click.command("extract")
-@click.argument("path", metavar="CKPT")
+@click.argument("path", type=PATH, metavar="CKPT")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @click.option(
     "-o",
@@ -20,6 +20,7 @@ from fsdp_optim.cli.units import counted, sized
     "file",
     required=True,
     metavar="FILE",
+    type=PATH,
     help="the new file: .npy for one value, .safetensors or .pt",
 )
 @click.option("--slice", "part", metavar="SLICE", help='some of the elements of each value: "0:3, :5"')

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_lines
 from fsdp_optim.errors import wrong_use
 from fsdp_optim.registry import INSPECT_PAGE, PLACEMENT, named
@@ -17,15 +17,22 @@ if TYPE_CHECKING:
     from fsdp_optim.api import CheckpointSummary, PlacementResult
 
 
+_MOST_RANKS = 1 << 20
+_DEFAULT_WRAPPER, _WITH_UNITS = "fsdp2", ("fsdp1", "fairscale")
+
+
 @click.command("inspect")
-@click.argument("path")
+@click.argument("path", type=PATH)
 @click.option("--all", "shows_all", is_flag=True, help="every tensor on a line of its own, without folding layers")
 @click.option("--match", metavar="GLOB", help="only the parameters whose name this matches, as in 'layers.0.*'")
-@click.option("--html", metavar="FILE", help="write a page with an area for the bytes of each layer and kind of value")
-@click.option("--ranks", type=click.IntRange(1), metavar="N", help="also which of N ranks would hold how many bytes")
+@click.option(
+    "--html", metavar="FILE", type=PATH, help="write a page with an area for the bytes of each layer and kind of value"
+)
+@click.option(
+    "--ranks", type=click.IntRange(1, _MOST_RANKS), metavar="N", help="also which of N ranks would hold how many bytes"
+)
 @click.option(
     "--wrapper",
-    default="fsdp2",
     metavar="NAME",
     help="with --ranks: fsdp2, fsdp1, hsdp:SHARDxREPLICAS, fairscale or ddp (fsdp2)",
 )
@@ -77,11 +84,27 @@ def command(
 
 
 def _placement(
-    summary: CheckpointSummary, ranks: int | None, *, wrapper: str, units: tuple[str, ...], replicated: tuple[str, ...]
+    summary: CheckpointSummary,
+    ranks: int | None,
+    *,
+    wrapper: str | None,
+    units: tuple[str, ...],
+    replicated: tuple[str, ...],
 ) -> PlacementResult | None:
     """Return what each rank would hold, of all parameters, because the cut of a flat parameter depends on all of them."""
     if ranks is None:
+        given = {"--wrapper": wrapper, "--units": units, "--replicated": replicated}
+        for flag in (flag for flag, value in given.items() if value):
+            raise click.UsageError(f"{flag} says how ranks hold the checkpoint: give --ranks, the number of ranks, too")
         return None
+    wrapper = wrapper or _DEFAULT_WRAPPER
+    if units and wrapper not in _WITH_UNITS:
+        raise click.UsageError(
+            f"--units is for flat parameters, which {' and '.join(_WITH_UNITS)} have, and the wrapper is {wrapper}: leave it out"
+        )
+    for pattern in replicated:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in summary.model):
+            raise wrong_use(f"{summary.path}: --replicated {pattern!r} fits the name of no weight")
     placed: PlacementResult = named(PLACEMENT)(
         summary, ranks=ranks, wrapper=wrapper, units=units or None, replicated=replicated
     )

@@ -6,14 +6,14 @@ from typing import Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, storage_options
 from fsdp_optim.cli.output import print_json
 from fsdp_optim.cli.units import counted
 from fsdp_optim.errors import CheckpointError, wrong_use
 
 
 @click.command("latest")
-@click.argument("root")
+@click.argument("root", type=PATH)
 @json_option
 @storage_options
 def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) -> None:

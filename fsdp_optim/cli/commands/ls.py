@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, storage_options
 from fsdp_optim.cli.output import end_broken, plain, print_json, print_table
 from fsdp_optim.cli.roots import name_of, reason_of
 from fsdp_optim.cli.units import aged, sized
@@ -20,7 +20,7 @@ _COLUMNS = ("name", "step", "age", "size", "ranks", "wrapper", "metric", "state"
 
 
 @click.command("ls")
-@click.argument("root")
+@click.argument("root", type=PATH)
 @json_option
 @storage_options
 def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) -> None:

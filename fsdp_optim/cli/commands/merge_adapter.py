@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from fsdp_optim.cli.options import (
+    PATH,
     convert_options,
     json_option,
     memory_option,
@@ -21,9 +22,9 @@ from fsdp_optim.cli.units import counted, sized
 
 
 @click.command("merge-adapter")
-@click.argument("base")
-@click.argument("adapter")
-@click.option("-o", "--output", required=True, metavar="OUT", help="the new checkpoint")
+@click.argument("base", type=PATH)
+@click.argument("adapter", type=PATH)
+@click.option("-o", "--output", required=True, metavar="OUT", type=PATH, help="the new checkpoint")
 @writing_options("OUT")
 @memory_option
 @json_option
@@ -56,6 +57,6 @@ def command(base: str, adapter: str, output: str, **given: Any) -> None:
     seconds = max(time.monotonic() - begin, 1e-9)
     replaced = f", {done.num_replaced} are the adapter's own" if done.num_replaced else ""
     click.echo(
-        f"{done.path}: {done.num_merged} of {counted(done.num_tensors, 'tensor')} merged{replaced}, {sized(done.nbytes)} "
+        f"{done.path}: {done.num_merged:,} of {counted(done.num_tensors, 'tensor')} merged{replaced}, {sized(done.nbytes)} "
         f"in {seconds:.1f} s"
     )

@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, quiet_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, quiet_option, storage_options
 from fsdp_optim.cli.output import end_broken, print_json
 from fsdp_optim.cli.units import counted, sized
 
 
 @click.command("prune")
-@click.argument("root")
+@click.argument("root", type=PATH)
 @click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="keep the newest N")
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="keep each whose step is a multiple of N")
 @click.option("--keep-best", type=click.IntRange(min=1), metavar="N", help="keep the N with the best metric")

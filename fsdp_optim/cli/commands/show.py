@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, memory_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, memory_option, storage_options
 from fsdp_optim.cli.output import plain, print_json, print_lines
 from fsdp_optim.cli.units import counted, sized
 
@@ -19,7 +19,7 @@ _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
 @click.command("show")
-@click.argument("path", metavar="CKPT")
+@click.argument("path", type=PATH, metavar="CKPT")
 @click.argument("name")
 @click.option("--slice", "part", metavar="SLICE", help='some of the elements, and print them: "0:3, :5"')
 @click.option("--bins", type=int, default=20, metavar="N", help="the number of bins of the histogram (20)")
@@ -69,9 +69,10 @@ def _histogram(shown: ValueStatistics) -> Iterator[str]:
     if len(shown.histogram) < 2 or shown.min is None or shown.max is None:
         return
     yield ""
-    width, most = (shown.max - shown.min) / len(shown.histogram), max(shown.histogram)
+    num, most = len(shown.histogram), max(shown.histogram)
     for index, number in enumerate(shown.histogram):
-        yield f"{shown.min + index * width:>12.4g} {_bar(number * _BAR / most):{_BAR}} {number:,}"
+        start = shown.min * (1 - index / num) + shown.max * (index / num)  # the range may be longer than a float
+        yield f"{start:>12.4g} {_bar(number * _BAR / most):{_BAR}} {number:,}"
 
 
 def _bar(length: float) -> str:

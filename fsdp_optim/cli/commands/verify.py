@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_optim.cli.options import json_option, memory_option, progress_of, quiet_option, storage_options
+from fsdp_optim.cli.options import PATH, json_option, memory_option, progress_of, quiet_option, storage_options
 from fsdp_optim.cli.output import end_broken, plain, print_json
 from fsdp_optim.cli.roots import checkpoints_in, reason_of
 from fsdp_optim.cli.units import counted, sized
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command("verify")
-@click.argument("path")
+@click.argument("path", type=PATH)
 @json_option
 @memory_option
 @quiet_option

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.foreign.dcp.full_dict import filled, full_dict, keys_in
@@ -80,7 +80,7 @@ class _DcpContents:
         whole = [folder for folder, metadata in each.items() if _has_both(metadata)]
         if len(each) > 1 and whole:
             named = shortened(folder.rstrip("/") for folder in each)
-            raise CheckpointError(f"{opened.where}: has several checkpoints, {named}: give the path of one of them")
+            raise wrong_use(f"{opened.where}: has several checkpoints, {named}: give the path of one of them")
         files = tuple(name for names in folders.values() for name in names)
         if len(each) == 1:
             only = next(iter(each.values()))

@@ -101,6 +101,18 @@ def _segments(extents: Iterable[Extent], nbytes: int) -> Iterator[list[Extent]]:
         yield pending
 
 
+def without_overlaps(ranges: Sequence[Extent]) -> Iterator[Sequence[Extent]]:
+    """Yield the same ranges in lists in which no byte is read twice. Tensors of one file may share memory."""
+    rest = sorted(ranges, key=lambda extent: extent.start)
+    while rest:
+        apart: list[Extent] = []
+        others: list[Extent] = []
+        for extent in rest:
+            (others if apart and extent.start < apart[-1].stop else apart).append(extent)
+        yield apart
+        rest = others
+
+
 def read_extents(
     section: DataSection, extents: Sequence[Extent], sums: Sums | None, did_read: Callable[[int], None]
 ) -> None:

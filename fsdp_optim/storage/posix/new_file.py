@@ -30,10 +30,13 @@ class NewFile:
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a file of this machine. Raises CheckpointError for a URL."""
+    """Return the absolute path of a file of this machine. Raises CheckpointError for a URL, and for a folder."""
     if isinstance(path, str) and "://" in path:
         raise wrong_use(f"{path}: is a URL, and this file is written on this machine: give a path")
-    return absolute(path)
+    file = absolute(path)
+    if file.is_dir():
+        raise wrong_use(f"{file}: is a folder: give the path of a file")
+    return file
 
 
 @contextlib.contextmanager
