@@ -18,7 +18,7 @@ _BEGIN = f"""# The command line
 <!-- `python -m website.commands` writes this page. -->
 
 `{PROGRAM}` comes with the package; `python -m fsdp_optim` is the same. Paths of checkpoints and of
-their folders may be URLs, those of single files (`--html`, `extract -o`) not
+their folders may be URLs, and so may files that a command writes (`--html`, `extract -o`)
 ([storage](storage.md)). What a command writes is complete or absent, whenever it is killed.
 
 ```sh

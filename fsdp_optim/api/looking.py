@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
+from fsdp_optim.checkpoint.common.stores import options_beside
 from fsdp_optim.differences import DiffResult, ValueStatistics
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES
@@ -48,8 +49,8 @@ def diff(
         match: compare only values whose names fit a pattern of the shell, such as `layers.0.*` or `*:exp_avg`, and no
             hyperparameters and steps. A weight is called by its FQN, a value of the optimizer's state `FQN:exp_avg`.
         tolerance: the largest `||a - b|| / ||a||` of values that are within the tolerance.
-        html: a file for a page with a strip of colours for each layer, and all numbers, which needs no network. A file that is
-            there is replaced.
+        html: a file, or a URL, for a page with a strip of colours for each layer, and all numbers, which needs no network. It
+            replaces a file that is there.
         param_names: the FQNs of the optimizer's parameters in the order of their ids.
         allow_pickle: unpickle values of the optimizer, which can run any code of their author.
         bucket_nbytes: the most bytes of elements that the process holds at a time, at least 16 MiB.
@@ -200,7 +201,8 @@ def placement(
             its name.
         replicated: patterns of the shell of names that every rank holds complete, such as buffers. Integers, bools and the
             statistics of batch norms need none.
-        html: a file for the page of `inspect(html=...)`, which shows the map of the ranks too. A file that is there is replaced.
+        html: a file, or a URL, for the page of `inspect(html=...)`, which shows the map of the ranks too. It replaces a file that
+            is there.
         storage_options: as for `save`.
 
     Returns:
@@ -211,11 +213,12 @@ def placement(
         StateError: `wrapper` is unknown or does not fit `ranks`, or the optimizer has ids that fit no weights, so that the order
             of a flat parameter is not known.
     """
-    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
-        summary = named(INSPECT)(path, storage_options)
+    options = options_beside(html, path, storage_options)
+    with of_one_checkpoint(path, options), checkpoint_errors(path):
+        summary = named(INSPECT)(path, options)
         placed: PlacementResult = named(PLACEMENT)(
             summary, ranks=ranks, wrapper=wrapper, units=units, replicated=replicated
         )
         if html is not None:
-            named(INSPECT_PAGE)(summary, html, placed)
+            named(INSPECT_PAGE)(summary, html, placed, storage_options)
         return placed

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.checkpoint.catalog.thinning import thin as thin_checkpoint
+from fsdp_optim.checkpoint.common.stores import options_beside
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.merges import AdapterMergeResult
@@ -236,8 +237,8 @@ def inspect(
 
     Args:
         path, storage_options: as for `save`.
-        html: a file for a page that shows the bytes of each layer and each kind of value as areas, and needs no network. A file
-            that is there is replaced.
+        html: a file, or a URL, for a page that shows the bytes of each layer and each kind of value as areas, and needs no
+            network. It replaces a file that is there.
 
     Returns:
         An object with the attributes `path`, `format`, `about`, `world_size`, `step`, `model`, `aliases`, `has_optim`, `state`,
@@ -246,8 +247,9 @@ def inspect(
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or unknown.
     """
-    with of_one_checkpoint(path, storage_options), checkpoint_errors(path):
-        inspected: CheckpointSummary = named(INSPECT)(path, storage_options)
+    options = options_beside(html, path, storage_options)
+    with of_one_checkpoint(path, options), checkpoint_errors(path):
+        inspected: CheckpointSummary = named(INSPECT)(path, options)
         if html is not None:
-            named(INSPECT_PAGE)(inspected, html)
+            named(INSPECT_PAGE)(inspected, html, storage_options=storage_options)
         return inspected

@@ -71,7 +71,7 @@ class Commands(click.Group):
 
 group = Commands(
     name=PROGRAM,
-    help="List, look at, verify, convert and keep checkpoints of this and other libraries. Paths of checkpoints may be URLs.",
+    help="List, look at, verify, convert and keep checkpoints of this and other libraries. Paths may be URLs.",
     epilog="Exit codes: 0 fine; 1 differs, damaged or unfinished; 2 wrong use, or nothing is there.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     params=[

@@ -9,7 +9,7 @@ placing.py, assumed_layouts.py, rank_page.py       which rank would hold how muc
 named_values.py, slices.py                         all values of a checkpoint by name, and parts of them
 element_windows.py, element_numbers.py             their elements in windows, and figures about these
 diffing.py, diff_names.py, diff_page.py            two checkpoints compared, and a page about them
-showing.py, extracting.py                          single values: figures, files
+showing.py, extracting.py, output_file.py          single values: figures, files; where files for the user go
 copying.py, copied_files.py                        a checkpoint of this library copied byte for byte, and verified meanwhile
 diagnosing.py, pruning.py                          what a path is and what is missing there; checkpoints that no rule keeps
 """

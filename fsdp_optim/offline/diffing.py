@@ -18,7 +18,7 @@ from math import prod, sqrt
 
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.progress import Progress
-from fsdp_optim.checkpoint.common.stores import Place, StorageOptions
+from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, is_url, options_beside
 from fsdp_optim.differences import DiffResult, ObjectDiff, ShapeDiff, ValueDiff
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.memory import Budget
@@ -43,10 +43,10 @@ from fsdp_optim.offline.element_windows import (
     windows_of,
 )
 from fsdp_optim.offline.named_values import Decoded, NamedValues, opened_at
+from fsdp_optim.offline.output_file import checked_output, write_output
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
 from fsdp_optim.state.values.same import same
-from fsdp_optim.storage.posix.new_file import local_file, write_new_file
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,17 @@ def diff(place_a: Place, place_b: Place, arguments: DiffArguments) -> DiffResult
     """Compare two checkpoints. No communication."""
     check_at_least("bucket_nbytes", arguments.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
     if arguments.html is not None:
-        local_file(arguments.html)
+        checked_output(arguments.html)
     DiffResult(
         "", "", (None, None), (), tolerance=arguments.tolerance
     )  # refuses a wrong tolerance before anything is read
+    places = (place_a, place_b, arguments.html)
+    url = next((place for place in places if place is not None and is_url(place)), None)
     with ExitStack() as stack:
         opened = [
             Decoded.of(
-                stack.enter_context(opened_at(place, arguments.storage_options)), allow_pickle=arguments.allow_pickle
+                stack.enter_context(opened_at(place, options_beside(url, place, arguments.storage_options))),
+                allow_pickle=arguments.allow_pickle,
             )
             for place in (place_a, place_b)
         ]
@@ -83,7 +86,7 @@ def diff(place_a: Place, place_b: Place, arguments: DiffArguments) -> DiffResult
         for decoded in opened:
             decoded.reader.check_unchanged()
     if arguments.html is not None:
-        write_new_file(arguments.html, page_of(result).encode(), overwrite=True)
+        write_output(arguments.html, page_of(result), arguments.storage_options)
     return result
 
 

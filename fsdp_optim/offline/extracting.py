@@ -13,7 +13,7 @@ import torch
 
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.local_extents import bytes_of
-from fsdp_optim.checkpoint.common.stores import Place, StorageOptions
+from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, options_beside
 from fsdp_optim.errors import CheckpointError, wrong_use
 from fsdp_optim.foreign.archive.torch_zip import TensorStub, frames_around
 from fsdp_optim.formats.base.header import Header
@@ -22,12 +22,12 @@ from fsdp_optim.layout import Placement, Shape
 from fsdp_optim.memory import Budget, dtype_name
 from fsdp_optim.offline.element_windows import WindowReader, window_nbytes_in, windows_of
 from fsdp_optim.offline.named_values import Decoded, NamedValue, opened_at
+from fsdp_optim.offline.output_file import checked_output, open_output
 from fsdp_optim.offline.showing import tensor_named
 from fsdp_optim.offline.slices import sliced
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
 from fsdp_optim.results import SaveResult
-from fsdp_optim.storage.posix.new_file import local_file, new_file
 
 ENDINGS = (".npy", ".safetensors", ".pt")
 """How the names of files end that can be written."""
@@ -86,10 +86,10 @@ def extract(
 ) -> SaveResult:
     """Write some values into one file. `text`: a slice of each. No communication."""
     check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
-    file = local_file(target)
+    file = checked_output(target)
     asked = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     _check(file, asked)
-    with opened_at(place, storage_options) as reader:
+    with opened_at(place, options_beside(str(target), place, storage_options)) as reader:
         with_state = any(":" in name for name in asked)
         values = Decoded.of(reader, allow_pickle=allow_pickle, with_state=with_state).named()
         parts = []
@@ -97,10 +97,11 @@ def extract(
             value = tensor_named(values, name)
             cut = sliced(name, text, value.info.shape)
             parts.append(_Part(name, value, cut.cut, cut.shape))
-        if file.suffix == ".safetensors":  # elements begin at multiples of their size
+        suffix = Path(file).suffix
+        if suffix == ".safetensors":  # elements begin at multiples of their size
             parts.sort(key=lambda part: -part.value.dtype.itemsize)
-        frames = _FRAMES[file.suffix](parts)
-        with new_file(file, overwrite=overwrite) as new:
+        frames = _FRAMES[suffix](parts)
+        with open_output(file, storage_options, overwrite=overwrite) as new:
             for part in parts:
                 new.write(next(frames))
                 for flat in _elements(reader, part, Budget(bucket_nbytes, "the elements of the values")):
@@ -112,15 +113,16 @@ def extract(
         return SaveResult(file, len(parts), nbytes, nbytes, ())
 
 
-def _check(file: Path, names: Sequence[str]) -> None:
+def _check(file: Path | str, names: Sequence[str]) -> None:
     """Refuse names and a file that cannot be written, before anything is read."""
-    if file.suffix not in ENDINGS:
+    suffix = Path(file).suffix
+    if suffix not in ENDINGS:
         raise wrong_use(f"{file}: the name of the new file must end with .npy, .safetensors or .pt")
     if not names:
         raise wrong_use(
             f"{file}: no names were given: give one or more, such as 'lm_head.weight' or 'lm_head.weight:exp_avg'"
         )
-    if file.suffix == ".npy" and len(names) > 1:
+    if suffix == ".npy" and len(names) > 1:
         raise wrong_use(
             f"{file}: a .npy file has one array, and {len(names)} names were given: write .safetensors or .pt"
         )

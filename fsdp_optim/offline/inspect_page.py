@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from fsdp_optim.checkpoint.common.stores import StorageOptions
 from fsdp_optim.errors import counted_noun
 from fsdp_optim.offline.diff_page import layer_of
+from fsdp_optim.offline.output_file import write_output
 from fsdp_optim.offline.rank_page import rank_map
 from fsdp_optim.offline.rank_page import style as rank_style
 from fsdp_optim.rank_maps import PlacementResult
 from fsdp_optim.results import CheckpointSummary, TensorInfo
 from fsdp_optim.speed import sized
-from fsdp_optim.storage.posix.new_file import write_new_file
 
 _KINDS = 6  # colours
 _WEIGHT = "weights"
@@ -49,10 +50,13 @@ class Area:
 
 
 def write_page(
-    summary: CheckpointSummary, file: str | os.PathLike[str], placement: PlacementResult | None = None
+    summary: CheckpointSummary,
+    file: str | os.PathLike[str],
+    placement: PlacementResult | None = None,
+    storage_options: StorageOptions = None,
 ) -> None:
     """Write the page about a checkpoint into a file, which it replaces. `placement`: the map of ranks, if it is wanted."""
-    write_new_file(file, page_of_summary(summary, placement).encode(), overwrite=True)
+    write_output(file, page_of_summary(summary, placement), storage_options)
 
 
 def page_of_summary(summary: CheckpointSummary, placement: PlacementResult | None = None) -> str:

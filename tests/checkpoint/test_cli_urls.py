@@ -80,11 +80,16 @@ def test_ls_shows_unfinished_saves(there: Places) -> None:
 
 
 def test_pages_and_files_at_urls(there: Places) -> None:
-    """What is written for people is a file of this machine: a URL is refused, and names the option."""
-    for words in (
-        ["diff", there.checkpoint, there.checkpoint, "--html", f"{there.out}/page.html"],
-        ["inspect", there.checkpoint, "--html", f"{there.out}/page.html"],
-        ["extract", there.checkpoint, "0.weight", "-o", f"{there.out}/weight.npy"],
+    """What is written for people is written at a URL too, replaced where it is a page, and refused where it is a file."""
+    for words, begin in (
+        (["diff", there.checkpoint, there.checkpoint, "--html", f"{there.out}/page.html"], b"<!doctype html>"),
+        (["inspect", there.checkpoint, "--html", f"{there.out}/page.html"], b"<!doctype html>"),
+        (["extract", there.checkpoint, "0.weight", "-o", f"{there.out}/weight.npy"], b"\x93NUMPY"),
     ):
         code, _, err = called(*words)
-        assert (code, "written on this machine" in err) == (2, True), (words, err)
+        assert (code, err) == (0, ""), (words, err)
+        system, path = fsspec.core.url_to_fs(words[-1])
+        assert system.cat_file(path).startswith(begin)
+        code, _, err = called(*words)
+        is_file = words[0] == "extract"
+        assert (code, "already exists" in err) == (2 if is_file else 0, is_file), (words, err)

@@ -5,6 +5,7 @@ store = ObjectStore(bucket, prefix, probe)    # store.py: any bucket as a `Store
 opened = store.open()                         # opened.py: every object in the version that it had at first
 staging = store.begin(...)                    # staging.py, saves.py: the claim of a save under way, renewed until it ends
 writer = store.join(staging.address)          # writer.py, uploads.py: parts, several at the same time
+store.new_file(overwrite=False)               # new_object.py: one object under the prefix itself
 """
 
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, MissingObjectError, ObjectInfo, OvertakenError

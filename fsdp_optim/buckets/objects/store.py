@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError, OvertakenError
 from fsdp_optim.buckets.objects.directory import ObjectDirectory
 from fsdp_optim.buckets.objects.keys import ObjectPlace
+from fsdp_optim.buckets.objects.new_object import NewObject, new_object
 from fsdp_optim.buckets.objects.opened import OpenedAny, OpenedObjects, open_place
 from fsdp_optim.buckets.objects.staging import ObjectStaging
 from fsdp_optim.buckets.objects.writer import Address, ObjectWriter
@@ -114,6 +116,10 @@ class ObjectStore(Store):
         infos = [info for info in map(self.bucket.look, keys) if info is not None]
         self.bucket.delete([info.key for info in infos])
         return sum(info.nbytes for info in infos)
+
+    def new_file(self, *, overwrite: bool) -> AbstractContextManager[NewObject]:
+        part_nbytes = self.capabilities.part_nbytes or PART_NBYTES
+        return new_object(self.bucket, self.place.prefix, self.where, part_nbytes, overwrite=overwrite)
 
     def _replaced(self) -> CheckpointError:
         return CheckpointError(f"{self.where}: was replaced by another save meanwhile, and stays as it is")

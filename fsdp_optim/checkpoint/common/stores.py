@@ -51,6 +51,11 @@ def options_of(place: Place, options: StorageOptions) -> StorageOptions:
     return options if isinstance(place, str) and scheme_of(place) is not None else None
 
 
+def options_beside(other: Place | None, place: Place, options: StorageOptions) -> StorageOptions:
+    """The options of a place whose call has another place too, which may be the URL that they are for."""
+    return options_of(place, options) if other is not None and is_url(other) else options
+
+
 def is_url(place: Place) -> bool:
     """Return whether a place is a URL of a store, and no path."""
     return isinstance(place, str) and scheme_of(place) is not None

@@ -94,9 +94,8 @@ def _side_by_side(flats: Sequence[torch.Tensor]) -> tuple[memoryview, Numbers]:
         groups.setdefault((flat.dtype, flat.device), []).append(number)
     buffer = empty((sum(flat.nbytes for flat in flats),), torch.uint8, _CPU)
     bases, at = numpy.zeros(len(flats), numpy.int64), 0
-    for dtype, device in sorted(
-        groups, key=lambda group: -group[0].itemsize
-    ):  # so that each begins at a multiple of its size
+    by_size = sorted(groups, key=lambda group: -group[0].itemsize)  # so that each begins at a multiple of its size
+    for dtype, device in by_size:
         numbers = groups[dtype, device]
         sizes = numpy.array([flats[number].nbytes for number in numbers], numpy.int64)
         bases[numbers] = at + sizes.cumsum() - sizes

@@ -68,12 +68,13 @@ def command(
     from fsdp_optim.cli.rank_table import print_placement
     from fsdp_optim.cli.tree import shown
 
-    summary = api.inspect(path, storage_options=storage_options)
+    of_page = html is not None and "://" in html and "://" not in path
+    summary = api.inspect(path, storage_options=None if of_page else storage_options)
     placement = _placement(summary, ranks, **wrapping)
     if match is not None:
         summary = _matching(summary, match)
     if html is not None:
-        named(INSPECT_PAGE)(summary, html, placement)
+        named(INSPECT_PAGE)(summary, html, placement, storage_options)
     if as_json:
         of_ranks = {"placement": _in_json(placement)} if placement is not None else {}
         print_json({**plain(summary), "nbytes": summary.nbytes, **of_ranks})

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     Numbers = NDArray[numpy.int64]
 
-_TOGETHER = (
-    1 << 20
-)  # bytes; hashed and then written at once, so that the write finds the bytes in the processor's cache
+_TOGETHER = 1 << 20
+"""Bytes that are hashed and then written at once, so that the write finds them in the processor's cache."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,6 +48,10 @@ from fsdp_optim.storage.base.names import (
 from fsdp_optim.storage.base.opened import (
     Opened,
 )
+from fsdp_optim.storage.base.single_file import (
+    FileSink,
+    WritesFiles,
+)
 from fsdp_optim.storage.base.staging import (
     Capabilities,
     Staging,
@@ -68,6 +72,7 @@ __all__ = [
     "CheckpointEntry",
     "CheckpointProbe",
     "CheckpointStatus",
+    "FileSink",
     "Opened",
     "Staging",
     "Store",
@@ -75,6 +80,7 @@ __all__ = [
     "SummaryLike",
     "SummaryT",
     "Undecided",
+    "WritesFiles",
     "check_inside",
     "check_name",
     "check_not_reserved",

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError, wrong_use
+from fsdp_optim.storage.base import FileSink
 from fsdp_optim.storage.posix.files import absolute, sync_folder, write_all
 
 _ENDING = ".writing"
 
 
-class NewFile:
+class NewFile(FileSink):
     """A file that is being written from its beginning to its end. `at`: the number of bytes so far."""
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -30,9 +31,7 @@ class NewFile:
 
 
 def local_file(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a file of this machine. Raises CheckpointError for a URL, and for a folder."""
-    if isinstance(path, str) and "://" in path:
-        raise wrong_use(f"{path}: is a URL, and this file is written on this machine: give a path")
+    """Return the absolute path of a file of this machine. Raises CheckpointError for a folder."""
     file = absolute(path)
     if file.is_dir():
         raise wrong_use(f"{file}: is a folder: give the path of a file")
@@ -70,12 +69,6 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[NewFi
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def write_new_file(path: str | os.PathLike[str], data: bytes, *, overwrite: bool) -> None:
-    """Write one file as `new_file` does."""
-    with new_file(path, overwrite=overwrite) as file:
-        file.write(data)
 
 
 def _link(temporary: Path, file: Path) -> None:
