@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -252,3 +253,38 @@ def test_no_hook_stays_after_a_load_that_fails():
     assert not new_optim._optimizer_load_state_dict_pre_hooks
     assert not new_optim._optimizer_load_state_dict_post_hooks
     assert not new_optim.state
+
+
+def two_groups() -> tuple[list[nn.Parameter], torch.optim.Adam]:
+    """Only the second group is fused: torch keeps its step counts in fp32, and casts no others."""
+    params = [nn.Parameter(torch.arange(3.0) + number) for number in range(2)]
+    optim = torch.optim.Adam([{"params": params[:1]}, {"params": params[1:], "fused": True}], foreach=False)
+    for param in params:
+        param.grad = torch.ones(3)
+    optim.step()
+    return params, optim
+
+
+def test_torch_finds_the_group_of_each_value() -> None:
+    """As by torch's own load, in which each value is looked for in the lists of all groups."""
+    saved = copy.deepcopy(two_groups()[1].state_dict())
+    for values in saved["state"].values():
+        values["step"] = values["step"].double()
+    (params, oracle), (own_params, own) = two_groups(), two_groups()
+    oracle.load_state_dict(copy.deepcopy(saved))
+    looked_in = []
+    process = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def noted(param: Any, value: Any, param_id: Any, param_groups: Any, key: Any = None) -> Any:
+        looked_in.append([group["params"] for group in param_groups])
+        return process(param, value, param_id, param_groups, key)
+
+    with mock.patch.object(torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(noted)):
+        load_optim_state_dict(own, saved)
+    for param, own_param in zip(params, own_params, strict=True):
+        check_same("state", own.state[own_param], oracle.state[param])
+    assert [oracle.state[param]["step"].dtype for param in params] == [torch.float64, torch.float32]
+    assert looked_in
+    for ids in looked_in:
+        assert ids == [[0], [1]]
+        assert all(type(listed).__contains__ is not list.__contains__ for listed in ids), "a search for each value"
