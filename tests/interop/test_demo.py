@@ -226,3 +226,10 @@ def test_the_picture_of_the_first_page_is_small_and_moves() -> None:
     assert file.stat().st_size < 400_000
     with Image.open(file) as picture:
         assert picture.n_frames > 20
+
+
+def test_the_badges_are_those_of_the_package() -> None:
+    from demo import badges
+
+    assert badges.FILE.read_text(encoding="utf-8") == badges.drawn(badges.badges()), "run: python -m demo.badges"
+    assert [label for label, _ in badges.badges()] == ["version", "Python", "torch", "system", "license"]
