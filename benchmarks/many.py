@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import table
+from measure import peak, reset_peak, table
 
 import fsdp_optim
 from fsdp_optim.fairscale import FullyShardedDataParallel
@@ -170,23 +170,15 @@ def measure(
             for name in order:
                 before(name)
                 gc.collect()
-                Path("/proc/self/clear_refs").write_text("5")
-                resident = _status("VmRSS")
+                resident = reset_peak()
                 dist.barrier()
                 clock, begin = time.perf_counter(), processor_seconds()
                 kept = calls[name]()
                 used = processor_seconds() - begin
-                results[name].append((used, time.perf_counter() - clock, _status("VmHWM") - resident))
+                results[name].append((used, time.perf_counter() - clock, peak() - resident))
                 del kept
         before("")
         return results
-
-
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {key} in /proc/self/status")
 
 
 def count_calls(folder: Path, wrapper: str, num_params: int) -> dict[str, int]:

@@ -65,13 +65,13 @@ def _measure(call: Callable[[], object]) -> tuple[float, float]:
         0
     )  # give back what the last contestant freed: each gets memory that nobody has touched
     _touch(_TOUCHED_NBYTES // dist.get_world_size())
-    before = _reset_peak()
+    before = reset_peak()
     dist.barrier()  # all ranks begin together
     start = time.perf_counter()
     kept = call()
     dist.barrier()  # and the call is over when the last one is done
     seconds = time.perf_counter() - start
-    extra = (_peak() - before) / MIB
+    extra = (peak() - before) / MIB
     del kept
     return seconds, extra
 
@@ -87,13 +87,13 @@ def _touch(nbytes: int) -> None:
             memory[at] = 1
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Reset the kernel's record of this process's peak memory; return the resident memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
-def _peak() -> int:
+def peak() -> int:
     return _status("VmHWM")
 
 

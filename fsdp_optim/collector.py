@@ -1,4 +1,4 @@
-"""Python's garbage collector while many objects are made, none of which is garbage."""
+"""Fewer runs of Python's garbage collector during calls that create many objects which stay in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of `placement`: which rank would hold how many bytes of which tensor of a checkpoint."""
+"""The result of `placement`: for each tensor of a checkpoint, the bytes that each rank would hold."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class PlacementResult:
         return max(self.nbytes) / self.mean if any(self.nbytes) else 1.0
 
     def describe_empty(self) -> list[str]:
-        """Return a line for all parameters of equally many rows of which the same ranks hold nothing."""
+        """Return one line for parameters that have the same number of rows and leave the same ranks empty."""
         what = "element" if self.is_flat else "row"
         names: dict[tuple[str, int], list[str]] = {}
         for each in self.empty:

@@ -44,7 +44,7 @@ class LoadReceipt:
     num_absent: int = 0
 
     def joined(self, later: LoadReceipt) -> LoadReceipt:
-        """Return the receipt of two loads of one checkpoint, of which `later` tells the ranks, the wrapper and the place."""
+        """Join the receipts of two loads of one checkpoint. Ranks, wrapper and place are those of `later`."""
         return replace(
             later,
             where=self.where,

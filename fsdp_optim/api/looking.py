@@ -146,12 +146,12 @@ def extract(
     Args:
         path: as for `save`.
         names: a name as for `show`, or several.
-        file: the new file: `.npy` for one value that numpy has a dtype for, `.safetensors`, or `.pt` for `torch.load`, both by
-            name.
+        file: the new file, a path or a URL: `.npy` for one value that numpy has a dtype for, `.safetensors`, or `.pt` for
+            `torch.load`, both by name.
         slice: as for `show`, of each value.
         overwrite: replace a file that is there.
         allow_pickle, bucket_nbytes: as for `diff`.
-        storage_options: as for `save`, for the checkpoint.
+        storage_options: as for `save`, for the checkpoint and the file.
 
     Returns:
         A `SaveResult` with the file, the number of values and their bytes.

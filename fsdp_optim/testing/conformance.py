@@ -15,8 +15,7 @@ import itertools
 import random
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import CheckpointProbe, Store
-from fsdp_optim.testing.store_case import BIG, MANIFEST, WAYS_OUT, Summary
+from fsdp_optim.testing.store_case import BIG, MANIFEST, WAYS_OUT
 from fsdp_optim.testing.store_shrinking import ShrinkConformance
 
 
@@ -26,14 +25,6 @@ class StoreConformance(ShrinkConformance):
     `make_store` gives a store at a place where nothing is; it is called more than once in some tests. `another_handle` gives
     another object for the same place, as another process would make it.
     """
-
-    def make_store(self, probe: CheckpointProbe[Summary]) -> Store:
-        """Return a store at a new, empty place."""
-        raise NotImplementedError
-
-    def another_handle(self, store: Store) -> Store:
-        """Another object for the same place."""
-        return store
 
     def test_an_empty_place_is_no_checkpoint(self) -> None:
         """Nothing can be opened where nothing was saved."""

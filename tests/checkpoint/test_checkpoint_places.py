@@ -196,7 +196,7 @@ class MachinesTest(InFolder):
 
 
 def save_and_note(path: Path, durable: bool, ask_nbytes: int) -> dict[int, list[tuple[int, int]]]:
-    """By inode: the ranges of which the way to the disk was begun. `ask_nbytes`: after how many bytes that is asked for."""
+    """Return, by inode, the ranges whose writeback was requested. `ask_nbytes`: the bytes per request."""
     found: dict[int, list[tuple[int, int]]] = {}
 
     def note(fd: int, offset: int, nbytes: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from kit.commands import CALLS, Places, called, fill
 from kit.compare import check_same
+from kit.counted_kill import killed_before
 from kit.forked import run
 
 import fsdp_optim
@@ -20,24 +21,8 @@ import fsdp_optim
 KILLS = 9  # of each command, spread over its operations
 OPERATIONS = ("pwritev", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir", "open")
 SCRIPT = """
-import os, signal, torch
+import torch
 torch.set_num_threads(1)
-left = [{number}]
-
-def counted(name):
-    real = getattr(os, name)
-
-    def call(*args, **options):
-        if name != "open" or args[1] & os.O_CREAT:
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **options)
-
-    setattr(os, name, call)
-
-for name in {operations}:
-    counted(name)
 from fsdp_optim.cli.app import main
 assert main({words!r}) == 0
 print("left", left[0])
@@ -48,7 +33,8 @@ TARGETS = {"average": "averaged", "convert": "converted", "copy": "copied", "mer
 
 def killed(words: list[str], number: int) -> int | None:
     """Run a command in a process that is killed before its operation `number`; how many it made, if it was not killed."""
-    done = run(SCRIPT.format(number=number, operations=OPERATIONS, words=words), preload=("torch", "fsdp_optim"))
+    code = killed_before(number, OPERATIONS, SCRIPT.format(words=words))
+    done = run(code, preload=("torch", "fsdp_optim"))
     if done.returncode == -9:
         return None
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from kit.checkpoint_format import all_bytes, check_folder
 from kit.compare import check_same, refused
+from kit.counted_kill import killed_before
 from kit.folders import SharedFolder
 from kit.forked import run
 from kit.managed import Run, steps_in
@@ -19,23 +20,7 @@ from fsdp_optim import SaveOptions, StateError
 
 OPERATIONS = ("pwritev", "fsync", "rename", "unlink", "open")
 SCRIPT = """
-import os, signal, fsdp_optim
-left = [{number}]
-
-def counted(name):
-    real = getattr(os, name)
-
-    def call(*args, **options):
-        if name != "open" or args[1] & os.O_CREAT:
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **options)
-
-    setattr(os, name, call)
-
-for name in {operations}:
-    counted(name)
+import fsdp_optim
 fsdp_optim.thin({path!r})
 """
 MOST = 40  # operations
@@ -53,7 +38,7 @@ def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def killed(path: Path, number: int) -> bool:
     """Thin in a process that is killed before its operation `number`, from 0; return whether it came so far."""
-    code = SCRIPT.format(number=number, operations=OPERATIONS, path=str(path))
+    code = killed_before(number, OPERATIONS, SCRIPT.format(path=str(path)))
     done = run(code, preload=("torch", "fsdp_optim"))
     if done.returncode not in (0, -9):
         raise AssertionError(done.stderr)

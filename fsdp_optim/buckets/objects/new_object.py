@@ -1,4 +1,4 @@
-"""One new object that is complete or absent: a small one is put at once, a longer one in parts, of which one is in memory."""
+"""Write one new object, complete or absent. A small object is one request; a longer one is uploaded in parts, one in memory."""
 
 from __future__ import annotations
 
