@@ -60,9 +60,11 @@ def begin(
     warn_if_alone(group, store.where, has_group=options.call.process_group is not None)
     pending.settle(managed.known if managed is not None else None)
     contents = SaveContents.read(name_of(path), reader, group, optim, options, writer=written.writer())
-    beginning = _Beginning(path, group, store, written, contents, managed, wrapper=reader.wrappers)
+    leads = group.rank == group.ranks[0]
+    wrapper = reader.wrappers if leads else ""  # for the manifest, which the leader writes
+    beginning = _Beginning(path, group, store, written, contents, managed, wrapper=wrapper)
     with ExitStack() as undo:
-        job = beginning.lead(undo) if group.rank == group.ranks[0] else beginning.follow()
+        job = beginning.lead(undo) if leads else beginning.follow()
         undo.pop_all()
         return job, contents.live
 
