@@ -11,10 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
@@ -31,8 +31,7 @@ Key = tuple[bool, str, str]
 """The key of a value in storage: (whether the value is state, FQN, name)."""
 
 
-@dataclass(frozen=True)
-class StateValue:
+class StateValue(Struct, frozen=True, eq=False):
     """One named value of one parameter. A weight is a value too, with `is_state` False.
 
     `placement`: where the live model has the elements.
@@ -44,11 +43,11 @@ class StateValue:
     placement: Placement
     is_state: bool = True
 
-    @cached_property
+    @property
     def key(self) -> Key:
         return self.is_state, self.fqn, self.name
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         return self.placement.numel * self.dtype.itemsize
 
@@ -71,6 +70,27 @@ class Slice(NamedTuple):
     is_own: bool = False
 
 
+class Parts(NamedTuple):
+    """Live elements of several values: of `values[i]`, cut as `cuts[i]`, the elements from `starts[i]` on of the local tensor.
+
+    `held[i]` has all elements of the value that this rank has, in any shape and strides; None: it has none.
+    """
+
+    values: Sequence[StateValue]
+    cuts: Sequence[Placement]
+    starts: Sequence[int]
+    held: Sequence[torch.Tensor | None]
+
+    def slices(self, index: Iterable[int]) -> list[Slice]:
+        """Return some of the parts as slices: views of contiguous memory, else copies."""
+        slices = []
+        for i in index:
+            held = self.held[i]
+            flat = flat_slice(held, 0, held.numel()) if held is not None else None
+            slices.append(Slice(self.values[i], self.cuts[i], flat, self.starts[i], is_own=flat is None))
+        return slices
+
+
 class End:
     """One side of a move, seen from this rank. This base class is live memory; a stored end overrides `fill` or `drain`.
 
@@ -91,11 +111,23 @@ class End:
         """Return this rank's elements of a value, in any shape and strides, or contiguous memory to fill; None without any."""
         return None
 
+    def io_placements(self, values: Sequence[StateValue], others: Sequence[Placement]) -> Sequence[Placement]:
+        """Return `io_placement` of several values."""
+        return [self.io_placement(value, other) for value, other in zip(values, others, strict=True)]
+
+    def memories(self, values: Sequence[StateValue]) -> Sequence[torch.Tensor | None]:
+        """Return `memory` of several values."""
+        return list(map(self.memory, values))
+
     def fill(self, slices: Sequence[Slice], /) -> None:
         """Read some slices, as a stored source: fill their memory."""
 
     def drain(self, slices: Sequence[Slice], /) -> None:
         """Write some slices, as a stored target."""
+
+    def drain_parts(self, parts: Parts, /) -> None:
+        """Write live elements, as a stored target."""
+        self.drain(parts.slices(range(len(parts.values))))
 
 
 def move(
@@ -114,17 +146,18 @@ def move(
     if not source.is_stored and not target.is_stored:
         exchange(group, _items(values, source, target, plans, failure), failure, budget)
         return
-    routes = [_Route(value, *_cuts(value, source, target)) for value in values]
+    routes = _routes(values, source, target)
     direct = [route for route in routes if route.is_direct]
     with failure:
         if failure.error is not None:
             pass  # nothing is read or written after an error
-        elif target.is_stored:
-            for slices in _slices(direct, source, group.rank, budget):
-                if source.is_stored:
-                    source.fill(slices)
+        elif target.is_stored and source.is_stored:
+            for slices in _stored_slices(direct, group.rank, budget):
+                source.fill(slices)
                 target.drain(slices)
                 slices.clear()
+        elif target.is_stored:
+            _drain_live(direct, source, target, group.rank, budget)
         else:
             source.fill([Slice(route.value, route.target, target.memory(route.value)) for route in direct])
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
@@ -152,15 +185,17 @@ class _Route(NamedTuple):
         return self.source if self.is_staged_at_source else self.target
 
 
-def _cuts(value: StateValue, source: End, target: End) -> tuple[Placement, Placement, bool]:
+def _routes(values: Sequence[StateValue], source: End, target: End) -> list[_Route]:
+    """Return the routes of values of which at least one end is stored."""
     if not source.is_stored:
-        home = source.placement(value)
-        return home, target.io_placement(value, home) if target.is_stored else target.placement(value), False
+        homes = list(map(source.placement, values))
+        return list(map(_Route, values, homes, target.io_placements(values, homes)))
     if not target.is_stored:
-        home = target.placement(value)
-        return source.io_placement(value, home), home, True
-    cut = target.io_placement(value, source.io_placement(value, value.placement))
-    return cut, cut, True
+        homes = list(map(target.placement, values))
+        cuts = source.io_placements(values, homes)
+        return list(map(_Route, values, cuts, homes, itertools.repeat(True)))
+    cuts = target.io_placements(values, source.io_placements(values, [value.placement for value in values]))
+    return list(map(_Route, values, cuts, cuts, itertools.repeat(True)))
 
 
 def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans, failure: Failure) -> Iterator[Item]:
@@ -181,23 +216,59 @@ def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans
         yield Item(planned, value.dtype, outgoing, incoming)
 
 
-def _slices(routes: Sequence[_Route], source: End, rank: int, budget: Budget) -> Iterator[list[Slice]]:
-    """Yield slices for a stored target, in the source's cut: a batch of values at a time, or windows of a value that is larger.
+def _drain_live(routes: Sequence[_Route], source: End, target: End, rank: int, budget: Budget) -> None:
+    """Hand live elements to a stored target: a batch of values at a time, or windows of a value that is larger.
 
     Slices of contiguous live memory are views. No messages are needed, so the sizes may differ between ranks.
     """
     ranges = _LocalRanges(rank)
     for batch in _batches(((route, ranges.numel(route.source)) for route in routes), budget.nbytes):
         if len(batch) > 1:
-            yield [_slice(route, source, *ranges.of(route.source)) for route in batch]
+            _drain_batch(batch, source, target, ranges)
             continue
-        start, stop = ranges.of(batch[0].source)
-        width = budget.share(2, "a window, and what the target makes of it").nbytes // batch[0].value.dtype.itemsize
-        if not source.is_stored:  # slices of contiguous memory are views, without a copy
-            held = source.memory(batch[0].value)
-            width = stop - start if held is not None and held.is_contiguous() else width
-        for first in range(start, max(stop, start + 1), max(width, 1)):
-            yield [_slice(batch[0], source, first, min(first + max(width, 1), stop))]
+        (route,), (start, stop) = batch, ranges.of(batch[0].source)
+        held = source.memory(route.value) if start < stop else None
+        if held is None:
+            target.drain([Slice(route.value, route.source, None, start, is_own=True)])
+            continue
+        width = _width(route, budget) if not held.is_contiguous() else stop - start  # a view is no copy
+        for first in range(start, stop, width):
+            last = min(first + width, stop)
+            target.drain([Slice(route.value, route.source, flat_slice(held, first, last), first)])
+
+
+def _drain_batch(batch: Sequence[_Route], source: End, target: End, ranges: _LocalRanges) -> None:
+    """Hand the live elements of several values to a stored target."""
+    values, cuts = [route.value for route in batch], [route.source for route in batch]
+    bounds = [ranges.of(cut) for cut in cuts]
+    here = [value for value, (start, stop) in zip(values, bounds, strict=True) if start < stop]
+    memories = iter(source.memories(here))
+    held = []
+    for start, stop in bounds:
+        memory = next(memories) if start < stop else None
+        if memory is not None and memory.numel() != stop - start:  # a flat parameter has the elements of several values
+            memory = flat_slice(memory, start, stop)
+        held.append(memory)
+    target.drain_parts(Parts(values, cuts, [start for start, _ in bounds], held))
+
+
+def _stored_slices(routes: Sequence[_Route], rank: int, budget: Budget) -> Iterator[list[Slice]]:
+    """Yield slices with memory for a stored source to fill: a batch of values at a time, or windows of a larger value."""
+    ranges = _LocalRanges(rank)
+    for batch in _batches(((route, ranges.numel(route.source)) for route in routes), budget.nbytes):
+        if len(batch) > 1:
+            yield [_own_slice(route, *ranges.of(route.source)) for route in batch]
+            continue
+        (route,), (start, stop) = batch, ranges.of(batch[0].source)
+        width = _width(route, budget)
+        for first in range(start, max(stop, start + 1), width):
+            yield [_own_slice(route, first, min(first + width, stop))]
+
+
+def _width(route: _Route, budget: Budget) -> int:
+    """Return the number of elements of a window of one large value."""
+    share = budget.share(2, "a window, and what the target makes of it")
+    return max(share.nbytes // route.value.dtype.itemsize, 1)
 
 
 class _LocalRanges:
@@ -220,17 +291,10 @@ class _LocalRanges:
         return stop - start
 
 
-def _slice(route: _Route, source: End, start: int, stop: int) -> Slice:
-    """Return elements [start, stop) of a rank's local tensor for a value: live memory, or memory for a stored source to fill."""
-    value = route.value
-    if start >= stop:
-        return Slice(value, route.source, None, start, is_own=True)
-    if source.is_stored:
-        return Slice(value, route.source, empty((stop - start,), value.dtype, _CPU), start, is_own=True)
-    held = source.memory(value)
-    if held is None:
-        return Slice(value, route.source, None, start, is_own=True)
-    return Slice(value, route.source, flat_slice(held, start, stop), start)  # usually a view of the live memory
+def _own_slice(route: _Route, start: int, stop: int) -> Slice:
+    """Return elements [start, stop) of a rank's local tensor for a value, in memory that a stored source fills."""
+    flat = empty((stop - start,), route.value.dtype, _CPU) if start < stop else None
+    return Slice(route.value, route.source, flat, start, is_own=True)
 
 
 def _move_window(

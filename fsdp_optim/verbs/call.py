@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.arguments import Arguments
@@ -270,7 +271,9 @@ def _with_all_listed(local: Local, global_state: GlobalState) -> Local:
     if not listed:
         return local
     handles = tuple(listed.get(id(named), named) for named in local.view.handles)
-    params = tuple(replace(param, named=listed.get(id(param.named), param.named)) for param in local.optim.params)
+    params = tuple(
+        structs.replace(param, named=listed.get(id(param.named), param.named)) for param in local.optim.params
+    )
     return replace(local, view=replace(local.view, handles=handles), optim=replace(local.optim, params=params))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +42,19 @@ class LiveEnd(End):
         if held is None:
             held = self._held[key] = _elements(param, value)
         return held
+
+    def memories(self, values: Sequence[StateValue]) -> Sequence[torch.Tensor | None]:
+        by_fqn, memories = self.local.by_fqn, list[torch.Tensor | None]()
+        for value in values:
+            param = by_fqn[value.fqn]
+            state, named = param.state, param.named
+            if state is None or len(named.fqns) > 1:
+                memories.append(self.memory(value))
+                continue
+            live, handle = state[value.name], named.handle
+            held = handle.held(live)
+            memories.append(held if held is not None else handle.placed_local(live))
+        return memories
 
 
 def _elements(param: LocalParam, value: StateValue) -> torch.Tensor:

@@ -12,6 +12,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement
 from fsdp_optim.options import OnReplicaMismatch
@@ -168,14 +170,14 @@ def _with_lowest(global_state: GlobalState, differing: Sequence[_Shared]) -> Glo
 
 def _on_lowest(param: Param, value: str | None) -> Param:
     if value is None:
-        return replace(param, placement=param.placement.on_lowest_ranks())
+        return structs.replace(param, placement=param.placement.on_lowest_ranks())
     if param.summary is None:
         return param
     placed = tuple(
         (name, (dtype, where.on_lowest_ranks() if name == value else where))
         for name, (dtype, where) in param.summary.placed
     )
-    return replace(param, summary=replace(param.summary, placed=placed))
+    return structs.replace(param, summary=replace(param.summary, placed=placed))
 
 
 def synchronize(group: RankGroup, optim: Optimizers) -> None:

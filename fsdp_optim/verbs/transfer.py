@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import OnMesh, Placement, cut_of
@@ -97,7 +99,7 @@ def _following_params(src: GlobalState, dst: GlobalState) -> GlobalState:
         target = dst.params.get(fqn)
         if target is not None and param.summary is not None and not isinstance(target.placement, OnMesh):
             follows = {name for name, (_, where) in param.summary.placed if where.shape == target.placement.shape}
-            params[fqn] = replace(param, summary=param.summary.as_sharded(follows)) if follows else param
+            params[fqn] = structs.replace(param, summary=param.summary.as_sharded(follows)) if follows else param
     return replace(src, params=params)
 
 

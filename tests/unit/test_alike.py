@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
@@ -68,25 +69,26 @@ PLACES: tuple[Placement, ...] = (
 )
 LIVE = LiveParam(("a", "b"), PLACES[:2], 0, (), collected=True, summary=Summary((("exp_avg", "float32"),)))
 OTHERS = (
-    replace(LIVE, fqns=("a", "c")),
-    replace(LIVE, placements=PLACES[1:3]),
-    replace(LIVE, placements=PLACES[1::-1]),
-    replace(LIVE, group_index=1),
-    replace(LIVE, num_padded=(0, 1)),
-    replace(LIVE, collected=False),
-    replace(LIVE, summary=None),
-    replace(LIVE, summary=Summary((("exp_avg", "float64"),))),
-    replace(LIVE, summary=Summary(scalars=(("step", Scalar.of(1.0)),))),
-    replace(LIVE, fingerprint="1"),
-    replace(LIVE, loose=True),
-    replace(LIVE, what="elements"),
+    structs.replace(LIVE, fqns=("a", "c")),
+    structs.replace(LIVE, placements=PLACES[1:3]),
+    structs.replace(LIVE, placements=PLACES[1::-1]),
+    structs.replace(LIVE, group_index=1),
+    structs.replace(LIVE, num_padded=(0, 1)),
+    structs.replace(LIVE, collected=False),
+    structs.replace(LIVE, summary=None),
+    structs.replace(LIVE, summary=Summary((("exp_avg", "float64"),))),
+    structs.replace(LIVE, summary=Summary(scalars=(("step", Scalar.of(1.0)),))),
+    structs.replace(LIVE, fingerprint="1"),
+    structs.replace(LIVE, loose=True),
+    structs.replace(LIVE, what="elements"),
 )
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_reports_have_one_text_only_where_they_are_equal(other: LiveParam) -> None:
     report = RankReport("gather()", order=("a", "b"), params=(LIVE, LIVE))
-    copied = replace(LIVE, placements=tuple(map(replace, LIVE.placements)), summary=Summary((("exp_avg", "float32"),)))
+    placements = tuple(map(replace, LIVE.placements))
+    copied = structs.replace(LIVE, placements=placements, summary=Summary((("exp_avg", "float32"),)))
     assert copied.placements[0] is not LIVE.placements[0]
     assert replace(report, params=(copied, LIVE)).text() == report.text()
     texts = {replace(report, params=params).text() for params in ((LIVE, other), (other, LIVE), (other, other))}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.buffers import StageCopiesHandle
@@ -50,8 +51,7 @@ RECORDS: Mapping[str, type] = {
 """The dataclasses that opaque values of sharded parameters contain besides plain values."""
 
 
-@dataclass(frozen=True)
-class SavedValue(StateValue):
+class SavedValue(StateValue, frozen=True, eq=False):
     """One tensor of a save. `stored_name`: its name in the checkpoint.
 
     `constant`: its value, if all ranks know it, as they do for scalars. `cast_from`: the dtype of the live tensor, if the value
@@ -59,13 +59,13 @@ class SavedValue(StateValue):
     """
 
     stored_name: str = ""
-    constant: torch.Tensor | None = field(default=None, compare=False)
+    constant: torch.Tensor | None = None
     cast_from: torch.dtype | None = None
 
     @property
     def live(self) -> SavedValue:
         """The value as it is in the live model."""
-        return self if self.cast_from is None else replace(self, dtype=self.cast_from)
+        return self if self.cast_from is None else structs.replace(self, dtype=self.cast_from)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,22 @@ class HalvesEnd(End):
     def memory(self, value: StateValue) -> torch.Tensor | None:
         if isinstance(value, SavedValue) and value.constant is not None:
             return value.constant
-        return self.state.memory(value) if value.is_state and self.state is not None else self.weights.memory(value)
+        return self._of_half(value.is_state).memory(value)
+
+    def memories(self, values: Sequence[StateValue]) -> Sequence[torch.Tensor | None]:
+        constants = [value.constant if isinstance(value, SavedValue) else None for value in values]
+        by_half: dict[bool, list[StateValue]] = {False: [], True: []}
+        for value, constant in zip(values, constants, strict=True):
+            if constant is None:
+                by_half[value.is_state].append(value)
+        left = {half: iter(self._of_half(half).memories(listed)) for half, listed in by_half.items() if listed}
+        return [
+            constant if constant is not None else next(left[value.is_state])
+            for value, constant in zip(values, constants, strict=True)
+        ]
+
+    def _of_half(self, is_state: bool) -> LiveEnd:
+        return self.state if is_state and self.state is not None else self.weights
 
 
 def weights_of(
@@ -205,7 +220,7 @@ def read_weights(
         for name, dtype in dtypes.items():
             value = SavedValue(fqn, name, dtype, placement, False, fqn)
             if saved_as not in (None, dtype) and dtype in CAST_DTYPES:
-                value = replace(value, dtype=saved_as, cast_from=dtype)
+                value = structs.replace(value, dtype=saved_as, cast_from=dtype)
             tensors.append(value)
     return SavedHalf(
         local,
@@ -256,26 +271,32 @@ def read_state(
     )
     global_state = compare_shards(group, local, global_state, options.on_replica_mismatch)
     tensors, scalars = [], []
+    of_scalars = Whole((), group.ranks[:1])  # one object, by which what depends on the placement is kept
     for fqns in _units(global_state):
-        for name in dict.fromkeys(name for fqn in fqns for name in _names_of(global_state, fqn)):
-            for fqn in fqns:
-                summary = global_state.params[fqn].summary
-                if summary is not None and name in summary.dtypes:
-                    tensors.append(_tensor(fqn, name, summary.dtypes[name], global_state.params[fqn].placement))
-        for fqn in fqns:
-            summary = global_state.params[fqn].summary
-            for name, (dtype, placement) in summary.placed if summary is not None else ():
-                tensors.append(_tensor(fqn, name, dtype_named(dtype), placement))
+        unit = [
+            (fqn, param.placement, param.summary)
+            for fqn in fqns
+            if (param := global_state.params[fqn]).summary is not None
+        ]
+        for name in dict.fromkeys([name for _, _, summary in unit if summary is not None for name in summary.names]):
+            for fqn, placement, summary in unit:
+                dtype = summary.dtypes.get(name) if summary is not None else None
+                if dtype is not None:
+                    tensors.append(_tensor(fqn, name, dtype, placement))
+        for fqn, _, summary in unit:
+            for name, (code, placement) in summary.placed if summary is not None else ():
+                tensors.append(_tensor(fqn, name, dtype_named(code), placement))
             for name, scalar in summary.scalars if summary is not None else ():
                 if isinstance(scalar.value, torch.Tensor):
-                    where = Whole((), group.ranks[:1])
-                    scalars.append(replace(_tensor(fqn, name, scalar.value.dtype, where), constant=scalar.value))
+                    scalars.append(_tensor(fqn, name, scalar.value.dtype, of_scalars, scalar.value))
     opaque = _opaque(group, local, global_state)
     return SavedHalf(local, global_state, _aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
 
 
-def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> SavedValue:
-    return SavedValue(fqn, name, dtype, placement, stored_name=f"state.{fqn}.{name}")
+def _tensor(
+    fqn: str, name: str, dtype: torch.dtype, placement: Placement, constant: torch.Tensor | None = None
+) -> SavedValue:
+    return SavedValue(fqn, name, dtype, placement, stored_name=f"state.{fqn}.{name}", constant=constant)
 
 
 def _opaque(group: RankGroup, local: Local, global_state: GlobalState) -> Mapping[tuple[str, str], Any]:
@@ -291,11 +312,6 @@ def _opaque(group: RankGroup, local: Local, global_state: GlobalState) -> Mappin
     gathered = gather_opaque(group, local, parts, failure)
     agree(group, "opaque", failure.error, fatal=failure.fatal)
     return gathered
-
-
-def _names_of(global_state: GlobalState, fqn: str) -> tuple[str, ...]:
-    summary = global_state.params[fqn].summary
-    return tuple(summary.names) if summary is not None else ()
 
 
 def _units(global_state: GlobalState) -> Iterator[tuple[str, ...]]:
@@ -314,6 +330,8 @@ def _by_unit(global_state: GlobalState) -> Iterator[str]:
 
 def _with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
     """Give different stored names to values whose names have the same text, such as 0 and "0"."""
+    if len({tensor.stored_name for tensor in tensors}) == len(tensors):
+        return tensors
     taken: set[str] = set()
     distinct = []
     for tensor in tensors:
@@ -321,13 +339,14 @@ def _with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
         while name in taken:
             name += "'"
         taken.add(name)
-        distinct.append(tensor if name == tensor.stored_name else replace(tensor, stored_name=name))
+        distinct.append(tensor if name == tensor.stored_name else structs.replace(tensor, stored_name=name))
     return distinct
 
 
 def _aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
     """Sort tensors by element size, the largest first, so that every tensor begins at a multiple of its element size."""
-    return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
+    order = {dtype: -dtype.itemsize for dtype in {tensor.dtype for tensor in tensors}}
+    return tuple(sorted(tensors, key=lambda tensor: order[tensor.dtype])) if len(order) > 1 else tuple(tensors)
 
 
 def planned(tensor: SavedValue) -> PlannedTensor:

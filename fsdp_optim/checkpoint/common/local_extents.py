@@ -11,7 +11,7 @@ import torch
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.packed import PackedExtents
 from fsdp_optim.memory import Budget, empty, in_batches
-from fsdp_optim.move import Slice
+from fsdp_optim.move import Parts, Slice
 from fsdp_optim.plan import Copy
 
 _CPU = torch.device("cpu")
@@ -141,9 +141,9 @@ def _host_memory(extents: Iterable[Extent | DeviceExtent]) -> torch.Tensor:
     )
 
 
-def is_all_of(extents: ExtentsByFile, parts: Sequence[Slice]) -> bool:
+def is_all_of(extents: ExtentsByFile, parts: Sequence[Slice] | Parts) -> bool:
     """Return whether extents need no copy: the parts have memory of their own, and the extents cover all its bytes."""
-    if not all(part.is_own for part in parts):
+    if isinstance(parts, Parts) or not all(part.is_own for part in parts):
         return False
     kept = sum(
         extent.nbytes if isinstance(extent, PackedExtents) else len(extent.memory)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
+from msgspec import structs
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
@@ -113,7 +114,7 @@ def _cut_as_live(
         for report in exchange_reports(group, content):
             for key, where in (pickle.loads(report) if report else {}).items():
                 places[key] = places.get(key, where).join(where) or where
-    return [replace(value, placement=places[value.key]) if value.key in places else value for value in values]
+    return [structs.replace(value, placement=places[value.key]) if value.key in places else value for value in values]
 
 
 @dataclass

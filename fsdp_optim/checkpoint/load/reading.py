@@ -24,12 +24,11 @@ _CUT_FROM = 256 << 10  # bytes; one rank reads a smaller tensor that several ran
 _MOST_EXTENTS = 512  # at once, because there may be many short rows
 
 
-@dataclass(frozen=True)
-class StoredValue(StateValue):
+class StoredValue(StateValue, frozen=True, eq=False, kw_only=True):
     """A value of a checkpoint. `flat`: this rank's memory for its elements, a 1-D tensor; None if this rank needs none."""
 
-    stored: StoredTensor = field(kw_only=True, compare=False)
-    flat: torch.Tensor | None = field(default=None, kw_only=True, compare=False)
+    stored: StoredTensor
+    flat: torch.Tensor | None = None
 
     @classmethod
     def of(

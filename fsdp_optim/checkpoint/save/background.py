@@ -27,7 +27,7 @@ from fsdp_optim.checkpoint.save.trace import BACKGROUND, Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StoreLostError
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.move import Slice, move
+from fsdp_optim.move import Parts, Slice, move
 from fsdp_optim.options import Model
 from fsdp_optim.results import SaveResult
 from fsdp_optim.state.live.local import Optimizers
@@ -70,7 +70,7 @@ def async_save(
                 snapshot: Snapshot = []
                 completion: Completion | None = None
 
-                def keep(parts: Sequence[Slice]) -> None:
+                def keep(parts: Sequence[Slice] | Parts) -> None:
                     extents = writer.extents_of(parts)
                     snapshot.append(extents if is_all_of(extents, parts) else snapshot_of(extents))
 

@@ -24,7 +24,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Half, Writer
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, in_batches
-from fsdp_optim.move import End, Key, Slice, StateValue
+from fsdp_optim.move import End, Key, Parts, Slice, StateValue
 from fsdp_optim.storage.base import Capabilities, Staging, StoreWriter
 
 BY_MACHINES = "by machines"  # in place if all ranks are on one machine, else a file per rank
@@ -141,6 +141,20 @@ class FilePlan:
             known = self._written[key] = placement, written_cut(value, placement, owner)  # keeps the id unique
         return known[1]
 
+    def cuts(self, values: Sequence[StateValue], placements: Sequence[Placement]) -> Sequence[Placement]:
+        """Return `cut` of several values, which is asked once for those of one placement and dtype."""
+        if self.parted or self.owners:
+            return list(map(self.cut, values, placements))
+        known: dict[tuple[int, torch.dtype], Placement] = {}
+        cuts = []
+        for value, placement in zip(values, placements, strict=True):
+            key = id(placement), value.dtype  # `placements` keep their ids unique
+            cut = known.get(key)
+            if cut is None:
+                cut = known[key] = self.cut(value, placement)
+            cuts.append(cut)
+        return cuts
+
 
 def _share(writer: Writer, half: Half, values: Sequence[SavedValue], shared: str, num_ranks: int) -> int:
     """Return the length of a file if each rank writes a file of its own."""
@@ -171,7 +185,7 @@ class FilesEnd(End):
     """
 
     plan: FilePlan
-    take: Callable[[Sequence[Slice]], None]
+    take: Callable[[Sequence[Slice] | Parts], None]
     cast: Mapping[Key, SavedValue]
     cast_budget: Budget
 
@@ -179,6 +193,15 @@ class FilesEnd(End):
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         return self.plan.cut(value, other)
+
+    def io_placements(self, values: Sequence[StateValue], others: Sequence[Placement]) -> Sequence[Placement]:
+        return self.plan.cuts(values, others)
+
+    def drain_parts(self, parts: Parts) -> None:
+        if self.cast:
+            super().drain_parts(parts)
+        else:
+            self.take(parts)
 
     def drain(self, parts: Sequence[Slice]) -> None:
         if not self.cast:

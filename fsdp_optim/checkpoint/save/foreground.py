@@ -14,7 +14,7 @@ from fsdp_optim.checkpoint.save.saved_line import say_saved
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.move import End, Slice, move
+from fsdp_optim.move import End, Parts, Slice, move
 from fsdp_optim.options import Model
 from fsdp_optim.results import SaveResult
 from fsdp_optim.state.live.local import Optimizers
@@ -51,7 +51,7 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
     """Write this rank's part, and all-gather the results. If a rank fails, all raise its error when all have stopped."""
     failure = Failure()
 
-    def write(parts: Sequence[Slice]) -> None:
+    def write(parts: Sequence[Slice] | Parts) -> None:
         writer.write(writer.extents_of(parts))
         progress.up_to(writer.nbytes * len(job.group.ranks))
 

@@ -27,7 +27,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.formats.base.protocols import Prepared, Writer, WrittenFormat
 from fsdp_optim.memory import Budget
-from fsdp_optim.move import Key, Slice
+from fsdp_optim.move import Key, Parts, Slice
 from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.base import Staging, Store, StoreWriter
 from fsdp_optim.transport.base import RankGroup
@@ -156,7 +156,7 @@ class Job:
         """The values as they are in the live model and optimizer, which the ranks send to those that write them."""
         return [value.live for value in self.values] if self.cast else self.values
 
-    def target(self, take: Callable[[Sequence[Slice]], None]) -> FilesEnd:
+    def target(self, take: Callable[[Sequence[Slice] | Parts], None]) -> FilesEnd:
         """The files as the target of a move. `take` gets this rank's elements."""
         return FilesEnd(self.plan, take, self.cast, self._cast_budget)
 

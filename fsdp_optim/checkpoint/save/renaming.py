@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from fsdp_optim.checkpoint.common.contents import SavedHalf, SavedValue
 from fsdp_optim.checkpoint.load.matching import renamer
 from fsdp_optim.errors import StateError
@@ -61,7 +63,7 @@ class SavedNames:
             return value
         before = f"state.{value.fqn}" if value.is_state else value.fqn
         after = f"state.{self(value.fqn)}" if value.is_state else self(value.fqn)
-        return replace(value, stored_name=after + value.stored_name[len(before) :])
+        return structs.replace(value, stored_name=after + value.stored_name[len(before) :])
 
     def of_index(self, index: CheckpointIndex) -> CheckpointIndex:
         """Rename in an index what `of_half` does not rename: aliases, and weights that are left out."""

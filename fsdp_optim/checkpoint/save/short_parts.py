@@ -58,21 +58,21 @@ class ShortParts:
 
     def __init__(self) -> None:
         self._begins: list[int] = []
-        self._flats: list[torch.Tensor] = []
+        self._parts: list[torch.Tensor] = []
         self._of_kind: list[int] = []
         self._kinds: dict[int, tuple[int, Kind]] = {}  # by id, which the reference keeps unique
 
-    def add(self, begin: int, kind: Kind, flat: torch.Tensor) -> None:
-        """Add a local tensor, 1-D and contiguous, of a value that begins at byte `begin` of the data section."""
+    def add(self, begin: int, kind: Kind, part: torch.Tensor) -> None:
+        """Add a local tensor, of any shape and strides, of a value that begins at byte `begin` of the data section."""
         number, _ = self._kinds.setdefault(id(kind), (len(self._kinds), kind))
         self._begins.append(begin)
-        self._flats.append(flat)
+        self._parts.append(part)
         self._of_kind.append(number)
 
     def packed(self) -> PackedExtents:
         """Copy the elements into one buffer on the host."""
         begins, kinds = numpy.array(self._begins, numpy.int64), [kind for _, kind in self._kinds.values()]
-        of_kind, (memory, bases) = numpy.array(self._of_kind, numpy.intp), _side_by_side(self._flats)
+        of_kind, (memory, bases) = numpy.array(self._of_kind, numpy.intp), _side_by_side(self._parts)
         # One row for each range of each value: `of` is the value, `row` the range among those of all kinds.
         lengths = numpy.array([len(kind.nbytes) for kind in kinds], numpy.int64)
         counts = lengths[of_kind]
@@ -84,26 +84,38 @@ class ShortParts:
         return PackedExtents.of(begins[of] + targets[row], nbytes[row], bases[of] + sources[row], memory)
 
 
-def _side_by_side(flats: Sequence[torch.Tensor]) -> tuple[memoryview, Numbers]:
-    """Return a copy of the elements of some tensors on the host, and the byte at which those of each begin.
+def _side_by_side(parts: Sequence[torch.Tensor]) -> tuple[memoryview, Numbers]:
+    """Return a copy of the elements of some tensors on the host, row-major, and the byte at which those of each begin.
 
-    Tensors of one dtype on one device are copied in one call of torch.
+    Tensors of one dtype on one device that have the same shape but for the first dimension are copied in one call of torch.
     """
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, flat in enumerate(flats):
-        groups.setdefault((flat.dtype, flat.device), []).append(number)
-    buffer = empty((sum(flat.nbytes for flat in flats),), torch.uint8, _CPU)
-    bases, at = numpy.zeros(len(flats), numpy.int64), 0
+    groups: dict[tuple[torch.dtype, torch.device, tuple[int, ...] | None], list[int]] = {}
+    for number, part in enumerate(parts):
+        shape = part.shape
+        groups.setdefault((part.dtype, part.device, shape[1:] if shape else None), []).append(number)
+    nbytes = {group: _nbytes_of([parts[number] for number in numbers]) for group, numbers in groups.items()}
+    buffer = empty((sum(int(each.sum()) for each in nbytes.values()),), torch.uint8, _CPU)
+    bases, at = numpy.zeros(len(parts), numpy.int64), 0
     by_size = sorted(groups, key=lambda group: -group[0].itemsize)  # so that each begins at a multiple of its size
-    for dtype, device in by_size:
-        numbers = groups[dtype, device]
-        sizes = numpy.array([flats[number].nbytes for number in numbers], numpy.int64)
-        bases[numbers] = at + sizes.cumsum() - sizes
-        stop = at + int(sizes.sum())
-        target = buffer[at:stop].view(dtype)
-        if device.type == "cpu":
-            torch.cat([flats[number] for number in numbers], out=target)
-        else:
-            target.copy_(torch.cat([flats[number] for number in numbers]))
-        at = stop
+    with torch.no_grad():
+        for group in by_size:
+            (dtype, device, rest), sizes = group, nbytes[group]
+            bases[groups[group]] = at + sizes.cumsum() - sizes
+            stop = at + int(sizes.sum())
+            target = buffer[at:stop].view(dtype)
+            tensors = [parts[number] for number in groups[group]]
+            if stop == at:
+                continue
+            if rest is None:
+                target.copy_(torch.stack(tensors))
+            elif device.type == "cpu":
+                torch.cat(tensors, out=target.view(-1, *rest))
+            else:
+                target.view(-1, *rest).copy_(torch.cat(tensors))
+            at = stop
     return bytes_of(buffer), bases
+
+
+def _nbytes_of(tensors: Sequence[torch.Tensor]) -> Numbers:
+    """Return the bytes of each of some tensors."""
+    return numpy.fromiter([tensor.nbytes for tensor in tensors], numpy.int64, len(tensors))

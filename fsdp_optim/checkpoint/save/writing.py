@@ -30,7 +30,7 @@ from fsdp_optim.formats.base.packed import PackedExtents, write_packed
 from fsdp_optim.formats.base.protocols import PlannedFile
 from fsdp_optim.layout import FlatRuns, Placement
 from fsdp_optim.memory import Budget
-from fsdp_optim.move import Key, Slice
+from fsdp_optim.move import Key, Parts, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans, clip_to_source
 from fsdp_optim.storage.base import StoreWriter
 
@@ -80,11 +80,11 @@ class RankWriter:
         """The written segments, by file."""
         return {name: numpy.concatenate([rows_of(()), *tables]) for name, tables in self._rows.items()}
 
-    def extents_of(self, parts: Sequence[Slice]) -> dict[str, list[LocalExtent]]:
+    def extents_of(self, parts: Sequence[Slice] | Parts) -> dict[str, list[LocalExtent]]:
         """Return the extents that this rank must write of some parts, by file. Those of short parts are copies."""
         extents: dict[str, list[LocalExtent]] = {}
         short: dict[str, ShortParts] = {}
-        for part in parts:
+        for part in self._without_short(parts, short) if isinstance(parts, Parts) else parts:
             flat = part.flat
             name, begin = self._starts[part.value.key]
             if isinstance(part.cut, FlatRuns):
@@ -92,7 +92,7 @@ class RankWriter:
                     ranges = self._in_ranges(part, LocalMemory(flat), flat.numel(), begin)
                     extents.setdefault(name, []).extend(ranges)
                 continue
-            copies, kind = self._copies(part, begin)
+            copies, kind = self._copies(part.value, part.cut, begin)
             if not copies:
                 continue
             if flat is None:
@@ -111,6 +111,25 @@ class RankWriter:
         for name, collected in short.items():
             extents.setdefault(name, []).append(collected.packed())
         return extents
+
+    def _without_short(self, parts: Parts, short: dict[str, ShortParts]) -> list[Slice]:
+        """Add the short parts to `short`, by file, and return the others."""
+        others: list[int] = []
+        starts = self._starts
+        for i, (value, cut, held) in enumerate(zip(parts.values, parts.cuts, parts.held, strict=True)):
+            name, begin = starts[value.key]
+            if isinstance(cut, FlatRuns):
+                others.append(i)
+                continue
+            copies, kind = self._copies(value, cut, begin)
+            if kind is not None and held is not None:
+                collected = short.get(name)
+                if collected is None:
+                    collected = short[name] = ShortParts()
+                collected.add(begin, kind, held)
+            elif copies:
+                others.append(i)
+        return parts.slices(others)
 
     def _of_copies(
         self, part: Slice, flat: torch.Tensor, begin: int, copies: Sequence[tuple[int, Copy]]
@@ -133,13 +152,12 @@ class RankWriter:
                 yield clipped(memory.extent(start, first - part.start, last - first), part_range.start, part_range.stop)
             at += num
 
-    def _copies(self, part: Slice, start: int) -> tuple[Sequence[tuple[int, Copy]], Kind | None]:
+    def _copies(self, value: StateValue, cut: Placement, start: int) -> tuple[Sequence[tuple[int, Copy]], Kind | None]:
         """Return the copies of a value to storage that this rank writes, each with the first element of its part of storage.
 
         Of several ranks that could write a small value, its place in the file selects one, so that one rank writes adjacent
         values. The second result: the copies as a kind of short parts; None where the local tensor is long.
         """
-        cut, value = part.cut, part.value
         num = self._num_replicas.get(id(cut))  # layers share their cuts, which take long to compare
         if num is None:
             num = self._num_replicas[id(cut)] = cut.num_replicas

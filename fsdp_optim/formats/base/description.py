@@ -7,7 +7,7 @@ hyperparameter may be a tensor, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -75,15 +75,20 @@ def to_plain(description: OptimDescription) -> dict[str, Any]:
             for group in description.groups
         ],
         "extra": description.other_keys,
-        "params": {
-            fqn: {
-                "shape": list(param.shape),
-                "values": [list(value) for value in param.values],
-                "has_state": param.has_state,
-            }
-            for fqn, param in description.params.items()
-        },
+        "params": {fqn: _plain_param(param) for fqn, param in description.params.items()},
     }
+
+
+def _plain_param(param: ParamDescription) -> dict[str, Any]:
+    return {"shape": list(param.shape), "values": list(map(list, param.values)), "has_state": param.has_state}
+
+
+def is_text_alone(param: ParamDescription) -> bool:
+    """Return whether a parameter's description is its own JSON: names and keys of stored tensors, in ASCII, as nearly always."""
+    for name, _, content in param.values:
+        if type(name) is not str or type(content) is not str or not name.isascii() or not content.isascii():
+            return False
+    return True
 
 
 class _Plain(msgspec.Struct, frozen=True):
@@ -110,7 +115,16 @@ def encoded(
 ) -> tuple[Any, list[torch.Tensor]]:
     """Return the description as JSON values, and its tensors. Raises CheckpointError that names a value which cannot be saved."""
     encoder = Encoder(allow_pickle=allow_pickle, records=records)
-    return encoder.encode(where, to_plain(description)), encoder.tensors
+    if not all(fqn.isascii() and not fqn.startswith("$") for fqn in description.params):
+        return encoder.encode(where, to_plain(description)), encoder.tensors
+    values = encoder.encode(where, to_plain(replace(description, params={})))
+    values["params"] = {
+        fqn: _plain_param(param)
+        if is_text_alone(param)
+        else encoder.encode(f"{where}['params'][{fqn!r}]", _plain_param(param))
+        for fqn, param in description.params.items()
+    }
+    return values, encoder.tensors
 
 
 def decoded(

@@ -65,8 +65,7 @@ def code_of(key: str, dtype: str) -> str:
     return _CODES[dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(Struct, frozen=True):
     """One tensor of a file, with the bytes [start, stop) of the data section."""
 
     key: str
@@ -126,14 +125,16 @@ class Header:
 
     def encoded(self) -> bytes:
         """Return the bytes of the file before the data section."""
-        values: dict[str, Any] = {_METADATA: dict(self.metadata)} if self.metadata else {}
+        texts = [f'"{_METADATA}":{_JSON.encode(dict(self.metadata))}'] if self.metadata else []
+        kinds: dict[tuple[str, tuple[int, ...]], str] = {}
         for entry in self.entries:
-            values[entry.key] = {
-                "dtype": entry.code,
-                "shape": list(_shown_shape(entry)),
-                "data_offsets": [entry.start, entry.stop],
-            }
-        text = _JSON.encode(values).encode()
+            kind = entry.code, entry.shape
+            between = kinds.get(kind)
+            if between is None:
+                shape = ",".join(map(str, _shown_shape(entry)))
+                between = kinds[kind] = f':{{"dtype":"{entry.code}","shape":[{shape}],"data_offsets":['
+            texts.append(f"{_json_of(entry.key)}{between}{entry.start},{entry.stop}]}}")
+        text = f"{{{','.join(texts)}}}".encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         return _LENGTH.pack(len(text)) + text
 
@@ -141,6 +142,9 @@ class Header:
         """How many of the tensors, in their order, are in each file, so that a file has at most `most_nbytes` with its header,
         or one tensor that is larger. `others`: the metadata of all files but the first one.
         """
+        if len(self.encoded()) + self.data_nbytes <= most_nbytes:
+            yield len(self.entries)
+            return
         num, text, first = 0, _nbytes_of_metadata(self.metadata), 0
         for entry in self.entries:
             more = _nbytes_of_entry(entry, first)
@@ -151,6 +155,13 @@ class Header:
                 more = _nbytes_of_entry(entry, first)
             num, text = num + 1, text + more
         yield num
+
+
+def _json_of(key: str) -> str:
+    """Return the JSON of a str."""
+    if key.isascii() and key.isprintable() and '"' not in key and "\\" not in key:  # nearly always
+        return f'"{key}"'
+    return _JSON.encode(key)
 
 
 def _shown_shape(entry: HeaderEntry) -> tuple[int, ...]:
@@ -166,7 +177,7 @@ def _nbytes_of_entry(entry: HeaderEntry, first: int) -> int:
     """Return the bytes of a tensor, and of what follows it, in the JSON of the header of a file whose data begin at `first`."""
     shape = ",".join(map(str, _shown_shape(entry)))
     rest = f':{{"dtype":"{entry.code}","shape":[{shape}],"data_offsets":[{entry.start - first},{entry.stop - first}]}},'
-    return len(_JSON.encode(entry.key).encode()) + len(rest)
+    return len(_json_of(entry.key).encode()) + len(rest)
 
 
 def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of, join_tables, segment_nbytes, sums_of
-from fsdp_optim.formats.base.description import OptimDescription, decoded, encoded, to_plain
+from fsdp_optim.formats.base.description import OptimDescription, decoded, encoded, is_text_alone, to_plain
 from fsdp_optim.formats.base.header import Header
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.json_text import check_density, parse_json
@@ -42,6 +43,7 @@ from fsdp_optim.formats.own.manifest import (
     ModelInfo,
     ParamInfo,
     ThinnedInfo,
+    canonical,
     manifest_in,
     version_for,
 )
@@ -107,8 +109,11 @@ class OwnWriter(Writer):
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras)
         optim, read_back, shared = None, None, ""
         if contents.optim is not None:
-            optim, tensors = encoded("optim", contents.optim, allow_pickle=allow_pickle, records=records)
-            read_back = _read_back(optim, tensors, allow_pickle=allow_pickle, records=records)
+            values, tensors = encoded("optim", contents.optim, allow_pickle=allow_pickle, records=records)
+            optim = msgspec.Raw(canonical(values))
+            read_back = _read_back(contents.optim, values, tensors, allow_pickle=allow_pickle, records=records)
+            if not tensors:
+                _check_text(values, bytes(optim))
             shared = _plain_groups(contents.optim)
             if tensors:  # JSON in the manifest cannot contain tensors
                 value, optim = to_plain(contents.optim), None
@@ -248,24 +253,37 @@ def _planned(name: str, half: Half, tensors: Sequence[PlannedTensor], header: He
     )
 
 
+def _check_text(values: Mapping[str, Any], text: bytes) -> None:
+    """Raise CheckpointError for the JSON of an optimizer that no reader accepts."""
+    check_density(_WHERE, text)
+    if len(text) > MOST_NBYTES // 2:
+        params = values["params"]
+        largest = max(params, key=lambda fqn: len(json.dumps(params[fqn])))
+        raise CheckpointError(
+            f"{largest}: the description of its state takes most of {len(text)} bytes, and a reader accepts only "
+            f"{MOST_NBYTES // 2}: keep large values as tensors"
+        )
+
+
 def _read_back(
-    optim: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool, records: Mapping[str, type]
+    optim: OptimDescription,
+    values: Mapping[str, Any],
+    tensors: Sequence[torch.Tensor],
+    *,
+    allow_pickle: bool,
+    records: Mapping[str, type],
 ) -> OptimDescription:
-    """Return the description as a reader will decode it. Raises CheckpointError if no reader accepts it."""
-    text = json.dumps(optim, separators=(",", ":")).encode()
-    if not tensors:
-        check_density(_WHERE, text)
-        if len(text) > MOST_NBYTES // 2:
-            params = optim["params"]
-            largest = max(params, key=lambda fqn: len(json.dumps(params[fqn])))
-            raise CheckpointError(
-                f"{largest}: the description of its state takes most of {len(text)} bytes, and a reader accepts only "
-                f"{MOST_NBYTES // 2}: keep large values as tensors"
-            )
+    """Return a description as a reader will decode it from its JSON values. Raises CheckpointError if no reader accepts it.
+
+    Parameters that are described by text alone are read as they are.
+    """
+    others = {fqn: values["params"][fqn] for fqn, param in optim.params.items() if not is_text_alone(param)}
+    text = json.dumps({**values, "params": others}, separators=(",", ":")).encode()
     try:
-        return decoded(_WHERE, parse_json(_WHERE, text), tensors, allow_pickle=allow_pickle, records=records)
+        read = decoded(_WHERE, parse_json(_WHERE, text), tensors, allow_pickle=allow_pickle, records=records)
     except CheckpointError as error:
         raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
+    return dataclasses.replace(read, params={fqn: read.params.get(fqn, param) for fqn, param in optim.params.items()})
 
 
 def _plain_groups(description: OptimDescription) -> str:

@@ -6,11 +6,11 @@ The classes below are the schema of its JSON. msgspec writes and reads them by t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of
@@ -77,7 +77,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """The content of a manifest.
 
     Attributes:
-        optim: the description of the optimizer as JSON values; None if there is none, or if it has a file of its own.
+        optim: the description of the optimizer as JSON values, or as `canonical` text (msgspec.Raw); None if there is none, or
+            if it has a file of its own.
         summary: the summary at the beginning, under the key "brief"; None if an older version of the library saved.
         thinned: the record of `thin`, which has removed the optimizer; None otherwise.
         checksum: the hash of a manifest that was read; empty for a new one.
@@ -129,12 +130,14 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     def encoded(self) -> bytes:
         """Return the bytes of the file."""
-        values = msgspec.to_builtins(self)
+        values = msgspec.to_builtins(replace(self, optim=None))
         del values["checksum"]
         if self.thinned is None:
             del values["thinned"]
         values["brief"] = self.effective_summary.to_json()
-        body = _canonical(values)
+        texts = {key: canonical(value) for key, value in values.items()}
+        texts["optim"] = bytes(self.optim) if isinstance(self.optim, msgspec.Raw) else canonical(self.optim)
+        body = b"{%s}" % b",".join([b'"%s":%s' % (key.encode(), text) for key, text in sorted(texts.items())])
         check_density(NAME, body)  # refuses a text that no reader accepts
         return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
 
@@ -157,7 +160,8 @@ class _Document(Struct, frozen=True):
     checkpoint: dict[str, Any]
 
 
-def _canonical(values: Mapping[str, Any]) -> bytes:
+def canonical(values: Any) -> bytes:
+    """Return the JSON text of values of which the checksum of a manifest is made."""
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -181,7 +185,7 @@ def manifest_in(opened: Opened) -> Manifest:
                 f"{path}: has the schema version {head.version!r}; this fsdp_optim reads up to {VERSION}: install a newer one"
             ) from NewerVersion()
         checksum = document.checksum
-        if not _is_as_written(text, checksum) and hex_of(_canonical(document.checkpoint)) != checksum:
+        if not _is_as_written(text, checksum) and hex_of(canonical(document.checkpoint)) != checksum:
             raise CheckpointError(
                 f"{path}: is not the manifest that was saved: its checksum differs; load another checkpoint"
             )

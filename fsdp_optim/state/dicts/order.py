@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
+from msgspec import Struct
+
 from fsdp_optim.errors import StateError
 
 
@@ -35,8 +37,7 @@ class Counted:
         return Counted(tuple(fqn for fqn in self.fqns if fqn in kept), self.unknown, self.own_order)
 
 
-@dataclass(frozen=True)
-class OrderedParam:
+class OrderedParam(Struct, frozen=True):
     """One live parameter in an optimizer's group: its index in the wrapped model's parameters(), and its originals."""
 
     position: int

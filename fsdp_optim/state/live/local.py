@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec import Struct, structs
 
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Shape
@@ -86,8 +87,7 @@ class _StateTraits(NamedTuple):
         return not any(traits.is_marked and not traits.fits for _, traits in self.values)
 
 
-@dataclass(frozen=True)
-class LocalParam:
+class LocalParam(Struct, frozen=True, dict=True):
     """One live parameter of an optimizer: its id in the optimizer's own dict, its group, its state (None: absent).
 
     `owner`: of several optimizers that are read as one, the index of the parameter's optimizer, and the parameter's id there.
@@ -278,12 +278,12 @@ def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
                             f"{param.named.fqns[0]} is in two of the {len(optimizers)} optimizers: give each parameter to one"
                         )
                     fqns.add(param.named.fqns[0])
-                    members.append(replace(param, owner=(index, param.local_id)))
+                    members.append(structs.replace(param, owner=(index, param.local_id)))
     params: list[LocalParam] = []
     ids = []
     for group_index, (*_, members) in enumerate(groups.values()):
         first = len(params)
-        params += [replace(p, local_id=first + i, group_index=group_index) for i, p in enumerate(members)]
+        params += [structs.replace(p, local_id=first + i, group_index=group_index) for i, p in enumerate(members)]
         ids.append(tuple(range(first, len(params))))
     other_keys: dict[str, Any] = {}
     for optimizer in optimizers:

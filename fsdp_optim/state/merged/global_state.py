@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from msgspec import Struct, structs
+
 from fsdp_optim.layout import Placement
 from fsdp_optim.state.dicts.order import Counted, merge
 from fsdp_optim.state.merged.reports import LiveParam
 from fsdp_optim.state.values.summary import Summary
 
 
-@dataclass(frozen=True)
-class Param:
+class Param(Struct, frozen=True):
     """One original parameter in the global state.
 
     `variants`: the placement and summary on each group of ranks, for a parameter whose wrapper forbids to collect the state:
@@ -32,7 +33,7 @@ class Param:
             return self
         for placement, summary in self.variants:
             if rank in placement.ranks:
-                return replace(self, placement=placement, summary=summary, variants=())
+                return structs.replace(self, placement=placement, summary=summary, variants=())
         return None
 
 

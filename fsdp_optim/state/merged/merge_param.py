@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.layout import Block, Boxes, Placement, RankSet, Whole
 from fsdp_optim.state.merged.global_state import Param
@@ -166,7 +168,10 @@ def _with_common_places(reports: list[ReportedParam]) -> list[ReportedParam]:
     common = {name: _common_place(f"{reports[0].fqn}: {name}", places) for name, places in places_by_name.items()}
     if all(where is common[name] for name, places in places_by_name.items() for where, _ in places):
         return reports
-    return [item._replace(live=replace(item.live, summary=_placed_at(item.live.summary, common))) for item in reports]
+    return [
+        item._replace(live=structs.replace(item.live, summary=_placed_at(item.live.summary, common)))
+        for item in reports
+    ]
 
 
 def _placed_at(summary: Summary | None, places: Mapping[str, Placement]) -> Summary | None:
@@ -283,7 +288,7 @@ def _settled(reports: list[ReportedParam]) -> list[ReportedParam]:
     }
     apart = (unsure - sure) | (other & (sure | unsure))
     return [
-        item._replace(live=replace(item.live, summary=item.live.summary.as_opaque(apart)))
+        item._replace(live=structs.replace(item.live, summary=item.live.summary.as_opaque(apart)))
         if item.live.summary is not None
         else item
         for item in reports

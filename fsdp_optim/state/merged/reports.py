@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import Struct
+
 from fsdp_optim.layout import Placement
 from fsdp_optim.state.dicts.order import Counted
 from fsdp_optim.state.merged.replicas import STATE
@@ -16,8 +18,7 @@ from fsdp_optim.state.values.classes import OptimizerClass
 from fsdp_optim.state.values.summary import Summary
 
 
-@dataclass(frozen=True)
-class LiveParam:
+class LiveParam(Struct, frozen=True):
     """One live parameter in a rank's report.
 
     Attributes:

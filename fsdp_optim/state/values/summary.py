@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ class Summary:
         kept = tuple(pair for pair in self.placed if pair[0] not in names)
         return replace(self, placed=kept, sharded=(*self.sharded, *sharded))
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[tuple[str, str], ...]:
         """The kind of each value, as a full dict records it."""
         placed = {name: f"{Kind.PLACED.value} {cut_of(placement)}".strip() for name, (_, placement) in self.placed}
@@ -187,7 +188,7 @@ class Summary:
             for name in self.names
         )
 
-    @property
+    @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of the sharded values."""
         return {name: dtype_named(dtype) for name, dtype in self.sharded}
