@@ -31,7 +31,7 @@ Key = tuple[bool, str, str]
 """The key of a value in storage: (whether the value is state, FQN, name)."""
 
 
-class StateValue(Struct, frozen=True, eq=False):
+class StateValue(Struct, frozen=True, eq=False, gc=False):
     """One named value of one parameter. A weight is a value too, with `is_state` False.
 
     `placement`: where the live model has the elements.

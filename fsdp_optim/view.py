@@ -68,6 +68,10 @@ class Handle:
         """Return the parameter's elements on this rank, in the local shape; shares the parameter's memory."""
         return self.kept().detach() if self.kept is not None else self.param.detach()
 
+    def as_value(self) -> torch.Tensor:
+        """Return the parameter as `held` and `is_held` take a value of its shape: `weights`, or the parameter itself."""
+        return self.weights()
+
     @property
     def weights_dtype(self) -> torch.dtype:
         """The dtype of `weights`."""

@@ -208,6 +208,10 @@ class DTensorHandle(Handle):
         # Detaching the DTensor itself would go through its dispatcher, which takes longer.
         return dtensor_cut_like(local_of(self.param).detach(), self.param)
 
+    def as_value(self) -> torch.Tensor:
+        # A DTensor without gradients, of which there would be one for each parameter, takes long to make.
+        return self.param if self.kept is None and is_dtensor(self.param) else super().as_value()
+
     def install(self, flat: torch.Tensor) -> None:
         with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
             if is_dtensor(self.param):

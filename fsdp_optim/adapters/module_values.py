@@ -170,7 +170,9 @@ def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> N
 def _hooked(tree: ModuleTree) -> Iterator[str]:
     """Yield the modules whose state_dict() is changed by hooks or overrides, which this library does not run."""
     for module in tree.modules:
-        hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
+        hooks = []
+        if module._state_dict_hooks or module._state_dict_pre_hooks:  # few modules have some
+            hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
         foreign = [hook for hook in hooks if not _is_of(hook, _OF_TORCH)]
         if _function(module.state_dict) is not nn.Module.state_dict and not _is_of(module.state_dict, _OF_TORCH):
             foreign.append(module.state_dict)

@@ -51,7 +51,7 @@ RECORDS: Mapping[str, type] = {
 """The dataclasses that opaque values of sharded parameters contain besides plain values."""
 
 
-class SavedValue(StateValue, frozen=True, eq=False):
+class SavedValue(StateValue, frozen=True, eq=False, gc=False):
     """One tensor of a save. `stored_name`: its name in the checkpoint.
 
     `constant`: its value, if all ranks know it, as they do for scalars. `cast_from`: the dtype of the live tensor, if the value
@@ -159,7 +159,7 @@ def check_not_empty(global_state: GlobalState, reader: ModelReader) -> None:
 def _as_optimizer(view: ModelView, which: WhichWeights) -> LocalOptim:
     grouped = [(_group_of(named.handle.param, which), named) for named in view.handles]
     params = tuple(
-        LocalParam(index, group, named, {WEIGHT: named.handle.weights()} if group != LEFT_OUT else None)
+        LocalParam(index, group, named, {WEIGHT: named.handle.as_value()} if group != LEFT_OUT else None)
         for index, (group, named) in enumerate(grouped)
         if named.fqns
     )

@@ -68,9 +68,10 @@ def stored_tensors(state: SavedHalf) -> dict[str, StoredTensor]:
 
 def small_values(state: SavedHalf) -> ReadSmall:
     """Return a function that reads small tensors of the state to save. Only scalars have elements, which all ranks know."""
-    by_key = {value.stored_name: value for value in state.tensors}
 
     def read(stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
+        asked = {tensor.key for tensor in stored}
+        by_key = {value.stored_name: value for value in state.tensors if value.stored_name in asked}
         values = (by_key[tensor.key] for tensor in stored)
         return [
             value.constant

@@ -24,7 +24,7 @@ _CUT_FROM = 256 << 10  # bytes; one rank reads a smaller tensor that several ran
 _MOST_EXTENTS = 512  # at once, because there may be many short rows
 
 
-class StoredValue(StateValue, frozen=True, eq=False, kw_only=True):
+class StoredValue(StateValue, frozen=True, eq=False, gc=False, kw_only=True):
     """A value of a checkpoint. `flat`: this rank's memory for its elements, a 1-D tensor; None if this rank needs none."""
 
     stored: StoredTensor

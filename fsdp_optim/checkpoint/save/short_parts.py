@@ -31,11 +31,12 @@ class Kind(NamedTuple):
     """What a rank writes of values that are cut alike, one row for each range, in bytes.
 
     `targets`: where each range begins, counted from the value's first byte in the file. `sources`: where it begins in the local
-    part, which has all elements [start, start + numel) of the local tensor.
+    part, which has all elements [start, start + numel) of the local tensor, in `part_nbytes`.
     """
 
     start: int
     numel: int
+    part_nbytes: int
     targets: Numbers
     sources: Numbers
     nbytes: Numbers
@@ -50,7 +51,7 @@ class Kind(NamedTuple):
             (base + target, source - start, numel) for base, copy in copies for source, target, numel in ranges_of(copy)
         ]
         columns = numpy.array(rows, numpy.int64).reshape(-1, 3).T * itemsize
-        return cls(start, stop - start, columns[0], columns[1], columns[2])
+        return cls(start, stop - start, (stop - start) * itemsize, columns[0], columns[1], columns[2])
 
 
 class ShortParts:
@@ -72,7 +73,9 @@ class ShortParts:
     def packed(self) -> PackedExtents:
         """Copy the elements into one buffer on the host."""
         begins, kinds = numpy.array(self._begins, numpy.int64), [kind for _, kind in self._kinds.values()]
-        of_kind, (memory, bases) = numpy.array(self._of_kind, numpy.intp), _side_by_side(self._parts)
+        of_kind = numpy.array(self._of_kind, numpy.intp)
+        of_part = numpy.array([kind.part_nbytes for kind in kinds], numpy.int64)[of_kind]
+        memory, bases = _side_by_side(self._parts, of_part)
         # One row for each range of each value: `of` is the value, `row` the range among those of all kinds.
         lengths = numpy.array([len(kind.nbytes) for kind in kinds], numpy.int64)
         counts = lengths[of_kind]
@@ -84,23 +87,25 @@ class ShortParts:
         return PackedExtents.of(begins[of] + targets[row], nbytes[row], bases[of] + sources[row], memory)
 
 
-def _side_by_side(parts: Sequence[torch.Tensor]) -> tuple[memoryview, Numbers]:
+def _side_by_side(parts: Sequence[torch.Tensor], nbytes: Numbers) -> tuple[memoryview, Numbers]:
     """Return a copy of the elements of some tensors on the host, row-major, and the byte at which those of each begin.
 
+    `nbytes`: of each tensor.
     Tensors of one dtype on one device that have the same shape but for the first dimension are copied in one call of torch.
     """
     groups: dict[tuple[torch.dtype, torch.device, tuple[int, ...] | None], list[int]] = {}
     for number, part in enumerate(parts):
         shape = part.shape
         groups.setdefault((part.dtype, part.device, shape[1:] if shape else None), []).append(number)
-    nbytes = {group: _nbytes_of([parts[number] for number in numbers]) for group, numbers in groups.items()}
-    buffer = empty((sum(int(each.sum()) for each in nbytes.values()),), torch.uint8, _CPU)
+    buffer = empty((int(nbytes.sum()),), torch.uint8, _CPU)
     bases, at = numpy.zeros(len(parts), numpy.int64), 0
     by_size = sorted(groups, key=lambda group: -group[0].itemsize)  # so that each begins at a multiple of its size
     with torch.no_grad():
         for group in by_size:
-            (dtype, device, rest), sizes = group, nbytes[group]
-            bases[groups[group]] = at + sizes.cumsum() - sizes
+            dtype, device, rest = group
+            numbers = numpy.array(groups[group], numpy.intp)
+            sizes = nbytes[numbers]
+            bases[numbers] = at + sizes.cumsum() - sizes
             stop = at + int(sizes.sum())
             target = buffer[at:stop].view(dtype)
             tensors = [parts[number] for number in groups[group]]
@@ -114,8 +119,3 @@ def _side_by_side(parts: Sequence[torch.Tensor]) -> tuple[memoryview, Numbers]:
                 target.view(-1, *rest).copy_(torch.cat(tensors))
             at = stop
     return bytes_of(buffer), bases
-
-
-def _nbytes_of(tensors: Sequence[torch.Tensor]) -> Numbers:
-    """Return the bytes of each of some tensors."""
-    return numpy.fromiter([tensor.nbytes for tensor in tensors], numpy.int64, len(tensors))

@@ -116,12 +116,18 @@ class RankWriter:
         """Add the short parts to `short`, by file, and return the others."""
         others: list[int] = []
         starts = self._starts
+        kinds: dict[tuple[int, torch.dtype], Kind | None] = {}  # of values without replicas, by their cut and dtype
         for i, (value, cut, held) in enumerate(zip(parts.values, parts.cuts, parts.held, strict=True)):
             name, begin = starts[value.key]
-            if isinstance(cut, FlatRuns):
-                others.append(i)
-                continue
-            copies, kind = self._copies(value, cut, begin)
+            copies: Sequence[tuple[int, Copy]] = ()
+            kind = kinds.get((id(cut), value.dtype))
+            if kind is None:
+                if isinstance(cut, FlatRuns):
+                    others.append(i)
+                    continue
+                copies, kind = self._copies(value, cut, begin)
+                if self._num_replicas[id(cut)] == 1:
+                    kinds[id(cut), value.dtype] = kind
             if kind is not None and held is not None:
                 collected = short.get(name)
                 if collected is None:

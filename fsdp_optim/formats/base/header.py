@@ -65,7 +65,7 @@ def code_of(key: str, dtype: str) -> str:
     return _CODES[dtype]
 
 
-class HeaderEntry(Struct, frozen=True):
+class HeaderEntry(Struct, frozen=True, gc=False):
     """One tensor of a file, with the bytes [start, stop) of the data section."""
 
     key: str

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from fsdp_optim.formats.base.checksums import Rows
 from fsdp_optim.formats.base.description import OptimDescription
 from fsdp_optim.formats.base.extents import DataSection
@@ -101,8 +103,7 @@ class SavedWeights:
 UNKNOWN_WEIGHTS = SavedWeights()
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
+class PlannedTensor(Struct, frozen=True, gc=False):
     """A tensor that will be written: its key, torch's name of its dtype, its global shape, and the half that it belongs to."""
 
     key: str

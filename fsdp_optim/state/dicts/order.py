@@ -37,7 +37,7 @@ class Counted:
         return Counted(tuple(fqn for fqn in self.fqns if fqn in kept), self.unknown, self.own_order)
 
 
-class OrderedParam(Struct, frozen=True):
+class OrderedParam(Struct, frozen=True, gc=False):
     """One live parameter in an optimizer's group: its index in the wrapped model's parameters(), and its originals."""
 
     position: int

@@ -14,7 +14,7 @@ from fsdp_optim.state.merged.reports import LiveParam
 from fsdp_optim.state.values.summary import Summary
 
 
-class Param(Struct, frozen=True):
+class Param(Struct, frozen=True, gc=False):
     """One original parameter in the global state.
 
     `variants`: the placement and summary on each group of ranks, for a parameter whose wrapper forbids to collect the state:

@@ -18,7 +18,7 @@ from fsdp_optim.state.values.classes import OptimizerClass
 from fsdp_optim.state.values.summary import Summary
 
 
-class LiveParam(Struct, frozen=True):
+class LiveParam(Struct, frozen=True, gc=False):
     """One live parameter in a rank's report.
 
     Attributes:
