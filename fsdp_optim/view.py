@@ -90,6 +90,22 @@ class Handle:
         """Return whether a state value is cut like the parameter."""
         return is_plain(value) and value.shape == self.local_shape
 
+    @property
+    def sort(self) -> tuple[object, ...] | None:
+        """A key that is equal only for Handles to which state values of equal `sort_of` are alike, held and marked or not.
+
+        None: this is not known, as for a class of its own way to tell what is held.
+        """
+        cls = type(self)
+        if cls.is_held is not Handle.is_held or cls.is_marked is not Handle.is_marked:
+            return None
+        return cls, self.local_shape, self.local_numel < 2 and self.is_cut
+
+    def sort_of(self, value: object) -> object:
+        """Return what `is_held` and `is_marked` look at, and the dtype: a key, which may have ids of parts of the value."""
+        cls = type(value)
+        return (cls, value.dtype, value.shape) if isinstance(value, torch.Tensor) else cls
+
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
         """Return the result of `held` as a 1-D tensor: a copy where the value is not contiguous."""
         held = self.held(value)

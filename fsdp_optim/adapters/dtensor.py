@@ -240,6 +240,17 @@ class DTensorHandle(Handle):
             return dtensor_like(flat, self.param)
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
 
+    @property
+    def sort(self) -> tuple[object, ...] | None:
+        # Parameters that are cut alike share one placement object, which is made for a mesh, its placements and a shape.
+        ids = [id(original.placement) for original in self.originals]
+        return type(self), *ids, id(self.mesh), self.shape, self.local_shape
+
+    def sort_of(self, value: object) -> object:
+        if not is_dtensor(value):
+            return super().sort_of(value)
+        return id(value._spec), value.dtype, type(value._local_tensor)
+
     def placement_of(self, value: torch.Tensor) -> Where | None:
         if not is_dtensor(value) or not is_plain(local_of(value)):
             return None

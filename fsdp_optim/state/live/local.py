@@ -111,6 +111,21 @@ class LocalParam(Struct, frozen=True, dict=True):
         return _StateTraits(handle.local_shape, handle.marks, tuple(values))
 
     @property
+    def sort(self) -> tuple[object, ...]:
+        """A key that is equal only for parameters with values of the same names, traits and dtypes.
+
+        They differ in the contents of scalars and opaque values alone, but for the cuts of marked values that do not fit.
+        """
+        handle, state = self.named.handle, self.state
+        of_handle = handle.sort
+        if state is None:
+            return of_handle is None, self.form.shape, self.form.marks
+        if of_handle is None:
+            dtypes = [value.dtype if isinstance(value, torch.Tensor) else None for value in state.values()]
+            return self.form, self.is_little, *dtypes
+        return *of_handle, *state, *map(handle.sort_of, state.values())
+
+    @property
     def is_little(self) -> bool:
         """Whether this rank holds at most one element of a parameter that is cut, so that shapes are weak evidence."""
         return self.handle.local_numel < 2 and self.handle.is_cut
@@ -190,50 +205,80 @@ class LocalOptim:
         return {name: frozenset(values) for name, values in names.items()}
 
     @cached_property
-    def _forms(self) -> tuple[tuple[_StateTraits, ...], tuple[int, ...]]:
-        """The distinct forms of the parameters, and the number of each parameter's form."""
-        numbers: dict[_StateTraits, int] = {}
-        of_params = tuple([numbers.setdefault(param.form, len(numbers)) for param in self.params])
-        return tuple(numbers), of_params
+    def _sorts(self) -> tuple[tuple[LocalParam, ...], tuple[int, ...]]:
+        """One parameter of each sort, and the number of each parameter's sort."""
+        known: dict[tuple[object, ...], int] = {}
+        samples, numbers = list[LocalParam](), list[int]()
+        for param in self.params:
+            sort = param.sort
+            number = known.get(sort)
+            if number is None:
+                number = known[sort] = len(samples)
+                samples.append(param)
+            numbers.append(number)
+        return tuple(samples), tuple(numbers)
 
     @cached_property
     def evidence(self) -> Evidence:
         """The evidence about the values, from the parameters that have dimensions."""
-        forms, numbers = self._forms
+        samples, numbers = self._sorts
         observations: Counter[Observation] = Counter()
         for number, times in Counter(numbers).items():
-            for observation in forms[number].observations():
+            for observation in samples[number].form.observations():
                 observations[observation] += times
-        return Evidence.of(observations, marked=any(form.is_marked for form in forms))
+        return Evidence.of(observations, marked=any(sample.form.is_marked for sample in samples))
 
     @cached_property
     def summaries(self) -> tuple[Summary | None, ...]:
-        """The summary of each parameter's state. Values with equal traits are classified once; equal summaries are one object."""
-        known: dict[int, tuple[Mapping[str, Kind], bool]] = {}
+        """The summary of each parameter's state. Values of one sort are classified once; equal summaries are one object."""
+        samples, numbers = self._sorts
         shared: dict[object, Summary | None] = {}
-        by_traits: dict[tuple[int, ...], tuple[list[object], Summary | None]] = {}
-        scalars = Scalars(value for param in self.params for value in (param.state or {}).values())
-        forms, numbers = self._forms
+        of_sorts = [self._of_sort(sample) for sample in samples]
+        scalars = Scalars(
+            param.state[name]
+            for param, number in zip(self.params, numbers, strict=True)
+            for name in of_sorts[number].scalars
+            if param.state is not None
+        )
+        known: dict[tuple[int, ...], tuple[list[Scalar], Summary | None]] = {}
         summaries = []
         for param, number in zip(self.params, numbers, strict=True):
-            kinds, is_plain = known.get(number, (None, False))
-            if kinds is None:
-                kinds = param.kinds(self.evidence)
-                is_plain = all(kind in (Kind.SHARDED, Kind.SCALAR) for kind in kinds.values())
-                if forms[number].decides_kinds:
-                    known[number] = kinds, is_plain
-            if not is_plain or param.state is None:
+            state, (kinds, names, is_alike) = param.state, of_sorts[number]
+            if not is_alike or state is None:
                 summaries.append(_shared(param.summary(self.evidence, kinds, scalars.of), shared))
                 continue
-            items = param.state.items()
-            read = [scalars.of(value) if kinds[name] is Kind.SCALAR else value.dtype for name, value in items]
-            key = number, param.is_little, *map(id, read)  # the form, and everything else that a summary contains
-            if key not in by_traits:
-                in_turn = partial(_next, (scalar for scalar in read if isinstance(scalar, Scalar)))
-                summary = param.summary(self.evidence, kinds, in_turn)
-                by_traits[key] = read, _shared(summary, shared)  # the reference keeps the ids unique
-            summaries.append(by_traits[key][1])
+            read = [scalars.of(state[name]) for name in names]
+            key = number, *map(id, read)  # everything that a summary contains
+            summary = known.get(key)
+            if summary is None:
+                in_turn = partial(_next, iter(read))
+                made = _shared(param.summary(self.evidence, kinds, in_turn), shared)
+                summary = known[key] = read, made  # the reference keeps the ids unique
+            summaries.append(summary[1])
         return tuple(summaries)
+
+    def _of_sort(self, sample: LocalParam) -> _SortKinds:
+        """Return what the parameters of one sort have in common."""
+        scalars = tuple([name for name, traits in sample.form.values if traits.is_scalar])
+        if not sample.form.decides_kinds:
+            return _SortKinds(None, scalars, False)
+        kinds = sample.kinds(self.evidence)
+        is_alike = all(kind in (Kind.SHARDED, Kind.SCALAR) for kind in kinds.values())
+        return _SortKinds(kinds, tuple([name for name in kinds if kinds[name] is Kind.SCALAR]), is_alike)
+
+
+class _SortKinds(NamedTuple):
+    """What parameters of one sort have in common.
+
+    Attributes:
+        kinds: the kinds of the values; None: they depend on each value.
+        scalars: the names of the scalars.
+        is_alike: whether the summaries differ in scalars alone.
+    """
+
+    kinds: Mapping[str, Kind] | None
+    scalars: tuple[str, ...]
+    is_alike: bool
 
 
 def _next(scalars: Iterator[Scalar], _: object) -> Scalar:
