@@ -75,12 +75,9 @@ class DTensorAdapter(Adapter):
         for param, sites in _params(tree):
             if id(param) in claimed:
                 continue
-            mesh, spec, shape, held = (
-                param.device_mesh,
-                param.placements,
-                tuple(param.shape),
-                tuple(local_of(param).shape),
-            )
+            described = param._spec  # one look, where its properties would be three
+            mesh, spec, shape = described.mesh, described.placements, tuple(param.shape)
+            held = tuple(local_of(param).shape)
             last = fsdp_dims.get(id(param))
             known = placements.get((mesh, spec, shape, last))
             if known is None:
@@ -90,7 +87,7 @@ class DTensorAdapter(Adapter):
             if held not in checked:
                 _check_local_shape(tree.fqn(*sites[0]), param, placement)
                 checked.add(held)
-            yield _handle(param, placement, sites, tree.once(grid_of, mesh), last)
+            yield _handle(param, placement, sites, tree.once(grid_of, mesh), last, held)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
         """Return the Handle of a DTensor buffer, as in a tensor parallel module."""
@@ -120,16 +117,18 @@ def _handle(
     sites: list[tuple[nn.Module, str]],
     grid: Grid,
     fsdp_dims: frozenset[int] | None = None,
+    held: Shape | None = None,
 ) -> DTensorHandle:
+    """Return the Handle. `held`: the shape of the local tensor, if it is known."""
     return DTensorHandle(
         param=param,
         originals=(Original(*sites[0], placement),),
-        local_shape=tuple(local_of(param).shape),
+        local_shape=tuple(local_of(param).shape) if held is None else held,
         aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
         mesh=param.device_mesh,
         grid=grid,
         spec=param.placements,
-        shape=tuple(param.shape),
+        shape=placement.shape,
         fsdp_dims=fsdp_dims,
     )
 

@@ -29,6 +29,8 @@ class Naming:
     @property
     def mixed(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
         """(taken parameters, registered parameters) of each module that has both."""
+        if all(is_registered for _, is_registered, _ in self._keys.values()):
+            return ()
         by_module: dict[int, tuple[list[str], list[str]]] = {}
         for fqn in self.order:
             module, is_registered, _ = self._keys[fqn]

@@ -115,10 +115,12 @@ class ModelReader:
 
     def _check_elements(self) -> None:
         """Raise WrapperError for a parameter or buffer without a shape, or of FakeTensorMode."""
-        params = ((self._tree.fqn(*sites[0]), param) for param, sites in self._tree.params())
-        for fqn, value in (*params, *((fqn, buffer) for fqn, buffer, _ in self._tree.buffers())):
-            if is_lazy(value) or is_fake(value) or (type(value) in (torch.Tensor, nn.Parameter) and value.is_nested):
-                raise WrapperError(f"{fqn}: on rank {self._rank} this tensor {why_without_elements(value)}")
+        wrong = [
+            (self._tree.fqn(*sites[0]), param) for param, sites in self._tree.params() if _is_without_elements(param)
+        ]
+        wrong += [(fqn, buffer) for fqn, buffer, _ in self._tree.buffers() if _is_without_elements(buffer)]
+        for fqn, value in wrong:
+            raise WrapperError(f"{fqn}: on rank {self._rank} this tensor {why_without_elements(value)}")
 
     def _handles(self, everyone: tuple[int, ...]) -> list[Handle]:
         """Return the Handle of every live parameter, from the first adapter that claims it; the last adapter claims the rest."""
@@ -172,6 +174,10 @@ class ModelReader:
         for adapter in self._adapters:
             live_params.update(adapter.stand_ins(modules))
         return live_params
+
+
+def _is_without_elements(value: torch.Tensor) -> bool:
+    return is_lazy(value) or is_fake(value) or (type(value) in (torch.Tensor, nn.Parameter) and value.is_nested)
 
 
 def _wrapper_children(adapters: Sequence[Adapter]) -> IsWrapperChild:

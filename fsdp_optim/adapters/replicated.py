@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree
-from fsdp_optim.layout import Ranks, Whole
+from fsdp_optim.layout import Ranks, Shape, Whole
 from fsdp_optim.view import Handle, Original
 
 _DDP_MODULE = "torch.nn.parallel.distributed"
@@ -42,27 +42,31 @@ class ReplicatedAdapter(Adapter):
         return "DDP"
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
-        return (_ranks(module) for module in tree.modules if isinstance(module, _ddp_class()))
+        ddp_class = _ddp_class()
+        return (_ranks(module) for module in tree.modules if isinstance(module, ddp_class))
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         ddp_ranks: dict[int, tuple[int, ...]] = {}
+        ddp_class = _ddp_class()
+        places: dict[tuple[Shape, tuple[int, ...]], Whole] = {}  # what depends on a placement is kept by its identity
         for module in tree.modules:
-            if isinstance(module, _ddp_class()):
+            if isinstance(module, ddp_class):
                 ddp_ranks.update((id(param), _ranks(module)) for param in module.parameters())
         for param, sites in tree.params():
             if id(param) not in claimed:
                 kept_equal_on = ddp_ranks.get(id(param))
-                yield _handle(param, sites, kept_equal_on or ranks, synchronized=kept_equal_on is not None)
+                key = tuple(param.shape), kept_equal_on or ranks
+                place = places.get(key)
+                if place is None:
+                    place = places[key] = Whole(*key)
+                yield _handle(param, sites, place, synchronized=kept_equal_on is not None)
 
 
-def _handle(
-    param: torch.Tensor, sites: list[tuple[nn.Module, str]], ranks: tuple[int, ...], synchronized: bool
-) -> Handle:
-    shape = tuple(param.shape)
+def _handle(param: torch.Tensor, sites: list[tuple[nn.Module, str]], place: Whole, synchronized: bool) -> Handle:
     return Handle(
         param=param,
-        originals=(Original(*sites[0], Whole(shape, ranks)),),
-        local_shape=shape,
+        originals=(Original(*sites[0], place),),
+        local_shape=place.shape,
         synchronized=synchronized,
         loose=not synchronized,
         aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),

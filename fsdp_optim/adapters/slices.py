@@ -50,7 +50,7 @@ def declare(module: nn.Module, name: str, global_shape: Sequence[int], offset: S
 
 def has_declared(tree: ModuleTree) -> bool:
     """Return whether a module of the model has declared slices."""
-    return any(_DECLARED in vars(module) for module in tree.modules)
+    return any(_DECLARED in module.__dict__ for module in tree.modules)
 
 
 def as_declared(tree: ModuleTree, handle: Handle, rank: int) -> Handle:

@@ -35,7 +35,7 @@ from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
-from fsdp_optim.view import ModelView, ModuleValues, NamedHandle, check_materialized
+from fsdp_optim.view import Handle, ModelView, ModuleValues, NamedHandle, check_materialized
 
 log = logging.getLogger("fsdp_optim")
 
@@ -292,11 +292,8 @@ def _report(
 ) -> RankReport:
     optim = local.optim
     summaries = optim.summaries if with_state else (None,) * len(optim.params)
-    everyone = RankSet(group.ranks)
-    params = [
-        _live_param(param, summary, group, everyone, with_state=with_state, every_replica=every_replica, what=what)
-        for param, summary in zip(optim.params, summaries, strict=True)
-    ]
+    prints = _Prints(group, what, every_replica=every_replica) if with_state and len(group.ranks) > 1 else None
+    params = [_live_param(param, summary, prints, what) for param, summary in zip(optim.params, summaries, strict=True)]
     return RankReport(
         call=call,
         order=local.order,
@@ -347,30 +344,47 @@ def _compared_values(where: str, values: Mapping[str, Any], group: RankGroup) ->
     return tuple(keys)
 
 
-def _live_param(
-    param: LocalParam,
-    summary: Summary | None,
-    group: RankGroup,
-    everyone: RankSet,
-    *,
-    with_state: bool,
-    every_replica: bool,
-    what: str,
-) -> LiveParam:
-    handle = param.handle
-    placements = tuple([original.placement for original in handle.originals])
-    needed = with_state and handle.collected and len(group.ranks) > 1
-    if needed and handle.synchronized and (not every_replica or handle.is_cut):
-        # A wrapper keeps the shards of its own group consistent, but not the shards of another group with the same names.
-        needed = not placements or not everyone.is_all_holders_of(placements[0])
+class _Prints:
+    """The fingerprints of parameters whose replicas no wrapper keeps equal."""
+
+    def __init__(self, group: RankGroup, what: str, *, every_replica: bool) -> None:
+        """`every_replica`: also of replicas that a wrapper keeps equal."""
+        self._rank, self._everyone = group.rank, RankSet(group.ranks)
+        self._every_replica = every_replica
+        self._kept_equal: dict[tuple[int, ...], bool] = {}  # by the ids of placements, which the Handles keep unique
+
+    def of(self, param: LocalParam, placements: tuple[Placement, ...]) -> str:
+        """Return the fingerprint of the state of a parameter; "" where replicas need none."""
+        handle = param.handle
+        if not handle.collected or (handle.synchronized and self._are_equal(handle, placements)):
+            return ""
+        return print_of_state(param, self._rank)
+
+    def _are_equal(self, handle: Handle, placements: tuple[Placement, ...]) -> bool:
+        key = tuple(map(id, placements))
+        known = self._kept_equal.get(key)
+        if known is None:
+            # A wrapper keeps the shards of its own group consistent, but not those of another group with the same names.
+            known = (not self._every_replica or handle.is_cut) and (
+                bool(placements) and self._everyone.is_all_holders_of(placements[0])
+            )
+            self._kept_equal[key] = known
+        return known
+
+
+def _live_param(param: LocalParam, summary: Summary | None, prints: _Prints | None, what: str) -> LiveParam:
+    named = param.named
+    handle = named.handle
+    originals = handle.originals
+    placements = (originals[0].placement,) if len(originals) == 1 else tuple([each.placement for each in originals])
     return LiveParam(
-        fqns=param.named.fqns,
+        fqns=named.fqns,
         placements=placements,
         group_index=param.group_index,
         num_padded=handle.num_padded,
         collected=handle.collected,
         summary=summary,
         what=what,
-        fingerprint=print_of_state(param, group.rank) if needed else "",
+        fingerprint=prints.of(param, placements) if prints is not None else "",
         loose=handle.loose,
     )
