@@ -89,6 +89,11 @@ def dtensor_cut_like(local: torch.Tensor, like: DTensor) -> torch.Tensor:
     return dtensor(local, like.device_mesh, like.placements, tuple(like.shape), like.stride())
 
 
+def is_partial(value: DTensor) -> bool:
+    """Return whether each rank holds only its part of a reduction."""
+    return any(placement.is_partial() for placement in value._spec.placements)
+
+
 def is_complete(value: DTensor) -> bool:
     """Return whether this rank has the complete tensor: it is replicated, or alone on every mesh dimension that cuts it."""
     sizes = value.device_mesh.shape

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,18 @@ from msgspec import Struct
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, empty, flat_slice, flatten, in_batches, in_pages
-from fsdp_optim.plan import Copy, RankPlan, Request, clip_to_source, clip_to_target, has_from, replica_of
+from fsdp_optim.plan import (
+    Copy,
+    LocalRanges,
+    RankPlan,
+    Request,
+    Window,
+    clip_to_source,
+    clip_to_target,
+    has_from,
+    replica_of,
+    windows,
+)
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -163,7 +173,9 @@ def move(
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
     staged = [(route, route.staged.most_numel) for route in routes if not route.is_direct]
     for batch in _batches(staged, staging.nbytes):
-        for window in _windows(batch, max(route.staged.most_numel for route in batch), staging.nbytes):
+        most = max(route.staged.most_numel for route in batch)
+        width = max(staging.nbytes // batch[0].value.dtype.itemsize, 1) if len(batch) == 1 else most
+        for window in windows(most, width):
             _move_window(batch, window, source, target, plans=plans, group=group, budget=staging, failure=failure)
 
 
@@ -221,7 +233,7 @@ def _drain_live(routes: Sequence[_Route], source: End, target: End, rank: int, b
 
     Slices of contiguous live memory are views. No messages are needed, so the sizes may differ between ranks.
     """
-    ranges = _LocalRanges(rank)
+    ranges = LocalRanges(rank)
     for batch in _batches(((route, ranges.numel(route.source)) for route in routes), budget.nbytes):
         if len(batch) > 1:
             _drain_batch(batch, source, target, ranges)
@@ -237,7 +249,7 @@ def _drain_live(routes: Sequence[_Route], source: End, target: End, rank: int, b
             target.drain([Slice(route.value, route.source, flat_slice(held, first, last), first)])
 
 
-def _drain_batch(batch: Sequence[_Route], source: End, target: End, ranges: _LocalRanges) -> None:
+def _drain_batch(batch: Sequence[_Route], source: End, target: End, ranges: LocalRanges) -> None:
     """Hand the live elements of several values to a stored target."""
     values, cuts = [route.value for route in batch], [route.source for route in batch]
     bounds = [ranges.of(cut) for cut in cuts]
@@ -254,7 +266,7 @@ def _drain_batch(batch: Sequence[_Route], source: End, target: End, ranges: _Loc
 
 def _stored_slices(routes: Sequence[_Route], rank: int, budget: Budget) -> Iterator[list[Slice]]:
     """Yield slices with memory for a stored source to fill: a batch of values at a time, or windows of a larger value."""
-    ranges = _LocalRanges(rank)
+    ranges = LocalRanges(rank)
     for batch in _batches(((route, ranges.numel(route.source)) for route in routes), budget.nbytes):
         if len(batch) > 1:
             yield [_own_slice(route, *ranges.of(route.source)) for route in batch]
@@ -269,26 +281,6 @@ def _width(route: _Route, budget: Budget) -> int:
     """Return the number of elements of a window of one large value."""
     share = budget.share(2, "a window, and what the target makes of it")
     return max(share.nbytes // route.value.dtype.itemsize, 1)
-
-
-class _LocalRanges:
-    """The ranges of a rank's local tensors. Values of equal layers share their cuts, which are asked once."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._known: dict[int, tuple[Placement, tuple[int, int]]] = {}  # by id, which the reference keeps unique
-
-    def of(self, cut: Placement) -> tuple[int, int]:
-        """Return the range [start, stop) of the local tensor of a value with this cut."""
-        known = self._known.get(id(cut))
-        if known is None:
-            known = self._known[id(cut)] = cut, cut.local_range(self._rank)
-        return known[1]
-
-    def numel(self, cut: Placement) -> int:
-        """Return the number of elements in that range."""
-        start, stop = self.of(cut)
-        return stop - start
 
 
 def _own_slice(route: _Route, start: int, stop: int) -> Slice:
@@ -384,32 +376,7 @@ def _check_filled(planned: RankPlan, value: StateValue) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------- batches and windows
-
-
 def _batches(sized: Iterable[tuple[_Route, int]], most_nbytes: int) -> Iterator[list[_Route]]:
     """Yield batches of routes to move together, from pairs (route, elements to hold): a too large value is a batch alone."""
     for batch in in_batches(sized, lambda pair: pair[1] * pair[0].value.dtype.itemsize, most_nbytes):
         yield [route for route, _ in batch]
-
-
-@dataclass(frozen=True)
-class Window:
-    """Elements [start, stop) of the elements that each rank holds of a value. `is_all`: these are all of them, on every rank."""
-
-    start: int
-    stop: int
-    is_all: bool = False
-
-    def numel_in(self, numel: int) -> int:
-        """Return how many elements of a local tensor with `numel` elements lie in the window."""
-        return max(min(numel, self.stop) - self.start, 0)
-
-
-def _windows(batch: Sequence[_Route], numel: int, most_nbytes: int) -> Iterator[Window]:
-    """Yield one window for a batch of several values, or windows of bounded size for a single value.
-
-    `numel`: at least as many elements as any rank holds of a value.
-    """
-    width = numel if len(batch) > 1 else max(most_nbytes // batch[0].value.dtype.itemsize, 1)
-    return (Window(start, start + width, width >= numel) for start in range(0, numel, max(width, 1)))

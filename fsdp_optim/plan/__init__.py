@@ -5,15 +5,18 @@ from fsdp_optim.plan.planner import copies_into, copies_of, replica_of
 from fsdp_optim.plan.rank_plan import Plans, RankPlan, Way, Ways
 from fsdp_optim.plan.request import Request
 from fsdp_optim.plan.table import CopyTable, has_from, num_into
+from fsdp_optim.plan.windows import LocalRanges, Window, windows
 
 __all__ = [
     "Copy",
     "CopyTable",
+    "LocalRanges",
     "Plans",
     "RankPlan",
     "Request",
     "Way",
     "Ways",
+    "Window",
     "clip_to_source",
     "clip_to_target",
     "copies_into",
@@ -21,4 +24,5 @@ __all__ = [
     "has_from",
     "num_into",
     "replica_of",
+    "windows",
 ]

@@ -23,7 +23,8 @@ from fsdp_optim.speed import speed_of
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.dicts.order import Counted, OrderedParam, count
 from fsdp_optim.state.live.fitting import LiveOptimizer
-from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers, read_optimizer
+from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
+from fsdp_optim.state.live.optimizer_reader import read_optimizer
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.merge_reports import merge_reports
 from fsdp_optim.state.merged.replicas import STATE, print_of_state

@@ -20,8 +20,9 @@ from fsdp_optim.state.dicts.full import FullDict, FullState, kinds_of, records_k
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.dicts.order import OrderedParam, as_ids_count, count
 from fsdp_optim.state.live.fit_check import check_fits
-from fsdp_optim.state.live.local import Optimizers, read_optimizer
+from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import summarize
+from fsdp_optim.state.live.optimizer_reader import read_optimizer
 from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers
 from fsdp_optim.verbs.call import Local, names_of_model
 from fsdp_optim.verbs.sharded_dict import is_sharded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from fsdp_optim.errors import StateError, counted_noun, shortened
@@ -41,6 +41,22 @@ class LiveOptimizer:
     @property
     def off_mesh(self) -> frozenset[str]:
         return frozenset(self.shapes) - self.on_mesh
+
+    def with_params(self, kept: Set[str]) -> LiveOptimizer:
+        """Return the optimizer with some of the parameters alone; the parameters of a flat one stay together."""
+
+        def only(fqns: Iterable[str]) -> tuple[str, ...]:
+            return tuple(filter(kept.__contains__, fqns))
+
+        names = replace(
+            self.names,
+            groups=tuple(map(only, self.names.groups)),
+            units=tuple([fqns for fqns in self.names.units if not kept.isdisjoint(fqns)]),
+            model_order=only(self.names.model_order),
+        )
+        shapes = {fqn: shape for fqn, shape in self.shapes.items() if fqn in kept}
+        with_state, on_mesh = self.with_state & kept, self.on_mesh & kept
+        return replace(self, names=names, shapes=shapes, with_state=with_state, on_mesh=on_mesh)
 
     def fit(
         self, full: FullState, *, strict: bool, groups: ParamGroups = "saved", others: Collection[str] = ()

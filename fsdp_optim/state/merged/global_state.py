@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -93,6 +93,31 @@ class GlobalState:
             return self
         seen = {fqn: param.as_seen_by(rank) for fqn, param in self.params.items()}
         return replace(self, params={fqn: param for fqn, param in seen.items() if param is not None})
+
+    def one_of_each_kind(self, units: Iterable[tuple[str, ...]], on_mesh: Set[str]) -> frozenset[str]:
+        """Return the FQNs of one live parameter of each kind: the same shapes, groups, and summaries of the state.
+
+        Opaque values have contents that summaries do not describe: parameters with such values are all returned.
+
+        Args:
+            units: the FQNs of each live parameter.
+            on_mesh: the parameters that are DTensors.
+        """
+        summaries: dict[Summary | None, int] = {}
+        numbers: dict[int, int] = {}  # by id: equal parameters mostly share their summary, which takes long to compare
+        kept, known = set[str](), set[tuple[object, ...]]()
+        for fqns in units:
+            held = [self.params[fqn] for fqn in fqns if fqn in self.params]
+            kind: list[object] = []
+            for param in held:
+                number = numbers.get(id(param.summary))
+                if number is None:
+                    number = numbers[id(param.summary)] = summaries.setdefault(param.summary, len(summaries))
+                kind += (param.placement.shape, param.group_index, number, param.fqn in on_mesh)
+            if tuple(kind) not in known or any(param.summary is not None and param.summary.opaque for param in held):
+                known.add(tuple(kind))
+                kept.update(fqns)
+        return frozenset(kept)
 
     def ids(self) -> dict[str, int]:
         """Return FQN -> id, as torch.optim counts: group after group, and inside a group in the optimizer's order."""

@@ -92,6 +92,8 @@ def write_all(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) ->
                     f"{path}: cannot be written at byte {offset}: {error.strerror or error}"
                 ) from None
             offset += done
+            if len(left) == 1 and done == len(left[0]):  # nearly always
+                break
             left = _after(left, done)
 
 
