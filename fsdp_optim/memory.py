@@ -123,7 +123,9 @@ class Slabs:
         """Allocate as `empty` of this module does, from a slab where that is possible."""
         numel = prod(shape)
         nbytes = numel * dtype.itemsize
-        if device.type != "cpu" or not _IN_SLABS_FROM <= nbytes <= _SLAB_NBYTES // 2 or _madvise() is None:
+        if nbytes < _IN_SLABS_FROM:
+            return torch.empty(shape, dtype=dtype, device=device)
+        if device.type != "cpu" or nbytes > _SLAB_NBYTES // 2 or _madvise() is None:
             return empty(shape, dtype, device)
         if self._slab is None or self._at + nbytes > len(self._slab):
             private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared mapping gets no huge pages

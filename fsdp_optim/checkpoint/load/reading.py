@@ -213,8 +213,8 @@ class _Ranges:
         if part.flat is None or part.cut.local_range(self._end.rank)[1] <= part.start:
             return ()
         size, planned = part.value.dtype.itemsize, self._end.plan_of(stored, part.cut)
-        found = itertools.islice(elements_of(planned, part.start, part.flat.numel()), _MOST_EXTENTS + 1)
-        ranges = [(stored_offset * size, offset * size, numel * size) for _, stored_offset, offset, numel in found]
+        listed = itertools.islice(elements_of(planned, part.start, part.flat.numel()), _MOST_EXTENTS + 1)
+        ranges = [(stored_offset * size, offset * size, numel * size) for _, stored_offset, offset, numel in listed]
         is_short = len(ranges) <= _MOST_EXTENTS and all(nbytes <= SHORT_NBYTES for *_, nbytes in ranges)
         return ranges if is_short else ()
 

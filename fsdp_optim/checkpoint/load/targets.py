@@ -31,13 +31,13 @@ from fsdp_optim.formats.base.protocols import (
     StoredTensor,
     TensorReader,
 )
-from fsdp_optim.memory import Slabs, dtype_name
+from fsdp_optim.memory import dtype_name
 from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import Optimizers
-from fsdp_optim.state.live.local_dict import Shard, Summaries, allocate, summarize
+from fsdp_optim.state.live.local_dict import Flats, Shard, Summaries, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
@@ -124,13 +124,13 @@ class Weights:
         _check_some(index, stored, [fqn for fqn in global_state.params if fqn not in left_out], why)
         unexpected += frozen.values()
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
-        slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
+        memory = Flats(group.rank, frozenset(missing))  # not shared with the state, whose memory the optimizer keeps
+        summaries: dict[str, Summary] = {}
         for param in local.optim.params:
-            flats[param.local_id] = {}
+            flats[param.local_id] = of_dtype = {}
             for dtype in dict.fromkeys(stored[fqn].dtype for fqn in param.named.fqns if fqn in stored):
-                summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
-                flat = allocate(param, summary, group.rank, frozenset(missing), slabs)[WEIGHT]
-                flats[param.local_id][dtype] = flat
+                summary = summaries.setdefault(dtype, Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,)))
+                of_dtype[dtype] = memory.of(param, summary)[WEIGHT]
         warn_of_unfilled(unsaved, local.view.handles, group.rank)
         extra = tuple(unexpected)
         return cls(local, global_state, stored, flats, missing=lacking, unexpected=extra, module_values=values)
@@ -323,10 +323,8 @@ class State:
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
         load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
-        slabs = Slabs()
-        flats = {
-            p.local_id: allocate(p, summary, group.rank, load_plan.missing, slabs) for p, summary in load_plan.receiving
-        }
+        memory = Flats(group.rank, load_plan.missing)
+        flats = {param.local_id: memory.of(param, summary) for param, summary in load_plan.receiving}
         stored = weights.stored if options.cast else {}
         return cls(
             local=local,

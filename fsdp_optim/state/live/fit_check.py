@@ -129,21 +129,27 @@ def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> No
 def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
     """Raise StateError for values that should have the shape of their parameter and do not."""
     evidence = full.evidence(shapes)
+    fitting: set[tuple[object, ...]] = (
+        set()
+    )  # tensors without elements, which parameters share: what was checked of them
     for fqn, values in full.state.items():
-        for name, value in values.items() if fqn in shapes else ():
+        shape, words = shapes.get(fqn), full.kinds.get(fqn, {})
+        for name, value in values.items() if shape is not None else ():
+            key = id(value), words.get(name), shape
+            if key in fitting or shape is None:
+                continue
             if is_sparse(value):
                 raise StateError(sparse(fqn, name, value))
             recorded = full.recorded(fqn, name)
             if recorded is None:
-                wrong = _is_cut_short(
-                    name, value, shapes[fqn], full.kind_of(fqn, name, value, shapes[fqn], evidence), evidence
-                )
+                wrong = _is_cut_short(name, value, shape, full.kind_of(fqn, name, value, shape, evidence), evidence)
             else:
-                wrong = _is_not(recorded, value, shapes[fqn])
+                wrong = _is_not(recorded, value, shape)
+                fitting.add(key)
             if wrong:
                 got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise StateError(
-                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is of "
+                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shape)}: the dict is of "
                     "another model, was cut short, or its ids are in another order than the unwrapped model's parameters(): give "
                     "the dict of this model, by name if the order of its ids is in doubt"
                 )
