@@ -177,17 +177,29 @@ def _ordinary(value: Any) -> Any:
     Containers without such tensors stay the same objects.
     """
     if isinstance(value, torch.Tensor):
-        is_simple = is_plain(value) or is_dtensor(value)
-        is_inference = value.is_inference() if is_simple else any(part.is_inference() for part in tensors_in(value))
-        return value.clone() if is_inference else value
+        return value.clone() if _is_inference(value) else value
     if type(value) is dict:
-        changed = {key: new for key, item in value.items() if (new := _ordinary(item)) is not item}
+        changed = {
+            key: new
+            for key, item in value.items()
+            if type(item) in _CONTAINERS or isinstance(item, torch.Tensor)
+            if (new := _ordinary(item)) is not item
+        }
         return {**value, **changed} if changed else value
     if type(value) in (list, tuple):
         items = [_ordinary(item) for item in value]
         is_same = all(new is item for new, item in zip(items, value, strict=True))
         return value if is_same else type(value)(items)
     return value
+
+
+_CONTAINERS = (dict, list, tuple)
+
+
+def _is_inference(value: torch.Tensor) -> bool:
+    if is_plain(value) or is_dtensor(value):
+        return value.is_inference()
+    return any(part.is_inference() for part in tensors_in(value))
 
 
 def _changes(optims: Sequence[LoadableOptimizer], loaded: Sequence[Sequence[Mapping[str, Any]]]) -> str:

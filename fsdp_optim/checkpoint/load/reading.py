@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 
@@ -48,8 +50,15 @@ class StoredValue(StateValue):
         dtype = dtype_named(stored.dtype)
         return cls(fqn, name, dtype, placement, is_state, stored=stored, flat=flat)
 
-    def nbytes_on(self, rank: int) -> int:
-        return self.placement.numel_on(rank) * self.dtype.itemsize
+
+def nbytes_of(values: Sequence[StoredValue], rank: int | None = None) -> int:
+    """Return the bytes of some values, or of a rank's part of them. Layers share placements, each of which is asked once."""
+    numbers = Counter([(id(value.placement), value.dtype) for value in values])
+    placements = {id(value.placement): value.placement for value in values}
+    return sum(
+        number * dtype.itemsize * (placements[key].numel if rank is None else placements[key].numel_on(rank))
+        for (key, dtype), number in numbers.items()
+    )
 
 
 class FlatsEnd(End):
@@ -181,12 +190,15 @@ def _rounds(parts: Sequence[Slice]) -> list[list[Slice]]:
     return rounds
 
 
+_Range: TypeAlias = tuple[int, int, int]
+
+
 class _Ranges:
     """The short ranges of some parts in host memory. Parts that are stored and cut alike have the same ranges, found once."""
 
     def __init__(self, end: CheckpointEnd) -> None:
         self._end, self._num = end, 0
-        self._alike: dict[tuple[Any, ...], tuple[Sequence[tuple[int, int, int]], list[Slice]]] = {}
+        self._alike: dict[tuple[Any, ...], tuple[Sequence[_Range], list[tuple[StoredTensor, torch.Tensor]]]] = {}
 
     def __len__(self) -> int:
         return self._num
@@ -194,21 +206,21 @@ class _Ranges:
     def add(self, part: Slice) -> bool:
         """Take a part. Returns False for a part that is read by itself: on a device, or with a range that is not short."""
         value, cut, flat, start, _ = part
-        stored = stored_value(value).stored
+        stored = value.stored if isinstance(value, StoredValue) else stored_value(value).stored
         if flat is None or not flat.is_cpu or stored.chunks is not None:
             return False
-        key = stored.file, id(cut), stored.shape, value.dtype, start, len(flat)
+        key = stored.file, id(cut), stored.shape, value.dtype, start, flat.numel()
         known = self._alike.get(key)
         if known is None:
             known = self._alike[key] = self._ranges_of(part, stored), []
         ranges, parts = known
         if not ranges:
             return False
-        parts.append(part)
+        parts.append((stored, flat))
         self._num += len(ranges)
         return True
 
-    def _ranges_of(self, part: Slice, stored: StoredTensor) -> Sequence[tuple[int, int, int]]:
+    def _ranges_of(self, part: Slice, stored: StoredTensor) -> Sequence[_Range]:
         """Return (byte of the tensor, byte of the memory, number of bytes) of each range; nothing if they are not short."""
         if part.flat is None or part.cut.local_range(self._end.rank)[1] <= part.start:
             return ()
@@ -223,9 +235,11 @@ class _Ranges:
         by_file: dict[str, list[ShortRanges]] = {}
         for (file, *_), (ranges, parts) in self._alike.items():
             if parts:
-                firsts = [stored_value(part.value).stored.start for part in parts]
-                memory = [part.flat.data_ptr() for part in parts if part.flat is not None]
-                by_file.setdefault(file, []).append(ShortRanges.of(firsts, memory, parts[0].value.nbytes, ranges))
+                firsts = [stored.start for stored, _ in parts]
+                memory = [flat.data_ptr() for _, flat in parts]
+                stored, _ = parts[0]
+                nbytes = prod(stored.shape) * stored.itemsize
+                by_file.setdefault(file, []).append(ShortRanges.of(firsts, memory, nbytes, ranges))
         for file, tables in by_file.items():
             ShortRanges.joined(tables).read(self._end.checkpoint, file, self._end.budget.nbytes, self._end.did_read)
         self._alike.clear()

@@ -99,13 +99,14 @@ class StoredState:
             tensors: dict[tuple[str, str], StoredTensor] = {}
             others: dict[str, dict[str, Any]] = {}
             for fqn, values in full.state.items():
+                others[fqn] = rest = {}
                 for name, value in values.items():
                     if isinstance(value, StoredTensor) and is_moved(fqn, name, value):
                         tensors[fqn, name] = value
                     else:
-                        others.setdefault(fqn, {})[name] = value
+                        rest[name] = value
             others, other_keys = _read_in((others, full.other_keys), read)
-            state = {fqn: {**values, **others.get(fqn, {})} for fqn, values in metas.state.items()}
+            state = {fqn: {**values, **others[fqn]} for fqn, values in metas.state.items()}
         return cls(replace(metas, state=state, other_keys=other_keys), tensors)
 
 
@@ -150,11 +151,15 @@ def _as_dict(saved: SavedOptim, read: ReadSmall) -> Mapping[str, Any]:
     return {key: state[key] if key in state else rest[key] for key in full}
 
 
-def _values_in(tree: Any) -> list[Any]:
+def _values_in(tree: Mapping[Any, Any]) -> list[Any]:
     """Return the values in nested dicts, in their order."""
-    if isinstance(tree, Mapping):
-        return [value for inner in tree.values() for value in _values_in(inner)]
-    return [tree]
+    values: list[Any] = []
+    for value in tree.values():
+        if type(value) is dict or isinstance(value, Mapping):
+            values += _values_in(value)
+        else:
+            values.append(value)
+    return values
 
 
 def _with_lists(tree: Any, lists: Any) -> Any:
@@ -192,6 +197,8 @@ def _read_in(tree: Any, read: ReadSmall) -> Any:
             again = tree.key in used
             used.add(tree.key)
             return value.clone() if again else value
+        if type(tree) is dict:
+            return {key: made(item) for key, item in tree.items()}
         return mapped(tree, made)
 
     return made(tree) if stored else tree

@@ -31,7 +31,7 @@ from fsdp_optim.formats.base.protocols import (
     StoredTensor,
     TensorReader,
 )
-from fsdp_optim.memory import dtype_name
+from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
@@ -40,7 +40,6 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Flats, Shard, Summaries, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
-from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state, read_local
@@ -125,22 +124,21 @@ class Weights:
         unexpected += frozen.values()
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         memory = Flats(group.rank, frozenset(missing))  # not shared with the state, whose memory the optimizer keeps
-        summaries: dict[str, Summary] = {}
         for param in local.optim.params:
-            flats[param.local_id] = of_dtype = {}
-            for dtype in dict.fromkeys(stored[fqn].dtype for fqn in param.named.fqns if fqn in stored):
-                summary = summaries.setdefault(dtype, Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,)))
-                of_dtype[dtype] = memory.of(param, summary)[WEIGHT]
+            dtypes = {stored[fqn].dtype: None for fqn in param.named.fqns if fqn in stored}
+            flats[param.local_id] = memory.of_dtypes(param, {dtype: dtype_named(dtype) for dtype in dtypes})
         warn_of_unfilled(unsaved, local.view.handles, group.rank)
         extra = tuple(unexpected)
         return cls(local, global_state, stored, flats, missing=lacking, unexpected=extra, module_values=values)
 
     def stored_values(self) -> Iterator[StoredValue]:
+        by_fqn, flats = self.local.by_fqn, self.flats
         for fqn, param in self.global_state.params.items():
-            if fqn in self.stored:
-                local = self.local.by_fqn.get(fqn)
-                flat = self.flats[local.local_id][self.stored[fqn].dtype] if local is not None else None
-                yield StoredValue.of(fqn, WEIGHT, self.stored[fqn], param.placement, flat, is_state=False)
+            stored = self.stored.get(fqn)
+            if stored is not None:
+                local = by_fqn.get(fqn)
+                flat = flats[local.local_id][stored.dtype] if local is not None else None
+                yield StoredValue.of(fqn, WEIGHT, stored, param.placement, flat, is_state=False)
 
     def install(self) -> None:
         for param in self.local.optim.params:
@@ -255,11 +253,17 @@ def _check_model(
     elif missing or unexpected:
         fixes |= {one_sided.why} - {""}
         fixes.add("strict=False loads the parameters that both sides have")
+    by_fqn = local.by_fqn
     for fqn, tensor in stored.items():
         shape = global_state.params[fqn].placement.shape
-        param = local.by_fqn.get(fqn)
+        param = by_fqn.get(fqn)
         held = param.handle.weights() if param is not None else None
-        if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
+        steps = held.stride() if held is not None else ()
+        if (
+            held is not None
+            and 0 in steps
+            and any(n > 1 and not step for n, step in zip(held.shape, steps, strict=True))
+        ):
             differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
         if shape != tensor.shape:
             differences.append(f"{fqn}: shape {list(tensor.shape)} in the checkpoint, {list(shape)} in the model")
@@ -338,13 +342,14 @@ class State:
         )
 
     def stored_values(self) -> Iterator[StoredValue]:
+        by_fqn, tensors, flats = self.local.by_fqn, self.tensors, self.flats
         for fqn, param in self.global_state.params.items():
+            local = by_fqn.get(fqn)
+            memory = flats.get(local.local_id, {}) if local is not None else {}
             for name, value in self.full.state.get(fqn, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
-                    local = self.local.by_fqn.get(fqn)
-                    flat = self.flats.get(local.local_id, {}).get(name) if local is not None else None
-                    stored = self.tensors[fqn, name]
-                    yield StoredValue.of(fqn, name, stored, param.placement, flat, is_state=True)
+                    stored = tensors[fqn, name]
+                    yield StoredValue.of(fqn, name, stored, param.placement, memory.get(name), is_state=True)
 
     @property
     def small_tensors(self) -> list[torch.Tensor]:

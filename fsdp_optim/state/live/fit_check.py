@@ -72,7 +72,8 @@ def check_fits(
     saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
     unexpected = [fqn for fqn in saved if fqn not in names.known and fqn not in others]
     # A flat parameter counts only if none of its originals has state; originals that disagree are another error.
-    units = [fqns for fqns in names.units if full.state and not any(fqn in full.state for fqn in fqns)]
+    known = full.state.keys()
+    units = [fqns for fqns in names.units if known.isdisjoint(fqns)] if full.state else []
     without_state = live.intersection(fqn for fqns in units for fqn in fqns)
     missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in without_state]
     if unexpected and strict:
@@ -88,7 +89,8 @@ def check_fits(
     if missing and strict:
         raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict does not"))
     for fqns in names.units:
-        group_of_unit([fqn for fqn in fqns if strict or fqn in saved], saved)
+        if len(fqns) > 1:
+            group_of_unit([fqn for fqn in fqns if strict or fqn in saved], saved)
     if not regroup:
         _check_groups(full, names, saved)
     check_shapes(full, shapes)

@@ -19,6 +19,7 @@ from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.values.kinds import Evidence, Kind
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.values.summary import OpaqueType, Scalar, Scalars, Summary
+from fsdp_optim.view import Handle
 
 Summaries = Mapping[str, Summary]
 """FQN -> summary of the state; without entries for parameters without state."""
@@ -127,7 +128,7 @@ class Flats:
     def __init__(self, rank: int, missing: frozenset[str] = frozenset()) -> None:
         self._rank, self._missing, self._slabs = rank, missing, Slabs()
         self._dtypes: dict[tuple[tuple[str, str], ...], dict[str, torch.dtype]] = {}
-        self._paddings: dict[tuple[int, ...], tuple[Sequence[Placement], list[tuple[int, int]]]] = {}
+        self._kinds: dict[tuple[object, ...], tuple[Handle, int, list[tuple[int, int]]]] = {}
 
     def of(self, param: LocalParam, summary: Summary | None) -> dict[str, torch.Tensor]:
         """Allocate a tensor for each sharded value of one live parameter."""
@@ -136,31 +137,41 @@ class Flats:
         dtypes = self._dtypes.get(summary.sharded)
         if dtypes is None:
             dtypes = self._dtypes[summary.sharded] = summary.dtypes
-        tensors = {}
-        shape, device, padding = (param.handle.local_numel,), param.handle.device, self._padding(param)
+        return self.of_dtypes(param, dtypes)
+
+    def of_dtypes(self, param: LocalParam, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """Allocate a tensor of each dtype, by the name that it has there, which is that of a value."""
+        tensors, handle = {}, param.named.handle
+        numel, padding = self._kind_of(handle)
+        shape, device = (numel,), handle.device
         keeps = bool(self._missing) and param.state is not None and not self._missing.isdisjoint(param.named.fqns)
         for name, dtype in dtypes.items():
             flat = tensors[name] = self._slabs.empty(shape, dtype, device)
             for start, stop in padding:
                 flat[start:stop].zero_()
-            live = param.handle.local(param.state[name]) if keeps and param.state is not None else None
+            live = handle.local(param.state[name]) if keeps and param.state is not None else None
             if live is not None:
                 flat.copy_(live)
         return tensors
 
-    def _padding(self, param: LocalParam) -> list[tuple[int, int]]:
-        placements = [original.placement for original in param.handle.originals]
-        key = param.handle.local_numel, *map(id, placements)
-        known = self._paddings.get(key)
+    def _kind_of(self, handle: Handle) -> tuple[int, list[tuple[int, int]]]:
+        """Return the number of elements of a local tensor, and its padding."""
+        originals = handle.originals
+        if len(originals) == 1:
+            key: tuple[object, ...] = handle.local_shape, id(originals[0].placement)
+        else:
+            key = handle.local_shape, *[id(original.placement) for original in originals]
+        known = self._kinds.get(key)
         if known is None:
-            known = self._paddings[key] = placements, _padding(param, self._rank)  # references that keep the ids unique
-        return known[1]
+            kind = handle.local_numel, _padding(handle, self._rank)
+            known = self._kinds[key] = handle, *kind  # a reference that keeps the ids unique
+        return known[1], known[2]
 
 
-def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
+def _padding(handle: Handle, rank: int) -> list[tuple[int, int]]:
     """Return the ranges of the local tensor that belong to no original parameter."""
     covered = []
-    for original in param.handle.originals:
+    for original in handle.originals:
         shard = original.placement.shard_of(rank)
         for block in original.placement.blocks(shard) if shard is not None else ():
             covered.append((block.offset, block.end))
@@ -169,8 +180,8 @@ def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
         if at < start:
             gaps.append((at, start))
         at = max(at, stop)
-    if at < param.handle.local_numel:
-        gaps.append((at, param.handle.local_numel))
+    if at < handle.local_numel:
+        gaps.append((at, handle.local_numel))
     return gaps
 
 
@@ -215,7 +226,7 @@ def local_values(
     rank: int,
 ) -> dict[str, Any]:
     """Return the state of one live parameter in its optimizer's form. `opaque`: the result of `opaque_values`."""
-    scalars, handle = dict(summary.scalars), param.handle
+    scalars, handle = dict(summary.scalars), param.named.handle
     may_have_own_cut = bool(param.state) and holds_all(handle)
     values: dict[str, Any] = {}
     for name in summary.names:
