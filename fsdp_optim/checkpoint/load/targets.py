@@ -31,7 +31,7 @@ from fsdp_optim.formats.base.protocols import (
     StoredTensor,
     TensorReader,
 )
-from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.memory import dtype_name
 from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
@@ -40,6 +40,7 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Flats, Shard, Summaries, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
+from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state, read_local
@@ -124,9 +125,13 @@ class Weights:
         unexpected += frozen.values()
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         memory = Flats(group.rank, frozenset(missing))  # not shared with the state, whose memory the optimizer keeps
+        of_dtype = {
+            dtype: Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
+            for dtype in dict.fromkeys(tensor.dtype for tensor in stored.values())
+        }
         for param in local.optim.params:
             dtypes = {stored[fqn].dtype: None for fqn in param.named.fqns if fqn in stored}
-            flats[param.local_id] = memory.of_dtypes(param, {dtype: dtype_named(dtype) for dtype in dtypes})
+            flats[param.local_id] = {dtype: memory.of(param, of_dtype[dtype])[WEIGHT] for dtype in dtypes}
         warn_of_unfilled(unsaved, local.view.handles, group.rank)
         extra = tuple(unexpected)
         return cls(local, global_state, stored, flats, missing=lacking, unexpected=extra, module_values=values)

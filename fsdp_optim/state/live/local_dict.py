@@ -137,10 +137,6 @@ class Flats:
         dtypes = self._dtypes.get(summary.sharded)
         if dtypes is None:
             dtypes = self._dtypes[summary.sharded] = summary.dtypes
-        return self.of_dtypes(param, dtypes)
-
-    def of_dtypes(self, param: LocalParam, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """Allocate a tensor of each dtype, by the name that it has there, which is that of a value."""
         tensors, handle = {}, param.named.handle
         numel, padding = self._kind_of(handle)
         shape, device = (numel,), handle.device
