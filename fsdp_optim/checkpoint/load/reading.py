@@ -204,10 +204,13 @@ class _Ranges:
         return self._num
 
     def add(self, part: Slice) -> bool:
-        """Take a part. Returns False for a part that is read by itself: on a device, or with a range that is not short."""
+        """Take a part. Returns False for a part that is read by itself: on a device, or with a range that is not short.
+
+        So is every part from a store where a request costs much: it is read in one request with the long ones beside it.
+        """
         value, cut, flat, start, _ = part
         stored = value.stored if isinstance(value, StoredValue) else stored_value(value).stored
-        if flat is None or not flat.is_cpu or stored.chunks is not None:
+        if flat is None or not flat.is_cpu or stored.chunks is not None or stored.request_nbytes:
             return False
         key = stored.file, id(cut), stored.shape, value.dtype, start, flat.numel()
         known = self._alike.get(key)
