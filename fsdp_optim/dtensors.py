@@ -84,7 +84,8 @@ def dtensor_cut_like(local: torch.Tensor, like: DTensor) -> torch.Tensor:
     spec = like._spec
     cls = sys.modules[_MODULE].DTensor
     if type(like) is cls and spec.tensor_meta is not None and spec.tensor_meta.dtype == local.dtype:
-        value: torch.Tensor = cls(local, spec, requires_grad=False)
+        # Without `__init__`, which does nothing, and asks torch's compiler first.
+        value: torch.Tensor = cls.__new__(cls, local, spec, requires_grad=False)
         return value
     return dtensor(local, like.device_mesh, like.placements, tuple(like.shape), like.stride())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ import torch
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import LocalParam
-from fsdp_optim.state.live.local_dict import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
+from fsdp_optim.state.live.local_dict import (
+    Numbers,
+    Shard,
+    Summaries,
+    local_values,
+    opaque_values,
+    shard_dicts,
+    summary_for,
+)
 from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.verbs.call import Local, log_summary
 
@@ -28,11 +37,11 @@ class LoadPlan:
     summaries: Mapping[LocalId, Summary | None]
     opaque: Mapping[LocalId, Mapping[str, Any]]
 
-    @property
+    @cached_property
     def missing(self) -> frozenset[str]:
         return frozenset(self.fit.missing)
 
-    @property
+    @cached_property
     def receiving(self) -> list[tuple[LocalParam, Summary]]:
         """The live parameters that get state, each with the summary of that state."""
         pairs = ((param, self.summaries.get(param.local_id)) for param in self.local.optim.params)
@@ -45,12 +54,14 @@ class LoadPlan:
         other_keys: Mapping[str, Any],
     ) -> Shard | list[Shard]:
         """Return the optimizer's own dict. `tensors`: the filled local tensors, by local id and value name."""
-        rank = self.local.view.rank
+        rank, numbers = self.local.view.rank, Numbers(summary for _, summary in self.receiving)
         state: dict[LocalId, Mapping[str, Any]] = {
-            param.local_id: local_values(param, summary, tensors[param.local_id], self.opaque[param.local_id], rank)
+            param.local_id: local_values(
+                param, summary, tensors[param.local_id], self.opaque[param.local_id], numbers, rank
+            )
             for param, summary in self.receiving
         }
-        for param in self.local.optim.params:
+        for param in self.local.optim.params if self.missing else ():
             if param.state is not None and self.missing.issuperset(param.named.fqns):
                 state[param.local_id] = dict(param.state)
         self._keep_values(state)
@@ -66,7 +77,7 @@ class LoadPlan:
 
     def _keep_values(self, state: dict[LocalId, Mapping[str, Any]]) -> None:
         """Keep the live values that a state of another class lacks; drop the loaded state of parameters without live values."""
-        for param in self.local.optim.params:
+        for param in self.local.optim.params if self.fit.kept else ():
             names = self.fit.kept.get(param.named.fqns[0])
             if names and param.state is not None:
                 own = {name: value for name, value in param.state.items() if str(name) in names}
@@ -86,7 +97,7 @@ def plan_load(
     planned: dict[LocalId, Summary | None] = {}
     opaque: dict[LocalId, Mapping[str, Any]] = {}
     for param in local.optim.params:
-        if missing.issuperset(param.named.fqns) or param.handle.skipped:
+        if (missing and missing.issuperset(param.named.fqns)) or param.handle.skipped:
             continue  # keeps its live state, or has no elements that the optimizer sees on this rank
         summary = summary_for(param, summaries, missing, local.optim.evidence)
         planned[param.local_id] = summary

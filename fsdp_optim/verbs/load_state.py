@@ -13,7 +13,7 @@ from fsdp_optim.arguments import check_names
 from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
-from fsdp_optim.memory import is_plain, map_container, tensors_in
+from fsdp_optim.memory import is_plain, tensors_in
 from fsdp_optim.results import Incompatible
 from fsdp_optim.state.dicts.full import RESERVED_KEYS
 from fsdp_optim.state.live.class_fit import lacking_values
@@ -99,10 +99,12 @@ def load_shard(
     keep: Sequence[str] = (),
     *,
     logs: bool = True,
+    is_given: bool = True,
 ) -> Incompatible:
     """Load a shard as `optim.load_state_dict(shard)`, but without casts. Several optimizers take a list of shards.
 
     If one optimizer fails, all that were loaded get back their previous state. `logs`: log the hyperparameters that change.
+    `is_given`: a user has given the shard, so it may have values without elements.
     """
     if shard is None:
         raise StateError(
@@ -111,7 +113,8 @@ def load_shard(
     check_optimizers(optim, loadable=True)
     for listed in shard if isinstance(shard, (list, tuple)) else [shard]:
         check_shard(listed)
-        check_elements("the shard", listed)
+        if is_given:
+            check_elements("the shard", listed)
     check_names("keep_hyperparameters", keep, "keep_hyperparameters=['lr']")
     optims: list[LoadableOptimizer] = list(optim) if isinstance(optim, (list, tuple)) else [optim]  # type: ignore[list-item]
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
@@ -169,12 +172,34 @@ def _refused(error: Exception, name: str) -> Exception:
 
 
 def _ordinary(value: Any) -> Any:
-    """Copy the tensors of a shard that were made in inference mode, because a step could not change these in place."""
+    """Copy the tensors of a shard that were made in inference mode, because a step could not change these in place.
+
+    Containers without such tensors stay the same objects.
+    """
     if isinstance(value, torch.Tensor):
-        is_simple = is_plain(value) or is_dtensor(value)
-        parts = (value,) if is_simple else tensors_in(value)
-        return value.clone() if any(part.is_inference() for part in parts) else value
-    return map_container(value, _ordinary)
+        return value.clone() if _is_inference(value) else value
+    if type(value) is dict:
+        changed = {
+            key: new
+            for key, item in value.items()
+            if type(item) in _CONTAINERS or isinstance(item, torch.Tensor)
+            if (new := _ordinary(item)) is not item
+        }
+        return {**value, **changed} if changed else value
+    if type(value) in (list, tuple):
+        items = [_ordinary(item) for item in value]
+        is_same = all(new is item for new, item in zip(items, value, strict=True))
+        return value if is_same else type(value)(items)
+    return value
+
+
+_CONTAINERS = (dict, list, tuple)
+
+
+def _is_inference(value: torch.Tensor) -> bool:
+    if is_plain(value) or is_dtensor(value):
+        return value.is_inference()
+    return any(part.is_inference() for part in tensors_in(value))
 
 
 def _changes(optims: Sequence[LoadableOptimizer], loaded: Sequence[Sequence[Mapping[str, Any]]]) -> str:
@@ -221,10 +246,14 @@ def check_needed_values(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> N
     of = OptimizerClass.of(optim)
     for group in shard["param_groups"]:
         hyperparameters = {key: value for key, value in group.items() if key != "params"}
+        enough: set[tuple[object, ...]] = set()  # the names of the values of most parameters are the same
         for local_id in group["params"]:
             values = shard["state"].get(local_id)
-            if isinstance(values, Mapping) and (why := lacking_values(of, hyperparameters, [str(n) for n in values])):
+            if not isinstance(values, Mapping) or (names := tuple(values)) in enough:
+                continue
+            if why := lacking_values(of, hyperparameters, [str(name) for name in names]):
                 raise StateError(f"local parameter {local_id}: {why}")
+            enough.add(names)
 
 
 def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[str]) -> list[dict[str, Any]]:
@@ -258,7 +287,7 @@ def load_on_all(
     before = before or Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
     failure, incompatible = Failure(), Incompatible()
     with failure:  # on an error, load_shard itself restores the optimizer of this rank
-        incompatible = load_shard(optim, shard, keep, logs=group.rank == group.ranks[0])
+        incompatible = load_shard(optim, shard, keep, logs=group.rank == group.ranks[0], is_given=False)
     try:
         agree(group, "optimizer loaded", failure.error)
     except BaseException:

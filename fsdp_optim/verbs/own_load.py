@@ -80,16 +80,21 @@ class OwnLoad:
 def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
     """Undo what torch's load casts, before the user's post-hooks run. Where it matters to nobody, it casts no copy at all."""
     given: dict[str, Any] = {}
+    changing_of: dict[Any, list[Any]] = {}
     own_setstate = not _of_torch(getattr(type(optim), "__setstate__", None))
 
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         given.clear()
         given.update(state_dict)
+        changing_of.clear()
         params = _params_in_order(optim, state_dict)
         state = dict(state_dict["state"])
         for key, values in state_dict["state"].items():
-            if key in params and isinstance(values, dict):  # else not of a parameter
-                changing = changing_names(params[key], values)
+            if key not in params or not isinstance(values, dict):
+                continue  # not of a parameter
+            changing = changing_names(params[key], values)
+            if changing:
+                changing_of[key] = changing
                 withheld = {name for name in changing if _is_withheld(name, values[name], own_setstate)}
                 if withheld:
                     state[key] = {name: value for name, value in values.items() if name not in withheld}
@@ -98,11 +103,9 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
 
     def after(_: torch.optim.Optimizer) -> None:
         params = _params_in_order(optim, given)
-        for key, values in given["state"].items():
-            if key not in params or not isinstance(values, dict):
-                continue
-            param, changing = params[key], changing_names(params[key], values)
-            live = optim.state.get(param) if changing else None
+        for key, changing in changing_of.items():
+            values, param = given["state"][key], params[key]
+            live = optim.state.get(param)
             if not isinstance(live, dict):
                 continue
             for name in changing:

@@ -13,14 +13,14 @@ import torch
 from fsdp_optim.adapters.known import is_sharded_value
 from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Whole
-from fsdp_optim.memory import Slabs, detached_copy
+from fsdp_optim.memory import detached_copy
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import CallArguments, Model, ScatterArguments
 from fsdp_optim.state.dicts.dialects import given_dict
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import Optimizers
-from fsdp_optim.state.live.local_dict import Shard, allocate, summarize
+from fsdp_optim.state.live.local_dict import Flats, Shard, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.values.opaque import OpaqueShards
 from fsdp_optim.state.values.summary import Summary
@@ -218,11 +218,8 @@ def allocate_shard(load_plan: LoadPlan, values: Sequence[StateValue], rank: int)
 
     Raises StateError if they would leave a part of the memory uninitialised.
     """
-    slabs = Slabs()
-    flats = {
-        param.local_id: allocate(param, summary, rank, load_plan.missing, slabs)
-        for param, summary in load_plan.receiving
-    }
+    memory = Flats(rank, load_plan.missing)
+    flats = {param.local_id: memory.of(param, summary) for param, summary in load_plan.receiving}
     coming = {(value.fqn, value.name) for value in values}
     for param, summary in load_plan.receiving:
         for fqn, placement in param.named.placements.items():

@@ -32,7 +32,10 @@ def widened(
         if (param := params.get(local_id)) is None:
             state[local_id] = values  # belongs to no parameter, and can be anything
             continue
+        dtype = param.dtype  # asked once: a DTensor answers slowly
         for name, value in values.items():
+            if not isinstance(value, torch.Tensor) or value.dtype == dtype:
+                continue  # nearly always
             if not _differs_in_dtype(param, name, value) or not follows.parameter(name, value.dtype):
                 continue
             if torch.promote_types(value.dtype, param.dtype) == value.dtype:
@@ -58,9 +61,9 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 
 
-def _differs_in_dtype(param: torch.Tensor, name: object, value: object) -> bool:
-    """Return whether a value holds the same kind of numbers as its parameter in another dtype. Step counts do not count."""
-    if not isinstance(value, torch.Tensor) or value.dtype == param.dtype or name == "step":
+def _differs_in_dtype(param: torch.Tensor, name: object, value: torch.Tensor) -> bool:
+    """Return whether a value of another dtype holds the same kind of numbers as its parameter. Step counts do not count."""
+    if name == "step":
         return False
     if not value.dim() and not is_known_moment(str(name)):
         return False

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 
 from fsdp_optim.checkpoint.common.files import has_short_rows, in_flat_chunks
-from fsdp_optim.checkpoint.common.local_extents import LocalExtent, LocalMemory, bytes_of, in_host_memory, ranges_of
+from fsdp_optim.checkpoint.common.local_extents import LocalExtent, LocalMemory, in_host_memory, ranges_of
+from fsdp_optim.checkpoint.load.short_ranges import SHORT_NBYTES, ShortRanges
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
@@ -22,6 +25,8 @@ _CPU = torch.device("cpu")
 _REQUESTS_TOGETHER = 4  # one rank reads the small tensors in as many bytes of a file as this number of requests
 _CUT_FROM = 256 << 10  # bytes; one rank reads a smaller tensor that several ranks need
 _MOST_EXTENTS = 512  # at once, because there may be many short rows
+_MOST_RANGES = 1 << 16  # short ones in a table
+_CONSTANTS_NBYTES = 1 << 20
 
 
 class StoredValue(StateValue, frozen=True, eq=False, gc=False, kw_only=True):
@@ -44,8 +49,15 @@ class StoredValue(StateValue, frozen=True, eq=False, gc=False, kw_only=True):
         dtype = dtype_named(stored.dtype)
         return cls(fqn, name, dtype, placement, is_state, stored=stored, flat=flat)
 
-    def nbytes_on(self, rank: int) -> int:
-        return self.placement.numel_on(rank) * self.dtype.itemsize
+
+def nbytes_of(values: Sequence[StoredValue], rank: int | None = None) -> int:
+    """Return the bytes of some values, or of a rank's part of them. Layers share placements, each of which is asked once."""
+    numbers = Counter([(id(value.placement), value.dtype) for value in values])
+    placements = {id(value.placement): value.placement for value in values}
+    return sum(
+        number * dtype.itemsize * (placements[key].numel if rank is None else placements[key].numel_on(rank))
+        for (key, dtype), number in numbers.items()
+    )
 
 
 class FlatsEnd(End):
@@ -87,7 +99,7 @@ class CheckpointEnd(End):
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         """Return the cut in which the ranks read. Ranks that need the same elements each read a share; short rows: by chunks."""
-        if self.as_needed or not value.nbytes:
+        if self.as_needed:
             return other
         stored = stored_value(value).stored
         key = id(other), value.dtype, stored.short_nbytes, stored.request_nbytes
@@ -96,7 +108,8 @@ class CheckpointEnd(End):
             is_shared = other.num_replicas > 1 or other.overlapping
             is_short = has_short_rows(other, value.dtype.itemsize, stored.short_nbytes)
             is_long = len(other.ranks) * stored.request_nbytes <= value.nbytes
-            known = self._as_they_are[key] = other, not is_shared and not is_short and is_long  # keeps the id unique
+            as_it_is = not value.nbytes or (not is_shared and not is_short and is_long)
+            known = self._as_they_are[key] = other, as_it_is  # keeps the id unique
         if known[1]:
             return other
         ranks = other.ranks
@@ -111,16 +124,14 @@ class CheckpointEnd(End):
         return in_flat_chunks(other, [ranks[(first + index) % len(ranks)] for index in range(num)])
 
     def fill(self, parts: Sequence[Slice]) -> None:
-        rounds: list[list[Slice]] = []  # a tensor that was tied at the save may be needed twice, and is read twice
-        times: dict[tuple[str, str], int] = {}
+        ranges, others = _Ranges(self), list[Slice]()
         for part in parts:
-            stored = stored_value(part.value).stored
-            key = (stored.file, stored.key)
-            times[key] = times.get(key, 0) + 1
-            if times[key] > len(rounds):
-                rounds.append([])
-            rounds[times[key] - 1].append(part)
-        for parts_of_round in rounds:
+            if not ranges.add(part):
+                others.append(part)
+            elif len(ranges) >= _MOST_RANGES:
+                ranges.read()
+        ranges.read()
+        for parts_of_round in _rounds(others):
             extents = (extent for part in parts_of_round for extent in self._extents(part))
             while few := list(itertools.islice(extents, _MOST_EXTENTS)):
                 by_file: dict[str, list[LocalExtent]] = {}
@@ -131,10 +142,10 @@ class CheckpointEnd(End):
     def _read(self, by_file: dict[str, list[LocalExtent]]) -> None:
         for name, extents in by_file.items():
             for batch in in_host_memory(extents, self.budget):
-                self.checkpoint.read({name: batch.extents}, self._did_read)
+                self.checkpoint.read({name: batch.extents}, self.did_read)
                 batch.copy_to_device()
 
-    def _did_read(self, nbytes: int) -> None:
+    def did_read(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self.progress(self.nbytes)
 
@@ -146,12 +157,12 @@ class CheckpointEnd(End):
         if part.flat is None:
             raise CheckpointError(f"{stored.key}: rank {self.rank} has no memory for its elements")
         memory, itemsize = LocalMemory(part.flat), part.value.dtype.itemsize
-        planned = self._plan_of(stored, part.cut)
+        planned = self.plan_of(stored, part.cut)
         for storage_rank, stored_offset, offset, numel in elements_of(planned, part.start, part.flat.numel()):
             file, start = stored.place_on(storage_rank)
             yield file, memory.extent(start + stored_offset * itemsize, offset, numel)
 
-    def _plan_of(self, stored: StoredTensor, cut: Placement) -> Sequence[Copy]:
+    def plan_of(self, stored: StoredTensor, cut: Placement) -> Sequence[Copy]:
         """Return the plan of a value's reads. Values that are stored and cut alike share it: to compare placements takes long."""
         placement = stored.placement
         if stored.chunks is not None:  # in pieces of its own
@@ -162,6 +173,79 @@ class CheckpointEnd(End):
             plan = self.plans.of(placement, cut, self.rank, sends=False)
             known = self._planned[key] = placement, cut, plan  # references that keep the ids unique
         return known[2]
+
+
+def _rounds(parts: Sequence[Slice]) -> list[list[Slice]]:
+    """A tensor that was tied at the save may be needed twice, and is read twice, one time after the other."""
+    rounds: list[list[Slice]] = []
+    times: dict[tuple[str, str], int] = {}
+    for part in parts:
+        stored = stored_value(part.value).stored
+        key = (stored.file, stored.key)
+        times[key] = times.get(key, 0) + 1
+        if times[key] > len(rounds):
+            rounds.append([])
+        rounds[times[key] - 1].append(part)
+    return rounds
+
+
+_Range: TypeAlias = tuple[int, int, int]
+
+
+class _Ranges:
+    """The short ranges of some parts in host memory. Parts that are stored and cut alike have the same ranges, found once."""
+
+    def __init__(self, end: CheckpointEnd) -> None:
+        self._end, self._num = end, 0
+        self._alike: dict[tuple[Any, ...], tuple[Sequence[_Range], list[tuple[StoredTensor, torch.Tensor]]]] = {}
+
+    def __len__(self) -> int:
+        return self._num
+
+    def add(self, part: Slice) -> bool:
+        """Take a part. Returns False for a part that is read by itself: on a device, or with a range that is not short.
+
+        So is every part from a store where a request costs much: it is read in one request with the long ones beside it.
+        """
+        value, cut, flat, start, _ = part
+        stored = value.stored if isinstance(value, StoredValue) else stored_value(value).stored
+        if flat is None or not flat.is_cpu or stored.chunks is not None or stored.request_nbytes:
+            return False
+        key = stored.file, id(cut), stored.shape, value.dtype, start, flat.numel()
+        known = self._alike.get(key)
+        if known is None:
+            known = self._alike[key] = self._ranges_of(part, stored), []
+        ranges, parts = known
+        if not ranges:
+            return False
+        parts.append((stored, flat))
+        self._num += len(ranges)
+        return True
+
+    def _ranges_of(self, part: Slice, stored: StoredTensor) -> Sequence[_Range]:
+        """Return (byte of the tensor, byte of the memory, number of bytes) of each range; nothing if they are not short."""
+        if part.flat is None or part.cut.local_range(self._end.rank)[1] <= part.start:
+            return ()
+        size, planned = part.value.dtype.itemsize, self._end.plan_of(stored, part.cut)
+        listed = itertools.islice(elements_of(planned, part.start, part.flat.numel()), _MOST_EXTENTS + 1)
+        ranges = [(stored_offset * size, offset * size, numel * size) for _, stored_offset, offset, numel in listed]
+        is_short = len(ranges) <= _MOST_EXTENTS and all(nbytes <= SHORT_NBYTES for *_, nbytes in ranges)
+        return ranges if is_short else ()
+
+    def read(self) -> None:
+        """Fill the memory of all parts so far."""
+        by_file: dict[str, list[ShortRanges]] = {}
+        for (file, *_), (ranges, parts) in self._alike.items():
+            if parts:
+                firsts = [stored.start for stored, _ in parts]
+                memory = [flat.data_ptr() for _, flat in parts]
+                stored, _ = parts[0]
+                nbytes = prod(stored.shape) * stored.itemsize
+                by_file.setdefault(file, []).append(ShortRanges.of(firsts, memory, nbytes, ranges))
+        for file, tables in by_file.items():
+            ShortRanges.joined(tables).read(self._end.checkpoint, file, self._end.budget.nbytes, self._end.did_read)
+        self._alike.clear()
+        self._num = 0
 
 
 def elements_in(
@@ -183,16 +267,29 @@ def elements_of(copies: Sequence[Copy], first: int, num: int) -> Iterator[tuple[
 
 
 def read_constants(checkpoint: TensorReader, stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
-    """Read some small tensors completely, on this rank."""
-    values = [torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device=_CPU) for tensor in stored]
-    extents: dict[str, list[Extent]] = {}
-    plans = Plans()
-    for tensor, value in zip(stored, values, strict=True):
-        memory, size = bytes_of(value.view(-1)), tensor.itemsize
-        planned = plans.of(tensor.placement, Whole(tensor.shape, (0,)), 0, sends=False)
-        for rank, stored_offset, offset, numel in elements_of(planned, 0, value.numel()):
-            file, start = tensor.place_on(rank)
-            part = memory[offset * size : (offset + numel) * size]
-            extents.setdefault(file, []).append(Extent(start + stored_offset * size, part))
-    checkpoint.read(extents)
-    return values
+    """Read some small tensors completely, on this rank. Those without dimensions are views of one tensor for each dtype."""
+    numbers: dict[tuple[str, str], list[StoredTensor]] = {}
+    values: dict[int, torch.Tensor] = {}
+    others: list[Slice] = []
+    by_file: dict[str, list[ShortRanges]] = {}
+    for tensor in stored:
+        if tensor.shape or tensor.chunks is not None:
+            whole = Whole(tensor.shape, (0,))
+            value = values[id(tensor)] = torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device=_CPU)
+            others.append(
+                Slice(StoredValue.of(tensor.key, "", tensor, whole, None, is_state=True), whole, value.view(-1))
+            )
+        else:
+            numbers.setdefault((tensor.file, tensor.dtype), []).append(tensor)
+    for (file, dtype), tensors in numbers.items():
+        memory = torch.empty(len(tensors), dtype=dtype_named(dtype), device=_CPU)
+        values.update(zip(map(id, tensors), memory.unbind(), strict=True))
+        size, begin = memory.itemsize, memory.data_ptr()
+        addresses = range(begin, begin + memory.nbytes, size)
+        starts = [tensor.start for tensor in tensors]
+        by_file.setdefault(file, []).append(ShortRanges.of(starts, addresses, size, [(0, 0, size)]))
+    budget = Budget(_CONSTANTS_NBYTES, "small tensors, with what lies between them")
+    CheckpointEnd(checkpoint, 0, budget).fill(others)
+    for file, tables in by_file.items():
+        ShortRanges.joined(tables).read(checkpoint, file, budget.nbytes)
+    return [values[id(tensor)] for tensor in stored]

@@ -17,7 +17,7 @@ from fsdp_optim.checkpoint.load.compare import check_bitwise
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
-from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd
+from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, nbytes_of
 from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
 from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
@@ -95,7 +95,7 @@ def _restore(
         objects.check(saved, group.position)
         objects.remember()
         values = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
-        total = sum(value.nbytes_on(group.rank) for value in values)
+        total = nbytes_of(values, group.rank)
         failure = Failure()
         with Progress(options.progress, "loading", total, shown=group.rank == group.ranks[0]) as progress:
             host = group.budget.share(2, "copies of device memory on the host")
@@ -115,7 +115,7 @@ def _restore(
     num_tensors = len(values) + len(small)
     result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, num_tensors)
     if group.rank == group.ranks[0]:
-        nbytes = sum(value.nbytes for value in values) + sum(value.nbytes for value in small)
+        nbytes = nbytes_of(values) + sum(value.nbytes for value in small)
         objects.receipt = receipt_of(
             result, checkpoint, group, options, objects, nbytes=nbytes, begun=begun, wrapper=reader.wrappers
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,25 +95,39 @@ class StoredState:
             metas = _with_metas(full)
             if off_mesh:
                 metas = following_params(metas, shapes, metas.kinds.keys() - set(off_mesh))
-            evidence = metas.evidence(shapes)
-            tensors = {
-                (fqn, name): value
-                for fqn, values in full.state.items()
-                for name, value in values.items()
-                if isinstance(value, StoredTensor)
-                and metas.kind_of(fqn, name, metas.state[fqn][name], shapes.get(fqn, value.shape), evidence)
-                is Kind.SHARDED
-            }
-            others = {
-                fqn: {name: value for name, value in values.items() if (fqn, name) not in tensors}
-                for fqn, values in full.state.items()
-            }
+            is_moved = _IsMoved(metas, shapes)
+            tensors: dict[tuple[str, str], StoredTensor] = {}
+            others: dict[str, dict[str, Any]] = {}
+            for fqn, values in full.state.items():
+                others[fqn] = rest = {}
+                for name, value in values.items():
+                    if isinstance(value, StoredTensor) and is_moved(fqn, name, value):
+                        tensors[fqn, name] = value
+                    else:
+                        rest[name] = value
             others, other_keys = _read_in((others, full.other_keys), read)
-            state = {
-                fqn: {name: metas.state[fqn][name] if (fqn, name) in tensors else others[fqn][name] for name in values}
-                for fqn, values in full.state.items()
-            }
+            state = {fqn: {**values, **others[fqn]} for fqn, values in metas.state.items()}
         return cls(replace(metas, state=state, other_keys=other_keys), tensors)
+
+
+class _IsMoved:
+    """Whether the elements of a stored tensor are moved to the ranks that need them: it is cut like its parameter."""
+
+    def __init__(self, metas: FullState, shapes: Mapping[str, Shape]) -> None:
+        self._metas, self._shapes, self._evidence = metas, shapes, metas.evidence(shapes)
+        self._recorded: dict[str, bool] = {}  # by the word that records the kind
+
+    def __call__(self, fqn: str, name: str, stored: StoredTensor) -> bool:
+        words = self._metas.kinds.get(fqn)
+        word = words.get(name) if words is not None else None
+        known = self._recorded.get(word) if word is not None else None
+        if known is not None:
+            return known
+        shape = self._shapes.get(fqn, stored.shape)
+        kind = self._metas.kind_of(fqn, name, self._metas.state[fqn][name], shape, self._evidence)
+        if word is not None:
+            self._recorded[word] = kind is Kind.SHARDED
+        return kind is Kind.SHARDED
 
 
 def _as_dict(saved: SavedOptim, read: ReadSmall) -> Mapping[str, Any]:
@@ -128,17 +142,24 @@ def _as_dict(saved: SavedOptim, read: ReadSmall) -> Mapping[str, Any]:
     in_state = {key for key in full if str(key).startswith("state.")} if is_flattened(full) else {"state"}
     state = {key: full[key] for key in in_state if key in full}
     lists = [value for value in _values_in(state) if isinstance(value, (list, tuple))]
+    if not lists:
+        rest = _read_in({key: value for key, value in full.items() if key not in in_state}, read)
+        return {key: state[key] if key in state else rest[key] for key in full}
     rest, read_lists = _read_in(({key: value for key, value in full.items() if key not in in_state}, lists), read)
     left = iter(read_lists)
     state = {key: _with_lists(value, left) for key, value in state.items()}
     return {key: state[key] if key in state else rest[key] for key in full}
 
 
-def _values_in(tree: Any) -> list[Any]:
+def _values_in(tree: Mapping[Any, Any]) -> list[Any]:
     """Return the values in nested dicts, in their order."""
-    if isinstance(tree, Mapping):
-        return [value for inner in tree.values() for value in _values_in(inner)]
-    return [tree]
+    values: list[Any] = []
+    for value in tree.values():
+        if type(value) is dict or isinstance(value, Mapping):
+            values += _values_in(value)
+        else:
+            values.append(value)
+    return values
 
 
 def _with_lists(tree: Any, lists: Any) -> Any:
@@ -176,6 +197,8 @@ def _read_in(tree: Any, read: ReadSmall) -> Any:
             again = tree.key in used
             used.add(tree.key)
             return value.clone() if again else value
+        if type(tree) is dict:
+            return {key: made(item) for key, item in tree.items()}
         return mapped(tree, made)
 
     return made(tree) if stored else tree
@@ -183,13 +206,18 @@ def _read_in(tree: Any, read: ReadSmall) -> Any:
 
 def _check_read(where: str, full: FullState) -> None:
     """Raise CheckpointError for an object in the state or in the groups whose class is not known."""
-    named = [(f"{name} of {fqn}", value) for fqn, values in full.state.items() for name, value in values.items()]
-    named += [(f"{key} of a param group", value) for hyper, _ in full.groups for key, value in hyper.items()]
-    named += [(f"{key}", value) for key, value in full.other_keys.items()]
-    for what, value in named:
-        unread = unread_in(value)
-        if unread is not None:
-            raise CheckpointError(
-                f"{where}: {what} is a {unread.what}, and making one can run any code: if you trust the author of the file, read "
-                "it with torch.load, and give its dict to scatter_full_optim_state_dict"
-            )
+    for what, values in _sections(full):
+        for name, value in values.items():
+            unread = unread_in(value) if not isinstance(value, StoredTensor) else None
+            if unread is not None:
+                raise CheckpointError(
+                    f"{where}: {f'{name} of {what}' if what else name} is a {unread.what}, and making one can run any code: if "
+                    "you trust the author of the file, read it with torch.load, and give its dict to "
+                    "scatter_full_optim_state_dict"
+                )
+
+
+def _sections(full: FullState) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    yield from full.state.items()
+    yield from (("a param group", hyper) for hyper, _ in full.groups)
+    yield "", full.other_keys

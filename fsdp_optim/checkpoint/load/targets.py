@@ -31,13 +31,13 @@ from fsdp_optim.formats.base.protocols import (
     StoredTensor,
     TensorReader,
 )
-from fsdp_optim.memory import Slabs, dtype_name
+from fsdp_optim.memory import dtype_name
 from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import Optimizers
-from fsdp_optim.state.live.local_dict import Shard, Summaries, allocate, summarize
+from fsdp_optim.state.live.local_dict import Flats, Shard, Summaries, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
@@ -124,23 +124,26 @@ class Weights:
         _check_some(index, stored, [fqn for fqn in global_state.params if fqn not in left_out], why)
         unexpected += frozen.values()
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
-        slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
+        memory = Flats(group.rank, frozenset(missing))  # not shared with the state, whose memory the optimizer keeps
+        of_dtype = {
+            dtype: Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
+            for dtype in dict.fromkeys(tensor.dtype for tensor in stored.values())
+        }
         for param in local.optim.params:
-            flats[param.local_id] = {}
-            for dtype in dict.fromkeys(stored[fqn].dtype for fqn in param.named.fqns if fqn in stored):
-                summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
-                flat = allocate(param, summary, group.rank, frozenset(missing), slabs)[WEIGHT]
-                flats[param.local_id][dtype] = flat
+            dtypes = {stored[fqn].dtype: None for fqn in param.named.fqns if fqn in stored}
+            flats[param.local_id] = {dtype: memory.of(param, of_dtype[dtype])[WEIGHT] for dtype in dtypes}
         warn_of_unfilled(unsaved, local.view.handles, group.rank)
         extra = tuple(unexpected)
         return cls(local, global_state, stored, flats, missing=lacking, unexpected=extra, module_values=values)
 
     def stored_values(self) -> Iterator[StoredValue]:
+        by_fqn, flats = self.local.by_fqn, self.flats
         for fqn, param in self.global_state.params.items():
-            if fqn in self.stored:
-                local = self.local.by_fqn.get(fqn)
-                flat = self.flats[local.local_id][self.stored[fqn].dtype] if local is not None else None
-                yield StoredValue.of(fqn, WEIGHT, self.stored[fqn], param.placement, flat, is_state=False)
+            stored = self.stored.get(fqn)
+            if stored is not None:
+                local = by_fqn.get(fqn)
+                flat = flats[local.local_id][stored.dtype] if local is not None else None
+                yield StoredValue.of(fqn, WEIGHT, stored, param.placement, flat, is_state=False)
 
     def install(self) -> None:
         for param in self.local.optim.params:
@@ -255,11 +258,17 @@ def _check_model(
     elif missing or unexpected:
         fixes |= {one_sided.why} - {""}
         fixes.add("strict=False loads the parameters that both sides have")
+    by_fqn = local.by_fqn
     for fqn, tensor in stored.items():
         shape = global_state.params[fqn].placement.shape
-        param = local.by_fqn.get(fqn)
+        param = by_fqn.get(fqn)
         held = param.handle.weights() if param is not None else None
-        if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
+        steps = held.stride() if held is not None else ()
+        if (
+            held is not None
+            and 0 in steps
+            and any(n > 1 and not step for n, step in zip(held.shape, steps, strict=True))
+        ):
             differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
         if shape != tensor.shape:
             differences.append(f"{fqn}: shape {list(tensor.shape)} in the checkpoint, {list(shape)} in the model")
@@ -323,10 +332,8 @@ class State:
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
         load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
-        slabs = Slabs()
-        flats = {
-            p.local_id: allocate(p, summary, group.rank, load_plan.missing, slabs) for p, summary in load_plan.receiving
-        }
+        memory = Flats(group.rank, load_plan.missing)
+        flats = {param.local_id: memory.of(param, summary) for param, summary in load_plan.receiving}
         stored = weights.stored if options.cast else {}
         return cls(
             local=local,
@@ -340,13 +347,14 @@ class State:
         )
 
     def stored_values(self) -> Iterator[StoredValue]:
+        by_fqn, tensors, flats = self.local.by_fqn, self.tensors, self.flats
         for fqn, param in self.global_state.params.items():
+            local = by_fqn.get(fqn)
+            memory = flats.get(local.local_id, {}) if local is not None else {}
             for name, value in self.full.state.get(fqn, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
-                    local = self.local.by_fqn.get(fqn)
-                    flat = self.flats.get(local.local_id, {}).get(name) if local is not None else None
-                    stored = self.tensors[fqn, name]
-                    yield StoredValue.of(fqn, name, stored, param.placement, flat, is_state=True)
+                    stored = tensors[fqn, name]
+                    yield StoredValue.of(fqn, name, stored, param.placement, memory.get(name), is_state=True)
 
     @property
     def small_tensors(self) -> list[torch.Tensor]:

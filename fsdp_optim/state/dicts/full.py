@@ -113,6 +113,10 @@ def following_params(full: FullState, shapes: Mapping[str, Shape], on_mesh: Coll
     A value with a cut of its own and the shape of its parameter has an element for each of the parameter's: a model in which the
     parameter is no DTensor, on no mesh, has no other way to cut it. `on_mesh`: the parameters that are DTensors.
     """
+    if not any(
+        word.startswith(Kind.PLACED.value) for word in {w for words in full.kinds.values() for w in words.values()}
+    ):
+        return full
     kinds = dict(full.kinds)
     for fqn, words in full.kinds.items():
         follows = {

@@ -61,6 +61,8 @@ class Names:
 
     def canonical(self, fqn: str) -> str:
         """Return the model's FQN for a name in a full dict, which may contain wrapper parts; an unknown name unchanged."""
+        if not self.given and fqn in self.known:
+            return fqn  # nearly always
         clean = cut(fqn, self.wrapper_parts)
         given = self.given.get(fqn, self.given.get(clean))
         if given is not None:

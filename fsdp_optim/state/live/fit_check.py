@@ -72,7 +72,8 @@ def check_fits(
     saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
     unexpected = [fqn for fqn in saved if fqn not in names.known and fqn not in others]
     # A flat parameter counts only if none of its originals has state; originals that disagree are another error.
-    units = [fqns for fqns in names.units if full.state and not any(fqn in full.state for fqn in fqns)]
+    known = full.state.keys()
+    units = [fqns for fqns in names.units if known.isdisjoint(fqns)] if full.state else []
     without_state = live.intersection(fqn for fqns in units for fqn in fqns)
     missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in without_state]
     if unexpected and strict:
@@ -88,7 +89,8 @@ def check_fits(
     if missing and strict:
         raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict does not"))
     for fqns in names.units:
-        group_of_unit([fqn for fqn in fqns if strict or fqn in saved], saved)
+        if len(fqns) > 1:
+            group_of_unit([fqn for fqn in fqns if strict or fqn in saved], saved)
     if not regroup:
         _check_groups(full, names, saved)
     check_shapes(full, shapes)
@@ -129,21 +131,27 @@ def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> No
 def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
     """Raise StateError for values that should have the shape of their parameter and do not."""
     evidence = full.evidence(shapes)
+    fitting: set[tuple[object, ...]] = (
+        set()
+    )  # tensors without elements, which parameters share: what was checked of them
     for fqn, values in full.state.items():
-        for name, value in values.items() if fqn in shapes else ():
+        shape, words = shapes.get(fqn), full.kinds.get(fqn, {})
+        for name, value in values.items() if shape is not None else ():
+            key = id(value), words.get(name), shape
+            if key in fitting or shape is None:
+                continue
             if is_sparse(value):
                 raise StateError(sparse(fqn, name, value))
             recorded = full.recorded(fqn, name)
             if recorded is None:
-                wrong = _is_cut_short(
-                    name, value, shapes[fqn], full.kind_of(fqn, name, value, shapes[fqn], evidence), evidence
-                )
+                wrong = _is_cut_short(name, value, shape, full.kind_of(fqn, name, value, shape, evidence), evidence)
             else:
-                wrong = _is_not(recorded, value, shapes[fqn])
+                wrong = _is_not(recorded, value, shape)
+                fitting.add(key)
             if wrong:
                 got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise StateError(
-                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is of "
+                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shape)}: the dict is of "
                     "another model, was cut short, or its ids are in another order than the unwrapped model's parameters(): give "
                     "the dict of this model, by name if the order of its ids is in doubt"
                 )

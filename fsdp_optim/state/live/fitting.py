@@ -93,6 +93,8 @@ class LiveOptimizer:
     def _with_followers(self, full: FullState) -> FullState:
         """Apply `following_params`; warn where the optimizer may expect DTensors, and has none yet that shows the mesh."""
         followed = following_params(full, self.shapes, self.on_mesh)
+        if followed is full:
+            return full
         is_same_class = full.classes == tuple(known.name for known in self.optim.classes)
         changed = [
             fqn

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from fsdp_optim.state.dicts.full import NON_PARAM_STATE, FullState
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
-from fsdp_optim.state.values.kinds import Evidence
+from fsdp_optim.state.values.kinds import Evidence, Kind
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
-from fsdp_optim.state.values.summary import OpaqueType, Scalars, Summary
+from fsdp_optim.state.values.summary import OpaqueType, Scalar, Scalars, Summary
+from fsdp_optim.view import Handle
 
 Summaries = Mapping[str, Summary]
 """FQN -> summary of the state; without entries for parameters without state."""
@@ -28,7 +30,7 @@ def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary
     evidence = full.evidence(shapes)
     scalars = Scalars(value for values in full.state.values() for value in values.values())
 
-    def summary(fqn: str, values: Mapping[str, Any]) -> Summary:
+    def made(fqn: str, values: Mapping[str, Any]) -> Summary:
         return Summary.of(
             values,
             lambda name, value: full.kind_of(fqn, name, value, shapes[fqn], evidence),
@@ -36,7 +38,39 @@ def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary
             scalar=scalars.of,
         )
 
+    shared: dict[object, tuple[object, Summary]] = {}  # beside each summary what keeps the ids in the key unique
+
+    def summary(fqn: str, values: Mapping[str, Any]) -> Summary:
+        alike = _alike(values, full.kinds.get(fqn), scalars)
+        if alike is None:
+            return made(fqn, values)
+        key, *kept = alike
+        if key not in shared:
+            shared[key] = kept, made(fqn, values)
+        return shared[key][1]
+
     return {fqn: summary(fqn, values) for fqn, values in full.state.items() if fqn in shapes}
+
+
+def _alike(
+    values: Mapping[str, Any], words: Mapping[Any, str] | None, scalars: Scalars
+) -> tuple[tuple[object, ...], object] | None:
+    """Return what values with one summary have in common: their names, kinds, and dtypes or numbers; None where that is more.
+
+    Beside it the numbers, whose ids are in it.
+    """
+    key: list[object] = []
+    numbers = []
+    for name, value in values.items():
+        word = words.get(name) if words is not None else None
+        if word == Kind.SHARDED.value and isinstance(value, torch.Tensor):
+            key += name, value.dtype
+        elif word == Kind.SCALAR.value:
+            numbers.append(scalars.of(value))
+            key += name, id(numbers[-1])
+        else:
+            return None
+    return tuple(key), numbers
 
 
 def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str], live: Evidence) -> Summary | None:
@@ -45,6 +79,8 @@ def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str]
     Originals in `missing` keep their state in the live optimizer (`live`: the evidence about its values), whose summary must
     agree with the other originals' summary.
     """
+    if not missing and len(param.named.fqns) == 1:
+        return summaries.get(param.named.fqns[0])  # nearly always
     kept = param.summary(live) if missing and not missing.isdisjoint(param.named.fqns) else None
     by_original = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]
     (first, summary), *others = by_original
@@ -81,31 +117,57 @@ def _check_equal(first: str, a: Summary | None, other: str, b: Summary | None) -
             )
 
 
-def allocate(
-    param: LocalParam, summary: Summary | None, rank: int, missing: frozenset[str], slabs: Slabs
-) -> dict[str, torch.Tensor]:
-    """Allocate local 1-D tensors for the sharded values of one live parameter, on its device, with zeros in the padding.
+class Flats:
+    """Memory for the local values of live parameters: 1-D tensors on their devices, with zeros in the padding.
 
-    If some originals are in `missing`, the tensors begin as copies of the live values.
+    Tensors that are made together live equally long (`Slabs`). Parameters that are cut alike have the same padding, found once.
+
+    `missing`: FQNs of parameters that keep their live values; tensors of a live parameter with such originals begin as copies.
     """
-    tensors = {}
-    padding = _padding(param, rank) if summary is not None and summary.sharded else []
-    keeps = param.state is not None and not missing.isdisjoint(param.named.fqns)
-    for name, dtype in (summary.dtypes if summary is not None else {}).items():
-        flat = slabs.empty((param.handle.local_numel,), dtype, param.handle.device)
-        for start, stop in padding:
-            flat[start:stop].zero_()
-        live = param.handle.local(param.state[name]) if keeps and param.state is not None else None
-        if live is not None:
-            flat.copy_(live)
-        tensors[name] = flat
-    return tensors
+
+    def __init__(self, rank: int, missing: frozenset[str] = frozenset()) -> None:
+        self._rank, self._missing, self._slabs = rank, missing, Slabs()
+        self._dtypes: dict[tuple[tuple[str, str], ...], dict[str, torch.dtype]] = {}
+        self._kinds: dict[tuple[object, ...], tuple[Handle, int, list[tuple[int, int]]]] = {}
+
+    def of(self, param: LocalParam, summary: Summary | None) -> dict[str, torch.Tensor]:
+        """Allocate a tensor for each sharded value of one live parameter."""
+        if summary is None or not summary.sharded:
+            return {}
+        dtypes = self._dtypes.get(summary.sharded)
+        if dtypes is None:
+            dtypes = self._dtypes[summary.sharded] = summary.dtypes
+        tensors, handle = {}, param.named.handle
+        numel, padding = self._kind_of(handle)
+        shape, device = (numel,), handle.device
+        keeps = bool(self._missing) and param.state is not None and not self._missing.isdisjoint(param.named.fqns)
+        for name, dtype in dtypes.items():
+            flat = tensors[name] = self._slabs.empty(shape, dtype, device)
+            for start, stop in padding:
+                flat[start:stop].zero_()
+            live = handle.local(param.state[name]) if keeps and param.state is not None else None
+            if live is not None:
+                flat.copy_(live)
+        return tensors
+
+    def _kind_of(self, handle: Handle) -> tuple[int, list[tuple[int, int]]]:
+        """Return the number of elements of a local tensor, and its padding."""
+        originals = handle.originals
+        if len(originals) == 1:
+            key: tuple[object, ...] = handle.local_shape, id(originals[0].placement)
+        else:
+            key = handle.local_shape, *[id(original.placement) for original in originals]
+        known = self._kinds.get(key)
+        if known is None:
+            kind = handle.local_numel, _padding(handle, self._rank)
+            known = self._kinds[key] = handle, *kind  # a reference that keeps the ids unique
+        return known[1], known[2]
 
 
-def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
+def _padding(handle: Handle, rank: int) -> list[tuple[int, int]]:
     """Return the ranges of the local tensor that belong to no original parameter."""
     covered = []
-    for original in param.handle.originals:
+    for original in handle.originals:
         shard = original.placement.shard_of(rank)
         for block in original.placement.blocks(shard) if shard is not None else ():
             covered.append((block.offset, block.end))
@@ -114,31 +176,65 @@ def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
         if at < start:
             gaps.append((at, start))
         at = max(at, stop)
-    if at < param.handle.local_numel:
-        gaps.append((at, param.handle.local_numel))
+    if at < handle.local_numel:
+        gaps.append((at, handle.local_numel))
     return gaps
 
 
+class Numbers:
+    """Copies of the scalars of some summaries, one for each parameter, which an optimizer changes in place.
+
+    Parameters share their Scalars, so the copies of a tensor are made together.
+    """
+
+    def __init__(self, summaries: Iterable[Summary]) -> None:
+        shared: Counter[int] = Counter()
+        of_id: dict[int, Scalar] = {}
+        for summary in summaries:
+            for _, scalar in summary.scalars:
+                shared[id(scalar)] += 1
+                of_id[id(scalar)] = scalar
+        self._scalars = of_id  # keeps the ids unique
+        self._copies: dict[int, Iterator[torch.Tensor]] = {
+            key: iter(_copies(scalar.value, shared[key]))
+            for key, scalar in of_id.items()
+            if is_plain(scalar.value) and scalar.value.device.type == "cpu"
+        }
+
+    def copy_of(self, scalar: Scalar) -> Any:
+        """Return the next copy of one of these scalars."""
+        copies = self._copies.get(id(scalar))
+        return next(copies) if copies is not None else detached_copy(scalar.value)
+
+
+def _copies(value: torch.Tensor, number: int) -> Sequence[torch.Tensor]:
+    """Return copies of a tensor, each with a storage of its own."""
+    copies: Sequence[torch.Tensor] = torch.unbind_copy(value.detach().expand(number))  # type: ignore[func-returns-value,assignment]
+    return copies
+
+
 def local_values(
-    param: LocalParam, summary: Summary, tensors: Mapping[str, torch.Tensor], opaque: Mapping[str, Any], rank: int
+    param: LocalParam,
+    summary: Summary,
+    tensors: Mapping[str, torch.Tensor],
+    opaque: Mapping[str, Any],
+    numbers: Numbers,
+    rank: int,
 ) -> dict[str, Any]:
     """Return the state of one live parameter in its optimizer's form. `opaque`: the result of `opaque_values`."""
-    scalars = dict(summary.scalars)
-
-    def in_live_form(name: str) -> torch.Tensor:
-        value = param.handle.from_local(tensors[name])
-        cut = _cut_as_live(param, name, value, rank) if holds_all(param.handle) else None
-        return value if cut is None else cut
-
-    return {
-        name: in_live_form(name)
-        if name in tensors
-        else opaque[name]
-        if name in opaque
-        else detached_copy(scalars[name].value)
-        for name in summary.names
-        if name in tensors or name in opaque or name in scalars
-    }
+    scalars, handle = dict(summary.scalars), param.named.handle
+    may_have_own_cut = bool(param.state) and holds_all(handle)
+    values: dict[str, Any] = {}
+    for name in summary.names:
+        if name in tensors:
+            value = handle.from_local(tensors[name])
+            cut = _cut_as_live(param, name, value, rank) if may_have_own_cut else None
+            values[name] = value if cut is None else cut
+        elif name in opaque:
+            values[name] = opaque[name]
+        elif name in scalars:
+            values[name] = numbers.copy_of(scalars[name])
+    return values
 
 
 def opaque_values(
@@ -150,8 +246,10 @@ def opaque_values(
 
     Raises StateError for a value that does not fit this layout.
     """
+    if summary is None or not summary.opaque:
+        return {}
     fqn = param.named.fqns[0]
-    values = {name: (saved(fqn, name), description.cut) for name, description in (summary.opaque if summary else ())}
+    values = {name: (saved(fqn, name), description.cut) for name, description in summary.opaque}
     placements = tuple(original.placement for original in param.handle.originals)
     # A single number may depend on the cut as well, if another opaque value beside it does.
     is_free = not any(
