@@ -25,8 +25,8 @@ VALUES = 4  # of a parameter: the weight, two moments and the step
 
 # Calls of functions, in Python and C, that each further value takes on the rank that makes most.
 MOST = {
-    "FSDP2": {"save": 440, "load": 280, "gather": 143, "stall": 425},
-    "DDP": {"save": 535, "load": 465, "gather": 130, "stall": 530},
+    "FSDP2": {"save": 230, "load": 260, "gather": 124, "stall": 212},
+    "DDP": {"save": 305, "load": 440, "gather": 114, "stall": 305},
 }
 
 
