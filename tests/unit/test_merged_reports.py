@@ -21,7 +21,9 @@ BOTH = Whole((4,), (0, 1))
 CUT = FlatChunks((8,), 0, 5, ((0, 1),))
 
 
-def report(placement: Placement, summary: Summary | None = SUMMARY, *, fingerprint: str = "", **more: Any) -> RankReport:
+def report(
+    placement: Placement, summary: Summary | None = SUMMARY, *, fingerprint: str = "", **more: Any
+) -> RankReport:
     """The report of a rank that has one parameter, `w`."""
     live = LiveParam(("w",), (placement,), 0, (), collected=True, summary=summary, fingerprint=fingerprint)
     return RankReport("gather()", ("w",), (live,), ((),), **more)
@@ -40,7 +42,9 @@ def stepped(number: float) -> Summary:
 
 @pytest.mark.parametrize("numel", [4, 0])
 @pytest.mark.parametrize("fingerprint", ["", "equal"])
-def test_replicas_whose_scalars_differ_are_those_of_the_lowest_rank_where_asked_for(numel: int, fingerprint: str) -> None:
+def test_replicas_whose_scalars_differ_are_those_of_the_lowest_rank_where_asked_for(
+    numel: int, fingerprint: str
+) -> None:
     """Also where all their elements are equal, and where there are none."""
     place = Whole((numel,), (0, 1))
     reports = [report(place, stepped(number), fingerprint=fingerprint) for number in (3.0, 4.0)]
@@ -48,7 +52,7 @@ def test_replicas_whose_scalars_differ_are_those_of_the_lowest_rank_where_asked_
     assert state.mismatched == ("w",)
     assert state.params["w"].summary == stepped(3.0)
     assert state.params["w"].placement.ranks == (0,)
-    with pytest.raises(StateError, match="w: step is .*3.* on rank 0 and .*4.* on rank 1"):
+    with pytest.raises(StateError, match=r"w: step is .*3.* on rank 0 and .*4.* on rank 1"):
         merged(*reports)
 
 
@@ -63,7 +67,8 @@ def test_ranks_without_elements_are_no_replicas() -> None:
     shard = Block(Box((0,), (4,)), 0)
     lists = [((0, (shard,)),), ((1, ()),), ((2, ()),)]
     reports = [
-        report(Boxes((4,), by_rank, is_open=True), fingerprint=f"print {number}") for number, by_rank in enumerate(lists)
+        report(Boxes((4,), by_rank, is_open=True), fingerprint=f"print {number}")
+        for number, by_rank in enumerate(lists)
     ]
     assert merged(*reports).params["w"].placement.numel_on(0) == 4
     assert merged(*reports, lowest=True).mismatched == ()
@@ -93,7 +98,9 @@ def test_a_placed_value_needs_all_ranks_of_its_mesh(alone: bool) -> None:
     on_mesh = MeshBoxes((4,), (2,), ((0, 0),), ((0, 1),))
     summary = Summary(placed=(("factor", ("float32", on_mesh)),), names=("factor",))
     if alone:
-        with pytest.raises(StateError, match="w: factor is .* and rank 1 should have a part of it, but only rank 0 has"):
+        with pytest.raises(
+            StateError, match=r"w: factor is .* and rank 1 should have a part of it, but only rank 0 has"
+        ):
             merged(report(Whole((4,), (0,)), summary))
     else:
         (placed,) = (merged(report(BOTH, summary), ranks=[(0, 1)]).params["w"].summary or Summary()).placed
@@ -103,7 +110,10 @@ def test_a_placed_value_needs_all_ranks_of_its_mesh(alone: bool) -> None:
 def test_what_only_some_ranks_know_is_joined() -> None:
     """State, names of values and entries of state_dict() that are not on the first rank."""
     first = report(
-        BOTH, values=(("Adam", ("exp_avg",)), ("SGD", ())), module_values=(("m.extra", "x"),), extra_state_loaders=("m",)
+        BOTH,
+        values=(("Adam", ("exp_avg",)), ("SGD", ())),
+        module_values=(("m.extra", "x"),),
+        extra_state_loaders=("m",),
     )
     other = report(
         BOTH,
