@@ -22,9 +22,9 @@ from soak.torture import temporary
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.storage.posix import FolderWriter
 from fsdp_optim.storage.posix.files import make_file
 from fsdp_optim.storage.posix.new_file import new_file
-from fsdp_optim.storage.posix.writer import FolderWriter
 
 SEED = 20251121
 MOST = 45  # states of a way that are looked at here; `make soak` looks at more of them
