@@ -94,13 +94,16 @@ class DTensorAdapter(Adapter):
         if not is_dtensor(value):
             return None
         grid = tree.once(grid_of, value.device_mesh)
-        return _handle(value, placement_of(fqn, tuple(value.shape), grid, value.placements), [(tree.root, fqn)], grid)
+        placement = placement_of(fqn, tuple(value.shape), grid, value.placements)
+        _check_local_shape(fqn, value, placement)
+        return _handle(value, placement, [(tree.root, fqn)], grid)
 
     def is_sharded_value(self, value: torch.Tensor) -> bool:
         return is_dtensor(value)
 
     def read_sharded_value(self, fqn: str, value: Any) -> tuple[Where, torch.Tensor]:
         placement = placement_of(fqn, tuple(value.shape), grid_of(value.device_mesh), value.placements)
+        _check_local_shape(fqn, value, placement)
         return placement, flatten(value.to_local())
 
     def reshard(self, tree: ModuleTree) -> None:
@@ -142,7 +145,7 @@ def _check_local_shape(fqn: str, param: DTensor, placement: OnMesh) -> None:
         raise WrapperError(
             f"{fqn}: the local tensor on rank {torch.distributed.get_rank()} has shape {list(held.shape)}, and "
             f"{param.placements} on the mesh {param.device_mesh.mesh.tolist()} give {list(computed)}: make the DTensor with "
-            "distribute_tensor"
+            "distribute_tensor, on a mesh whose ranks ascend"
         )
 
 
@@ -253,7 +256,11 @@ class DTensorHandle(Handle):
     def placement_of(self, value: torch.Tensor) -> Where | None:
         if not is_dtensor(value) or not is_plain(local_of(value)):
             return None
-        return self._placed(tuple(value.shape), value.placements, value.device_mesh)
+        placement = self._placed(tuple(value.shape), value.placements, value.device_mesh)
+        _check_local_shape(
+            f"{self.originals[0].attribute}: a state value of shape {list(value.shape)}", value, placement
+        )
+        return placement
 
     @property
     def marks(self) -> bool:

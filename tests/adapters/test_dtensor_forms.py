@@ -5,12 +5,13 @@ from __future__ import annotations
 import unittest
 
 import torch
-from kit.compare import check_same
+from kit.compare import check_same, error_text
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import fsdp_optim
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.testing import run_on_ranks
 
@@ -59,6 +60,50 @@ def check_forms() -> None:
             raise AssertionError(f"{named.fqns[0]}: weights() is no detached view of the parameter")
 
 
+def gather_from_another_mesh() -> None:
+    """A state value of the parameter's shape and placements, whose mesh has the same ranks in other rows and columns."""
+    mesh, other = (DeviceMesh("cpu", ranks) for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    spec = [Shard(0), Replicate()]
+    wanted = {"exp_avg": torch.arange(15.0).view(5, 3), "exp_avg_sq": torch.arange(15.0, 30.0).view(5, 3)}
+    for of_param, of_value in ((mesh, other), (other, mesh)):
+        model = nn.Module()
+        model.weight = nn.Parameter(distribute_tensor(torch.zeros(5, 3), of_param, spec))
+        optim = torch.optim.Adam(model.parameters())
+        optim.state[model.weight] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": distribute_tensor(wanted["exp_avg"], of_param, spec),
+            "exp_avg_sq": distribute_tensor(wanted["exp_avg_sq"], of_value, spec),
+        }
+        for recipient in range(4):
+            full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, key_by="name")
+            if full is not None:
+                check_same(f"on rank {recipient}", {n: full["state"]["weight"][n] for n in wanted}, wanted)
+
+
+def calls_with_what_torch_cuts_in_two_ways() -> list[tuple[str, str]]:
+    """torch gives a rank the shape of one shard and the place of another, where the ranks of a mesh do not ascend."""
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(5, 3), DeviceMesh("cpu", [0, 1]), [Shard(0)]))
+    value = distribute_tensor(torch.arange(15.0).view(5, 3), DeviceMesh("cpu", [1, 0]), [Shard(0)])
+    optim = torch.optim.SGD(model.parameters(), momentum=0.9)
+    own = {**optim.state_dict(), "state": {0: {"momentum_buffer": value}}}
+    of_dict = error_text(lambda: fsdp_optim.reshard_optim_state_dict(model, optim, own))
+    optim.state[model.weight] = {"momentum_buffer": value}
+    of_value = error_text(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, None, key_by="name"))
+    model.register_buffer("table", value)
+    of_buffer = error_text(lambda: fsdp_optim.gather_full_model_state_dict(model, None))
+    return [of_value, of_dict, of_buffer]
+
+
 class FormsTest(unittest.TestCase):
+    def test_a_value_on_another_mesh_than_its_parameter(self) -> None:
+        run_on_ranks(gather_from_another_mesh, 4)
+
+    def test_a_value_that_is_not_cut_as_its_placements_say_is_refused(self) -> None:
+        for told in run_on_ranks(calls_with_what_torch_cuts_in_two_ways, 2):
+            for (kind, text), name in zip(told, ("weight: a state value", "momentum_buffer", "table"), strict=True):
+                self.assertEqual(kind, "WrapperError", text)
+                self.assertRegex(text, rf"{name}.*local tensor on rank 0 has shape \[2, 3\].* give \[3, 3\]")
+
     def test_forms(self) -> None:
         run_on_ranks(check_forms, 2)

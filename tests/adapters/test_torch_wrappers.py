@@ -74,6 +74,16 @@ def fsdp1_unit_on_halves(orig: bool) -> Callable[[nn.Module], Any]:
     return wrap
 
 
+def fsdp1_hybrid_on(ranks: list[list[int]], orig: bool) -> Callable[[nn.Module], Any]:
+    """Shards over ranks that the mesh lists in any order: process groups have their ranks in ascending order."""
+
+    def wrap(model: Any) -> Any:
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+        return in_fsdp1(model, device_mesh=mesh, sharding_strategy=S.HYBRID_SHARD, use_orig_params=orig)
+
+    return wrap
+
+
 def fsdp1_kinds_mixed(model: Any) -> Any:
     """One unit of each wrapper in one model."""
     options = {"device_id": torch.device("cpu")}
@@ -96,6 +106,8 @@ FSDP1: dict[str, tuple[int, Callable[[nn.Module], Any]]] = {
         for orig in (False, True)
     },
     "HYBRID_SHARD on process groups": (4, fsdp1_hybrid_groups),
+    "HYBRID_SHARD of ranks in any order": (4, fsdp1_hybrid_on([[3, 0], [2, 1]], False)),
+    "HYBRID_SHARD of ranks in any order, orig": (4, fsdp1_hybrid_on([[1, 0], [3, 2]], True)),
     "one unit": (3, lambda model: TorchFSDP(model, device_id=torch.device("cpu"))),
     "one unit, orig": (3, lambda model: TorchFSDP(model, device_id=torch.device("cpu"), use_orig_params=True)),
     "mixed precision": (2, fsdp1(mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16))),

@@ -184,6 +184,15 @@ class AverageTest(SharedFolder):
             tensors = [model.state_dict()[name] for model in models]
             check_same(name, got[name], averaged(tensors, [1, 2, 1, 1]))
 
+    def test_values_of_other_dtypes_with_equal_bytes_differ(self) -> None:
+        """Of values that are not averaged: a byte of the one is another number in the other."""
+        paths = []
+        for name, dtype in (("signed", torch.int8), ("unsigned", torch.uint8)):
+            model = nn.Linear(2, 1)
+            model.register_buffer("table", torch.zeros(3, dtype=dtype))
+            paths.append(save(self.folder / name, model))
+        self.assertEqual(self.average(paths).differing, ("table",))
+
     def test_tied_weights(self) -> None:
         """One source has them once, with another name; the last one has them twice."""
         models = [Linears(seed) for seed in range(2)]

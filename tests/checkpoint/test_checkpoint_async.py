@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import gc
 import os
@@ -189,6 +190,27 @@ class TrainingGoesOnTest(InFolder):
             handle.wait()
         self.assertFalse(done)
         check_files(self.path, oracle_after(STEPS))
+
+    def test_long_tensors_are_those_of_the_call_too(self) -> None:
+        """Tensors that are too long to be copied side by side with others."""
+        model = nn.Linear(301, 300)
+        optim = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 301)).sum().backward()
+        optim.step()
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        moments = copy.deepcopy(optim.state_dict()["state"])
+        with Gate(self.root) as gate:
+            handle = fsdp_optim.async_save(self.path, model, optim, options=fsdp_optim.SaveOptions(progress=False))
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *(v for s in optim.state.values() for v in s.values())):
+                    tensor.fill_(-1)
+            gate.open()
+            handle.wait()
+        new = nn.Linear(301, 300)
+        other = torch.optim.Adam(new.parameters())
+        fsdp_optim.load(self.path, new, other)
+        check_same("weights", new.state_dict(), weights)
+        check_same("moments", other.state_dict()["state"], moments)
 
     def test_what_is_refused_is_refused_by_the_call(self) -> None:
         model = nn.Linear(2, 2)

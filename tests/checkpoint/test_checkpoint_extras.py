@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from kit.compare import check_same, error_text
@@ -132,6 +133,34 @@ def load_of(path: Path) -> tuple[Any, Any, list[tuple[int, str]]]:
     return (restored.state, restored.missing_keys), restored.all_ranks, records
 
 
+class WithViews(nn.Linear):
+    """A module whose extra state has views; `loaded`: what a load has given it."""
+
+    def __init__(self, views: dict[str, torch.Tensor]) -> None:
+        super().__init__(3, 2)
+        self.views, self.loaded = views, dict[str, torch.Tensor]()
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return self.views
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.loaded = state
+
+
+class ViewsTest(InFolder):
+    def test_elements_are_those_that_a_view_shows(self) -> None:
+        """torch notes in a view that its elements are conjugated or negated, and leaves the memory as it is."""
+        base = torch.tensor([1 + 2j, -3 + 0.5j])
+        views = {"conjugated": base.conj(), "negated": base.conj().imag, "transposed": torch.arange(6).view(2, 3).t()}
+        wanted = {name: view.tolist() for name, view in views.items()}
+        self.assertEqual(wanted["conjugated"], [1 - 2j, -3 - 0.5j])
+        model, new = WithViews(views), WithViews({})
+        fsdp_optim.save(self.path, model, state=views, options=fsdp_optim.SaveOptions(**QUIET))
+        result = fsdp_optim.load(self.path, new)
+        for loaded in (result.state, new.loaded):
+            self.assertEqual({name: loaded[name].tolist() for name in views}, wanted)
+
+
 class AllRanksTest(InFolder):
     def test_a_rank_that_did_not_exist(self) -> None:
         run_on_ranks(save_of, 2, self.path)
@@ -220,6 +249,14 @@ class MemoryTest(unittest.TestCase):
         encoder = Encoder()
         said = json.loads(json.dumps(encoder.encode("value", value)))
         check_same("value", Decoder("a file", encoder.tensors).decode(said), value)
+
+    def test_numbers_of_numpy_stay_numbers_and_arrays_arrays(self) -> None:
+        for value in (numpy.float32(0.5), numpy.int8(-3), numpy.array(0.5, numpy.float32), numpy.bool_(True)):
+            encoder = Encoder()
+            said = json.loads(json.dumps(encoder.encode("value", value)))
+            loaded = Decoder("a file", encoder.tensors).decode(said)
+            self.assertIs(type(loaded), type(value))
+            self.assertEqual((loaded.dtype, loaded), (value.dtype, value))
 
     def test_a_pickle_is_not_read(self) -> None:
         said = {"$pickle": base64.b64encode(pickle.dumps(1)).decode()}

@@ -331,6 +331,27 @@ class UnlikeTest(SharedFolder):
         (item,) = self.diff(two).objects
         self.assertEqual((item.name, item.b), ("0.bias:exp_avg", "'gone'"))
 
+    def test_a_tensor_and_nothing(self) -> None:
+        two = Two()
+        two.optim.state[two.model[0].bias]["exp_avg"] = None
+        (item,) = self.diff(two).objects
+        self.assertEqual((item.name, item.b), ("0.bias:exp_avg", "None"))
+
+    def test_entries_that_one_optimizer_has(self) -> None:
+        """Whichever of the two checkpoints has them."""
+        place = self.own_folder()
+        for name, more in (("plain", {}), ("scaled", {"scale": 2.0}), ("other", {"scale": 4.0})):
+            two = Two()
+            two.optim.register_state_dict_post_hook(lambda _, own, more=more: {**own, **more})
+            two.save(place / name)
+        for a, b, texts in (
+            ("plain", "scaled", ("-", "2.0")),
+            ("scaled", "plain", ("2.0", "-")),
+            ("scaled", "other", ("2.0", "4.0")),
+        ):
+            (item,) = fsdp_optim.diff(place / a, place / b).objects
+            self.assertEqual((item.name, item.a, item.b), (":scale", *texts))
+
 
 class WithoutNamesTest(SharedFolder):
     """Optimizers whose dicts have ids."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import unittest
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,19 @@ class BackTest(CatalogTest):
             run.steps(range(7, 10))
         self.assertEqual(run.losses, whole.losses)
         check_same("everything", run.everything(), wanted)
+
+    def test_a_signal_after_a_rollback_is_heard_at_once(self) -> None:
+        """The ranks meet at the first step after it, not at the one that they had agreed on before."""
+        run = Run(self.root, "plain", every=20)
+        with run.manager:
+            run.steps(range(1, 21))
+            run.manager.wait()
+            run.steps(range(21, 39))
+            self.assertEqual(run.manager.rollback(to=20), 20)
+            signal.raise_signal(signal.SIGTERM)
+            run.steps(range(21, 31))
+            self.assertTrue(run.manager.should_stop)
+        self.assertEqual(steps_in(self.root), [21, 20])
 
     def test_the_newest_is_by_sequence_where_a_removal_has_failed(self) -> None:
         """A run that dies between its first save after a rollback and the removals resumes from that save, and cleans up."""

@@ -37,6 +37,13 @@ class KeepTest(CatalogTest):
             run.steps(range(1, 6), {1: 5.0, 2: 9.0, 3: 9.0, 4: 1.0, 5: 2.0}.get)
         self.assertEqual(steps_in(self.root), [5, 3, 2])
 
+    def test_a_multiple_that_the_steps_pass_over_is_reached(self) -> None:
+        """A loop that counts in larger steps, or whose count jumps."""
+        run = Run(self.root, "plain", every=5)
+        with run.manager:
+            run.steps((3, 4, 7, 9, 10, 14, 21))
+        self.assertEqual(steps_in(self.root), [21, 10, 7])
+
     def test_without_a_rule_all_stay(self) -> None:
         run = Run(self.root, "plain", every=1)
         with run.manager:

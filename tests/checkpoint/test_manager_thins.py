@@ -93,6 +93,21 @@ class ThinTest(CatalogTest):
             run.steps(range(3, 4))
         self.assertTrue(fsdp_optim.inspect(self.root / "step-00000001").has_optim)
 
+    def test_one_that_is_damaged_behind_its_brief_does_not_count(self) -> None:
+        """A listing does not show that; the complete manifest does."""
+        run = Run(self.root, "plain", every=1, keep_optim_last=2)
+        with run.manager:
+            run.steps(range(1, 3))
+            run.manager.wait()
+            manifest = self.root / "step-00000002" / "fsdp_optim.json"
+            text = manifest.read_bytes()
+            manifest.write_bytes(text[:-40] + b"x" + text[-39:])
+            run.steps(range(3, 4))
+            run.manager.wait()
+            self.assertTrue(fsdp_optim.inspect(self.root / "step-00000001").has_optim)
+            run.steps(range(4, 5))
+        self.assertFalse(fsdp_optim.inspect(self.root / "step-00000001").has_optim)
+
     def test_what_no_manager_made_keeps_it(self) -> None:
         run = Run(self.root, "plain", every=1, keep_optim_last=1)
         with run.manager:

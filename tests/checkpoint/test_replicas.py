@@ -259,6 +259,7 @@ class TestSame(unittest.TestCase):
         (torch.tensor([0.0]), torch.tensor([-0.0])),
         (torch.ones(2, 3), torch.ones(3, 2)),
         (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
         (1, 1.0),
         (1, True),
         ((1, 2), [1, 2]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import unittest
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,10 @@ from fsdp_optim import CheckpointError, SaveOptions, StateError
 from fsdp_optim.buckets.objects import Bucket, Memory, MemoryBucket
 from fsdp_optim.checkpoint.catalog.thinning import thin as thin_store
 from fsdp_optim.checkpoint.load import reading
+from fsdp_optim.errors import ReplacedError
+from fsdp_optim.formats.own import OURS, PROBE
 from fsdp_optim.plugins import ObjectStore, OwnFormat
+from fsdp_optim.storage.posix import Folder
 
 QUICK = SaveOptions(durable=False, progress=False)
 
@@ -58,6 +62,23 @@ class ThinTest(SharedFolder):
         check_same("files", after, kept)
         self.assertEqual((result.path, result.freed_nbytes), (path, gone))
         check_folder(path)
+
+    def test_a_reader_that_is_open_hears_of_it(self) -> None:
+        """It is told from the complete one, and what it can no longer read was replaced, not damaged."""
+        path, (model, _) = self.folder / "step-7", made()
+        optim = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))  # its description is in a file of its own
+        fsdp_optim.save(path, model, optim, options=QUICK)
+        store = Folder(path, PROBE)
+        with closing(OURS.open(store.open(), verify=True)) as whole:
+            fsdp_optim.thin(path)
+            with closing(OURS.open(store.open(), verify=True)) as thin:
+                self.assertNotEqual(dict(thin.index.identity), dict(whole.index.identity))
+                self.assertEqual(thin.index.identity["token"], whole.index.identity["token"])
+            with self.assertRaises(ReplacedError):
+                whole.check_unchanged()
+            assert whole.index.optim is not None
+            with self.assertRaises(ReplacedError):
+                whole.index.optim.decoded(allow_pickle=False, records={})
 
     def test_all_but_the_optimizer_stays(self) -> None:
         state = state_for({"history": torch.arange(3), "note": "text"})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
 import tempfile
 import unittest
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 from kit.checkpoint_damage import seal
 from kit.checkpoint_format import read_manifest
-from kit.compare import error_text
+from kit.compare import check_same, error_text
 from kit.optimizers import adam
 from kit.trained import Trained
 from parameterized import parameterized
@@ -55,6 +58,26 @@ class FileErrorsTest(unittest.TestCase):
         self.assertGreaterEqual(raised, at_least)
         self.save()
         self.load()
+
+    @parameterized.expand([(1,), (7,), (64,)])
+    def test_calls_that_move_few_bytes(self, most: int) -> None:
+        """The kernel may take, or give, fewer bytes than it is asked for."""
+
+        def few(buffers: Sequence[memoryview]) -> list[memoryview]:
+            return [memoryview(buffers[0])[:most]] if len(buffers[0]) >= most else list(buffers[:1])
+
+        wanted = copy.deepcopy(self.one.optim.state_dict()), copy.deepcopy(self.one.model.state_dict())
+        pwritev, preadv = os.pwritev, os.preadv
+        with (
+            mock.patch.object(os, "pwritev", lambda fd, buffers, at: pwritev(fd, few(buffers), at)),
+            mock.patch.object(os, "preadv", lambda fd, buffers, at: preadv(fd, few(buffers), at)),
+        ):
+            self.save()
+            for tensor in self.one.model.parameters():
+                tensor.data.fill_(-1.0)
+            self.load()
+        check_same("loaded", (self.one.optim.state_dict(), self.one.model.state_dict()), wanted)
+        fsdp_optim.verify(self.path, progress=False)
 
     def test_a_state_that_the_optimizer_cannot_take(self) -> None:
         checkpoint = read_manifest(self.path)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import shutil
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from kit.cases import expand, some
-from kit.compare import Differs
+from kit.compare import Differs, check_same
 from kit.optimizers import adam
 from kit.trained import Trained
 from parameterized import parameterized
 from soak.power_cuts import NEXT_EVERY, WAYS, Recorded, probe, states
-from soak.recording import Choice, Disk, Event, Recorder, all_of, every, no, none_of
+from soak.recording import Choice, Disk, Event, Recorder, Tree, all_of, choices, every, no, none_of, put
 from soak.torture import temporary
+from torch import nn
 
 import fsdp_optim
+from fsdp_optim.storage.posix import FolderWriter
+from fsdp_optim.storage.posix.files import make_file
+from fsdp_optim.storage.posix.new_file import new_file
 
 SEED = 20251121
 MOST = 45  # states of a way that are looked at here; `make soak` looks at more of them
@@ -71,6 +79,86 @@ class PowerCutTest(unittest.TestCase):
                     kept.append(event)
             self.assertLess(len(kept), len(recorded.events))
             self.assertGreater(len(wrong_states(dataclasses.replace(recorded, events=kept), folder, MOST)), 0)
+
+
+def cuts(disk: Disk, events: list[Event]) -> Iterator[tuple[int, Tree]]:
+    """The files that power cuts leave after each of some events, with the number of these events."""
+    rng = random.Random(SEED)
+    for position in range(len(events) + 1):
+        if position:
+            disk.apply(events[position - 1])
+        for choice in choices(disk, rng, 1):
+            yield position, disk.left(choice)
+
+
+class OtherWritesTest(unittest.TestCase):
+    """What does not write a complete checkpoint: a rank's part of a save, one file, and a thin checkpoint."""
+
+    def test_what_a_rank_has_written_is_on_the_disk_at_its_end(self) -> None:
+        """In more files than are open at once, which another process has made, and in a file of its own."""
+        with temporary() as folder:
+            names = [f"{number}.bin" for number in range(70)]
+            for name in names:
+                make_file(folder, name, 12, b"head")
+            disk, recorder, num_open = Disk(folder), Recorder(folder), len(os.listdir("/proc/self/fd"))
+            with recorder.recording():
+                writer = FolderWriter(folder, durable=True, who="a rank")
+                writer.create("own.bin", 12, b"head")
+                for offset in (4, 8):
+                    for name in names:
+                        writer.write(name, [memoryview(name[:4].encode())], offset)
+                writer.finish()
+            for event in recorder.events:
+                disk.apply(event)
+            flushed = disk.left(Choice(all_of, no))
+            self.assertEqual(flushed["own.bin"], b"head" + bytes(8))
+            for name in names:
+                self.assertEqual(flushed[name], b"head" + 2 * name[:4].encode())
+            self.assertEqual(len(os.listdir("/proc/self/fd")), num_open)
+
+    @parameterized.expand([(None,), (b"the old one",)])
+    def test_a_new_file_is_there_or_not(self, old: bytes | None) -> None:
+        new = bytes(range(256)) * 5
+        with temporary() as folder:
+            if old is not None:
+                (folder / "page.html").write_bytes(old)
+            disk, recorder = Disk(folder), Recorder(folder)
+            with recorder.recording(), new_file(folder / "page.html", overwrite=True) as file:
+                file.write(new[:300])
+                file.write(new[300:])
+            events = recorder.events
+        found = {(position == len(events), tree.get("page.html")) for position, tree in cuts(disk, events)}
+        self.assertEqual(found, {(False, old), (False, new), (True, new)})
+
+    def test_a_thin_checkpoint_is_thin_or_as_it_was(self) -> None:
+        with temporary() as folder:
+            model = nn.Linear(31, 9)
+            # A tensor among its hyperparameters: a file of the optimizer is in the folder `extra` then.
+            optim = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01))
+            model(torch.ones(1, 31)).sum().backward()
+            optim.step()
+            root, left = folder / "root", folder / "left"
+            fsdp_optim.save(root / "step-1", model, optim)
+            disk, recorder = Disk(root), Recorder(root)
+            with recorder.recording():
+                fsdp_optim.thin(root / "step-1")
+            states = {
+                (position == len(recorder.events), *tree.items()) for position, tree in cuts(disk, recorder.events)
+            }
+            outcomes = set()
+            for has_ended, *files in states:
+                left.mkdir()
+                put(dict(files), left)  # type: ignore[arg-type]
+                (info,) = fsdp_optim.checkpoints(left)
+                new = nn.Linear(31, 9)
+                other = torch.optim.Adam(new.parameters(), lr=torch.tensor(1.0)) if not info.thinned else None
+                fsdp_optim.load(info.path, new, other)
+                check_same("weights", new.state_dict(), model.state_dict())
+                if other is not None:
+                    check_same("optimizer", other.state_dict()["state"], optim.state_dict()["state"])
+                outcomes.add((has_ended, info.complete, info.thinned))
+                shutil.rmtree(left)
+        self.assertEqual(outcomes, {(False, True, False), (False, True, True), (True, True, True)})
 
 
 class DiskTest(unittest.TestCase):

@@ -97,6 +97,39 @@ class OrderTest(CatalogTest):
             self.check_latest("step-1")
         self.assertIn("step-2", logs.output[0])
 
+    def test_no_other_brief_is_read_than_that_which_was_saved(self) -> None:
+        """Whatever one of its characters becomes: listings read no more of a manifest."""
+        save(self.root / "step-1", step=1234)
+        text = (self.root / "step-1" / MANIFEST).read_bytes()
+        wanted, end = briefs.summary_in("here", text), text.index(b'"xxh3_64"')
+        self.assertEqual(wanted and wanted.step, 1234)
+        for at in range(text.index(b'"brief":') + 8, end):
+            for other in {b"7", b"9", b"a"} - {text[at : at + 1]}:
+                changed = text[:at] + other + text[at + 1 :]
+                try:
+                    self.assertIn(briefs.summary_in("here", changed), (None, wanted), changed[at - 20 : at + 20])
+                except fsdp_optim.CheckpointError:
+                    continue
+
+    @parameterized.expand(("model.safetensors", "optim.safetensors"))
+    def test_a_file_of_another_size(self, name: str) -> None:
+        """One byte more, or one less, is not what was saved."""
+        for step in (1, 2):
+            model = nn.Linear(3, 2)
+            optim = torch.optim.Adam(model.parameters())
+            model(torch.ones(1, 3)).sum().backward()
+            optim.step()
+            fsdp_optim.save(self.root / f"step-{step}", model, optim, step=step)
+        file = self.root / "step-2" / name
+        data = file.read_bytes()
+        for changed in (data[:-1], data + b" "):
+            file.write_bytes(changed)
+            with self.assertLogs(LOG, logging.WARNING) as logs:
+                self.check_latest("step-1")
+            self.assertIn(f"{name} does not have the {len(data)} bytes that were saved", logs.output[0])
+        file.write_bytes(data)
+        self.check_latest("step-2")
+
     def test_a_brief_that_disagrees_with_the_rest(self) -> None:
         save(self.root / "step-1")
         checkpoint = read_manifest(self.root / "step-1")

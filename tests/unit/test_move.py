@@ -169,6 +169,25 @@ class MoveTest(unittest.TestCase):
         for end in (staged, read, copied):
             self.assertLessEqual(end.most_nbytes, most)
 
+    @parameterized.expand(BUDGETS)
+    def test_copies_of_live_memory_stay_in_the_budget(self, nbytes: int) -> None:
+        """Of elements that are not contiguous, which no view has in a row."""
+        source, most = live(filled=True, contiguous=False), max(nbytes, 8)
+        held = {tensor.untyped_storage().data_ptr() for tensor in source.tensors.values()}
+        at_once: list[int] = []
+
+        class Measures(Stored):
+            def drain(self, parts: Sequence[Slice]) -> None:
+                flats = [part.flat for part in parts if part.flat is not None]
+                at_once.append(sum(flat.nbytes for flat in flats if flat.untyped_storage().data_ptr() not in held))
+                super().drain(parts)
+
+        target = Measures(stored(filled=False).tensors)
+        run(source, target, nbytes)
+        check(target)
+        self.assertLessEqual(max(at_once), most)
+        self.assertGreater(max(at_once), 0)
+
     def test_contiguous_memory_is_not_copied(self) -> None:
         source, target = live(filled=True), stored(filled=False)
         with mock.patch.object(executor, "empty", side_effect=AssertionError("memory was made")):

@@ -20,13 +20,16 @@ def value_of(index: int) -> Any:
         "wide": torch.arange(37).to(torch.complex128) + index,
         "strided": torch.arange(60, dtype=torch.float64).view(6, 10)[:, 1::2] + index,
         "narrow": [torch.arange(33, dtype=torch.int16), torch.arange(7, dtype=torch.uint8)],
+        "conjugated": (torch.arange(9) + 2j).conj(),
+        "negated": (torch.arange(9) + 2j).conj().imag,
         "array": numpy.arange(41, dtype=numpy.float32) + index,
         "rest": ("word", index, None),
     }
 
 
 def plain(value: Any) -> Any:
-    return {**value, "array": torch.from_numpy(value["array"])}
+    views = {name: value[name].resolve_conj().resolve_neg() for name in ("conjugated", "negated")}
+    return {**value, **views, "array": torch.from_numpy(value["array"])}
 
 
 def exchange_parcels(nbytes: int) -> None:
@@ -37,6 +40,9 @@ def exchange_parcels(nbytes: int) -> None:
     found = send(group, parcels, lambda index: value_of(index) if index != 3 else NOTHING, failure)
     agree(group, "sent", failure.error)
     wanted = {index: plain(value_of(index)) for index in ({1}, {0}, {0})[world.rank]}
+    for value in found.values():
+        assert value["conjugated"].tolist() == [complex(number, -2) for number in range(9)]
+        assert value["negated"].tolist() == [-2.0] * 9
     check_same("arrived", {index: plain(value) for index, value in found.items()}, wanted)
 
 

@@ -74,6 +74,8 @@ def check_placement(placement: Placement) -> None:
             assert placement.shard_of(rank) == shard
             assert elements == held[rank]
             assert placement.numel_on(rank) == len(held[rank])
+            start, stop = placement.local_range(rank)
+            assert (start, stop) == (min(elements), max(elements) + 1) if elements else start == stop
         if run is not None:
             numbers = range(run.stop - run.start)
             assert {run.offset + i: run.start + i for i in numbers} == elements
@@ -346,6 +348,8 @@ def test_strided_boxes_by_hand() -> None:
     columns = StridedBoxes((2, 6), (2,), ((0, 1),), ((4, 5),), (2,))
     assert columns.blocks(0) == (Block(Box((0, 0), (2, 2)), 0, (4, 1)), Block(Box((0, 3), (2, 2)), 2, (4, 1)))
     assert columns.local_shape(1) == (2, 2)
+    check_placement(rows)
+    check_placement(columns)
     assert columns.gap() is None
     assert columns.join(MeshBoxes((2, 6), (2,), ((0, 1),), ((0, 1),))) is None
 
@@ -404,6 +408,18 @@ def test_a_box_on_two_ranks_at_different_offsets_overlaps() -> None:
     assert Boxes((2,), ((0, (Block(box, 0),)), (1, (Block(box, 7),)))).overlapping
 
 
+def test_lists_that_contradict_each_other_about_a_rank_do_not_join() -> None:
+    top, bottom = Block(Box((0, 0), (1, 2)), 0), Block(Box((1, 0), (1, 2)), 0)
+    for is_open in (False, True):
+        listed = Boxes((2, 2), ((0, (top,)), (1, (bottom,))), is_open)
+        assert listed.join(Boxes((2, 2), ((0, (bottom,)), (1, (top,))), is_open)) is None
+        assert listed.join(Boxes((2, 2), ((1, (top, bottom)), (2, (bottom,)), (3, (top,))), is_open)) is None
+        other = Boxes((2, 2), ((1, (bottom,)), (2, (bottom,)), (3, (top,))), is_open)
+        joined = listed.join(other)
+        assert joined is not None
+        assert oracle.held(joined) == oracle.held(listed) | oracle.held(other)
+
+
 def test_impossible_placements_are_refused() -> None:
     block = Block(Box((1, 0), (1, 3)), 0)
     with pytest.raises(LayoutError, match="listed only once"):
@@ -411,3 +427,9 @@ def test_impossible_placements_are_refused() -> None:
     for shape in ((2, 2), (1, 3), (6,), ()):
         with pytest.raises(LayoutError, match=r"^rank 7: .* lies outside"):
             Boxes(shape, ((7, (block,)),))
+    for starts, stops in (((0, 1), (5, 3)), ((2, 1), (3, 4))):
+        with pytest.raises(LayoutError, match="in the order of their elements"):
+            FlatRuns((6,), starts, stops, (0, 1))
+    for starts, stops in (((0, 3), (3, 7)), ((0, 4), (3, 3)), ((-1, 3), (3, 6))):
+        with pytest.raises(LayoutError, match="inside the 6 elements"):
+            FlatRuns((6,), starts, stops, (0, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,17 +11,18 @@ import pytest
 import torch
 
 from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER
+from fsdp_optim.checkpoint.save.short_parts import Kind, ShortParts
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.packed import PackedExtents
 from fsdp_optim.layout import FlatChunks
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Slice, StateValue
-from fsdp_optim.plan import Plans
+from fsdp_optim.plan import Copy, Plans
 
 NUMEL = 1 << 15  # storage has four parts, one part or two parts of a value
-STARTS = (0, WRITTEN_TOGETHER, 5 * WRITTEN_TOGETHER + 8, 8 * WRITTEN_TOGETHER)
-DTYPES = (torch.float64, torch.uint8, torch.float32, torch.int8)
+STARTS = (0, WRITTEN_TOGETHER, 5 * WRITTEN_TOGETHER + 8, 8 * WRITTEN_TOGETHER, 10 * WRITTEN_TOGETHER)
+DTYPES = (torch.float64, torch.uint8, torch.float32, torch.int8, torch.uint8)
 
 
 def cut() -> FlatChunks:
@@ -78,3 +80,18 @@ def test_replicas_share_small_values() -> None:
     writers = [{rank for rank in range(4) if ranges(rank, shared=True)[number]} for number in (1, 3)]
     assert [len(ranks) for ranks in writers] == [2, 2]
     assert writers[0].isdisjoint(writers[1])
+
+
+def test_short_parts_of_any_dtypes_lie_side_by_side() -> None:
+    """Whatever their order and their lengths, each is at a multiple of the size of its elements, with its own bytes."""
+    parts, section, begin = ShortParts(), bytearray(), 3
+    for number, (dtype, numel) in enumerate(itertools.product((torch.uint8, torch.float64, torch.bfloat16), (1, 3, 6))):
+        flat = torch.arange(1 + number, 1 + number + numel).to(dtype)
+        run = Copy(0, -1, (numel,), 0, (1,), 0, (1,))
+        parts.add(begin, Kind.of([(0, run)], dtype.itemsize, 0, numel), flat)
+        section += bytes(begin - len(section)) + flat.view(torch.uint8).numpy().tobytes()
+        begin = len(section) + number % 2
+    packed, written = parts.packed(), bytearray(len(section))
+    for start, part in zip(packed.starts.tolist(), packed.parts(), strict=True):
+        written[start : start + len(part)] = part
+    assert written == section

@@ -171,6 +171,66 @@ class TestLoad(unittest.TestCase):
 # ---------------------------------------------------------------------------------------------- optimizer-like
 
 
+class Breaks(torch.optim.Adam):
+    """Changes its state and its groups where they are, and then refuses."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for values in self.state.values():
+            values["step"] = torch.tensor(99.0)
+            del values["exp_avg"]
+        self.param_groups[0]["lr"] = 7.0
+        self.param_groups.append({"params": []})
+        raise ValueError("refused halfway")
+
+
+class Keyed:
+    """Has names for its parameters, and lists them in another order than its groups; its load casts, as torch's does."""
+
+    def __init__(self, params: dict[str, nn.Parameter]) -> None:
+        self.params = params
+        self.param_groups: list[dict[str, Any]] = [{"params": list(params.values()), "lr": 0.1}]
+        self.state: dict[nn.Parameter, dict[str, Any]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {name: dict(self.state[param]) for name, param in self.params.items() if param in self.state}
+        return {"state": state, "param_groups": [{**self.param_groups[0], "params": sorted(self.params, reverse=True)}]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, values in state_dict["state"].items():
+            param = self.params[name]
+            self.state[param] = {key: value.to(param.dtype) for key, value in values.items()}
+
+
+class TestBefore(unittest.TestCase):
+    def test_what_a_load_that_fails_has_changed_in_place_is_put_back(self) -> None:
+        model = nn.Linear(3, 2)
+        optim = Breaks(model.parameters(), lr=0.1)
+        model(torch.ones(1, 3)).sum().backward()
+        optim.step()
+        before, groups = copy.deepcopy(torch.optim.Adam.state_dict(optim)), list(optim.param_groups)
+        with self.assertRaisesRegex(fsdp_optim.StateError, "refused halfway.*nothing was loaded"):
+            fsdp_optim.load_optim_state_dict(optim, before)  # type: ignore[arg-type]
+        check_same("the optimizer", torch.optim.Adam.state_dict(optim), before)
+        self.assertEqual([id(group) for group in optim.param_groups], [id(group) for group in groups])
+
+    def test_a_hyperparameter_that_only_the_optimizer_has_is_kept_where_asked_for(self) -> None:
+        """The saved run did not know it, and a step may need it."""
+        optim = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+        shard = copy.deepcopy(optim.state_dict())
+        optim.param_groups[0]["scale"] = 7.0
+        fsdp_optim.load_optim_state_dict(optim, shard, keep_hyperparameters=["scale"])  # type: ignore[arg-type]
+        self.assertEqual(optim.param_groups[0]["scale"], 7.0)
+
+    def test_names_find_the_parameters_whatever_their_order(self) -> None:
+        """Values of equal shapes, of which one is wider than its parameter."""
+        params = {"a": nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), "b": nn.Parameter(torch.zeros(3))}
+        optim = Keyed(params)
+        values = {name: torch.tensor([1.0, 2.0, 3.0]) / (3 + number) for number, name in enumerate(params)}
+        shard = {**optim.state_dict(), "state": {name: {"exp_avg": value} for name, value in values.items()}}
+        fsdp_optim.load_optim_state_dict(optim, copy.deepcopy(shard))  # type: ignore[arg-type]
+        check_same("state", {name: optim.state[param]["exp_avg"] for name, param in params.items()}, values)
+
+
 class FP16Optimizer:
     """As fairseq's: has `param_groups` and `state_dict()`, whose dict has `loss_scale`; it is no torch.optim.Optimizer."""
 
