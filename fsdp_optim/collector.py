@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_YOUNG = 1_000_000
+_YOUNG = 500_000
 """Objects that are made before the collector looks at them, some 100 bytes each. Its usual number is below a thousand."""
 
 _ROUNDS = 1_000
