@@ -29,6 +29,7 @@ import fsdp_optim
 
 _VALUES = ("exp_avg", "exp_avg_sq", "step")
 _ROWS, _COLUMNS = 4, 8
+_FILES = 100  # of the folder of Hugging Face
 _RUN = """
 import time
 import torch, fsdp_optim
@@ -87,6 +88,20 @@ def _sparse(path: Path, tensors: dict[str, list[int]]) -> dict[str, Any]:
     return {"size": len(head) + at, "header_xxh3_64": xxh3_64_hexdigest(head), "sums_xxh3_64": None}
 
 
+def make_hugging_face(folder: Path, fqns: list[str]) -> None:
+    """A folder of weights in `_FILES` files with an index, as transformers writes it."""
+    folder.mkdir()
+    names = [f"{fqn}.{name}" for fqn in fqns for name in ("weight", *_VALUES[:-1], "bias")]
+    weight_map = {}
+    for number in range(_FILES):
+        file = f"model-{number + 1:05}-of-{_FILES:05}.safetensors"
+        own = names[number * len(names) // _FILES : (number + 1) * len(names) // _FILES]
+        _sparse(folder / file, {name: [_ROWS, _COLUMNS] for name in own})
+        weight_map |= dict.fromkeys(own, file)
+    index = {"metadata": {"total_size": 4 * _ROWS * _COLUMNS * len(names)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
 def make_dcp(folder: Path, fqns: list[str]) -> None:
     """A folder of torch.distributed.checkpoint, as one rank writes it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -133,7 +148,7 @@ def main() -> None:
     asked = parser.parse_args()
     folder = asked.folder or Path(tempfile.mkdtemp())
     rows = []
-    for name, make in (("our own", make_ours), ("DCP", make_dcp)):
+    for name, make in (("our own", make_ours), ("Hugging Face", make_hugging_face), ("DCP", make_dcp)):
         path = folder / f"{name.replace(' ', '-')}-{asked.num}"
         if not path.exists():
             make(path, _fqns(asked.num))
