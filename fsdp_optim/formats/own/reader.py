@@ -179,8 +179,9 @@ class Checkpoint:
         return saved_optim(self.where, description, self.optim)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and forget the index: it refers to this reader, so both would stay until the collector comes."""
         self.opened.close()
+        self.__dict__.pop("index", None)
 
     @property
     def where(self) -> str:
