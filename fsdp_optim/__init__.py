@@ -173,8 +173,6 @@ if not TYPE_CHECKING:  # type checkers take every name as there where a module h
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from fsdp_optim.collector import fewer_collections
 
-        with (
-            fewer_collections()
-        ):  # what an import makes stays: a walk of torch's objects would take as long as the rest of it
-            api = import_module(f"{__name__}.api")
-        return getattr(api, name)  # not kept here, so that there is one place to patch
+        # What is imported stays, and a walk of torch's objects in between would take as long as the imports.
+        with fewer_collections():
+            return getattr(import_module(f"{__name__}.api"), name)  # not kept here, so that there is one place to patch

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.load.matching import renamed_names
@@ -28,8 +29,7 @@ from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.values.kinds import Kind
 
 
-@dataclass(frozen=True)
-class StoredState:
+class StoredState(Struct, frozen=True):
     """The optimizer's state in a checkpoint.
 
     Attributes:

@@ -133,7 +133,9 @@ class Checkpoint:
             for entry in file.header.entries:
                 if entry.key in tensors:
                     raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
-                stored = StoredTensor(entry.key, entry.dtype, entry.shape, name, entry.start, short, request)
+                stored = StoredTensor(
+                    entry.key, entry.dtype, entry.shape, name, entry.start, short, request_nbytes=request
+                )
                 tensors[entry.key] = stored
         for stem, tensors in halves.items():
             _check_index(opened, stem, manifest, tensors, verify=verify)

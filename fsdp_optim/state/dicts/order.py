@@ -11,14 +11,14 @@ import heapq
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+
+from msgspec import Struct
 
 from fsdp_optim.errors import StateError
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(Struct, frozen=True):
     """The parameters of one group in the order of their ids.
 
     Attributes:
@@ -35,8 +35,7 @@ class Counted:
         return Counted(tuple(fqn for fqn in self.fqns if fqn in kept), self.unknown, self.own_order)
 
 
-@dataclass(frozen=True)
-class OrderedParam:
+class OrderedParam(Struct, frozen=True):
     """One live parameter in an optimizer's group: its index in the wrapped model's parameters(), and its originals."""
 
     position: int
