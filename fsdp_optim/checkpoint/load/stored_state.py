@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from msgspec import Struct
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.load.matching import renamed_names
@@ -29,7 +28,8 @@ from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.values.kinds import Kind
 
 
-class StoredState(Struct, frozen=True):
+@dataclass(frozen=True)
+class StoredState:
     """The optimizer's state in a checkpoint.
 
     Attributes:
