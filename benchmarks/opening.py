@@ -1,11 +1,11 @@
-"""How long it takes to open a checkpoint of very many tensors, and how much memory: of our own format, and of torch's DCP.
+"""Time and memory to open a checkpoint of very many tensors: ours, a folder of Hugging Face, and torch's DCP.
 
-    python benchmarks/opening.py [--num 300000] [--folder DIR]
+    python benchmarks/opening.py [--num 200000] [--folder DIR] [--worlds 2 4]
 
 The checkpoints have names, dtypes, shapes and places of so many tensors: a weight and three values of Adam for each parameter.
 Their elements are holes in sparse files, and nothing reads them. Each call runs in a process of its own. `load` without a model
 opens the checkpoint and reads the trainer's values; `inspect` describes everything. "Extra MiB": the highest resident size of the
-process, over that before the call.
+process, over that before the call. At several ranks: bytes that the rank that reads most has read, and its memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,16 @@ import torch
 from tabulate import tabulate
 from xxhash import xxh3_64_hexdigest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import peak, reset_peak
+
 import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
 
 _VALUES = ("exp_avg", "exp_avg_sq", "step")
 _ROWS, _COLUMNS = 4, 8
+_FILES = 100  # of the folder of Hugging Face
 _RUN = """
 import time
 import torch, fsdp_optim
@@ -39,6 +46,19 @@ before, begun, begun_cpu = peak(), time.perf_counter(), time.process_time()
 fsdp_optim.{call}({path!r})
 print(time.perf_counter() - begun, time.process_time() - begun_cpu, peak() - before)
 """
+
+
+def of_rank(path: str) -> tuple[float, float, float]:
+    """Open a checkpoint on all ranks: processor time, MB that this rank has read, and MiB of its memory."""
+    fsdp_optim.load  # noqa: B018  # imported before the clock starts
+    reset_peak()
+    before, nbytes, begun = peak(), _nbytes_read(), time.process_time()
+    fsdp_optim.load(path)
+    return time.process_time() - begun, (_nbytes_read() - nbytes) / 1e6, (peak() - before) / (1 << 20)
+
+
+def _nbytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def _fqns(num: int) -> list[str]:
@@ -87,6 +107,20 @@ def _sparse(path: Path, tensors: dict[str, list[int]]) -> dict[str, Any]:
     return {"size": len(head) + at, "header_xxh3_64": xxh3_64_hexdigest(head), "sums_xxh3_64": None}
 
 
+def make_hugging_face(folder: Path, fqns: list[str]) -> None:
+    """A folder of weights in `_FILES` files with an index, as transformers writes it."""
+    folder.mkdir()
+    names = [f"{fqn}.{name}" for fqn in fqns for name in ("weight", *_VALUES[:-1], "bias")]
+    weight_map = {}
+    for number in range(_FILES):
+        file = f"model-{number + 1:05}-of-{_FILES:05}.safetensors"
+        own = names[number * len(names) // _FILES : (number + 1) * len(names) // _FILES]
+        _sparse(folder / file, {name: [_ROWS, _COLUMNS] for name in own})
+        weight_map |= dict.fromkeys(own, file)
+    index = {"metadata": {"total_size": 4 * _ROWS * _COLUMNS * len(names)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
 def make_dcp(folder: Path, fqns: list[str]) -> None:
     """A folder of torch.distributed.checkpoint, as one rank writes it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -128,12 +162,13 @@ def make_dcp(folder: Path, fqns: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--num", type=int, default=300_000)
+    parser.add_argument("--num", type=int, default=200_000)
+    parser.add_argument("--worlds", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--folder", type=Path)
     asked = parser.parse_args()
     folder = asked.folder or Path(tempfile.mkdtemp())
-    rows = []
-    for name, make in (("our own", make_ours), ("DCP", make_dcp)):
+    rows, rows_of_ranks = [], []
+    for name, make in (("our own", make_ours), ("Hugging Face", make_hugging_face), ("DCP", make_dcp)):
         path = folder / f"{name.replace(' ', '-')}-{asked.num}"
         if not path.exists():
             make(path, _fqns(asked.num))
@@ -145,8 +180,19 @@ def main() -> None:
             )
             seconds, cpu, extra = map(float, done.stdout.split())
             rows.append([name, call, f"{seconds:.2f}", f"{cpu:.2f}", f"{extra:.0f}"])
+        for world in asked.worlds:
+            ranks = run_on_ranks(of_rank, world, str(path), timeout=600)
+            most = [max(figures) for figures in zip(*ranks, strict=True)]
+            rows_of_ranks.append([name, world, *(f"{figure:.2f}" for figure in most)])
     print(f"{asked.num} tensors")
     print(tabulate(rows, headers=["format", "call", "seconds", "CPU seconds", "extra MiB"], tablefmt="github"))
+    print(
+        tabulate(
+            rows_of_ranks,
+            headers=["format", "ranks", "CPU seconds of a rank", "MB read by a rank", "extra MiB of a rank"],
+            tablefmt="github",
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -171,4 +171,8 @@ if not TYPE_CHECKING:  # type checkers take every name as there where a module h
         """Import a public name on first access, so that `import fsdp_optim` costs little."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.api"), name)  # not kept here, so that there is one place to patch
+        from fsdp_optim.collector import fewer_collections
+
+        # What is imported stays, and a walk of torch's objects in between would take as long as the imports.
+        with fewer_collections():
+            return getattr(import_module(f"{__name__}.api"), name)  # not kept here, so that there is one place to patch

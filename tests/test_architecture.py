@@ -115,7 +115,7 @@ api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoin
 plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors foreign.dcp foreign.per_rank
     foreign.torch formats.base formats.own layout memory options registry saying state.live storage.base storage.posix
     view
-(top): api errors
+(top): api collector errors
 cli: (top) api errors registry speed
 cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from msgspec import Struct
 from torch import nn
 
 from fsdp_optim.adapters.tree import ModuleTree
@@ -16,8 +17,7 @@ from fsdp_optim.view import Handle
 _DECLARED = "_fsdp_optim_slices"
 
 
-@dataclass(frozen=True)
-class DeclaredSlice:
+class DeclaredSlice(Struct, frozen=True):
     """Where a parameter of this rank lies in the global parameter."""
 
     global_shape: Shape

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from msgspec import Struct
 from torch import nn
 
 _MODELS, _MAPPINGS = "transformers.modeling_utils", "transformers.conversion_mapping"
 
 
-@dataclass(frozen=True)
-class StoredNames:
+class StoredNames(Struct, frozen=True):
     """A model whose files have other names. `pairs`: (part of a name in its files, part of a name in the model)."""
 
     class_name: str

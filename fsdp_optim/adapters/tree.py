@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from msgspec import Struct
 from torch import nn
 
 from fsdp_optim.errors import WrapperError
@@ -44,8 +44,7 @@ def is_loaded_class(module: nn.Module, place: str, name: str) -> bool:
     return cls is not None and isinstance(module, cls)
 
 
-@dataclass(frozen=True)
-class _Site:
+class _Site(Struct, frozen=True):
     index: int
     path: str
 

@@ -1,48 +1,55 @@
-"""The public functions, one file a topic. Docstrings are the contract; the work is done in `verbs` and `checkpoint`."""
+"""The public functions, one file a topic. Docstrings are the contract; the work is done in `verbs` and `checkpoint`.
+
+Each file is imported when a name of it is asked for, so that a job which saves and loads does not wait for the others.
+"""
 
 from __future__ import annotations
 
-from fsdp_optim.api.folders import checkpoints, latest, resume, unfinished_saves, wait_for_saves
-from fsdp_optim.api.keeping import copy, diagnose, prune
-from fsdp_optim.api.looking import diff, extract, placement, show
-from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
-from fsdp_optim.api.offline import average, convert, inspect, merge_adapter, thin, verify
-from fsdp_optim.api.optim_dicts import (
-    gather_full_optim_state_dict,
-    get_shard_from_optim_state_dict,
-    get_shard_without_optimizer,
-    iter_full_optim_state,
-    load_optim_state_dict,
-    rekey_optim_state_dict,
-    reshard_optim_state_dict,
-    scatter_full_optim_state_dict,
-    transfer_optim_state,
-)
-from fsdp_optim.api.save_load import async_save, load, save
-from fsdp_optim.api.slices import declare_slice
-from fsdp_optim.checkpoint.common.pending import SaveHandle
-from fsdp_optim.checkpoint.common.run_state import per_rank
-from fsdp_optim.checkpoint.run.manager import CheckpointManager
-from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
-from fsdp_optim.merges import AdapterMergeResult
-from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
-from fsdp_optim.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement
-from fsdp_optim.results import (
-    AverageResult,
-    CheckpointInfo,
-    CheckpointSummary,
-    CopyResult,
-    Diagnosis,
-    GroupInfo,
-    Incompatible,
-    LoadResult,
-    PruneResult,
-    SaveResult,
-    TensorInfo,
-    ThinResult,
-    VerifyResult,
-)
-from fsdp_optim.transport.launched import launched_ranks
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_optim.api.folders import checkpoints, latest, resume, unfinished_saves, wait_for_saves
+    from fsdp_optim.api.keeping import copy, diagnose, prune
+    from fsdp_optim.api.looking import diff, extract, placement, show
+    from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
+    from fsdp_optim.api.offline import average, convert, inspect, merge_adapter, thin, verify
+    from fsdp_optim.api.optim_dicts import (
+        gather_full_optim_state_dict,
+        get_shard_from_optim_state_dict,
+        get_shard_without_optimizer,
+        iter_full_optim_state,
+        load_optim_state_dict,
+        rekey_optim_state_dict,
+        reshard_optim_state_dict,
+        scatter_full_optim_state_dict,
+        transfer_optim_state,
+    )
+    from fsdp_optim.api.save_load import async_save, load, save
+    from fsdp_optim.api.slices import declare_slice
+    from fsdp_optim.checkpoint.common.pending import SaveHandle
+    from fsdp_optim.checkpoint.common.run_state import per_rank
+    from fsdp_optim.checkpoint.run.manager import CheckpointManager
+    from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
+    from fsdp_optim.merges import AdapterMergeResult
+    from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
+    from fsdp_optim.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement
+    from fsdp_optim.results import (
+        AverageResult,
+        CheckpointInfo,
+        CheckpointSummary,
+        CopyResult,
+        Diagnosis,
+        GroupInfo,
+        Incompatible,
+        LoadResult,
+        PruneResult,
+        SaveResult,
+        TensorInfo,
+        ThinResult,
+        VerifyResult,
+    )
+    from fsdp_optim.transport.launched import launched_ranks
 
 __all__ = [
     "AdapterMergeResult",
@@ -112,3 +119,51 @@ __all__ = [
     "verify",
     "wait_for_saves",
 ]
+
+_PLACES = {
+    "fsdp_optim.api.folders": "checkpoints latest resume unfinished_saves wait_for_saves",
+    "fsdp_optim.api.keeping": "copy diagnose prune",
+    "fsdp_optim.api.looking": "diff extract placement show",
+    "fsdp_optim.api.model_dicts": "gather_full_model_state_dict scatter_full_model_state_dict",
+    "fsdp_optim.api.offline": "average convert inspect merge_adapter thin verify",
+    "fsdp_optim.api.optim_dicts": (
+        "gather_full_optim_state_dict get_shard_from_optim_state_dict get_shard_without_optimizer iter_full_optim_state "
+        "load_optim_state_dict rekey_optim_state_dict reshard_optim_state_dict scatter_full_optim_state_dict transfer_optim_state"
+    ),
+    "fsdp_optim.api.save_load": "async_save load save",
+    "fsdp_optim.api.slices": "declare_slice",
+    "fsdp_optim.checkpoint.common.pending": "SaveHandle",
+    "fsdp_optim.checkpoint.common.run_state": "per_rank",
+    "fsdp_optim.checkpoint.run.manager": "CheckpointManager",
+    "fsdp_optim.differences": "DiffResult HyperparameterDiff ObjectDiff ShapeDiff ValueDiff ValueStatistics",
+    "fsdp_optim.merges": "AdapterMergeResult",
+    "fsdp_optim.options": "CallOptions ConvertOptions LoadOptions ManagerOptions SaveOptions",
+    "fsdp_optim.rank_maps": "EmptyRanks PlacementResult RankRun TensorPlacement",
+    "fsdp_optim.results": (
+        "AverageResult CheckpointInfo CheckpointSummary CopyResult Diagnosis GroupInfo "
+        "Incompatible LoadResult PruneResult SaveResult TensorInfo ThinResult VerifyResult"
+    ),
+    "fsdp_optim.transport.launched": "launched_ranks",
+}
+"""By module, its public names."""
+
+
+def _where() -> dict[str, str]:
+    """Return the module of each public name."""
+    return {name: module for module, names in _PLACES.items() for name in names.split()}
+
+
+_WHERE = _where()
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first access."""
+        if name not in _WHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_WHERE[name]), name)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import prod
 from typing import Any, NamedTuple
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
@@ -133,12 +134,14 @@ class ForeignReader:
 
     def __post_init__(self) -> None:
         """Check that all tensors lie inside their files. Raises CheckpointError that names the file and the tensor."""
-        for key in (*self.model, *self.aliases, *self.aliases.values(), *self.optim):
-            if not _is_text(key):
-                raise CheckpointError(f"{self.where}: {key!r:.200} is no name of a tensor")
+        _check_names(self.where, [*self.model, *self.aliases, *self.aliases.values(), *self.optim])
         sizes: dict[str, int] = {}
         for stored in (*self.model.values(), *self.optim.values()):
-            for name, start, nbytes in _places(stored) if stored.chunks is None or not stored.chunks.is_checked else ():
+            if stored.chunks is not None and stored.chunks.is_checked:
+                continue
+            for name, start, nbytes in _places(stored):
+                if name in sizes and name not in self.sources and 0 <= start <= sizes[name] - nbytes:
+                    continue  # the answer for nearly all tensors, at once
                 source = self._source(name)
                 if callable(source.memory):
                     continue  # not known before the first read, which checks it
@@ -278,7 +281,9 @@ class ForeignReader:
                 raise ReplacedError(f"{self.opened.named(name)}: was written again during the load: load it once more")
 
     def close(self) -> None:
+        """Close the files, and forget the index: it refers to this reader, so both would stay until the collector comes."""
         self.opened.close()
+        self.__dict__.pop("index", None)
 
 
 @dataclass(frozen=True)
@@ -299,12 +304,19 @@ class ForeignValues(StoredExtra):
         return self.pickled() if allow_pickle and self.pickled is not None else self.values
 
 
-def _is_text(key: object) -> bool:
-    """Return whether a name can be written into files."""
+def _check_names(where: str, keys: Sequence[object]) -> None:
+    """Raise CheckpointError for names of tensors that cannot be written into files. All are asked at once, which is fast."""
+    if not _are_text(keys):
+        key = next(key for key in keys if not _are_text([key]))
+        raise CheckpointError(f"{where}: {key!r:.200} is no name of a tensor")
+
+
+def _are_text(keys: Sequence[Any]) -> bool:
     try:
-        return isinstance(key, str) and key.encode() is not None
-    except UnicodeEncodeError:
+        "".join(keys).encode()
+    except (TypeError, UnicodeEncodeError):
         return False
+    return True
 
 
 def _no_names(start: int, stop: int) -> str:
@@ -314,6 +326,11 @@ def _no_names(start: int, stop: int) -> str:
 
 def _places(stored: StoredTensor) -> Iterator[tuple[str, int, int]]:
     """Yield the name, first byte and number of bytes of each chunk that has elements."""
+    if stored.chunks is None:
+        nbytes = prod(stored.shape) * stored.itemsize
+        if nbytes:
+            yield stored.file, stored.start, nbytes
+        return
     for rank in stored.placement.ranks:
         nbytes = stored.placement.numel_on(rank) * stored.itemsize
         if nbytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import closing
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
-from fsdp_optim.memory import dtype_name
+from fsdp_optim.layout import Shape
+from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.results import CheckpointSummary, GroupInfo, TensorInfo
 
 
@@ -45,7 +48,13 @@ def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointS
 
 
 def _info(stored: StoredTensor) -> TensorInfo:
-    return TensorInfo(stored.dtype, stored.shape, stored.placement.numel * stored.itemsize)
+    return _info_of_kind(stored.dtype, stored.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _info_of_kind(dtype: str, shape: Shape) -> TensorInfo:
+    """Return one object for all tensors that are alike, because there may be a hundred thousand."""
+    return TensorInfo(dtype, shape, prod(shape) * dtype_named(dtype).itemsize)
 
 
 _State = dict[Any, dict[Any, "TensorInfo | str"]]

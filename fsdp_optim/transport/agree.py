@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from fsdp_optim import errors
 from fsdp_optim.errors import FsdpOptimError, RankError, RankTimeoutError, StoreLostError
@@ -44,8 +46,7 @@ def all_equal(group: RankGroup, step: str, compared: bytes, error: BaseException
     return all_gather_bytes(group, step, b"", compared, error).all_equal
 
 
-@dataclass(frozen=True)
-class MeetingResult:
+class MeetingResult(Struct, frozen=True):
     """The contents that ranks brought to a meeting. Read them before this rank comes to its next meeting.
 
     `all_equal`: whether `compared` was equal on all ranks.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.transport.base import Control, RankGroup
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(Struct, frozen=True):
     """A place that some ranks of a job write to, claimed by one of them. `control` None: all ranks of the job write to it."""
 
     control: Control | None

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 
 from fsdp_optim.errors import RankError
 from fsdp_optim.memory import Budget, copy_all, empty, in_pages
@@ -92,8 +92,7 @@ def _post(group: RankGroup, rounds: Sequence[Sequence[_Posting]], failure: Failu
         in_flight.append((works, postings if works else ()))
 
 
-@dataclass(frozen=True)
-class _Posting:
+class _Posting(Struct, frozen=True):
     """A message with the operation that posts it. `buffer`: the bytes of a message that does not lie in a local tensor."""
 
     operation: dist.P2POp

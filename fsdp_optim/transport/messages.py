@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from msgspec import Struct
 
 from fsdp_optim import memory
 from fsdp_optim.memory import copy_all
@@ -70,8 +70,7 @@ class Message:
         return self.lies
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(Struct, frozen=True):
     """At most one message to, and one message from, each of some peers, as pairs (peer, message)."""
 
     send: list[tuple[int, Message]]

@@ -5,18 +5,17 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from fsdp_optim.memory import dtype_name, dtype_named
 
 _LENGTH = 8  # bytes of a number
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(Struct, frozen=True):
     """A value in parts: the pickle, then the memory of arrays, then tensors. The parts share memory with the value."""
 
     parts: tuple[torch.Tensor, ...]

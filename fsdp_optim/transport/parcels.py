@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from fsdp_optim import memory
 from fsdp_optim.layout import Whole
@@ -22,16 +22,14 @@ NOTHING = object()
 """The result of `value_of` on a source rank that has no value to send: then no rank receives the parcel."""
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(Struct, frozen=True):
     """One value that the rank `source` has and the ranks `targets` need."""
 
     source: int
     targets: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _ByteRange:
+class _ByteRange(Struct, frozen=True):
     """Bytes [start, stop) of one part of a packed parcel."""
 
     parcel: int

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from fsdp_optim.errors import only_differing
 
@@ -39,8 +40,7 @@ def _nothing(rank: int) -> bytes:
     return b""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """The result of a meeting, equal on all ranks: all ranks came, or some ranks failed, or some ranks did not come.
 
     Attributes:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.memory import dtype_named, in_batches, ordinary_tensors, tensors_in
@@ -129,8 +129,7 @@ class _Unchanged:
                 )
 
 
-@dataclass(frozen=True)
-class _Version:
+class _Version(Struct, frozen=True):
     """A value, and its counter of in-place writes (None if it has none)."""
 
     value: Any

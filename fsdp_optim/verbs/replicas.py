@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from msgspec import structs
 
@@ -32,8 +34,7 @@ _NONE = bytes(_NBYTES)  # the digest of a rank that holds nothing
 _METHOD = "synchronize_for_checkpoint"
 
 
-@dataclass(frozen=True)
-class _Shared:
+class _Shared(Struct, frozen=True):
     """A live parameter, or a value of its state that is cut differently. Several ranks hold replicas of it.
 
     `fqns`: its original parameters. `value`: the name of the value; None for the parameter.

@@ -111,6 +111,42 @@ class FirstUseTest(unittest.TestCase):
         self.assertEqual(of_torch.split(), [])
 
 
+MOST_MODULES, MOST_DATACLASSES = 225, 155
+"""Of this package, after the first save of a process: today's, with little room. Each takes some half a millisecond."""
+
+FIRST_SAVE = f"""
+{BEGIN}
+import dataclasses, gc
+collected = []
+gc.callbacks.append(lambda phase, info: collected.append(info["generation"]) if phase == "stop" else None)
+fsdp_optim.save
+print(*collected)
+fsdp_optim.save(root + "/1", model, optim, options=fsdp_optim.SaveOptions(progress=False))
+modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "fsdp_optim"]
+classes = [
+    value
+    for module in modules
+    for value in vars(module).values()
+    if isinstance(value, type) and value.__module__ == module.__name__ and dataclasses.is_dataclass(value)
+]
+print(len(modules), len(classes))
+"""
+
+
+class FirstSaveTest(unittest.TestCase):
+    def test_it_loads_few_modules_and_makes_few_dataclasses(self) -> None:
+        """Which count, because a clock would blur; and no collection of all of torch's objects falls among the imports."""
+        done = run(FIRST_SAVE)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        collected, counts = [list(map(int, line.split())) for line in done.stdout.splitlines()[:2]]
+        self.assertNotIn(2, collected)
+        num_modules, num_dataclasses = counts
+        self.assertLess(num_modules, MOST_MODULES)
+        self.assertGreater(num_modules, MOST_MODULES - 25, "lower the bound")
+        self.assertLess(num_dataclasses, MOST_DATACLASSES)
+        self.assertGreater(num_dataclasses, MOST_DATACLASSES - 25, "lower the bound")
+
+
 class CoreAloneTest(unittest.TestCase):
     @parameterized.expand(list(CALLS))
     def test_nothing_else_is_loaded(self, what: str) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from msgspec import Struct
+
 from fsdp_optim.arguments import Arguments, check_at_least, check_one_of
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first, number_in
 from fsdp_optim.errors import CheckpointError, StateError
@@ -66,8 +68,7 @@ class KeepRules(Arguments):
         return kept | self.counted(entries)
 
 
-@dataclass(frozen=True)
-class ManagedCheckpoint:
+class ManagedCheckpoint(Struct, frozen=True):
     """A complete checkpoint of a manager, as the rules see it. `after`: as in `ManagerRecord`."""
 
     name: str
@@ -199,8 +200,7 @@ class KnownSaves:
         return entry.summary is not None and (entry.summary.token in self.tokens or entry.base in self.unread)
 
 
-@dataclass(frozen=True)
-class ManagedSave:
+class ManagedSave(Struct, frozen=True):
     """The additions of a CheckpointManager to a save.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+
+from msgspec import Struct
 
 from fsdp_optim.checkpoint.common.contents import SavedValue, planned
 from fsdp_optim.formats.base.protocols import Half, PlannedFile, Writer
@@ -19,8 +20,7 @@ WRITTEN_TOGETHER = 256 << 10
 _LEAST_PART = 64 << 10  # bytes; the smallest share of a tensor that a replica writes
 
 
-@dataclass(frozen=True)
-class File:
+class File(Struct, frozen=True):
     """One file to write, with its values in the order of their bytes."""
 
     plan: PlannedFile

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.packed import PackedExtents
@@ -81,8 +82,7 @@ class LocalMemory:
         return DeviceExtent(start, part) if isinstance(part, torch.Tensor) else Extent(start, part)
 
 
-@dataclass(frozen=True)
-class HostBatch:
+class HostBatch(Struct, frozen=True):
     """Extents in host memory. `pairs`: for each extent on a device, its bytes there and their copy on the host."""
 
     extents: Sequence[Extent]

@@ -8,6 +8,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
@@ -132,8 +134,7 @@ def read_state(
     )
 
 
-@dataclass(frozen=True)
-class _OfAllRanks:
+class _OfAllRanks(Struct, frozen=True):
     """The place of the own values of all ranks, which are read on demand, because most ranks need only their own."""
 
     store: Store

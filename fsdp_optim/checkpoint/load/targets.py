@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from msgspec import Struct
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
@@ -50,8 +51,7 @@ _MOST_NAMED = 20  # differences in one error
 _FEW = 3  # names of each side, in an error that concerns all names
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(Struct, frozen=True):
     """The weights to load, with memory for their elements, and the values of modules.
 
     `flats`: by local id and saved dtype, a 1-D tensor with the layout of the local parameter.
@@ -288,8 +288,7 @@ def _check_model(
         )
 
 
-@dataclass(frozen=True)
-class State:
+class State(Struct, frozen=True):
     """The optimizer state to load, with memory for its elements: `flats`, 1-D tensors by local id and name."""
 
     local: Local

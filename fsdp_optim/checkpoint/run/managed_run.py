@@ -96,8 +96,7 @@ class _StepReport(Struct, array_like=True, frozen=True):
     next_in: int = 0
 
 
-@dataclass(frozen=True)
-class _Saving:
+class _Saving(Struct, frozen=True):
     """A save in the background."""
 
     step: int

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from msgspec import Struct
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint
@@ -69,8 +71,7 @@ def begin(
         return job, contents.live
 
 
-@dataclass(frozen=True)
-class _Beginning:
+class _Beginning(Struct, frozen=True):
     """A save that begins, on one rank.
 
     `lead` and `follow` meet the other ranks in the same order: `Agreement.reach`, then `Agreement.wait_for_files`.

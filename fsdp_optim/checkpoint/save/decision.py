@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from msgspec import Struct
 
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
@@ -38,8 +36,7 @@ class SaveDecision(Struct, array_like=True, frozen=True, kw_only=True):
         return Capabilities(part_nbytes=self.part_nbytes, most_parts=self.most_parts)
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(Struct, frozen=True):
     """A decision that all ranks have, and the store on which it acts. `one_machine`: all ranks are on one machine."""
 
     decision: SaveDecision

@@ -40,8 +40,7 @@ _LENGTH = 8  # bytes of the number before a header
 log = logging.getLogger("fsdp_optim")
 
 
-@dataclass(frozen=True)
-class LeaderSide:
+class LeaderSide(Struct, frozen=True):
     """What the lowest rank alone has of a save: the prepared format, the staging in the store, and the claim on the path."""
 
     prepared: Prepared

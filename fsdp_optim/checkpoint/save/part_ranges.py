@@ -13,8 +13,9 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.layout import FlatRuns, Placement
@@ -30,8 +31,7 @@ FramesOfParts: TypeAlias = dict[int, list[tuple[int, memoryview]]]
 """The ranges of a file's frames that one rank puts, by frame: each range's first byte in the file, and its bytes."""
 
 
-@dataclass(frozen=True)
-class PartRange:
+class PartRange(Struct, frozen=True):
     """A value's bytes [start, stop) of the data that one rank puts, and their elements; the outer two may lie in it in part."""
 
     start: int
@@ -40,8 +40,7 @@ class PartRange:
     last: int
 
 
-@dataclass(frozen=True)
-class PartedFile:
+class PartedFile(Struct, frozen=True):
     """One file in parts. `owners`: the rank that puts each part."""
 
     file: File

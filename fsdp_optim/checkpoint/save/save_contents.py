@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
@@ -23,8 +24,7 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.ends import LiveEnd
 
 
-@dataclass(frozen=True)
-class SaveContents:
+class SaveContents(Struct, frozen=True):
     """The weights and the optimizer state that a rank saves, under the saved names, and its small files."""
 
     options: SaveArguments

@@ -171,6 +171,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, made: Any) -> Any:
         """Look at each tuple when it is made, which `Operations` asks for: it is a path, a shape, or arguments."""
+        if tuple not in map(type, made) and len(made) <= _MOST_IN_TUPLE:
+            return made  # as nearly all are
         left, inside = _MOST_IN_TUPLE - len(made), [item for item in made if type(item) is tuple]
         while inside:
             nested = inside.pop()

@@ -155,14 +155,14 @@ def _whole_tensors(opened: Opened, files: Sequence[OpenFile]) -> dict[str, Store
     Raises CheckpointError if two files have the same tensor.
     """
     model: dict[str, StoredTensor] = {}
+    request = opened.request_nbytes
     for file in files:
         check_is_whole(opened, file)
         for entry in file.header.entries:
             key, start = entry.key, file.start + entry.start
             if key in model:
                 raise CheckpointError(f"{opened.named(file.name)}: {key} is in {model[key].file} too")
-            nbytes = opened.request_nbytes
-            model[key] = StoredTensor(key, entry.dtype, entry.shape, file.name, start, request_nbytes=nbytes)
+            model[key] = StoredTensor(key, entry.dtype, entry.shape, file.name, start, request_nbytes=request)
     return model
 
 
@@ -193,7 +193,7 @@ def weight_map_of(path: str, text: bytes) -> Mapping[str, str]:
     """Return the file of each tensor, as an index file says. Raises CheckpointError for a damaged index."""
     with as_checkpoint_error(path):
         listed = msgspec.convert(parse_json(path, text), _ShardIndex).weight_map
-        for file in listed.values():
+        for file in dict.fromkeys(listed.values()):
             check_inside(path, file)
         return listed
 

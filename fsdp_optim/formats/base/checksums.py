@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy
 import xxhash
+from msgspec import Struct
 
 from fsdp_optim.errors import CheckpointError
 
@@ -115,8 +116,7 @@ def table_nbytes(num_segments: int) -> int:
     return len(MAGIC) + _ROW.itemsize * num_segments
 
 
-@dataclass(frozen=True)
-class SegmentRange:
+class SegmentRange(Struct, frozen=True):
     """Consecutive segments of a table: segment i is the bytes [borders[i], borders[i+1]) of the data section."""
 
     borders: list[int]

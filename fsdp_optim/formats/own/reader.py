@@ -129,19 +129,14 @@ class Checkpoint:
                     f"{opened.where}: the manifest names {name}, which is a file of neither the model nor the optimizer"
                 )
             file = files[name] = _open_file(opened, name, info, verify=verify)
-            short, tensors = file.short_nbytes, halves[stem]
+            short, request, tensors = file.short_nbytes, opened.request_nbytes, halves[stem]
             for entry in file.header.entries:
                 if entry.key in tensors:
                     raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
-                tensors[entry.key] = StoredTensor(
-                    key=entry.key,
-                    dtype=entry.dtype,
-                    shape=entry.shape,
-                    file=name,
-                    start=entry.start,
-                    short_nbytes=short,
-                    request_nbytes=opened.request_nbytes,
+                stored = StoredTensor(
+                    entry.key, entry.dtype, entry.shape, name, entry.start, short, request_nbytes=request
                 )
+                tensors[entry.key] = stored
         for stem, tensors in halves.items():
             _check_index(opened, stem, manifest, tensors, verify=verify)
         return cls(
@@ -186,8 +181,9 @@ class Checkpoint:
         return saved_optim(self.where, description, self.optim)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files, and forget the index: it refers to this reader, so both would stay until the collector comes."""
         self.opened.close()
+        self.__dict__.pop("index", None)
 
     @property
     def where(self) -> str:

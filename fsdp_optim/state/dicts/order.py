@@ -11,7 +11,6 @@ import heapq
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 from msgspec import Struct
@@ -19,8 +18,7 @@ from msgspec import Struct
 from fsdp_optim.errors import StateError
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(Struct, frozen=True):
     """The parameters of one group in the order of their ids.
 
     Attributes:

@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import Struct
+
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.local import LocalOptim
 from fsdp_optim.state.values.classes import OptimizerClass
 
 
-@dataclass(frozen=True)
-class LiveGroup:
+class LiveGroup(Struct, frozen=True):
     """One param group of a live optimizer: the optimizer's class, hyperparameters, FQNs, and the names of its state values."""
 
     of: OptimizerClass
@@ -178,8 +179,7 @@ def _own(hyperparameters: Iterable[str]) -> frozenset[str]:
     return frozenset(hyperparameters) - _OF_SCHEDULERS
 
 
-@dataclass(frozen=True)
-class _SavedState:
+class _SavedState(Struct, frozen=True):
     """A group of a saved state: the optimizer's class ("" where not recorded), hyperparameters, names of the state values."""
 
     name: str

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import Struct
+
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.state.merged.replicas import NAME_OF
@@ -35,8 +37,7 @@ class ValuePart:
 Values = tuple[tuple[str, ValuePart], ...]
 
 
-@dataclass(frozen=True)
-class DictPart:
+class DictPart(Struct, frozen=True):
     """The description of one rank's part of a sharded dict. The order of parameters and values may differ between ranks."""
 
     state: tuple[tuple[str, Values], ...]

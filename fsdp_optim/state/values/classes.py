@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 _INNER = ("optimizer", "_optimizer", "optim")
 """Attributes in which wrappers of Accelerate, DeepSpeed, fairseq, torch and fairscale keep the wrapped optimizer."""
@@ -46,8 +46,7 @@ def is_of_torch(optim: Any) -> bool:
     return type(innermost(optim)).__module__.startswith("torch.optim")
 
 
-@dataclass(frozen=True)
-class OptimizerClass:
+class OptimizerClass(Struct, frozen=True):
     """The class of a live optimizer: the names of the class and its parents, and the names of its default hyperparameters.
 
     `torch_name`: the name of the class itself, or of its nearest parent, in torch.optim; "" for other classes.
