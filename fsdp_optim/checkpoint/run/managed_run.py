@@ -320,8 +320,8 @@ class ManagedRun:
 class MeetingInterval:
     """The number of steps to the next meeting, which the lowest rank chooses by its clock and tells the others.
 
-    A meeting takes some tens of microseconds for each rank, because all ranks talk to one store, and more where that store is on
-    a busy host. So they meet about once a second or, with more than 20 ranks, about every 50 ms for each rank, at most every 10 s.
+    A meeting takes some tens of microseconds for each rank, because all ranks talk to one store, and more where that store is
+    on a busy host. So they meet about once a second; with more than 20 ranks, every 50 ms for each rank, at most every 10 s.
     """
 
     def __init__(self, num_ranks: int, fixed: int | None) -> None:
