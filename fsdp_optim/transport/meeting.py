@@ -49,8 +49,8 @@ _TOGETHER = 512  # values that are read at once
 _WATCHERS = 16  # waiting ranks that look for missing ranks; each of them asks the store about every rank
 
 _QUIET = 5.0  # seconds; a rank that waits longer looks for the missing ranks
-_ASK_EVERY = 0.5  # seconds, and more where more than a thousand ranks ask one store
-_ASKS_PER_SECOND = 2000
+_ASK_EVERY, _ASK_AT_LEAST = 0.5, 2.0  # seconds; less often with many ranks,
+_ASKS_PER_SECOND = 2000  # of all of them together
 _LOOK_AGAIN = 1.5  # a rank looks again when it has waited this many times as long
 _WARN_AFTER = 30.0  # seconds
 
@@ -453,7 +453,7 @@ class _LongWait:
 
     @property
     def _pause(self) -> float:
-        return max(_ASK_EVERY, self.meeting.tree.size / _ASKS_PER_SECOND)
+        return min(max(_ASK_EVERY, self.meeting.tree.size / _ASKS_PER_SECOND), _ASK_AT_LEAST)
 
     @staticmethod
     def _place(rank: int) -> str:

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from fsdp_optim.options import DEFAULT_TIMEOUT
 from fsdp_optim.plan import Plans
 from fsdp_optim.transport import meeting
 from fsdp_optim.transport.base import RankGroup, World
-from fsdp_optim.transport.job import Pulse
+from fsdp_optim.transport.job import JobStore, Pulse
 from fsdp_optim.transport.store_control import StoreControl
 from fsdp_optim.transport.turns import Turns
 
@@ -264,24 +265,37 @@ def _listed(arg: Any) -> Sequence[str | bytes]:
     return arg if isinstance(arg, list) else ()
 
 
-class SimulatedWorld(World):
+class StoreWorld(World):
+    """One rank that is a thread, and meets the others in a store as ranks of a job do. No tensors move."""
+
+    def __init__(self, find: Callable[[], Any], rank: int, size: int) -> None:
+        self._keep(JobStore(find), JobStore(find), rank, size)
+
+    def _keep(self, calls: JobStore, board: JobStore, rank: int, size: int) -> None:
+        self.rank, self.size, self.calls, self.board = rank, size, calls, board
+        self.pulse, self.turns, self.plans = Pulse(board, rank, size), Turns(), Plans()
+        self.control = StoreControl(calls, board)
+
+    def ranks_of(self, process_group: Any) -> tuple[int, ...]:
+        """Return all ranks."""
+        return tuple(range(self.size))
+
+    def group_rank(self, process_group: Any) -> int:
+        """Return the rank."""
+        return self.rank
+
+    def all(self, timeout: float = DEFAULT_TIMEOUT) -> RankGroup:
+        """Return the group of all ranks."""
+        return self.group("a call", range(self.size), timeout=timeout)
+
+
+class SimulatedWorld(StoreWorld):
     """One rank of a simulated world."""
 
     def __init__(self, server: Server, client: _Client, size: int) -> None:
         store: Any = SimulatedStore(server, client)
-        self.rank, self.size, self.client = client.rank, size, client
-        self.board, self.pulse = store, Pulse(store, client.rank, size)
-        self.turns, self.plans, self.control = Turns(), Plans(), StoreControl(store, store)
-
-    def ranks_of(self, process_group: Any) -> tuple[int, ...]:
-        return tuple(range(self.size))
-
-    def group_rank(self, process_group: Any) -> int:
-        return self.rank
-
-    def all(self, call: str = "a call") -> RankGroup:
-        """The group of all ranks."""
-        return self.group(call, range(self.size))
+        self.client = client
+        self._keep(store, store, client.rank, size)
 
 
 class Simulation:

@@ -16,19 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from kit.simulated_store import Costs, Simulation
+from kit.simulated_store import Costs, Simulation, StoreWorld
 from parameterized import parameterized
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from fsdp_optim.plan import Plans
-from fsdp_optim.transport import RankGroup, meeting
+from fsdp_optim.transport import meeting
 from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes
-from fsdp_optim.transport.base import World
-from fsdp_optim.transport.job import JobStore, Pulse
-from fsdp_optim.transport.store_control import StoreControl
 from fsdp_optim.transport.stored_verdict import joined, ranks_in, runs_of
 from fsdp_optim.transport.tree import Tree
-from fsdp_optim.transport.turns import Turns
 
 SIZES = (2, 8, 64, 512, 4096)
 FANOUT = meeting._FANOUT
@@ -117,26 +112,6 @@ class ShapeTest(unittest.TestCase):
         self.assertEqual(joined(halves), runs_of(ranks))
 
 
-class StoreWorld(World):
-    """One rank that is a thread, and meets in a store as ranks of a job do."""
-
-    def __init__(self, shared: HashStore, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.calls, self.board = JobStore(lambda: shared), JobStore(lambda: shared)
-        self.pulse = Pulse(self.board, rank, size)
-        self.turns, self.plans = Turns(), Plans()
-        self.control = StoreControl(self.calls, self.board)
-
-    def ranks_of(self, process_group: Any) -> tuple[int, ...]:
-        return tuple(range(self.size))
-
-    def group_rank(self, process_group: Any) -> int:
-        return self.rank
-
-    def all(self, timeout: float = LONG) -> RankGroup:
-        return self.group("a call", range(self.size), timeout=timeout)
-
-
 Result = tuple[str, str]
 
 
@@ -153,7 +128,7 @@ class OnThreads(unittest.TestCase):
 
     def on(self, fanout: int, size: int, program: Callable[[StoreWorld], Any], quiet: float = 5.0) -> list[Any]:
         shared, results = HashStore(), [None] * size
-        worlds = [StoreWorld(shared, rank, size) for rank in range(size)]
+        worlds = [StoreWorld(lambda: shared, rank, size) for rank in range(size)]
 
         def body(world: StoreWorld) -> None:
             results[world.rank] = program(world)
@@ -277,7 +252,7 @@ class MissingTest(OnThreads):
                         time.sleep(0.001)
                     time.sleep(0.05)  # the others are in the next meeting
                 else:
-                    seen.append(told(lambda: agree(world.all(timeout=0.3), "alone")))
+                    seen.append(told(lambda: agree(world.all(0.3), "alone")))
                     raised[absent].append(world.rank)
                 agree(world.all(), "together")
                 agree(world.all(), "still")
@@ -296,7 +271,7 @@ class MissingTest(OnThreads):
             seen = []
             for only in range(size):
                 if world.rank == only:
-                    seen.append(told(lambda: agree(world.all(timeout=0.2), "alone")))
+                    seen.append(told(lambda: agree(world.all(0.2), "alone")))
                     raised.append(only)
                 while only not in raised:
                     time.sleep(0.001)
