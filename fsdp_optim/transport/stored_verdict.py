@@ -10,7 +10,6 @@ import base64
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
 from msgspec import Struct
 
 from fsdp_optim.errors import RankError, class_name
@@ -164,17 +163,6 @@ class Summary(Struct, array_like=True, frozen=True):
     def are_all_equal(self) -> bool:
         """Whether all ranks are at one step without an error, and their compared bytes are equal."""
         return not self.reasons and len(self.steps) == 1 and bool(self.steps[0].digest)
-
-
-def packed(contents: Sequence[StatedContent]) -> bytes:
-    """Return contents as the bytes of a blob."""
-    return msgspec.msgpack.encode([(base64.b64decode(content.base64), content.runs) for content in contents])
-
-
-def unpacked(blob: bytes) -> dict[int, bytes]:
-    """Return the contents of a blob by rank."""
-    contents = msgspec.msgpack.decode(blob, type=list[tuple[bytes, Runs]])
-    return {rank: content for content, runs in contents for rank in ranks_in(runs)}
 
 
 class WaitingPlace(Struct, array_like=True, frozen=True):

@@ -23,11 +23,11 @@ from unittest import mock
 
 from fsdp_optim.options import DEFAULT_TIMEOUT
 from fsdp_optim.plan import Plans
-from fsdp_optim.transport import meeting
-from fsdp_optim.transport.base import RankGroup, World
+from fsdp_optim.transport import RankGroup, meeting
+from fsdp_optim.transport.base import World
 from fsdp_optim.transport.job import JobStore, Pulse
 from fsdp_optim.transport.store_control import StoreControl
-from fsdp_optim.transport.turns import Turns
+from fsdp_optim.transport.turns import Turn, Turns
 
 _STACK_NBYTES = 256 << 10
 
@@ -98,7 +98,7 @@ class Server:
     def __init__(self, costs: Costs) -> None:
         self.values: dict[str, bytes] = {}
         self.busy = self.free_at = 0.0
-        self._costs = costs
+        self.costs = costs
         self._number = itertools.count()
         self._arriving: list[tuple[float, int, _Client, str, Any]] = []
         self._waiting: defaultdict[str, list[_Client]] = defaultdict(list)
@@ -109,7 +109,7 @@ class Server:
         client.usage.messages[name] += 1
         client.usage.sent_nbytes += nbytes
         client.usage.awaited += awaited
-        arrives = client.now + self._costs.way
+        arrives = client.now + self.costs.way
         heapq.heappush(self._arriving, (arrives, next(self._number), client, name, (args, nbytes, awaited)))
         if not awaited:
             return None
@@ -135,7 +135,7 @@ class Server:
         """Answer all messages."""
         while self._arriving:
             arrived, _, client, name, (args, nbytes, awaited) = heapq.heappop(self._arriving)
-            self._work(arrived, (self._costs.answered if awaited else self._costs.sent) + nbytes * self._costs.nbyte)
+            self._work(arrived, (self.costs.answered if awaited else self.costs.sent) + nbytes * self.costs.nbyte)
             done = getattr(self, f"_{name}")(client, *args)
             if done is not _LATER and awaited:
                 self._answer(client, done)
@@ -145,7 +145,7 @@ class Server:
     def _wake(self, keys: Sequence[str]) -> None:
         for key in keys:
             for waiting in self._waiting.pop(key, ()) if key in self.values else ():
-                self._work(0.0, self._costs.woken)
+                self._work(0.0, self.costs.woken)
                 self._answer(waiting, None)
 
     def _work(self, arrived: float, seconds: float) -> None:
@@ -155,8 +155,8 @@ class Server:
     def _answer(self, client: _Client, reply: Any) -> None:
         nbytes = sum(map(len, reply)) if isinstance(reply, list) else len(reply) if isinstance(reply, bytes) else 8
         client.usage.received_nbytes += nbytes
-        self._work(0.0, nbytes * self._costs.nbyte)
-        client.reply, client.now = reply, self.free_at + self._costs.way
+        self._work(0.0, nbytes * self.costs.nbyte)
+        client.reply, client.now = reply, self.free_at + self.costs.way
         self.resume(client)
 
     # ------------------------------------------------------------------------------------ what the messages do
@@ -269,16 +269,17 @@ class StoreWorld(World):
     """One rank that is a thread, and meets the others in a store as ranks of a job do. No tensors move."""
 
     def __init__(self, find: Callable[[], Any], rank: int, size: int) -> None:
-        self._keep(JobStore(find), JobStore(find), rank, size)
+        self._keep(JobStore(find), JobStore(find), rank, tuple(range(size)))
 
-    def _keep(self, calls: JobStore, board: JobStore, rank: int, size: int) -> None:
-        self.rank, self.size, self.calls, self.board = rank, size, calls, board
+    def _keep(self, calls: JobStore, board: JobStore, rank: int, ranks: tuple[int, ...]) -> None:
+        self.rank, self.size, self.calls, self.board = rank, (size := len(ranks)), calls, board
+        self._ranks = ranks  # thousands of ranks in one process share them
         self.pulse, self.turns, self.plans = Pulse(board, rank, size), Turns(), Plans()
         self.control = StoreControl(calls, board)
 
     def ranks_of(self, process_group: Any) -> tuple[int, ...]:
         """Return all ranks."""
-        return tuple(range(self.size))
+        return self._ranks
 
     def group_rank(self, process_group: Any) -> int:
         """Return the rank."""
@@ -286,16 +287,16 @@ class StoreWorld(World):
 
     def all(self, timeout: float = DEFAULT_TIMEOUT) -> RankGroup:
         """Return the group of all ranks."""
-        return self.group("a call", range(self.size), timeout=timeout)
+        return RankGroup(self, self._ranks, timeout=timeout, turn=Turn("a call", self._ranks))
 
 
 class SimulatedWorld(StoreWorld):
     """One rank of a simulated world."""
 
-    def __init__(self, server: Server, client: _Client, size: int) -> None:
+    def __init__(self, server: Server, client: _Client, ranks: tuple[int, ...]) -> None:
         store: Any = SimulatedStore(server, client)
         self.client = client
-        self._keep(store, store, client.rank, size)
+        self._keep(store, store, client.rank, ranks)
 
 
 class Simulation:
@@ -304,18 +305,14 @@ class Simulation:
     def __init__(self, world_size: int, costs: Costs | None = None) -> None:
         self._server = Server(costs or Costs())
         self._clients = [_Client(rank) for rank in range(world_size)]
-        self._worlds = [SimulatedWorld(self._server, client, world_size) for client in self._clients]
+        ranks = tuple(range(world_size))
+        self._worlds = [SimulatedWorld(self._server, client, ranks) for client in self._clients]
 
-    def run(
-        self, program: Callable[[SimulatedWorld], Any], begins: Callable[[int], float] = lambda rank: 0.0
-    ) -> Report:
-        """Run a program on all ranks, as if they had nothing else to do since the program before.
-
-        Args:
-            begins: the seconds after which each rank begins.
-        """
+    def run(self, program: Callable[[SimulatedWorld], Any], costs: Costs | None = None) -> Report:
+        """Run a program on all ranks, which begin at once. `costs`: those of this run and of later ones."""
         results: list[Any] = [None] * len(self._clients)
         self._server.busy = self._server.free_at = 0.0
+        self._server.costs = costs or self._server.costs
 
         def body(world: SimulatedWorld) -> None:
             world.client.turn.acquire()
@@ -331,7 +328,7 @@ class Simulation:
         with mock.patch.object(meeting, "_QUIET", sys.float_info.max):
             threads = [threading.Thread(target=body, args=(world,)) for world in self._worlds]
             for client in self._clients:
-                client.usage, client.is_over, client.now = Usage(), False, begins(client.rank)
+                client.usage, client.is_over, client.now = Usage(), False, 0.0
             for thread, client in zip(threads, self._clients, strict=True):
                 thread.start()
                 self._server.resume(client)
@@ -342,6 +339,6 @@ class Simulation:
                 raise AssertionError(f"the ranks {waiting} wait for ever")
             for thread in threads:
                 thread.join()
-        seconds = max(client.now - begins(client.rank) for client in self._clients)
+        seconds = max(client.now for client in self._clients)
         usage = [client.usage for client in self._clients]
         return Report(usage, seconds, self._server.busy, len(self._server.values), results)

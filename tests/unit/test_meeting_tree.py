@@ -20,7 +20,7 @@ from kit.simulated_store import Costs, Simulation, StoreWorld
 from parameterized import parameterized
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from fsdp_optim.transport import meeting
+from fsdp_optim.transport import long_wait, meeting
 from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes
 from fsdp_optim.transport.stored_verdict import joined, ranks_in, runs_of
 from fsdp_optim.transport.tree import Tree
@@ -136,7 +136,7 @@ class OnThreads(unittest.TestCase):
         with (
             mock.patch.object(meeting, "_FANOUT", fanout),
             mock.patch.object(meeting, "_QUIET", quiet),
-            mock.patch.object(meeting, "_ASK_EVERY", 0.02),
+            mock.patch.object(long_wait, "_ASK_EVERY", 0.02),
         ):
             threads = [threading.Thread(target=body, args=(world,)) for world in worlds]
             for thread in threads:
@@ -293,7 +293,7 @@ class MissingTest(OnThreads):
                     time.sleep(0.4)
                 agree(world.all(), f"with {late}")
 
-        with mock.patch.object(meeting, "_WARN_AFTER", 0.2), self.assertLogs("fsdp_optim", "WARNING") as logs:
+        with mock.patch.object(long_wait, "_WARN_AFTER", 0.2), self.assertLogs("fsdp_optim", "WARNING") as logs:
             self.on(fanout, size, program, quiet=0.05)
         for late in range(size):
             lines = [line for line in logs.output if f"with {late}: rank {late} did not arrive" in line]
