@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kit.simulated_store import Costs, Simulation, StoreWorld
 from measure import table
 
+from fsdp_optim.transport import meeting
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 
 KINDS: dict[str, Callable[[Any], object]] = {
@@ -81,6 +82,7 @@ def serve(port: Any, ready: Any, over: Any) -> None:
 
 def attend(port: int, ranks: range, size: int, rounds: int, together: Barrier, seconds: Any) -> None:
     """Run some ranks as threads of this process."""
+    meeting._QUIET = 600.0  # seconds; ranks whose process is slow to begin are not looked for
     threads = [threading.Thread(target=rank_of, args=(port, rank, size, rounds, together, seconds)) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -92,6 +94,8 @@ def rank_of(port: int, rank: int, size: int, rounds: int, together: Barrier, sec
     """One rank: some meetings one after the other."""
     client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LIMIT)
     world = StoreWorld(lambda: client, rank, size)
+    world.board.add("connected", 1)
+    together.wait()
     agree(world.all(), "the first")
     together.wait()
     for _ in range(rounds):
@@ -128,7 +132,8 @@ def real(sizes: list[int], rounds: int, num_processes: int) -> str:
             ]
             for process in processes:
                 process.start()
-            together.wait()
+            together.wait()  # all have connected
+            together.wait()  # all have met once
             before = processor_seconds(server.pid or 0)
             together.wait()
             used = processor_seconds(server.pid or 0) - before
@@ -140,6 +145,7 @@ def real(sizes: list[int], rounds: int, num_processes: int) -> str:
         a_rank = used / rounds / size
         row = (f"{size:,}", f"{median * 1000:.2f}", f"{used / rounds * 1000:.2f}", f"{a_rank * 1e6:.1f}")
         lines.append((*row, f"{a_rank * 4096:.2f}"))
+        print(*lines[-1], file=sys.stderr, flush=True)
     headers = ["ranks", "ms of a meeting", "of them the server", "us of the server a rank", "s for 4,096 such ranks"]
     return table(headers, lines)
 
