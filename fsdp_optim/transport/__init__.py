@@ -2,6 +2,7 @@
 
 base.py                          World, Control, Transport: the protocols, and the order of calls
 agree.py, meeting.py, verdict.py all ranks agree, or all raise the same error
+tree.py, long_wait.py            who tells whom in a meeting, and what a rank does that waits for long
 collective.py, in_process.py     the transports: torch.distributed, and threads of one process
 completion.py                    the end of a background save, without a collective call
 job/                             the rendezvous store of the job, and signs of life in it

@@ -49,11 +49,12 @@ def all_equal(group: RankGroup, step: str, compared: bytes, error: BaseException
 class MeetingResult(Struct, frozen=True):
     """The contents that ranks brought to a meeting. Read them before this rank comes to its next meeting.
 
-    `all_equal`: whether `compared` was equal on all ranks.
+    `all_equal`: whether `compared` was equal on all ranks. `flags`: those of all ranks, joined by a bitwise "or".
     """
 
     all_equal: bool
     _content_of: Callable[[int], bytes]
+    flags: int = 0
 
     def content_of(self, rank: int) -> bytes:
         """Return the content of `rank`, which is available without waiting."""
@@ -68,17 +69,19 @@ def all_gather_bytes(
     error: BaseException | None = None,
     *,
     fatal: bool = False,
+    flags: int = 0,
 ) -> MeetingResult:
     """Agree as `agree` does; afterwards every rank can read the `content` of every other rank.
 
-    `content` and `compared` may differ between ranks.
+    `content`, `compared` and `flags` may differ between ranks. What ranks must know of all others as a few bits is best told by
+    `flags`: these cost as much for many ranks as for two, and all contents that each rank reads cost as much as there are ranks.
     """
     error = error or group.turn.conflict
     if len(group.ranks) == 1:
         if error is not None:
             raise error
-        return MeetingResult(True, lambda rank: content)
-    statement = Statement(f"{group.turn.call}: {step}", compared, content, error, fatal)
+        return MeetingResult(True, lambda rank: content, flags)
+    statement = Statement(f"{group.turn.call}: {step}", compared, content, error, fatal, flags)
     try:
         verdict = group.world.control.meet(group, statement)
     except StoreLostError as lost:  # there is no way to tell the others
@@ -97,7 +100,7 @@ def all_gather_bytes(
         common = _common_error(verdict.reasons, len(group.ranks))
         raise _on_all_ranks(common) from (None if type(error) is type(common) and str(error) == str(common) else error)
     group.turn.has_met = True
-    return MeetingResult(verdict.all_equal, verdict.content_of)
+    return MeetingResult(verdict.all_equal, verdict.content_of, verdict.flags)
 
 
 def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> None:

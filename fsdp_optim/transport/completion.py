@@ -17,7 +17,8 @@ _PART_NBYTES = 4 << 20  # bytes of a report in one value of the store
 _TOGETHER = 64  # values that are read at once
 _MOST_REASONS = 64  # failed ranks that an error names
 _LOOK_EVERY, _PER_RANK = 0.02, 0.0001  # seconds between looks; more with many ranks, which ask one store
-_LOOK_FOR_LIFE_EVERY = 0.5  # seconds
+_LOOK_FOR_LIFE_EVERY, _LOOK_FOR_LIFE_AT_LEAST = 0.5, 2.0  # seconds; less often with many ranks,
+_LOOKS_PER_SECOND = 2000  # of all of them together
 _GRACE = 10.0  # seconds in which the other ranks can read the outcome
 _FAILED = 1 << 20  # one number counts both the ranks that are done and the ranks that have failed
 _COMMITTING, _SAVED, _NOT_SAVED = "committing", "saved", "not saved: "
@@ -254,7 +255,8 @@ class Completion:
             store.set(self._key("late"), "")
         else:
             store.append(self._key("left"), f"{self.group.rank}{_HAS_KEYS if self._own_keys else ''},")
-        if set(self.group.ranks[1:]) <= self._left().keys() and store.read(self._key("late")) is not None:
+        # Only where the leader has gone each rank reads who has left, which takes as many bytes as there are ranks.
+        if store.read(self._key("late")) is not None and set(self.group.ranks[1:]) <= self._left().keys():
             self._forget(set(), with_outcome=True)
 
     def _left(self) -> dict[int, bool]:
@@ -282,12 +284,13 @@ class Completion:
             time.sleep(self._pause)
 
     def _lost(self, ranks: tuple[int, ...]) -> dict[int, str]:
-        """Return which of these ranks are lost, twice a second; nothing in between."""
+        """Return which of these ranks are lost, twice a second or less often; nothing in between."""
         if time.monotonic() < self._look_for_life_at or not ranks:
             return {}
         if self._watch is None:
             self._watch = Watch(self.group.world.board, ranks, beats=True)
-        self._look_for_life_at = time.monotonic() + _LOOK_FOR_LIFE_EVERY
+        pause = max(_LOOK_FOR_LIFE_EVERY, len(self.group.ranks) / _LOOKS_PER_SECOND)
+        self._look_for_life_at = time.monotonic() + min(pause, _LOOK_FOR_LIFE_AT_LEAST)
         return self._watch.look()
 
     def _is_done(self, rank: int) -> bool:

@@ -6,7 +6,9 @@ the protocols in `base.py`.
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import threading
 import time
 from collections import defaultdict
@@ -58,7 +60,7 @@ class _Meeting:
         first = next(((r, s) for r, s in self.statements.items() if s.error is None), None)
         if first is not None and statement.error is None and first[1].step != statement.step:
             error = RankError(at_another_step(statement.step, first[0], first[1].step))
-            statement = Statement(statement.step, statement.compared, b"", error)
+            statement = Statement(statement.step, statement.compared, b"", error, flags=statement.flags)
         self.statements[rank] = statement
 
     def end(self, *, is_complete: bool) -> None:
@@ -69,8 +71,9 @@ class _Meeting:
         )
         all_equal = is_complete and not reasons and len({s.compared for s in came.values()}) == 1
         contents = {rank: s.content for rank, s in came.items() if s.error is None}
+        flags = functools.reduce(operator.or_, (s.flags for s in came.values()), 0)
         self.is_complete = is_complete
-        self.verdict = Verdict(all_equal, tuple(reasons), content_of=lambda rank: contents.get(rank, b""))
+        self.verdict = Verdict(all_equal, tuple(reasons), content_of=lambda rank: contents.get(rank, b""), flags=flags)
 
 
 class _WaitingRank(NamedTuple):

@@ -36,6 +36,7 @@ class StoreControl:
             missing=record.missing,
             text=record.text,
             is_early=record.is_early,
+            flags=record.flags,
             content_of=meeting.reader(record),
             interrupt=interrupt,
         )

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from fsdp_optim.errors import only_differing
+from fsdp_optim.errors import only_differing, shortened
+
+_MOST_NAMED = 64  # ranks that an error names
 
 
 class Reason(NamedTuple):
@@ -27,6 +29,7 @@ class Statement(NamedTuple):
         content: bytes that every rank can read afterwards.
         error: the error of this rank.
         fatal: the error broke the connection to another rank, which may never come, so the meeting ends at once.
+        flags: bits, which the verdict has joined by a bitwise "or" over all ranks.
     """
 
     step: str
@@ -34,6 +37,7 @@ class Statement(NamedTuple):
     content: bytes = b""
     error: BaseException | None = None
     fatal: bool = False
+    flags: int = 0
 
 
 def _nothing(rank: int) -> bytes:
@@ -51,6 +55,7 @@ class Verdict(Struct, frozen=True):
         is_early: the verdict came before the timeout, because the missing ranks cannot come: they wait in another meeting, or
             are lost.
         content_of: the content of a rank's statement, which can be read until this rank comes to its next meeting.
+        flags: the flags of all ranks, joined by a bitwise "or".
         interrupt: an interrupt of this rank alone, which came too late for the others to learn of it in this meeting.
     """
 
@@ -61,6 +66,7 @@ class Verdict(Struct, frozen=True):
     is_early: bool = False
     content_of: Callable[[int], bytes] = _nothing
     interrupt: BaseException | None = None
+    flags: int = 0
 
 
 def at_another_step(step: str, rank: int, other: str) -> str:
@@ -74,10 +80,11 @@ def at_another_step(step: str, rank: int, other: str) -> str:
 
 def absence(step: str, ranks: tuple[int, ...], missing: tuple[int, ...], seconds: float) -> str:
     """Return the message about missing ranks, in the same words as a warning and as an error."""
-    names = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
+    names = shortened([f"rank {rank}" for rank in missing], _MOST_NAMED) or "a rank"
     return (
-        f"{step}: {names} did not arrive within {seconds:g} s; {len(ranks) - len(missing)} of the ranks {list(ranks)} did. Every "
-        "one of these ranks must make this call: look there for an error or a branch that skips it, or give a longer timeout="
+        f"{step}: {names} did not arrive within {seconds:g} s; {len(ranks) - len(missing)} of the ranks "
+        f"[{shortened(ranks, _MOST_NAMED)}] did. Every one of these ranks must make this call: look there for an error or a "
+        "branch that skips it, or give a longer timeout="
     )
 
 
@@ -98,7 +105,8 @@ class Waiting(NamedTuple):
 def deadlock(first: Waiting, second: Waiting) -> str:
     """Return the error message of two ranks that wait for each other in two meetings."""
     text = "; ".join(
-        f"rank {rank} is at {step!r} with the ranks {list(ranks)}" + (f" ({reason})" if reason else "")
+        f"rank {rank} is at {step!r} with the ranks [{shortened(ranks, _MOST_NAMED)}]"
+        + (f" ({reason})" if reason else "")
         for rank, ranks, step, reason in sorted((first, second))
     )
     return f"{text}: they wait for each other; every rank must make the same call, with the same process_group="

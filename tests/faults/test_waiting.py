@@ -14,7 +14,7 @@ from kit.optimizers import adam
 from kit.trained import Trained
 
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.transport import meeting
+from fsdp_optim.transport import long_wait, meeting
 
 WORLD = 3
 WORDS = "did not arrive within"
@@ -38,7 +38,7 @@ def comes_late(late: int, gives_up: bool) -> tuple[list[str], tuple[str, str]]:
     handler = Lines()
     logging.getLogger("fsdp_optim").addHandler(handler)
     patience = 3.0 if gives_up else 60.0
-    with mock.patch.object(meeting, "_QUIET", 0.2), mock.patch.object(meeting, "_WARN_AFTER", 1.0):
+    with mock.patch.object(meeting, "_QUIET", 0.2), mock.patch.object(long_wait, "_WARN_AFTER", 1.0):
         try:
             dist.barrier()
             if dist.get_rank() == late:
@@ -87,7 +87,7 @@ class WaitingTest(unittest.TestCase):
             self.assertEqual(len([line for line in lines if "rank 2 " + WORDS in line]), int(rank != 2), lines)
 
     def test_nothing_is_said_before_half_a_minute(self) -> None:
-        self.assertEqual(meeting._WARN_AFTER, 30.0)
+        self.assertEqual(long_wait._WARN_AFTER, 30.0)
 
 
 class PostingTest(unittest.TestCase):

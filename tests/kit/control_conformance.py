@@ -124,6 +124,7 @@ def _comes_too_late() -> list[Error]:
     """The last rank comes when the others have given up, and have gone nowhere else."""
     world = world_here()
     late = world.rank == world.size - 1
+    agree(_group(), "all are here")
     time.sleep(_SHORT + 2 * _PAUSE if late else 0.0)
     found = error_of(lambda: agree(_group(timeout=_SHORT), "alone"))
     time.sleep(0.0 if late else 4 * _PAUSE)

@@ -14,6 +14,7 @@ from fsdp_optim.transport.job import JobStore
 OF_OPERATION = {
     "set": 0,  # torch's client waits for no answer
     "append": 0,
+    "multi_set": 0,
     "get": 2,  # it waits for the key first
     "multi_get": 2,
     "check": 1,

@@ -32,6 +32,19 @@ class StoreControlTest(ControlConformance, unittest.TestCase):
         return run_on_ranks(impatient, world_size, fn, *args)
 
 
+def in_a_chain(fn: Callable[..., Any], *args: Any) -> Any:
+    """The same, where each rank has one rank below it: of three ranks one is the root, one inner and one a leaf."""
+    with mock.patch.object(meeting, "_FANOUT", 1):
+        return impatient(fn, *args)
+
+
+class StoreControlInAChainTest(ControlConformance, unittest.TestCase):
+    left = staticmethod(keys_left)
+
+    def run_on(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        return run_on_ranks(in_a_chain, world_size, fn, *args)
+
+
 class CollectiveTransportTest(TransportConformance, unittest.TestCase):
     left = staticmethod(keys_left)
 

@@ -43,8 +43,8 @@ class JobStore:
     Several threads may use it. It connects at its first use, and again after a failure. Every method raises StoreLostError
     where the store is gone or its host does not answer; `get` and `multi_get` are for keys that exist.
 
-    The cost of each method, where the store is far away: torch's client waits for no answer in `set` and `append`, for two in
-    `get` and `multi_get`, and for one in each other method.
+    The cost of each method, where the store is far away: torch's client waits for no answer in `set`, `multi_set` and `append`,
+    for two in `get` and `multi_get`, and for one in each other method.
 
     Args:
         find: gives the store of the job. It is kept unchanged, so that a store served by this process stays alive.
@@ -52,7 +52,7 @@ class JobStore:
 
     Attributes:
         neighbours: the ranks on the host of the store, as text for errors.
-        last_meetings: the number and verdict of the last meeting with the same ranks, by the prefix of its keys (`Meeting`).
+        attended: what this rank remembers of its meetings, by the ranks that meet (`Meeting`).
     """
 
     def __init__(self, find: Callable[[], Store], leaving: Leaving | None = None) -> None:
@@ -68,7 +68,7 @@ class JobStore:
         self._prefix = ""
         self._where = self.neighbours = ""
         self._has_asked = self._has_told = False
-        self.last_meetings: dict[str, Any] = {}
+        self.attended: dict[tuple[int, ...], Any] = {}
 
     @property
     def where(self) -> str:
@@ -78,6 +78,10 @@ class JobStore:
     def set(self, key: str, value: str | bytes) -> None:
         """Give a key a value."""
         self._call("set", key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        """Give several keys a value each, in this order, in one message."""
+        self._call("multi_set", list(keys), list(values))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add to the end of the value of a key, empty where it is missing."""

@@ -1,4 +1,4 @@
-"""The rank that comes last to a meeting dies before it has written the verdict for all."""
+"""A rank dies in a meeting to which all have come, before it has told the rank above it what those below it state."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from kit.trained import Trained
 from fsdp_optim.testing import RanksFailed, run_on_ranks
 from fsdp_optim.transport import meeting
 
-WORLD, DIES = 3, 2
+WORLD, DIES = 3, 1
 PATIENCE = 60.0  # seconds
 
 
 def dies(folder: Path) -> None:
-    """Gather, where one rank comes last and is killed before the verdict; the others note their errors."""
+    """Gather, where the inner one of three ranks in a chain is killed when it has heard the last; the others note errors."""
     trained = Trained("FSDP2", adam, 1)
-    trained.gather(0)
 
     def killed(*args: Any, **kwargs: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(meeting, "_QUIET", 0.2):
+    with mock.patch.object(meeting, "_QUIET", 0.2), mock.patch.object(meeting, "_FANOUT", 1):
+        trained.gather(0)
         if dist.get_rank() == DIES:
             time.sleep(1.0)
-            mock.patch.object(meeting.Meeting, "_made", killed).start()
+            mock.patch.object(meeting.Meeting, "tell", killed).start()
         begun = time.monotonic()
         kind, text = error_text(lambda: trained.gather(0, timeout=PATIENCE))
     (folder / f"{dist.get_rank()}").write_text(f"{time.monotonic() - begun < PATIENCE / 2}\n{kind}\n{text}")
 
 
-class LastRankDiesTest(unittest.TestCase):
+class InnerRankDiesTest(unittest.TestCase):
     def test_the_others_hear_it_at_once(self) -> None:
         with tempfile.TemporaryDirectory() as name:
             with self.assertRaises(RanksFailed):
