@@ -16,7 +16,7 @@ SAVE_AND_LOAD := save_load_matrix saved_states load_while_training bytes_of_rank
 TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) tests/checkpoint/test_training_resumes.py \
 	$(SAVE_AND_LOAD:%=tests/checkpoint/test_%.py) tests/adapters/test_torch_wrappers.py tests/adapters/test_torch_names.py \
 	tests/adapters/test_torch_mixes.py tests/adapters/test_fairscale_reshard.py
-# Processes that run tests, each a file at a time, on ranks of its own. Four keep two cores busy, because some tests wait.
+# Processes that run tests, each a file at a time, on ranks of its own. Five keep two cores busy, because some tests wait.
 JOBS ?= 5
 
 .PHONY: help venv test test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean

@@ -26,11 +26,15 @@ LONGEST = Path(__file__).parent / "data" / "longest.txt"
 
 
 class ByFileOrPackage(LoadFileScheduling):
-    """Processes take a file at a time; one of them takes all files of a trainer's package, which it imports once."""
+    """Processes take a file at a time; one of them takes all files of a trainer's package, which it imports once.
+
+    One takes the files that look at the source tree, too, which it parses once.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return loaded_by(self.config.rootpath / file) or file
+        path = self.config.rootpath / file
+        return loaded_by(path) or ("the source tree" if path.parent == LONGEST.parents[1] else file)
 
 
 @functools.cache

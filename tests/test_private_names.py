@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
 
-from kit.source_tree import MODULES, PACKAGE, ROOT, floor_of, imports, nodes_of, owner_of, tree_of
+from kit.source_tree import MODULES, PACKAGE, ROOT, floor_of, imports, nodes_of, owner_of
 
 # Private names of the wrappers, and public ones that only their own adapter must know.
 PRIVATE: dict[str, set[str]] = {
@@ -74,15 +75,18 @@ PRIVATE_OF_TORCH = {
 }
 
 
-def names_given(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def names_given(file: Path) -> frozenset[str]:
     """The names that a file defines: functions, classes, variables, and attributes of `self`."""
-    for node in ast.walk(tree):
+    names = set()
+    for node in nodes_of(file):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and owner_of(node) == "self":
-            yield node.attr
+            names.add(node.attr)
+    return frozenset(names)
 
 
 class TestPrivateNames(unittest.TestCase):
@@ -103,7 +107,7 @@ class TestPrivateNames(unittest.TestCase):
     def test_nobody_else_touches_what_others_keep_private(self) -> None:
         """Outside of the adapters, and of the plug-ins of trainers, a private name is one that this package has given."""
         files = {m: file for m, file in MODULES.items() if floor_of(m) not in ("adapters", "testing", "integrations")}
-        ours = {name for file in files.values() for name in names_given(tree_of(file))}
+        ours = {name for file in files.values() for name in names_given(file)}
         wrong = [
             f"{module}, line {line}: {name}"
             for module, file in files.items()
@@ -117,7 +121,7 @@ class TestPrivateNames(unittest.TestCase):
     def test_a_private_name_is_known_to_one_adapter(self) -> None:
         """Nor do the integrations know it. Names that two wrappers have given alike, and torch's own, may be in several."""
         files = {m: file for m, file in MODULES.items() if floor_of(m) in ("adapters", "integrations")}
-        ours = {name for file in MODULES.values() for name in names_given(tree_of(file))} | OF_NAMED_TUPLES
+        ours = {name for file in MODULES.values() for name in names_given(file)} | OF_NAMED_TUPLES
         users: dict[str, set[str]] = {}
         for module, file in files.items():
             for name, _ in private_names_used(file):

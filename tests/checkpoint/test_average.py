@@ -17,7 +17,7 @@ from kit.checkpoint_format import all_bytes, check_folder
 from kit.compare import check_same, refused
 from kit.conversions import MEMORY
 from kit.folders import SharedFolder
-from kit.forked import run
+from kit.forked import LIBRARY, run
 from kit.options import state_for
 from kit.pretrained import build
 from parameterized import parameterized
@@ -376,7 +376,7 @@ with Peak() as peak:
     fsdp_optim.average([f"{{root}}/{{number}}.safetensors" for number in range(3)], root + "/to", options=options)
 print(peak.mib)
 """
-        done = run(code, preload=("torch", "fsdp_optim"))
+        done = run(code, preload=LIBRARY)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertLess(float(done.stdout), MEMORY / 2**20 + 8)
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from kit.conversions import check_converted, save_some
 from kit.folders import SharedFolder
-from kit.forked import run, start
+from kit.forked import LIBRARY, run, start
 from kit.options import as_options
 from parameterized import parameterized
 from safetensors.torch import save_file
@@ -168,7 +168,7 @@ class CommandLineTest(SharedFolder):
         for rank in range(2):
             launched = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             environment = {**os.environ, **{name: str(value) for name, value in launched.items()}}
-            begun.append(start(code, preload=("torch", "fsdp_optim"), environment=environment))
+            begun.append(start(code, preload=LIBRARY, environment=environment))
         first, second = (one.wait() for one in begun)
         self.assertEqual((first.returncode, second.returncode), (0, 0), first.stderr + second.stderr)
         self.assertRegex(first.stdout, "32 tensors")
@@ -232,7 +232,7 @@ class CommandLineTest(SharedFolder):
         code = f"import sys, runpy; sys.argv[1:] = ['inspect', {str(self.root / 'layers')!r}, '--all']\n"
         code += "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
         code += "runpy.run_module('fsdp_optim', run_name='__main__', alter_sys=True)"
-        done = run(code, preload=("torch", "fsdp_optim"))
+        done = run(code, preload=LIBRARY)
         self.assertNotIn("Traceback", done.stderr)
 
     # --------------------------------------------------------------------------------------- verify

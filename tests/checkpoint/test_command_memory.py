@@ -9,7 +9,7 @@ import click
 import pytest
 import torch
 from kit.commands import CALLS, Places
-from kit.forked import run
+from kit.forked import LIBRARY, run
 from safetensors.torch import save_file
 from torch import nn
 
@@ -84,7 +84,7 @@ def test_memory(made: Path, tmp_path: Path, name: str) -> None:
     )
     done = run(
         SCRIPT.format(small=small, words=large, out=str(tmp_path), tries=TRIES, limit=MEMORY + MARGIN),
-        preload=("torch", "fsdp_optim"),
+        preload=LIBRARY,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from unittest import mock
 from kit.compare import check_same
 from kit.conversions import MEMORY, check_converted, data_of, save_some
 from kit.folders import SharedFolder
-from kit.forked import run
+from kit.forked import LIBRARY, run
 from kit.options import as_options
 from parameterized import parameterized
 
@@ -47,7 +47,7 @@ def killed(source: Path, target: Path, *, num: int = 1 << 60, at: str = "", thre
     """Convert in a process that is killed at its write `num` (from 0), or as it reaches a method of the staging."""
     place = {"source": str(source), "target": str(target), "memory": MEMORY, "options": options}
     code = KILLED.format(num=num, at=at or "commit", dies=bool(at), threads=threads, **place)
-    done = run(code, preload=("torch", "fsdp_optim"))
+    done = run(code, preload=LIBRARY)
     check_same("killed", done.returncode, -9)
 
 

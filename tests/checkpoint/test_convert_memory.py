@@ -9,7 +9,7 @@ from typing import Any
 
 from kit.cases import expand, those
 from kit.conversions import MEMORY
-from kit.forked import run
+from kit.forked import LIBRARY, run
 from kit.large import NAMES, SOURCES, ours
 
 from fsdp_optim.plugins import FairscaleShards
@@ -45,7 +45,7 @@ class ConvertMemoryTest(unittest.TestCase):
     def check(self, **options: Any) -> None:
         """In a process that has converted something already, so that no import counts."""
         code = SCRIPT.format(root=str(self.root), options=options, memory=MEMORY)
-        done = run(code, preload=("torch", "fsdp_optim"))
+        done = run(code, preload=LIBRARY)
         self.assertEqual(done.returncode, 0, done.stderr)
         nbytes, mib = map(float, done.stdout.split())
         self.assertGreater(nbytes, 5 * MEMORY)

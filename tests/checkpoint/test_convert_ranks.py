@@ -16,7 +16,7 @@ from kit.checkpoint_format import all_bytes
 from kit.compare import check_same, error_text
 from kit.conversions import MEMORY, check_converted, save_some
 from kit.folders import SharedFolder
-from kit.forked import run
+from kit.forked import LIBRARY, run
 from kit.options import as_options
 
 import fsdp_optim
@@ -154,7 +154,7 @@ class ConvertRanksTest(SharedFolder):
         save_some(big, num_layers=3, width=2048)
         save_some(small, num_layers=1, width=8)
         place = {"source": str(big), "target": str(self.folder / "to"), "small": str(small), "memory": MEMORY}
-        done = run(IN_LITTLE_MEMORY.format(**place, size=10**9), preload=("torch", "fsdp_optim"))
+        done = run(IN_LITTLE_MEMORY.format(**place, size=10**9), preload=LIBRARY)
         self.assertEqual(done.returncode, 0, done.stderr)
         nbytes, mib = map(float, done.stdout.split())
         self.assertGreater(nbytes, 9 * MEMORY)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from kit.folders import SharedFolder
-from kit.forked import start
+from kit.forked import LIBRARY, start
 from kit.options import as_options
 from parameterized import parameterized
 from torch import nn
@@ -117,7 +117,7 @@ class CopyTest(SharedFolder):
             "FolderStaging.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
             f"fsdp_optim.copy({str(self.root / 'source')!r}, {str(self.to)!r})\n"
         )
-        done = start(code, preload=("torch", "fsdp_optim")).wait()
+        done = start(code, preload=LIBRARY).wait()
         self.assertEqual(done.returncode, -signal.SIGKILL, done.stderr)
         self.assertFalse(self.to.exists())
         self.assertEqual(len(list(self.to.parent.iterdir())), 1)

@@ -14,7 +14,7 @@ import torch
 from kit.commands import CALLS, Places, called, fill
 from kit.compare import check_same
 from kit.counted_kill import killed_before
-from kit.forked import run
+from kit.forked import LIBRARY, run
 
 import fsdp_optim
 
@@ -34,7 +34,7 @@ TARGETS = {"average": "averaged", "convert": "converted", "copy": "copied", "mer
 def killed(words: list[str], number: int) -> int | None:
     """Run a command in a process that is killed before its operation `number`; how many it made, if it was not killed."""
     code = killed_before(number, OPERATIONS, SCRIPT.format(words=words))
-    done = run(code, preload=("torch", "fsdp_optim"))
+    done = run(code, preload=LIBRARY)
     if done.returncode == -9:
         return None
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from kit.forked import run
+from kit.forked import LIBRARY, run
 from parameterized import parameterized
 from safetensors.torch import load_file
 from torch import nn
@@ -69,7 +69,7 @@ def peak_of(code: str, *arguments: object, most_nbytes: int) -> str:
         resource.setrlimit(resource.RLIMIT_AS, (now + {most_nbytes}, now + {most_nbytes}))
     """
     words = f"sys.argv[1:] = {[str(word) for word in arguments]!r}\n"
-    done = run(textwrap.dedent(program) + words + textwrap.dedent(code), timeout=300, preload=("torch", "fsdp_optim"))
+    done = run(textwrap.dedent(program) + words + textwrap.dedent(code), timeout=300, preload=LIBRARY)
     if done.returncode:
         raise AssertionError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout

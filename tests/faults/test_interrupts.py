@@ -164,6 +164,7 @@ class Tracer:
                 if self.at == len(self.places):
                     self.where = self.places[-1]
                     raise KeyboardInterrupt("by hand")
+        frame.f_trace_lines = False  # nothing is counted by the line
         return self
 
 

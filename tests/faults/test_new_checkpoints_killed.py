@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from kit.checkpoints import InFolder
 from kit.compare import check_same
-from kit.forked import run
+from kit.forked import LIBRARY, run
 from parameterized import parameterized
 from safetensors.torch import save_file
 from torch import nn
@@ -55,11 +55,11 @@ class KilledTest(InFolder):
     @parameterized.expand([(name, place) for name in CALLS for place in PLACES])
     def test_nothing_is_left_half(self, name: str, place: str) -> None:
         code = KILLED.format(place=place, folder=str(self.root), call=CALLS[name])
-        check_same("killed", run(code, preload=("torch", "fsdp_optim")).returncode, -9)
+        check_same("killed", run(code, preload=LIBRARY).returncode, -9)
         self.assertFalse((self.root / "new").exists())
         self.assertNotIn(self.root / "new", [Path(info.path) for info in fsdp_optim.checkpoints(self.root)])
         again = KILLED.format(place="unused", folder=str(self.root), call=CALLS[name])
-        done = run(again, preload=("torch", "fsdp_optim"))
+        done = run(again, preload=LIBRARY)
         self.assertEqual(done.returncode, 0, done.stderr)
         fsdp_optim.verify(self.root / "new")
         self.assertEqual([entry.name for entry in self.root.iterdir() if entry.name.startswith("new.")], [])

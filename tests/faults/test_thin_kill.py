@@ -11,7 +11,7 @@ from kit.checkpoint_format import all_bytes, check_folder
 from kit.compare import check_same, refused
 from kit.counted_kill import killed_before
 from kit.folders import SharedFolder
-from kit.forked import run
+from kit.forked import LIBRARY, run
 from kit.managed import Run, steps_in
 from torch import nn
 
@@ -39,7 +39,7 @@ def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def killed(path: Path, number: int) -> bool:
     """Thin in a process that is killed before its operation `number`, from 0; return whether it came so far."""
     code = killed_before(number, OPERATIONS, SCRIPT.format(path=str(path)))
-    done = run(code, preload=("torch", "fsdp_optim"))
+    done = run(code, preload=LIBRARY)
     if done.returncode not in (0, -9):
         raise AssertionError(done.stderr)
     return done.returncode == -9

@@ -24,6 +24,8 @@ from parameterized import parameterized
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.lightning",)
+
 
 def checkpoints(root: Any, **options: Any) -> Any:
     from lightning.pytorch.callbacks import ModelCheckpoint

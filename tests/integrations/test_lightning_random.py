@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.lightning",)
 EPOCHS, BATCHES = 3, 4
 POINTS = {
     "end of epoch": {"every_n_epochs": 1},

@@ -25,6 +25,7 @@ from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.offline.group_order import by_group
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.hugging_face",)
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
 FORMATS = ("torch_file", "torch", "safetensors", "dcp")
 

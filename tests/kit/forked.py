@@ -1,7 +1,7 @@
 """Processes that are forked from a server which has imported what they need: in a tenth of the time that imports would take.
 
     done = run("import os; print(os.getpid())")              # code, as subprocess.run([sys.executable, "-c", ...])
-    started = start("...", preload=("torch", "fsdp_optim"))  # the same, not waited for
+    started = start("...", preload=LIBRARY)                  # the same, not waited for
     started.wait(timeout=90)
     done = run_program("examples/train.py", "--root", folder)        # a program of this repository
     done = launch(2, "examples/pipeline.py", "--root", folder)       # on ranks, as torchrun starts them
@@ -43,7 +43,13 @@ from typing import Any
 from unittest import mock
 
 TESTS = Path(__file__).parents[1]
-TRAINING = ("torch._dynamo", "fsdp_optim", "kit.checkpoints")
+LIBRARY = ("torch", "kit.loaded.library")
+"""The modules that code finds imported which calls this library, or one of its commands."""
+
+BUCKETS = (*LIBRARY, "boto3")
+"""The modules that code finds imported which reads and writes buckets of S3."""
+
+TRAINING = ("torch._dynamo", "kit.loaded.library", "kit.checkpoints")
 """The modules that scripts which train find imported: one choice, so that the scripts share a server."""
 
 WITHOUT_FAIRSCALE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
@@ -269,7 +275,13 @@ def run_program(
 
 RANKS = (
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "fairscale.nn", "fsdp_optim.testing.worker"),
-    *("fsdp_optim.api", "kit.checkpoints", "pytest", "parameterized"),  # which most files of tests import on each rank
+    *(
+        "kit.loaded.library",
+        "kit.checkpoints",
+        "pytest",
+        "parameterized",
+    ),  # which most files of tests import on each rank
+    *("kit.cases", "kit.shards", "kit.setups", "kit.training", "torch.distributed.optim"),
 )
 SPAWN = util.spawnv_passfds
 

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from kit.conversions import save_some
-from kit.forked import start
+from kit.forked import BUCKETS, start
 from kit.servers import free_port
 from parameterized import parameterized
 
@@ -217,7 +217,7 @@ class CommandLineTest(unittest.TestCase):
                 code += "import runpy; runpy.run_module('fsdp_optim', run_name='__main__', alter_sys=True)"
                 given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 environment = {**os.environ, **{key: str(value) for key, value in given.items()}}
-                ranks.append(start(code, preload=("torch", "fsdp_optim"), environment=environment))
+                ranks.append(start(code, preload=BUCKETS, environment=environment))
             first, second = (one.wait() for one in ranks)
             self.assertEqual((first.returncode, second.returncode), (1, 1), first.stderr + second.stderr)
             for word in ("rank 1", f"machine-1/{name}: the file of {option} cannot be read"):

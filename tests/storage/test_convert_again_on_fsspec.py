@@ -12,7 +12,7 @@ from unittest import mock
 from kit.compare import check_same
 from kit.conversions import MEMORY, data_of, save_some
 from kit.folders import SharedFolder
-from kit.forked import run
+from kit.forked import LIBRARY, run
 from kit.interrupted import left_over
 from kit.options import as_options
 from parameterized import parameterized
@@ -76,7 +76,7 @@ class FsspecTest(SharedFolder):
     def test_killed(self, _: str, num: int) -> None:
         place = self.root / f"killed-{num}"
         words = {"source": str(self.source), "target": f"file://{place}/to", "memory": MEMORY}
-        done = run(KILLED.format(num=num, **words), preload=("torch", "fsdp_optim"))
+        done = run(KILLED.format(num=num, **words), preload=LIBRARY)
         check_same("killed", (done.returncode, done.stderr[-300:]), (-9, ""))
         self.assertTrue(any(place.rglob("*")))
         time.sleep(2 * DEAD_AFTER)

@@ -15,7 +15,7 @@ from kit.cases import expand
 from kit.compare import check_same
 from kit.conversions import MEMORY, data_of, save_some
 from kit.folders import SharedFolder
-from kit.forked import run
+from kit.forked import BUCKETS, run
 from kit.interrupted import InterruptedBucket, left_over
 from kit.servers import Options as ServerOptions
 from kit.servers import Server, new_bucket, shared
@@ -206,7 +206,7 @@ class OnServersTest(unittest.TestCase):
         target = f"{S3Bucket(new_bucket(options), options).name}/run/to"
         options |= {"dead_after": SECONDS}
         words = {"source": str(self.source), "target": target, "memory": MEMORY, "options": options}
-        done = run(KILLED.format(num=num, **words), preload=("torch", "fsdp_optim"))
+        done = run(KILLED.format(num=num, **words), preload=BUCKETS)
         check_same("killed", (done.returncode, done.stderr[-300:]), (-9, ""))
         time.sleep(1.2 * SECONDS + 1)  # the clock of the store counts whole seconds
         return target, options

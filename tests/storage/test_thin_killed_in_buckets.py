@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from kit.compare import check_same, refused
-from kit.forked import run
+from kit.forked import BUCKETS, run
 from kit.interrupted import InterruptedBucket, left_over
 from kit.servers import Server, new_bucket, shared
 from parameterized import parameterized
@@ -148,9 +148,7 @@ class OnServersTest(unittest.TestCase):
         for number in range(first, MOST, 3):
             path = f"{bucket.name}/{number}/step"
             save(path, 1, storage_options=options)
-            done = run(
-                KILLED.format(number=number, path=path, options=options), preload=("torch", "fsdp_optim", "boto3")
-            )
+            done = run(KILLED.format(number=number, path=path, options=options), preload=BUCKETS)
             if done.returncode == 0:
                 break
             check_same("killed", (done.returncode, done.stderr[-300:]), (-9, ""))

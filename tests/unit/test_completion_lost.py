@@ -14,7 +14,7 @@ from unittest import mock
 
 from kit.compare import error_text, refused
 from kit.ends_of_saves import LIMIT, Saves, Watch
-from kit.forked import start
+from kit.forked import LIBRARY, start
 from parameterized import parameterized
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -273,7 +273,7 @@ class KilledTest(unittest.TestCase):
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world = InProcessWorld(Shared(2), rank)
         world.board = world.pulse.store = JobStore(lambda: server)
-        other = start(BEATING.format(port=server.port, rank=killed), preload=("torch", "fsdp_optim"))
+        other = start(BEATING.format(port=server.port, rank=killed), preload=LIBRARY)
         try:
             with contextlib.closing(Completion.join(world.group("async_save", (0, 1)), "a", "run/a")) as one:
                 one.done(b"")

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from kit.compare import refused
-from kit.forked import start
+from kit.forked import LIBRARY, start
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from fsdp_optim.errors import StoreLostError
@@ -294,7 +294,7 @@ class KilledTest(unittest.TestCase):
     def test_a_killed_process_is_noticed_within_seconds(self) -> None:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         store = JobStore(lambda: server)
-        process = start(BEATING.format(port=server.port), preload=("torch", "fsdp_optim"))
+        process = start(BEATING.format(port=server.port), preload=LIBRARY)
         try:
             wait_until(lambda: store.check(["pulse/1"]))
             watch = Watch(store, [1], beats=True)

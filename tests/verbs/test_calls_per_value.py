@@ -72,11 +72,12 @@ def count(wrapper: str, folder: str) -> dict[str, list[int]]:
         calls = calls_of(wrapper, num_params, f"{folder}/{num_params}", handles)
         for is_second in (False, True):
             for name, call in calls.items():
-                number = counted(call)
+                if is_second:
+                    counts.setdefault(name, []).append(counted(call))
+                else:
+                    call()
                 while handles:
                     handles.pop().wait()
-                if is_second:
-                    counts.setdefault(name, []).append(number)
     return counts
 
 

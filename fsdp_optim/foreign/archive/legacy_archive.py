@@ -6,6 +6,7 @@ and the elements. So the place of each storage is known from the pickles alone.
 
 from __future__ import annotations
 
+import io
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -43,7 +44,7 @@ class LegacyStorages:
 
     def load(self, plain: Unpickler, unpickler: Unpickler) -> Any:
         """Return the value of the file. `plain` reads the values that torch adds."""
-        file = self._pickles
+        file = io.BufferedReader(self._pickles)  # operations are read a byte at a time
         magic, version, system = (plain.load(file) for _ in range(3))
         if magic != _MAGIC_NUMBER or version != _VERSION or not isinstance(system, dict):
             raise CheckpointError(f"{self._where}: is no file of torch.save of a version that is known: it was changed")
@@ -54,7 +55,7 @@ class LegacyStorages:
             )
         value = unpickler.load(file)
         keys = plain.load(file)
-        self.digest = sha256(file.at(0, file.tell())).hexdigest()
+        self.digest = sha256(self._pickles.at(0, file.tell())).hexdigest()
         with as_checkpoint_error(self._where):
             self._place([str(key) for key in keys], file.tell())
         return value
