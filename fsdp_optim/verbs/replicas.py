@@ -12,9 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from msgspec import Struct
-
-from msgspec import structs
+from msgspec import Struct, structs
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import Struct
+
 from fsdp_optim.arguments import Arguments, check_at_least, is_integer
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first
 from fsdp_optim.checkpoint.catalog.listing import listed as all_listed
