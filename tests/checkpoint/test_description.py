@@ -13,6 +13,7 @@ from kit.compare import check_same
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
+from fsdp_optim.formats.base.codec import Encoder
 from fsdp_optim.formats.base.description import (
     GroupDescription,
     OptimDescription,
@@ -20,6 +21,7 @@ from fsdp_optim.formats.base.description import (
     decoded,
     encoded,
     from_plain,
+    to_plain,
 )
 
 WORDS = st.text(max_size=3).filter(lambda text: not any(0xD800 <= ord(letter) < 0xE000 for letter in text))
@@ -80,6 +82,16 @@ class DescriptionTest(unittest.TestCase):
         found = decoded("there", json.loads(json.dumps(values)), tensors, allow_pickle=False, records={})
         check_same("read", _plain(found), _plain(description))
         self.assertEqual(type(found), OptimDescription)
+
+    @settings(deadline=None, max_examples=100)
+    @given(DESCRIPTIONS)
+    def test_texts_are_written_as_everything_else_is(self, description: OptimDescription) -> None:
+        """The same JSON, and the same tensors in the same order, as of an encoder that looks at each value."""
+        encoder = Encoder()
+        wanted = encoder.encode("here", to_plain(description))
+        values, tensors = encoded("here", description, allow_pickle=False, records={})
+        self.assertEqual(json.dumps(values), json.dumps(wanted))
+        check_same("tensors", tensors, encoder.tensors)
 
     @parameterized.expand(
         (

@@ -13,9 +13,11 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.state.live import read_optimizer
-from fsdp_optim.state.merged import LiveParam, RankReport
+from fsdp_optim.state.merged import GlobalState, LiveParam, RankReport
+from fsdp_optim.state.merged.global_state import Param
 from fsdp_optim.state.values import Scalar, Scalars, Summary
 from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values.summary import OpaqueType
 
 
 def with_bits(bits: int) -> torch.Tensor:
@@ -59,6 +61,44 @@ def test_parameters_with_the_same_state_share_a_summary_and_others_do_not() -> N
     assert found[2] != found[0] != found[3]
     bits = [int(dict(summary.scalars)["step"].value.view(torch.int32)) for summary in found[4:] if summary is not None]
     assert bits == [0x7FC00001, 0x7FC00002]
+
+
+def kinds_of(units: list[tuple[str, ...]], params: dict[str, Param]) -> list[tuple[object, ...]]:
+    """What a load looks at of each unit, one parameter after the other."""
+    found = []
+    for fqns in units:
+        held = [params[fqn] for fqn in fqns]
+        found.append(tuple((param.placement.shape, param.group_index, repr(param.summary)) for param in held))
+    return found
+
+
+def test_one_parameter_of_each_kind() -> None:
+    """Each kind is there, flat parameters stay together, and opaque values, which no summary describes, are all there."""
+    adam = Summary((("exp_avg", "float32"),), (("step", Scalar.of(torch.tensor(3.0))),), names=("exp_avg", "step"))
+    copied = Summary((("exp_avg", "float32"),), (("step", Scalar.of(torch.tensor(3.0))),), names=("exp_avg", "step"))
+    later = Summary((("exp_avg", "float32"),), (("step", Scalar.of(torch.tensor(4.0))),), names=("exp_avg", "step"))
+    opaque = Summary(opaque=(("history", OpaqueType("list")),), names=("history",))
+    square, wide = Whole((4, 4), (0,)), Whole((4, 8), (0,))
+    cases = [
+        (square, 0, adam),
+        (square, 0, copied),
+        (square, 1, adam),
+        (wide, 0, adam),
+        (square, 0, later),
+        (square, 0, None),
+    ]
+    cases += [(square, 0, opaque), (square, 0, opaque), (wide, 0, adam), (square, 0, adam), (wide, 0, copied)]
+    params = {f"p{at}": Param(f"p{at}", place, group, summary) for at, (place, group, summary) in enumerate(cases)}
+    units = [*((f"p{at}",) for at in range(9)), ("p9", "p10")]
+    state = GlobalState(params=params)
+    kept = state.one_of_each_kind(units, frozenset())
+    assert [fqns for fqns in units if not kept.isdisjoint(fqns)] == [
+        *((f"p{at}",) for at in (0, 2, 3, 4, 5, 6, 7)),
+        ("p9", "p10"),
+    ]
+    assert {*kinds_of([fqns for fqns in units if kept.issuperset(fqns)], params)} == {*kinds_of(units, params)}
+    on_mesh = state.one_of_each_kind(units, frozenset({"p1", "p8"}))
+    assert on_mesh == kept | {"p1", "p8"}
 
 
 PLACES: tuple[Placement, ...] = (

@@ -15,9 +15,9 @@ from fsdp_optim.checkpoint.save.short_parts import Kind, ShortParts
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.packed import PackedExtents
-from fsdp_optim.layout import FlatChunks
+from fsdp_optim.layout import FlatChunks, Placement, Whole
 from fsdp_optim.memory import Budget
-from fsdp_optim.move import Slice, StateValue
+from fsdp_optim.move import Parts, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans
 
 NUMEL = 1 << 15  # storage has four parts, one part or two parts of a value
@@ -95,3 +95,47 @@ def test_short_parts_of_any_dtypes_lie_side_by_side() -> None:
     for start, part in zip(packed.starts.tolist(), packed.parts(), strict=True):
         written[start : start + len(part)] = part
     assert written == section
+
+
+ROWS = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+TURNED = (torch.arange(6) + 1j * torch.arange(6)).reshape(2, 3).conj()
+HELD = (
+    *(ROWS, ROWS.t(), ROWS[:, 1:4], ROWS.to(memory_format=torch.contiguous_format)[::2], ROWS.reshape(2, 2, 6)),
+    *(torch.tensor(7.0), torch.tensor(8, dtype=torch.int64), torch.ones(5, dtype=torch.bool), torch.zeros(0, 3)),
+    *(torch.nn.Parameter(ROWS + 1), TURNED, torch.ones(3).bfloat16(), torch.arange(40.0)[8:20], torch.ones(20_000)),
+)
+
+
+def test_parts_in_any_shape_and_strides_have_their_elements_in_order() -> None:
+    """Short and long, with and without dimensions, of flat parameters, lazily conjugated: as one slice after the other."""
+    values, cuts, starts, parts, at = [], list[Placement](), [], list[int](), 3
+    for number, held in enumerate(HELD):
+        offset = 8 if held.shape == (12,) else 0
+        place = Whole(tuple(held.shape), (0,), offset)
+        values.append(StateValue(f"p{number}", "exp_avg", held.dtype, place))
+        cuts.append(place)
+        starts.append(offset)
+        parts.append(at)
+        at += held.nbytes + number % 3
+    plan = SimpleNamespace(starts=tuple(parts), segment_nbytes=2048)
+    file: Any = SimpleNamespace(name="file", values=values, plan=plan)
+    budget = Budget(1 << 20)
+    more: Any = {
+        "checksums": True,
+        "budget": budget,
+        "part_ranges": {},
+        "heads": {},
+        "plans": Plans(),
+        "trace": Trace(None),
+    }
+    writer = RankWriter(mock.Mock(), [file], 0, **more)
+    extents = writer.extents_of(Parts(values, cuts, starts, [held.detach() for held in HELD]))["file"]
+    written, wanted = bytearray(at), bytearray(at)
+    for extent in extents:
+        ranges = zip(extent.starts.tolist(), extent.parts(), strict=True) if isinstance(extent, PackedExtents) else []
+        for start, piece in ranges or [(extent.start, extent.memory)]:  # type: ignore[union-attr]
+            written[start : start + len(piece)] = piece
+    for start, held in zip(parts, HELD, strict=True):
+        data = bytes(held.detach().resolve_conj().contiguous().flatten().view(torch.uint8).numpy())
+        wanted[start : start + len(data)] = data
+    assert written == wanted
