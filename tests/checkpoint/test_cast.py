@@ -189,6 +189,30 @@ class CastTest(unittest.TestCase):
             self.assertNotIn("cast=True", text)
 
 
+def cast_beside_absent_ones(path: str) -> None:
+    """A checkpoint without the biases, for units whose biases share flat parameters with weights."""
+    with cpu():
+        numbers = Oracle(adam, 0, Small).model.state_dict()
+        other = {name: value + 1 / 3 for name, value in numbers.items()}  # bf16 has none of these
+        target = Trained("FSDP1 flat", adam, 0, Small, values=other)
+        fsdp_optim.load(path, target.model, strict=False, options=fsdp_optim.LoadOptions(cast=True))
+        full = fsdp_optim.gather_full_model_state_dict(target.model, None) or {}
+        wanted = {name: other[name] if "bias" in name else value for name, value in numbers.items()}
+        check_same("model", dict(sorted(full.items())), dict(sorted(wanted.items())))
+
+
+class AbsentTest(unittest.TestCase):
+    def test_what_the_checkpoint_lacks_keeps_its_dtype(self) -> None:
+        """It does not pass through the checkpoint's dtype, which has fewer bits."""
+        weights = {
+            name: value for name, value in Oracle(adam, 0, Small).model.state_dict().items() if "bias" not in name
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/model.safetensors"
+            safetensors.torch.save_file({name: value.to(torch.bfloat16) for name, value in weights.items()}, path)
+            run_on_ranks(cast_beside_absent_ones, 2, path)
+
+
 class StateDtypeTest(unittest.TestCase):
     def test_what_the_live_optimizer_has_decides(self) -> None:
         """A floating value never becomes a whole number, which would drop its elements' fractions."""

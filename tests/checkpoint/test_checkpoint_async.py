@@ -40,7 +40,9 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.transport import Completion
 
 LIMIT = 60.0  # seconds; reached by nothing but a failure
 
@@ -220,6 +222,15 @@ class TrainingGoesOnTest(InFolder):
             self.assertIn("inner name", text)
         fsdp_optim.async_save(self.path, model).wait()  # and it is not raised again
         self.check_only("step-1")
+
+    def test_a_save_that_is_given_up_at_the_last_moment_is_no_checkpoint(self) -> None:
+        """All its files are written, and the other ranks have decided without this one."""
+        with mock.patch.object(Completion, "commit", side_effect=CheckpointError("the others gave it up")):
+            handle = fsdp_optim.async_save(self.path, nn.Linear(2, 2))
+            kind, text = error_text(handle.wait)
+        self.assertEqual(kind, "CheckpointError", text)
+        self.assertIn("the others gave it up", text)
+        self.check_only()
 
 
 def wait_in_vain(root: Path) -> None:

@@ -16,7 +16,14 @@ from kit.cases import examples
 from kit.compare import check_refused, error_text
 from parameterized import parameterized
 
-from fsdp_optim.checkpoint.catalog.retention import KeepRules, ManagedCheckpoint, left_behind, metric_of, name_of_step
+from fsdp_optim.checkpoint.catalog.retention import (
+    KeepRules,
+    ManagedCheckpoint,
+    left_behind,
+    metric_of,
+    name_of_step,
+    superfluous,
+)
 from fsdp_optim.checkpoint.run import managed_run
 from fsdp_optim.checkpoint.run.managed_run import MeetingInterval
 from fsdp_optim.checkpoint.run.preemption import Signals
@@ -55,6 +62,23 @@ class RulesTest(unittest.TestCase):
             by_best = best is not None and entry.metric is not None and len(better) < best
             no_rule = (last, every, best) == (None, None, None)
             self.assertEqual(entry.name in kept, by_last or by_every or by_best or no_rule, (entry, entries))
+
+    @examples(300)
+    @given(ENTRIES, st.integers(1, 4), st.sets(st.integers(0, 12)))
+    def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(
+        self, entries: list[ManagedCheckpoint], last: int, damaged: set[int]
+    ) -> None:
+        """Those go that have `last` good ones after them, the new one among these; damaged ones before that stay."""
+        new = ManagedCheckpoint(name_of_step(99), 99, (99, 99, 0, ""), -1, None)
+        gone, num_good = set(), 1
+        for entry in sorted(entries, key=lambda entry: entry.order, reverse=True):
+            if num_good >= last:
+                gone.add(entry.name)
+            elif entry.step not in damaged:
+                num_good += 1
+        bad = {name_of_step(step) for step in damaged}
+        found = superfluous(KeepRules(last, None, None, "min"), entries, lambda name: name not in bad, new)
+        self.assertEqual(found, gone, (entries, last, damaged))
 
     @examples(300)
     @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=14))

@@ -43,6 +43,24 @@ class ReadersTest(unittest.TestCase):
     def test_large_tensors_are_read_where_they_are_needed(self) -> None:
         self.assertEqual(readers(0, 4 * MIB), RANKS)
 
+    def test_the_dtypes_of_one_cut_are_told_apart(self) -> None:
+        """Each is read as by a load that has read no other, in either order."""
+        numel = 2 * MIB  # 8 MiB of float32, which each rank reads for itself, and 2 MiB of bytes
+        shares = tuple(numel // 4 * rank for rank in range(5))
+        cut = FlatRuns((numel,), shares[:-1], shares[1:], RANKS)
+        values = [
+            StoredValue.of(dtype, "weight", stored, cut, None, is_state=False)
+            for dtype in ("float32", "uint8")
+            for stored in [StoredTensor(dtype, dtype, (numel,), "model.safetensors", 0, request_nbytes=MIB)]
+        ]
+        checkpoint: Any = SimpleNamespace()
+        alone = [CheckpointEnd(checkpoint, 0, Budget(MIB)).io_placement(value, cut) for value in values]
+        self.assertNotEqual(*alone)
+        for order in ((0, 1), (1, 0)):
+            end = CheckpointEnd(checkpoint, 0, Budget(MIB))
+            for index in order:
+                self.assertEqual(end.io_placement(values[index], cut), alone[index])
+
 
 if __name__ == "__main__":
     unittest.main()

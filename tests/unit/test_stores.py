@@ -13,6 +13,7 @@ from parameterized import parameterized
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.buckets.objects.multipart import MultipartFile
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.base import Store
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import StoreConformance
@@ -42,6 +43,27 @@ class TestObjects(StoreConformance, unittest.TestCase):
 
 class TestObjectsOfOneWriter(TestObjects):
     parts_by_many = False
+
+
+class TestParts(unittest.TestCase):
+    @parameterized.expand([(1, 1), (1000, 1), (1001, 2), (2500, 3)])
+    def test_a_file_without_a_receipt_of_each_part_is_not_sealed(self, nbytes: int, num: int) -> None:
+        """A rank died after it had said that it was done, say: the others' receipts do not make up a file."""
+        for absent in range(num):
+            store = ObjectStore(MemoryBucket(), "run/step-1", OURS.probe, part_nbytes=1000)
+            staging = store.begin(overwrite=False, durable=False)
+            staging.create("model.safetensors", nbytes, b"")
+            writers = [store.join(staging.address, durable=False, who=f"rank {rank}") for rank in range(num)]
+            for index, writer in enumerate(writers):
+                size = min(1000, nbytes - 1000 * index)
+                writer.write("model.safetensors", [memoryview(bytes(size))], 1000 * index)
+            receipts = [writer.finish() for writer in writers]
+            del receipts[absent]
+            with self.assertRaisesRegex(
+                CheckpointError, f"model.safetensors: nobody has put part {absent} of its {num}"
+            ):
+                staging.seal(["model.safetensors"], receipts, durable=False)
+            staging.abandon()
 
 
 class TestMultipartFile(unittest.TestCase):
