@@ -41,7 +41,7 @@ def throw() -> None:
 PRIMITIVES: dict[str, list[tuple[Any, str]]] = {
     "memory": [(torch, "empty")],
     "copying": [(torch.Tensor, "copy_"), (torch, "_foreach_copy_")],
-    "copying scalars": [(torch.Tensor, "to"), (copy, "deepcopy")],
+    "copying scalars": [(torch.Tensor, "to"), (copy, "deepcopy"), (torch, "unbind_copy")],
 }
 
 
