@@ -13,11 +13,10 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
-
-from msgspec import Struct
 
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, WrapperError
 
@@ -34,7 +33,8 @@ def installed_points(group: str) -> tuple[EntryPoint, ...]:
     return tuple(sorted(entry_points(group=group), key=lambda point: (point.name, point.value)))
 
 
-class PluginKind(Struct, frozen=True):
+@dataclass(frozen=True)
+class PluginKind:
     """One kind of plug-ins.
 
     Attributes:
@@ -183,7 +183,8 @@ FORMATS = PluginKind("fsdp_optim.formats", CheckpointError, ContextVar("formats"
 """The name of an entry point is the name that users give. Its object is a `Format`, or makes one when it is called."""
 
 
-class BuiltInFormat(Struct, frozen=True):
+@dataclass(frozen=True)
+class BuiltInFormat:
     """A format of this package that is written by name.
 
     Attributes:

@@ -281,9 +281,7 @@ class ForeignReader:
                 raise ReplacedError(f"{self.opened.named(name)}: was written again during the load: load it once more")
 
     def close(self) -> None:
-        """Close the files, and forget the index: it refers to this reader, so both would stay until the collector comes."""
         self.opened.close()
-        self.__dict__.pop("index", None)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fsdp_optim.checkpoint.common import local_extents
 from fsdp_optim.checkpoint.common.files import has_short_rows, in_flat_chunks
 from fsdp_optim.checkpoint.common.local_extents import LocalExtent, LocalMemory, in_host_memory, ranges_of
 from fsdp_optim.checkpoint.load.short_ranges import SHORT_NBYTES, ShortRanges
@@ -209,7 +210,7 @@ class _Ranges:
         """
         value, cut, flat, start, _ = part
         stored = value.stored if isinstance(value, StoredValue) else stored_value(value).stored
-        if flat is None or not flat.is_cpu or stored.chunks is not None or stored.request_nbytes:
+        if flat is None or not local_extents.lies_on_host(flat) or stored.chunks is not None or stored.request_nbytes:
             return False
         key = stored.file, id(cut), stored.shape, value.dtype, start, flat.numel()
         known = self._alike.get(key)
