@@ -198,7 +198,7 @@ class _Route(NamedTuple):
 
 
 def _routes(values: Sequence[StateValue], source: End, target: End) -> list[_Route]:
-    """Return the routes of values of which at least one end is stored."""
+    """Return the routes of values. The source, the target or both must be stored."""
     if not source.is_stored:
         homes = list(map(source.placement, values))
         return list(map(_Route, values, homes, target.io_placements(values, homes)))

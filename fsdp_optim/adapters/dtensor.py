@@ -211,7 +211,7 @@ class DTensorHandle(Handle):
         return dtensor_cut_like(local_of(self.param).detach(), self.param)
 
     def as_value(self) -> torch.Tensor:
-        # A DTensor without gradients, of which there would be one for each parameter, takes long to make.
+        # Making a DTensor without gradients takes long, and each parameter would need one.
         return self.param if self.kept is None and is_dtensor(self.param) else super().as_value()
 
     def install(self, flat: torch.Tensor) -> None:

@@ -110,7 +110,7 @@ class StoredMeeting:
         return tuple(rank for rank, number in zip(self.group.ranks, numbers, strict=True) if number < self.number)
 
     def silent(self) -> tuple[int, ...]:
-        """Return the ranks of which one must tell something next, when all have come."""
+        """Return the ranks that the meeting waits for, once all ranks have come: one of them must write next."""
         inner = self.tree.inner[1:]
         numbers = self._numbers([self.told_key(position) for position in inner])
         silent = [position for position, number in zip(inner, numbers, strict=True) if number < self.number]

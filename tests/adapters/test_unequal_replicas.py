@@ -47,7 +47,7 @@ def hybrid_apart(kind: str) -> tuple[str, str]:
 
 
 def pairs_apart() -> tuple[str, str]:
-    """Gather a model of which DDP keeps one part equal on ranks 0, 1 and on ranks 2, 3, and the four shard the other."""
+    """Gather a model with two parts: DDP keeps one equal on ranks 0, 1 and on ranks 2, 3; all four ranks shard the other."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = dist.get_rank() // 2
     model = nn.ModuleDict({"sharded": nn.Linear(4, 4), "paired": in_ddp(nn.Linear(3, 2), process_group=pairs[pair])})

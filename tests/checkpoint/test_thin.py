@@ -64,7 +64,7 @@ class ThinTest(SharedFolder):
         check_folder(path)
 
     def test_a_reader_that_is_open_hears_of_it(self) -> None:
-        """It is told from the complete one, and what it can no longer read was replaced, not damaged."""
+        """The two can be told apart, and files that an open reader can no longer read count as replaced, not as damaged."""
         path, (model, _) = self.folder / "step-7", made()
         optim = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))  # its description is in a file of its own
         fsdp_optim.save(path, model, optim, options=QUICK)

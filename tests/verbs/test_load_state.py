@@ -222,7 +222,7 @@ class TestBefore(unittest.TestCase):
         self.assertEqual(optim.param_groups[0]["scale"], 7.0)
 
     def test_names_find_the_parameters_whatever_their_order(self) -> None:
-        """Values of equal shapes, of which one is wider than its parameter."""
+        """Values of equal shapes; one of them is wider than its parameter."""
         params = {"a": nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), "b": nn.Parameter(torch.zeros(3))}
         optim = Keyed(params)
         values = {name: torch.tensor([1.0, 2.0, 3.0]) / (3 + number) for number, name in enumerate(params)}

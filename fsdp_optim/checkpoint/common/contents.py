@@ -274,19 +274,19 @@ def read_state(
     of_scalars = Whole((), group.ranks[:1])  # one object, by which what depends on the placement is kept
     for fqns in _units(global_state):
         unit = [
-            (fqn, param.placement, param.summary)
+            (fqn, global_state.params[fqn].placement, summary)
             for fqn in fqns
-            if (param := global_state.params[fqn]).summary is not None
+            if (summary := global_state.params[fqn].summary) is not None
         ]
-        for name in dict.fromkeys([name for _, _, summary in unit if summary is not None for name in summary.names]):
+        for name in dict.fromkeys([name for *_, summary in unit for name in summary.names]):
             for fqn, placement, summary in unit:
-                dtype = summary.dtypes.get(name) if summary is not None else None
+                dtype = summary.dtypes.get(name)
                 if dtype is not None:
                     tensors.append(_tensor(fqn, name, dtype, placement))
         for fqn, _, summary in unit:
-            for name, (code, placement) in summary.placed if summary is not None else ():
+            for name, (code, placement) in summary.placed:
                 tensors.append(_tensor(fqn, name, dtype_named(code), placement))
-            for name, scalar in summary.scalars if summary is not None else ():
+            for name, scalar in summary.scalars:
                 if isinstance(scalar.value, torch.Tensor):
                     scalars.append(_tensor(fqn, name, scalar.value.dtype, of_scalars, scalar.value))
     opaque = _opaque(group, local, global_state)

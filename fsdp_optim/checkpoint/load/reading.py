@@ -52,7 +52,7 @@ class StoredValue(StateValue, frozen=True, eq=False, gc=False, kw_only=True):
 
 
 def nbytes_of(values: Sequence[StoredValue], rank: int | None = None) -> int:
-    """Return the bytes of some values, or of a rank's part of them. Layers share placements, each of which is asked once."""
+    """Return the bytes of some values, or of a rank's part of them. A placement that layers share is asked once."""
     numbers = Counter([(id(value.placement), value.dtype) for value in values])
     placements = {id(value.placement): value.placement for value in values}
     return sum(

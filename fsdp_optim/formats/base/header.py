@@ -127,6 +127,10 @@ class Header:
 
     def encoded(self) -> bytes:
         """Return the bytes of the file before the data section."""
+        return self._bytes
+
+    @functools.cached_property
+    def _bytes(self) -> bytes:
         texts = [f'"{_METADATA}":{_JSON.encode(dict(self.metadata))}'] if self.metadata else []
         kinds: dict[tuple[str, tuple[int, ...]], str] = {}
         for entry in self.entries:

@@ -161,7 +161,7 @@ class _Document(Struct, frozen=True):
 
 
 def canonical(values: Any) -> bytes:
-    """Return the JSON text of values of which the checksum of a manifest is made."""
+    """Return values as the JSON text that the checksum of a manifest covers."""
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 

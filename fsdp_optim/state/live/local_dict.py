@@ -127,21 +127,17 @@ class Flats:
 
     def __init__(self, rank: int, missing: frozenset[str] = frozenset()) -> None:
         self._rank, self._missing, self._slabs = rank, missing, Slabs()
-        self._dtypes: dict[tuple[tuple[str, str], ...], dict[str, torch.dtype]] = {}
         self._kinds: dict[tuple[object, ...], tuple[Handle, int, list[tuple[int, int]]]] = {}
 
     def of(self, param: LocalParam, summary: Summary | None) -> dict[str, torch.Tensor]:
         """Allocate a tensor for each sharded value of one live parameter."""
         if summary is None or not summary.sharded:
             return {}
-        dtypes = self._dtypes.get(summary.sharded)
-        if dtypes is None:
-            dtypes = self._dtypes[summary.sharded] = summary.dtypes
         tensors, handle = {}, param.named.handle
         numel, padding = self._kind_of(handle)
         shape, device = (numel,), handle.device
         keeps = bool(self._missing) and param.state is not None and not self._missing.isdisjoint(param.named.fqns)
-        for name, dtype in dtypes.items():
+        for name, dtype in summary.dtypes.items():
             flat = tensors[name] = self._slabs.empty(shape, dtype, device)
             for start, stop in padding:
                 flat[start:stop].zero_()
