@@ -185,7 +185,7 @@ class Placement(ABC):
         run = self.run(shard) if shard is not None else None
         if run is not None:
             return run.offset, run.offset + run.stop - run.start
-        blocks = self.blocks(shard) if shard is not None else ()
+        blocks = [block for block in self.blocks(shard) if block.box.numel] if shard is not None else []
         if not blocks:
             return 0, 0
         return min(b.offset for b in blocks), max(b.end for b in blocks)

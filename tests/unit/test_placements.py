@@ -408,6 +408,11 @@ def test_a_box_on_two_ranks_at_different_offsets_overlaps() -> None:
     assert Boxes((2,), ((0, (Block(box, 0),)), (1, (Block(box, 7),)))).overlapping
 
 
+def test_blocks_without_elements_are_no_part_of_a_local_tensor() -> None:
+    blocks = Block(Box((0, 0), (0, 1)), 0), Block(Box((0, 1), (0, 1)), 1)
+    check_placement(Boxes((0, 2), ((0, blocks),)))
+
+
 def test_lists_that_contradict_each_other_about_a_rank_do_not_join() -> None:
     top, bottom = Block(Box((0, 0), (1, 2)), 0), Block(Box((1, 0), (1, 2)), 0)
     for is_open in (False, True):
