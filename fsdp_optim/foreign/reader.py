@@ -100,6 +100,8 @@ class ForeignReader:
         sources: the objects that the StoredTensors name, where these are not simply files of the place.
         aliases: other names of weights, each with the stored name.
         extra_values: the values of the trainer, with `Withheld` in the place of each that is not decoded; None if there are none.
+        extra_trees: the same with an `InFile` in the place of each tensor of `trees`; None: there are no such tensors.
+        trees: the tensors of the trainer that are read in parts as weights are, by key.
         module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
         rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
         pickled: a function that returns `extra_values` with all pickles loaded; None if no value is withheld.
@@ -117,6 +119,8 @@ class ForeignReader:
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False)
     aliases: Mapping[str, str] = field(default_factory=dict)
     extra_values: Mapping[str, Any] | None = None
+    extra_trees: Mapping[str, Any] | None = None
+    trees: Mapping[str, StoredTensor] = field(default_factory=dict)
     module_values: Mapping[str, Any] = field(default_factory=dict)
     num_optims: int = 1
     rank_extras: Sequence[Any] = ()
@@ -136,7 +140,7 @@ class ForeignReader:
         """Check that all tensors lie inside their files. Raises CheckpointError that names the file and the tensor."""
         _check_names(self.where, [*self.model, *self.aliases, *self.aliases.values(), *self.optim])
         sizes: dict[str, int] = {}
-        for stored in (*self.model.values(), *self.optim.values()):
+        for stored in (*self.model.values(), *self.optim.values(), *self.trees.values()):
             if stored.chunks is not None and stored.chunks.is_checked:
                 continue
             for name, start, nbytes in _places(stored):
@@ -189,11 +193,14 @@ class ForeignReader:
             self.aliases,
             StoredOptim(self.optim, lambda *_: SavedOptim(full), self.num_optims) if full is not None else None,
             self._extras(),
+            self.trees,
             identify=self._identity,
         )
 
     def _extras(self) -> Mapping[str, StoredExtra]:
-        common = {COMMON: ForeignValues(self.extra_values, self.pickled)} if self.extra_values is not None else {}
+        common: dict[str, StoredExtra] = {}
+        if self.extra_values is not None:
+            common[COMMON] = ForeignValues(self.extra_values, self.pickled, self.extra_trees)
         of_modules = {MODULES: ForeignValues(self.module_values, None)} if self.module_values else {}
         of_ranks = {
             rank_extra_name(position): value if isinstance(value, ForeignValues) else ForeignValues(value, None)
@@ -286,10 +293,15 @@ class ForeignReader:
 
 @dataclass(frozen=True)
 class ForeignValues(StoredExtra):
-    """Values of the trainer. `pickled`: a function that returns the values with all pickles loaded."""
+    """Values of the trainer.
+
+    `pickled`: a function that returns the values with all pickles loaded. `trees`: the values with an `InFile` in the place of
+    each tensor of a tree; None: there are no such tensors.
+    """
 
     values: Any
     pickled: Callable[[], Any] | None
+    trees: Mapping[str, Any] | None = None
 
     def decoded(self, *, allow_pickle: bool) -> Any:
         values = self.decoded_each(allow_pickle=allow_pickle)
@@ -300,6 +312,14 @@ class ForeignValues(StoredExtra):
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         return self.pickled() if allow_pickle and self.pickled is not None else self.values
+
+    def as_tree(self, *, allow_pickle: bool) -> Any:
+        if self.trees is None:
+            return self.decoded_each(allow_pickle=allow_pickle)
+        if not allow_pickle or self.pickled is None:
+            return dict(self.trees)
+        complete = self.pickled()
+        return {name: complete[name] if isinstance(tree, Withheld) else tree for name, tree in self.trees.items()}
 
 
 def _check_names(where: str, keys: Sequence[object]) -> None:

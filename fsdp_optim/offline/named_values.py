@@ -29,6 +29,9 @@ from fsdp_optim.state.dicts.flattened import is_flattened
 from fsdp_optim.state.dicts.full import FullState, names_in, num_listed
 from fsdp_optim.state.dicts.names import Names
 
+TREES = "state="
+"""Stands in the place of an FQN for the trainer's values: `state=:ema.weight` is a tensor in a tree of `state=`."""
+
 _MOST_READ = 1 << 20  # bytes of a tensor that is read with the description of the optimizer
 _PYTHON_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _MOST_INT = 1 << 63
@@ -92,7 +95,7 @@ class NamedValues:
 
     Attributes:
         weights: by FQN.
-        state: by FQN and name of the value.
+        state: by FQN and name of the value; under TREES, the tensors of the trainer's trees by key.
         groups: the hyperparameters of each parameter that the optimizer lists, by FQN.
         others: the entries of the optimizer's dict that belong to no parameter.
         aliases: other names of tied parameters and buffers, each with the FQN.
@@ -154,6 +157,7 @@ class Decoded:
     aliases: Mapping[str, str]
     parts: frozenset[str]
     saved: SavedOptim | None = None
+    with_state: bool = True
 
     @classmethod
     def of(cls, reader: Reader, *, allow_pickle: bool, with_state: bool = True) -> Decoded:
@@ -169,7 +173,7 @@ class Decoded:
         if with_state and index.optim is not None:
             with as_checkpoint_error(index.where):
                 saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
-        return cls(reader, weights, aliases, parts, saved)
+        return cls(reader, weights, aliases, parts, saved, with_state)
 
     @property
     def has_names(self) -> bool:
@@ -203,8 +207,12 @@ class Decoded:
             known: further names of the model, by which names with the parts of wrappers are understood.
         """
         weights = {fqn: NamedValue.of(tensor) for fqn, tensor in self.weights.items()}
+        trees = (
+            {key: NamedValue.of(tensor) for key, tensor in self.reader.index.trees.items()} if self.with_state else {}
+        )
+        of_trees = {TREES: trees} if trees else {}
         if self.saved is None:
-            return NamedValues(self.reader, weights, aliases=self.aliases)
+            return NamedValues(self.reader, weights, of_trees, aliases=self.aliases)
         full = self._resolved(order, known)
         state = {
             fqn: {str(name): NamedValue.of(value) for name, value in values.items()}
@@ -215,7 +223,7 @@ class Decoded:
         return NamedValues(
             reader=self.reader,
             weights=weights,
-            state=state,
+            state={**state, **of_trees},
             groups=groups,
             others=others,
             aliases=self.aliases,

@@ -107,6 +107,8 @@ class NewFiles:
             halves["model"] = transcript.model
         if transcript.has_optim:
             halves["optim"] = transcript.optim
+        if transcript.trees:
+            halves["state"] = transcript.trees
         files = planned_files(writer, halves, shared, most_nbytes=most, num_ranks=1)
         return cls(
             group=group,

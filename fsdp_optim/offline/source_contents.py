@@ -11,7 +11,7 @@ import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.known import wrapper_parts
-from fsdp_optim.checkpoint.common.contents import RECORDS, SavedValue
+from fsdp_optim.checkpoint.common.contents import RECORDS, TREE, SavedValue
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.checkpoint.load.stored_state import StoredState
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
@@ -46,7 +46,7 @@ class SourceContents:
     """The contents of a conversion.
 
     Attributes:
-        model, optim: the tensors of the two halves in the order in which they are written.
+        model, optim, trees: the tensors of the halves in the order in which they are written.
         stored: the place of each tensor in the source, except tensors that have a `constant`.
         prepared: the result of the target's writer before anything is written, with all small files.
         weights: which of the model's weights the source has.
@@ -60,6 +60,7 @@ class SourceContents:
     has_optim: bool
     weights: WhichWeights
     left_out: tuple[str, ...] = ()
+    trees: tuple[SavedValue, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class NamedSource:
             prepared = writer.prepare(index, allow_pickle=allow_pickle, records=RECORDS)
         return SourceContents(
             model=_values(index.weights, is_state=False),
+            trees=_values(index.trees, is_state=False, name=TREE) if writer.writes_trees else (),
             optim=self.optim,
             stored=self.stored,
             prepared=prepared,
@@ -137,7 +139,12 @@ def name_source(
         extras={name: _SourceExtra(index, name, left_out) for name in index.extras},
         source=checkpoint,
     )
-    return NamedSource(new, optim.values, {**_stored(weights, {}), **optim.stored}, left_out)
+    stored = {
+        **_stored(weights, {}),
+        **optim.stored,
+        **{(False, key, TREE): tensor for key, tensor in index.trees.items()},
+    }
+    return NamedSource(new, optim.values, stored, left_out)
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,10 @@ class _SourceExtra(StoredExtra):
         stored = self.index.extras[self.name]
         if self.index.facts.names_are_fqns:
             return stored.decoded(allow_pickle=allow_pickle)
-        value = stored.decoded_each(allow_pickle=allow_pickle)
+        return self._readable(stored.decoded_each(allow_pickle=allow_pickle))
+
+    def _readable(self, value: Any) -> Any:
+        """Return a value without the items that are not read."""
         items = value if isinstance(value, Mapping) else {"": value}
         withheld = {key: item for key, item in items.items() if isinstance(item, Withheld)}
         for item in withheld.values():
@@ -169,6 +179,10 @@ class _SourceExtra(StoredExtra):
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         return self.decoded(allow_pickle=allow_pickle)
 
+    def as_tree(self, *, allow_pickle: bool) -> Any:
+        stored = self.index.extras[self.name]
+        return self._readable(stored.as_tree(allow_pickle=allow_pickle))
+
 
 def _which_weights(index: CheckpointIndex) -> WhichWeights:
     """Return which weights a checkpoint has. Another library's checkpoint is taken to have all weights."""
@@ -178,10 +192,10 @@ def _which_weights(index: CheckpointIndex) -> WhichWeights:
     return "none" if which == "none" or index.has_optim_only else "all"
 
 
-def _values(stored: Mapping[str, StoredTensor], *, is_state: bool) -> tuple[SavedValue, ...]:
+def _values(stored: Mapping[str, StoredTensor], *, is_state: bool, name: str = "") -> tuple[SavedValue, ...]:
     """Return stored tensors as values to save, whose keys stand for FQNs; large elements first, as a save writes them."""
     values = [
-        SavedValue(key, "", dtype_named(tensor.dtype), Whole(tensor.shape, (0,)), is_state, key)
+        SavedValue(key, name, dtype_named(tensor.dtype), Whole(tensor.shape, (0,)), is_state, key)
         for key, tensor in stored.items()
     ]
     return tuple(sorted(values, key=lambda value: -value.dtype.itemsize))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 from fsdp_optim.arguments import check_at_least
-from fsdp_optim.checkpoint.common.contents import RECORDS, SavedValue, planned
+from fsdp_optim.checkpoint.common.contents import RECORDS, TREE, SavedValue, planned
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.progress import Progress
@@ -102,11 +102,13 @@ def _files(checkpoint: Reader) -> tuple[list[File], dict[Key, StoredTensor]]:
     halves: tuple[tuple[Half, dict[str, StoredTensor]], ...] = (
         ("model", dict(checkpoint.index.weights)),
         ("optim", dict(checkpoint.index.optim_tensors)),
+        ("state", dict(checkpoint.index.trees)),
     )
     for half, tensors in halves:
         values, starts, at = list[SavedValue](), list[int](), 0
         for key, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].file, pair[1].start)):
-            value = SavedValue(key, "", dtype_named(tensor.dtype), Whole(tensor.shape, (0,)), half == "optim", key)
+            name, whole = TREE if half == "state" else "", Whole(tensor.shape, (0,))
+            value = SavedValue(key, name, dtype_named(tensor.dtype), whole, half == "optim", key)
             stored[value.key] = tensor
             values.append(value)
             starts.append(at)
@@ -140,7 +142,7 @@ def _read_small(checkpoint: Reader) -> Iterator[str]:
                 yield str(error)
     for extra in checkpoint.index.extras.values():
         try:
-            extra.decoded_each(allow_pickle=False)
+            extra.as_tree(allow_pickle=False)
         except CheckpointError as error:
             yield str(error)
 

@@ -37,6 +37,9 @@ from fsdp_optim.view import LocalPart, ModelView, ModuleValues, check_materializ
 WEIGHT = "weight"
 """The name of a parameter's elements: weights are read like the state of an optimizer with one value per parameter."""
 
+TREE = "tree"
+"""The name of the elements of a tensor in a tree of `state=`."""
+
 _PARAMS, _BUFFERS, LEFT_OUT = 0, 1, 2
 """The param groups of `weights_of`: the parameters and the buffers to save or load, and all others."""
 
@@ -63,6 +66,10 @@ class SavedValue(StateValue, frozen=True, eq=False, gc=False):
     cast_from: torch.dtype | None = None
 
     @property
+    def half(self) -> Half:
+        return "optim" if self.is_state else "state" if self.name == TREE else "model"
+
+    @property
     def live(self) -> SavedValue:
         """The value as it is in the live model."""
         return self if self.cast_from is None else structs.replace(self, dtype=self.cast_from)
@@ -70,7 +77,7 @@ class SavedValue(StateValue, frozen=True, eq=False, gc=False):
 
 @dataclass(frozen=True)
 class SavedHalf:
-    """One half of a save: the weights of the model, or the state of the optimizer.
+    """One half of a save: the weights of the model, the state of the optimizer, or the tensors of trees.
 
     `tensors`: the tensors that are saved; the merged state has all. `opaque`, `module_values`: on the lowest rank, the opaque
     values and the values of modules; empty on the other ranks.
@@ -85,30 +92,34 @@ class SavedHalf:
 
 @dataclass(frozen=True)
 class HalvesEnd(End):
-    """The source of a save: the live weights, the live state, and the scalars that all ranks know."""
+    """The source of a save: the live weights, the live state, the tensors of trees, and the scalars that all ranks know."""
 
     weights: LiveEnd
     state: LiveEnd | None
+    trees: LiveEnd | None = None
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
         if isinstance(value, SavedValue) and value.constant is not None:
             return value.constant
-        return self._of_half(value.is_state).memory(value)
+        return self._end_of(value).memory(value)
 
     def memories(self, values: Sequence[StateValue]) -> Sequence[torch.Tensor | None]:
         constants = [value.constant if isinstance(value, SavedValue) else None for value in values]
-        by_half: dict[bool, list[StateValue]] = {False: [], True: []}
-        for value, constant in zip(values, constants, strict=True):
+        by_end: dict[int, tuple[LiveEnd, list[StateValue]]] = {}
+        ends = [self._end_of(value) for value in values]
+        for value, end, constant in zip(values, ends, constants, strict=True):
             if constant is None:
-                by_half[value.is_state].append(value)
-        left = {half: iter(self._of_half(half).memories(listed)) for half, listed in by_half.items() if listed}
+                by_end.setdefault(id(end), (end, []))[1].append(value)
+        left = {key: iter(end.memories(listed)) for key, (end, listed) in by_end.items()}
         return [
-            constant if constant is not None else next(left[value.is_state])
-            for value, constant in zip(values, constants, strict=True)
+            constant if constant is not None else next(left[id(end)])
+            for end, constant in zip(ends, constants, strict=True)
         ]
 
-    def _of_half(self, is_state: bool) -> LiveEnd:
-        return self.state if is_state and self.state is not None else self.weights
+    def _end_of(self, value: StateValue) -> LiveEnd:
+        if value.is_state:
+            return self.state if self.state is not None else self.weights
+        return self.trees if self.trees is not None and value.name == TREE else self.weights
 
 
 def weights_of(
@@ -190,7 +201,7 @@ def read_weights(
     """
     local, global_state = agree_on_state(
         group,
-        lambda: _loadable(checked_weights_of(reader, group.ranks, options, which), group.rank),
+        lambda: loadable(checked_weights_of(reader, group.ranks, options, which), group.rank),
         asked,
         f"the model, {about}",
         with_state=True,
@@ -225,7 +236,7 @@ def read_weights(
     return SavedHalf(
         local,
         global_state,
-        _aligned(tensors),
+        aligned(tensors),
         module_values=module_values.collect(group, local.module_values, global_state),
     )
 
@@ -239,7 +250,7 @@ def _check_trains(global_state: GlobalState) -> None:
         )
 
 
-def _loadable(local: Local, rank: int) -> Local:
+def loadable(local: Local, rank: int) -> Local:
     """Return `local`. Raises CheckpointError for elements that no load would accept."""
     for param in local.optim.params:
         for name, value in (param.state or {}).items():
@@ -262,7 +273,7 @@ def read_state(
     synchronize(group, optim)
     local, global_state = agree_on_state(
         group,
-        lambda: _loadable(read_local(reader, optim, everything, group.ranks), group.rank),
+        lambda: loadable(read_local(reader, optim, everything, group.ranks), group.rank),
         asked,
         f"the optimizer, {about}",
         with_state=True,
@@ -290,7 +301,7 @@ def read_state(
                 if isinstance(scalar.value, torch.Tensor):
                     scalars.append(_tensor(fqn, name, scalar.value.dtype, of_scalars, scalar.value))
     opaque = _opaque(group, local, global_state)
-    return SavedHalf(local, global_state, _aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
+    return SavedHalf(local, global_state, aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
 
 
 def _tensor(
@@ -343,7 +354,7 @@ def _with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
     return distinct
 
 
-def _aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
+def aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
     """Sort tensors by element size, the largest first, so that every tensor begins at a multiple of its element size."""
     order = {dtype: -dtype.itemsize for dtype in {tensor.dtype for tensor in tensors}}
     return tuple(sorted(tensors, key=lambda tensor: order[tensor.dtype])) if len(order) > 1 else tuple(tensors)
@@ -351,5 +362,4 @@ def _aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
 
 def planned(tensor: SavedValue) -> PlannedTensor:
     """Return the key, dtype, shape and half of a tensor, by which a format plans its files."""
-    half: Half = "optim" if tensor.is_state else "model"
-    return PlannedTensor(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape, half)
+    return PlannedTensor(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape, tensor.half)

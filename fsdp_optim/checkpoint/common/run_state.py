@@ -95,6 +95,8 @@ class RunState(Arguments):
         """
         values = {name: _state_of(f"state[{name!r}]", value) for name, value in self.named.items()}
         own = {name: value.value for name, value in values.items() if isinstance(value, PerRank)}
+        for name, value in own.items():
+            refuse_sharded(f"state[{name!r}]", value)
         common = {name: value for name, value in values.items() if not isinstance(value, PerRank)}
         if self.rng:
             own[RANDOM] = random_states()
@@ -111,24 +113,26 @@ def _state_of(where: str, value: Any) -> Any:
         state = value.state_dict()
     except Exception as error:
         raise StateError(f"{where}: its state_dict() failed: {type(error).__name__}: {error}") from error
-    _refuse_sharded(where, state)
     return state
 
 
-def _refuse_sharded(where: str, value: Any, depth: int = 0) -> None:
-    """Raise StateError for a value that is sharded over ranks: one rank's part is not the common state of the ranks."""
+def refuse_sharded(where: str, value: Any, depth: int = 0) -> None:
+    """Raise StateError for a value that no rank has completely, and that ranks cannot save together.
+
+    ShardedTensors, and DTensors of `per_rank(...)`, whose parts would be saved as if they were complete.
+    """
     if depth > MOST_DEEP:  # which the encoder refuses
         return
     if isinstance(value, Mapping):
         for key, item in value.items():
-            _refuse_sharded(f"{where}[{key!r}]", item, depth + 1)
+            refuse_sharded(f"{where}[{key!r}]", item, depth + 1)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            _refuse_sharded(f"{where}[{index}]", item, depth + 1)
+            refuse_sharded(f"{where}[{index}]", item, depth + 1)
     elif not is_plain(value) and (hasattr(value, "placements") or callable(getattr(value, "local_shards", None))):
         raise StateError(
-            f"{where}: is a {type(value).__name__}, which is cut over ranks: give a sharded module with the model, as in "
-            "model=nn.ModuleDict({'model': model, 'ema': ema})"
+            f"{where}: is a {type(value).__name__}, which is cut over ranks: give DTensors without per_rank(), and a sharded "
+            "module with the model, as in model=nn.ModuleDict({'model': model, 'ema': ema})"
         )
 
 

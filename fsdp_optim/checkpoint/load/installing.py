@@ -1,8 +1,8 @@
 """The end of a load: install what was read into the live model, optimizer and objects, on all ranks or on none.
 
 Values of modules, the trainer's objects and the optimizer come first, because each of them may refuse, and gets back its previous
-state where a later one does. Weights come last: they are written in place, so that the memory stays bounded, and the previous
-weights are not kept.
+state where a later one does. Weights and trees come last: they are written in place, so that the memory stays bounded, and their
+previous elements are not kept.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.targets import Weights
+from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.live.local_dict import Shard
 from fsdp_optim.transport.agree import agree
@@ -30,8 +31,9 @@ def install_all(
     shard: Shard | list[Shard] | None,
     keep: Sequence[str],
     objects: LoadedObjects | None,
+    trees: TreeTargets | None = None,
 ) -> None:
-    """Install everything. If a rank fails, all but the weights are as they were, on all ranks."""
+    """Install everything. If a rank fails, all but the weights and trees are as they were, on all ranks."""
     with ExitStack() as undo:
         undo.callback(weights.module_values.put_back, install_values(group, weights))
         if objects is not None and objects.has_names:
@@ -41,7 +43,7 @@ def install_all(
             before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
             load_on_all(group, optim, shard, keep, before)
             undo.callback(before.put_back)
-        _install_weights(group, weights, reader)
+        _install_weights(group, weights, reader, trees, objects.in_place if objects is not None else ())
         undo.pop_all()
 
 
@@ -81,9 +83,13 @@ def install_values(group: RankGroup, weights: Weights) -> dict[str, Any]:
     return previous
 
 
-def _install_weights(group: RankGroup, weights: Weights, reader: ModelReader) -> None:
-    """Write the weights into the model on all ranks."""
+def _install_weights(
+    group: RankGroup, weights: Weights, reader: ModelReader, trees: TreeTargets | None, in_place: Sequence[str]
+) -> None:
+    """Write the weights into the model, and the tensors of trees into those of the caller, on all ranks."""
     try:
+        if trees is not None:
+            trees.install(in_place)
         weights.install()
         reader.reshard()
     except RANK_ERRORS as error:

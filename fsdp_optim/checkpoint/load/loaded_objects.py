@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from fsdp_optim.checkpoint.common.random_states import check_random_states, set_random_states
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
-from fsdp_optim.checkpoint.load.saved_state import SavedState, key_of
+from fsdp_optim.checkpoint.load.loaded_trees import LoadedTrees
+from fsdp_optim.checkpoint.load.saved_state import Guarded, SavedState, Unread, complete, key_of
 from fsdp_optim.errors import StateError
+from fsdp_optim.formats.base.codec import Withheld
+from fsdp_optim.formats.base.protocols import Reader
+from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
 from fsdp_optim.memory import detached_copy
 from fsdp_optim.saying import LoadReceipt
 
 log = logging.getLogger("fsdp_optim")
+
+_MOST_READ_UNASKED = 64 << 20  # bytes of the tensors of one value
 
 
 class LoadedObjects:
@@ -25,13 +33,16 @@ class LoadedObjects:
         receipt: what the load has done, on the rank that says it; None before the end.
     """
 
-    def __init__(self, state: RunState, *, strict: bool) -> None:
-        """`strict`: the names must equal the saved names."""
-        self._state, self._strict = state, strict
+    def __init__(self, state: RunState, *, strict: bool, cast: bool = False) -> None:
+        """`strict`: the names must equal the saved names. `cast`: floating tensors in trees may have other dtypes."""
+        self._state, self._strict, self._cast = state, strict, cast
         self._position = 0
         self.receipt: LoadReceipt | None = None
         self._saved = SavedState()
         self._previous: dict[str, Any] = {}
+        self._live: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+        self._trees = LoadedTrees({}, cast)
         self.missing_keys: tuple[str, ...] = ()
         self.unexpected_keys: tuple[str, ...] = ()
 
@@ -43,7 +54,7 @@ class LoadedObjects:
     @property
     def names_loaded(self) -> list[str]:
         """The names of the objects whose states a load replaces on this rank."""
-        return [name for name, _, _ in self._loaded()]
+        return [name for name, _ in self._objects()]
 
     @property
     def own_names(self) -> list[str]:
@@ -60,15 +71,33 @@ class LoadedObjects:
         """Whether random states are asked for, and the checkpoint has none; the same on all ranks."""
         return self._state.rng and not self._saved.has_random
 
-    def check(self, saved: SavedState, position: int) -> None:
+    @property
+    def has_trees(self) -> bool:
+        """Whether tensors of the checkpoint may go into trees or objects of this call; the same on all ranks."""
+        return self._state.is_given and bool(self._saved.stored)
+
+    @property
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of this rank that get elements of the checkpoint, by key, after `check`."""
+        return self._trees.targets
+
+    @property
+    def in_place(self) -> Sequence[str]:
+        """The keys of those `targets` that are overwritten. The others only show how new tensors are to be cut."""
+        return tuple(self._trees.in_place)
+
+    def check(self, saved: SavedState, position: int, where: str) -> None:
         """Raise StateError if the values of the checkpoint do not belong to these objects. Nothing is loaded yet.
 
-        `position`: the index of this rank.
+        Called by all ranks, because a state_dict() may be a collective call. `position`: the index of this rank. `where`: the
+        checkpoint.
         """
         self._saved, self._previous, self._position = saved, {}, position
+        self._live, self._values, self._trees = {}, {}, LoadedTrees(saved.stored, self._cast)
         self.missing_keys, self.unexpected_keys = saved.missing, ()
         if self._state.is_given:
             self._check_names(saved)
+            self._check_trees(saved, where)
         if self._state.rng and saved.random is not None:
             check_random_states(self._position, saved.random)
 
@@ -97,14 +126,54 @@ class LoadedObjects:
         self.missing_keys = (*map(key_of, missing), *saved.missing)
         self.unexpected_keys = tuple(map(key_of, unexpected))
 
+    def _check_trees(self, saved: SavedState, where: str) -> None:
+        for name, value in self._state.named.items():
+            tree = saved.common.get(name)
+            if isinstance(value, PerRank) or not keys_in(tree):
+                continue
+            if not is_stateful(value):
+                self._trees.add_tree(name, tree, value)
+                continue
+            with suppress(Exception):  # before its first load an object may have no state
+                self._live[name] = value.state_dict()
+            self._trees.add_object(name, tree, self._live.get(name))
+        self._trees.check(where, strict=self._strict)
+        self.missing_keys = (*self.missing_keys, *self._trees.missing)
+        self.unexpected_keys = (*self.unexpected_keys, *self._trees.unexpected)
+
+    def fill(self, checkpoint: Reader, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the tensors of `targets` that were read, by key, and read what else the objects and the caller get.
+
+        Tensors that nothing here has a place for are read completely: for objects at once, and for `by_name` if they are few.
+        """
+        saved, ready = self._saved, {**tensors, **self._trees.in_place}
+        for name, tree in saved.by_name.items():
+            given = self._state.named.get(name)
+            value = with_tensors(tree, ready) if name in saved.common else tree
+            if keys_in(value):
+                needed = given is not None and is_stateful(_inner(given))
+                if needed or saved.later is None or saved.nbytes_of(value) <= _MOST_READ_UNASKED:
+                    value = complete(checkpoint, value)
+                else:
+                    value = Unread(value, saved.later)
+            self._values[name] = value
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """All values of the trainer, after `fill`. Values with large tensors that nothing was given for are read on access."""
+        values = self._values
+        guarded = any(isinstance(value, (Withheld, Unread)) for value in values.values())
+        return Guarded(values) if guarded else dict(values)
+
     def remember(self) -> None:
         """Copy the states that `install` replaces. All ranks call this, because a state_dict() may be a collective call.
 
         An object whose state_dict() fails before its first load has no state to get back.
         """
-        for name, target, _ in self._loaded():
+        for name, target in self._objects():
             with suppress(Exception):
-                self._previous[name] = detached_copy(target.state_dict())
+                state = self._live[name] if name in self._live else target.state_dict()
+                self._previous[name] = detached_copy(state)
 
     def install(self) -> None:
         """Load the objects, after all ranks have read the model and the optimizer, and before these are changed."""
@@ -118,7 +187,7 @@ class LoadedObjects:
 
     def put_back(self) -> None:
         """Restore the states of `remember`, because a rank has failed. Raises no error."""
-        for name, target, _ in self._loaded():
+        for name, target in self._objects():
             if name in self._previous:
                 try:
                     target.load_state_dict(self._previous[name])
@@ -130,13 +199,18 @@ class LoadedObjects:
         if self._state.rng and self._saved.random is not None:
             set_random_states(self._saved.random)
 
+    def _objects(self) -> Iterator[tuple[str, Any]]:
+        """Yield the objects that get a saved state, with their names."""
+        saved = self._saved
+        for name, value in self._state.named.items():
+            if is_stateful(_inner(value)) and (name in saved.common or name in saved.own):
+                yield name, _inner(value)
+
     def _loaded(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the objects that get a saved state: name, object, state."""
-        values: Mapping[str, Any] = self._saved.by_name
-        for name, value in self._state.named.items():
-            target = _inner(value)
-            if name in values and is_stateful(target):
-                yield name, target, values[name]
+        values: Mapping[str, Any] = self.by_name
+        for name, target in self._objects():
+            yield name, target, values[name]
 
 
 def _inner(value: Any) -> Any:

@@ -21,6 +21,7 @@ from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, nbytes_o
 from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
 from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
+from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base.protocols import Format, Reader
 from fsdp_optim.move import move
@@ -50,7 +51,7 @@ def restore(
     it has set these. None: those that the options have. `done`: the first word of the line that says it.
     """
     # The only retry of a load. The error is the same on all ranks, which now load the checkpoint that replaced the first one.
-    loaded = objects or LoadedObjects(options.state, strict=options.strict)
+    loaded = objects or LoadedObjects(options.state, strict=options.strict, cast=options.cast)
     result = retry_if_replaced(lambda: _restore(path, model, optim, options, format, loaded))
     if objects is None and loaded.receipt and not options.silent:
         say(f"{done} {loaded.receipt}")
@@ -75,9 +76,13 @@ def _restore(
         with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
             position = _position(options)
             saved = read_state(checkpoint, store, position, options, format)
-            objects.check(saved, position)
+            objects.check(saved, position, checkpoint.index.where)
             saved.warn_of_absent(position, checkpoint)
+            alone = TreeTargets.alone(world_here().rank, objects.targets, checkpoint.index.trees)
+            alone.read_alone(checkpoint)
+            objects.fill(checkpoint, alone.tensors())
             install_objects_alone(objects)
+            alone.install(objects.in_place)
             return _result(saved, objects, checkpoint)
     with (
         collective_call("load", [model], options, options.call, all_of_plain=True) as ((reader,), group),
@@ -92,9 +97,12 @@ def _restore(
         weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
         state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
         saved = read_state(checkpoint, store, group.position, options, format)
-        objects.check(saved, group.position)
+        objects.check(saved, group.position, checkpoint.index.where)
+        trees = None
+        if objects.has_trees:
+            trees = TreeTargets.agree_on_state(group, objects.targets, checkpoint.index.trees, options)
         objects.remember()
-        values = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
+        values = [value for half in (weights, state, trees) if half is not None for value in half.stored_values()]
         total = nbytes_of(values, group.rank)
         failure = Failure()
         with Progress(options.progress, "loading", total, shown=group.rank == group.ranks[0]) as progress:
@@ -106,9 +114,12 @@ def _restore(
                 if failure.error is None:
                     checkpoint.check_unchanged()
                     shard = state.dict_of() if state is not None else None
+                    objects.fill(checkpoint, trees.tensors() if trees is not None else {})
             agree(group, "read", failure.error, fatal=failure.fatal)
             progress.done()
-        install_all(group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects)
+        install_all(
+            group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects, trees=trees
+        )
         if options.compare:
             check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
     small = state.small_tensors if state is not None else ()
@@ -138,7 +149,7 @@ def _position(options: LoadArguments) -> int:
 def _result(saved: SavedState, objects: LoadedObjects, checkpoint: Reader) -> LoadResult:
     """The result of a load of the trainer's values."""
     return LoadResult(
-        saved.by_name,
+        objects.by_name,
         checkpoint.index.facts.step,
         checkpoint.index.facts.world_size,
         objects.missing_keys,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from msgspec import Struct
@@ -14,9 +15,11 @@ from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.run_state import RANDOM, RESERVED
+from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.protocols import COMMON, Format, Reader, rank_extra_name
+from fsdp_optim.formats.base.protocols import COMMON, Format, Reader, StoredTensor, TensorReader, rank_extra_name
+from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
 from fsdp_optim.storage.base import Store
 
 log = logging.getLogger("fsdp_optim")
@@ -28,25 +31,44 @@ _OLD_STATE, _OLD_RANK, _OLD_RANDOM = "state", "rank", "random"
 """The keys under which older versions of a CheckpointManager saved the state of objects, for all ranks and for each rank."""
 
 
+class Unread(Struct, frozen=True):
+    """Stands for a value with large tensors that a load was not asked for. It is read when it is accessed."""
+
+    tree: Any
+    later: Later
+
+    def read(self) -> Any:
+        with self.later.opened() as checkpoint:
+            return complete(checkpoint, self.tree)
+
+
 class Guarded(dict[str, Any]):
-    """A dict that raises CheckpointError on access to a value that is a pickle and not allowed, but not on other values."""
+    """A dict that reads a value on first access where it was not read yet.
+
+    Raises CheckpointError on access to a value that is a pickle and not allowed, but not on other values.
+    """
 
     def __getitem__(self, key: str) -> Any:
-        return _checked(super().__getitem__(key))
+        value = super().__getitem__(key)
+        if isinstance(value, Unread):
+            value = value.read()
+            self[key] = value
+        return _checked(value)
 
     def __iter__(self) -> Iterator[str]:  # makes dict(guarded) access each value, instead of copying the internal ones
         return super().__iter__()
 
     def get(self, key: str, default: Any = None) -> Any:
-        return _checked(super().get(key, default))
+        return self[key] if key in self else default  # noqa: SIM401  # not dict.get, which would not look at the value
 
     def pop(self, key: str, *default: Any) -> Any:
         if key in self:
-            self[key]  # raises before the value is removed
+            self[key]  # reads it, or raises before it is removed
         return super().pop(key, *default)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        return _checked(super().setdefault(key, default))
+        super().setdefault(key, default)
+        return self[key]
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return ValuesView(self)
@@ -63,12 +85,14 @@ class SavedState:
     """The values of the trainer for one rank. A value that is a pickle and not allowed is `Withheld`.
 
     Attributes:
-        common: the values that all ranks have in common.
+        common: the values that all ranks have in common, with an `InFile` in the place of each tensor of a tree.
         own: this rank's own values.
         absent: the names of values that each saving rank has of its own, and this rank lacks, because fewer ranks saved.
         random: this rank's random states; None: it has none.
         has_random: whether any rank has random states.
         read_all_ranks: reads the own values of every rank.
+        stored: the tensors of trees, by key.
+        later: the checkpoint, which is opened again for what is read later.
     """
 
     common: Mapping[str, Any] = field(default_factory=dict)
@@ -77,12 +101,18 @@ class SavedState:
     random: Any = None
     has_random: bool = False
     read_all_ranks: Callable[[], tuple[Mapping[str, Any], ...]] = tuple
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    later: Later | None = None
 
     @property
     def by_name(self) -> dict[str, Any]:
-        """All values. Access to a value that is a pickle and not allowed raises CheckpointError."""
-        values = {**self.common, **self.own, **({RANDOM: self.random} if self.random is not None else {})}
-        return Guarded(values) if any(isinstance(value, Withheld) for value in values.values()) else values
+        """All values, with an `InFile` in the place of each tensor of a tree."""
+        return {**self.common, **self.own, **({RANDOM: self.random} if self.random is not None else {})}
+
+    def nbytes_of(self, tree: Any) -> int:
+        """Return the bytes of the tensors of a tree that are in files."""
+        stored = [self.stored[key] for key in keys_in(tree)]
+        return sum(prod(tensor.shape) * tensor.itemsize for tensor in stored)
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -113,7 +143,7 @@ def read_state(
     """Return the values of the trainer for one rank. `position`: its index among the loading ranks. `store`: for later reads."""
 
     def read(name: str) -> Any:
-        return names[name].decoded_each(allow_pickle=options.allow_pickle)
+        return names[name].as_tree(allow_pickle=options.allow_pickle)
 
     names, own, first = checkpoint.index.extras, rank_extra_name(position), rank_extra_name(0)
     common = _by_name(_EXTRA, read(COMMON) if COMMON in names else None)
@@ -124,18 +154,31 @@ def read_state(
         of_example = {_PER_RANK_EXTRA: example}
     random = of_example.pop(RANDOM, None)
     shown = {name: value for name, value in of_example.items() if not name.startswith(RESERVED)}
+    later = Later(store, checkpoint.index.identity, options.verify, options.allow_pickle, format)
     return SavedState(
         {name: value for name, value in common.items() if not name.startswith(RESERVED)},
         shown if has_own else {},
         () if has_own else tuple(shown),
         random if has_own else None,
         random is not None,
-        _OfAllRanks(store, checkpoint.index.identity, options.verify, options.allow_pickle, format).read,
+        later.all_ranks,
+        checkpoint.index.trees,
+        later,
     )
 
 
-class _OfAllRanks(Struct, frozen=True):
-    """The place of the own values of all ranks, which are read on demand, because most ranks need only their own."""
+def complete(checkpoint: TensorReader, tree: Any) -> Any:
+    """Return a tree with its tensors, each read completely on this rank."""
+    keys, trees = keys_in(tree), checkpoint.index.trees
+    tensors = read_constants(checkpoint, [trees[key] for key in keys])
+    # Tensors without dimensions are views of one memory, which each would keep alive.
+    return with_tensors(
+        tree, {key: tensor if tensor.dim() else tensor.clone() for key, tensor in zip(keys, tensors, strict=True)}
+    )
+
+
+class Later(Struct, frozen=True):
+    """A checkpoint that is opened again for what few callers need: the own values of all ranks, and large tensors."""
 
     store: Store
     identity: Mapping[str, Any]
@@ -143,21 +186,30 @@ class _OfAllRanks(Struct, frozen=True):
     allow_pickle: bool
     format: Format | None
 
-    def _open(self) -> Reader:
-        return open_checkpoint(self.store, verify=self.verify, format=self.format)
+    @contextmanager
+    def opened(self) -> Iterator[Reader]:
+        """Open the checkpoint. Raises CheckpointError if it is another one by now."""
 
-    def read(self) -> tuple[Mapping[str, Any], ...]:
-        with closing(retry_if_replaced(self._open)) as checkpoint:
+        def reopen() -> Reader:
+            return open_checkpoint(self.store, verify=self.verify, format=self.format)
+
+        with closing(retry_if_replaced(reopen)) as checkpoint:
             if checkpoint.index.identity != self.identity:
                 raise CheckpointError(
-                    f"{self.store.where}: was replaced by another checkpoint after the load: read all_ranks before the next save"
+                    f"{self.store.where}: was replaced by another checkpoint after the load: read result.all_ranks, and large "
+                    "tensors in result.state, before the next save"
                 )
+            yield checkpoint
+
+    def all_ranks(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the own values of each rank that saved."""
+        with self.opened() as checkpoint:
+            extras = checkpoint.index.extras
 
             def read(name: str) -> Any:
-                file = checkpoint.index.extras.get(name)
-                return file.decoded(allow_pickle=self.allow_pickle) if file is not None else None
+                return extras[name].decoded(allow_pickle=self.allow_pickle) if name in extras else None
 
-            common = _by_name(_EXTRA, read(COMMON))
+            common = _by_name(_EXTRA, extras[COMMON].as_tree(allow_pickle=True) if COMMON in extras else None)
             values = [read(rank_extra_name(position)) for position in range(checkpoint.index.facts.world_size)]
         own = [_named(common, value)[1] for value in values]
         return tuple(own) if any(own) else ()

@@ -70,16 +70,19 @@ class FilePlan:
         state: SavedHalf | None,
         ranks: Sequence[int],
         *,
+        trees: SavedHalf | None,
         strategy: str,
         shared: str,
         capabilities: Capabilities,
     ) -> FilePlan:
-        """Plan the files of the weights, then the files of the state. `shared`: the string from the leader's `Prepared`."""
+        """Plan the files of the weights, of the state, and of the trees. `shared`: the string from the leader's `Prepared`."""
         halves: dict[Half, Sequence[SavedValue]] = {}
         if options.weights != "none":
             halves["model"] = weights.tensors
         if state is not None:
             halves["optim"] = state.tensors
+        if trees is not None and trees.tensors:
+            halves["state"] = trees.tensors
         most, num = options.max_file_size, len(ranks)
         if strategy == PER_RANK:
             shares = {half: min(most, _share(writer, half, values, shared, num)) for half, values in halves.items()}

@@ -11,11 +11,13 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
+from fsdp_optim.checkpoint.common.run_state import refuse_sharded
+from fsdp_optim.checkpoint.common.trees import read_trees
 from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
 from fsdp_optim.checkpoint.save.renaming import SavedNames
 from fsdp_optim.errors import StateError
-from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, StoredExtra, StoredOptim
+from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, NewTree, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Prepared, SavedWeights, Writer, rank_extra_name
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.live.local import Optimizers
@@ -32,7 +34,8 @@ class SaveContents(Struct, frozen=True):
     names: SavedNames
     weights: SavedHalf
     state: SavedHalf | None
-    common: Any  # of the values of state=, those that all ranks have in common; None: there are none
+    trees: SavedHalf | None  # the tensors of state=
+    common: Any  # of the values of state=, those that all ranks have in common, with InFile for tensors; None: there are none
     small_files: Mapping[str, bytes]
 
     @classmethod
@@ -57,21 +60,29 @@ class SaveContents(Struct, frozen=True):
         state = read_state(reader, optim, group, options, options.call, about) if optim is not None else None
         names = SavedNames.of(group, options.rename, weights, state)
         weights, state = names.of_half(weights), names.of_half(state) if state is not None else None
-        common, own = options.state.saved()  # on every rank: a state_dict() may be a collective call
+        values, own = options.state.saved()  # on every rank: a state_dict() may be a collective call
+        common: Mapping[str, Any] = values or {}
+        trees = None
+        if options.state.is_given and writer.writes_trees:  # the same on all ranks
+            common, trees = read_trees(group, common, options)
+        for key, value in common.items():
+            refuse_sharded(f"state[{key!r}]", value)
         return cls(
             options=options,
             writer=writer,
             names=names,
             weights=weights,
             state=state,
-            common=common,
+            trees=trees,
+            common=common or None,
             small_files=_encode_per_rank(writer, own, options, group),
         )
 
     @property
     def live(self) -> HalvesEnd:
         """The live tensors as the source of a move."""
-        return HalvesEnd(LiveEnd(self.weights.local), LiveEnd(self.state.local) if self.state is not None else None)
+        state, trees = (LiveEnd(half.local) if half is not None else None for half in (self.state, self.trees))
+        return HalvesEnd(LiveEnd(self.weights.local), state, trees)
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -87,6 +98,7 @@ class SaveContents(Struct, frozen=True):
             self.weights,
             self.state,
             ranks,
+            trees=self.trees,
             strategy=strategy,
             shared=shared,
             capabilities=capabilities,
@@ -115,7 +127,7 @@ class SaveContents(Struct, frozen=True):
             optim = StoredOptim(tensors, lambda *_: saved, read=small_values(self.state))
         extras: dict[str, StoredExtra] = {}
         if self.common is not None:
-            extras[COMMON] = KnownExtra(self.common)
+            extras[COMMON] = NewTree(self.common) if self.trees is not None else KnownExtra(self.common)
         if self.weights.module_values:
             extras[MODULES] = KnownExtra(dict(self.weights.module_values))
         which = SavedWeights(self.options.weights, dtype_name(dtype) if dtype is not None else None)
@@ -126,6 +138,7 @@ class SaveContents(Struct, frozen=True):
             aliases={**aliases, **local.module_values.aliases},
             optim=optim,
             extras=extras,
+            trees=stored_tensors(self.trees) if self.trees is not None else {},
             left_out={fqn: param.placement.shape for fqn, param in global_state.params.items() if fqn in left_out},
         )
         return self.names.of_index(index)

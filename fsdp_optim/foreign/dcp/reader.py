@@ -29,6 +29,7 @@ from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import COMMON, Chunks, SavedWeights, StoredTensor, rank_extra_name
 from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
 
@@ -178,6 +179,8 @@ def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
         return extra.pickled() if summary is None else _of_ranks(opened.where, extra.pickled())[0]
 
     given, rank_extras = _of_ranks(opened.where, extra.values if summary is not None else {})
+    in_trees = extra.as_trees(stored)
+    of_lightning = _of_lightning(opened)
     return ForeignReader(
         opened,
         DCP.name,
@@ -186,7 +189,9 @@ def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
             opened.where, [filled(tree, lambda key: values.get(key, stored.get(key))) for tree in meaning.optimizers]
         ),
         items.sources,
-        extra_values={**(extra.values if summary is None else given), **_of_lightning(opened)},
+        extra_values={**(extra.values if summary is None else given), **of_lightning},
+        extra_trees={**(in_trees if summary is None else _of_ranks(opened.where, in_trees)[0]), **of_lightning},
+        trees={key: stored[key] for tree in meaning.extra.values() for key in keys_in(tree) if key in stored},
         rank_extras=rank_extras,
         module_values={
             name: value if isinstance(value, Withheld) else [None, value] for name, value in of_modules.values.items()
@@ -241,6 +246,7 @@ class _WholeValues:
     items: Mapping[str, ItemPlace]
     apart: Mapping[str, torch.Tensor]
     values: Mapping[str, Any]
+    loaded: Mapping[str, Any]
 
     @classmethod
     def of(
@@ -256,7 +262,10 @@ class _WholeValues:
         read = [key for name, tree in trees.items() if nbytes[name] <= _MOST_EXTRA_NBYTES for key in keys_in(tree)]
         apart = {key: made for key in read if (made := _empty(saved, key)) is not None}
         apart.update(places.read_apart(read))
-        items = {key: item for key in read if key not in apart and (item := _item(saved, key)) is not None}
+        read += [key for tree in trees.values() for key in keys_in(tree) if key in saved.values]
+        items = {
+            key: item for key in dict.fromkeys(read) if key not in apart and (item := _item(saved, key)) is not None
+        }
         loaded = {**read_values(opened, items), **apart}
         values: dict[str, Any] = {}
         for name, tree in trees.items():
@@ -271,7 +280,16 @@ class _WholeValues:
             value = filled(tree, loaded.__getitem__)
             what = unread_class_in(value)
             values[str(name)] = value if not what else _withheld(opened, name, what)
-        return cls(opened, trees, items, apart, values)
+        return cls(opened, trees, items, apart, values, loaded)
+
+    def as_trees(self, stored: Mapping[str, StoredTensor]) -> Mapping[str, Any]:
+        """Return the values with an `InFile` in the place of each tensor that is an item of its own."""
+        made: dict[str, Any] = {}
+        for name, tree in self.trees.items():
+            value = filled(tree, lambda key: InFile(key) if key in stored else self.loaded[key])
+            what = unread_class_in(value)
+            made[str(name)] = value if not what else _withheld(self.opened, name, what)
+        return made
 
     def pickled(self) -> Mapping[str, Any]:
         """Return the values with objects of all classes, which can run any code."""

@@ -18,10 +18,14 @@ import torch
 
 from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.tree_values import InFile, leaves_of
 from fsdp_optim.memory import dtype_name
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """The place of a value in nested dicts and lists."""
+
+_TUPLE = ["()"]
+"""What stands among the recorded keys for a list that is a tuple in truth: one with tensors, which are items of their own."""
 
 OF_RANKS = "per_rank_extra"
 """The key of the trainer's values of each rank, which are under the numbers of the ranks."""
@@ -43,12 +47,12 @@ def key_of(path: Path) -> str:
 def flattened(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     """Yield the values inside dicts, and inside lists that have dicts or tensors, each with its path.
 
-    An empty dict is a value, which torch.distributed.checkpoint would leave out.
+    So are tuples with tensors of trees. An empty dict is a value, which torch.distributed.checkpoint would leave out.
     """
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from flattened(item, (*path, str(name)))
-    elif isinstance(value, list) and not _is_leaf(value):
+    elif _is_opened(value):
         for index, item in enumerate(value):
             yield from flattened(item, (*path, index))
     else:
@@ -71,7 +75,9 @@ def other_keys_in(where: str, value: Any, path: Path = ()) -> Iterator[tuple[Pat
             yield path, list(value)
         for key, item in value.items():
             yield from other_keys_in(where, item, (*path, str(key)))
-    elif isinstance(value, list) and not _is_leaf(value):
+    elif _is_opened(value):
+        if isinstance(value, tuple):
+            yield path, _TUPLE
         for index, item in enumerate(value):
             yield from other_keys_in(where, item, (*path, index))
 
@@ -101,16 +107,24 @@ def _with_keys(where: str, value: Any, by_path: Mapping[Path, list[Any]], path: 
             raise CheckpointError(f"{where}: {KEYS}: has other keys than {'.'.join(map(str, path))}")
         return {key: made[str(key)] for key in keys}
     if isinstance(value, list):
-        return [_with_keys(where, item, by_path, (*path, index)) for index, item in enumerate(value)]
+        items = [_with_keys(where, item, by_path, (*path, index)) for index, item in enumerate(value)]
+        return tuple(items) if by_path.get(path) == _TUPLE else items
     return value
+
+
+def _is_opened(value: Any) -> bool:
+    """Return whether the items of a list or tuple have paths of their own."""
+    if isinstance(value, tuple):
+        return any(isinstance(leaf, InFile) for _, leaf in leaves_of(value))
+    return isinstance(value, list) and not _is_leaf(value)
 
 
 def _is_leaf(value: Any) -> bool:
     if isinstance(value, Mapping):
         return False
     if not isinstance(value, list):
-        return True
-    return all(_is_leaf(item) and not isinstance(item, torch.Tensor) for item in value)
+        return not _is_opened(value)
+    return all(_is_leaf(item) and not isinstance(item, (torch.Tensor, InFile)) for item in value)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import CheckpointError, shortened
@@ -50,6 +50,7 @@ from fsdp_optim.formats.base.protocols import (
 )
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
 
@@ -77,6 +78,10 @@ class DcpWriter(Writer):
     """The `Writer` of DCP folders. `is_flat`: weights are at the top level, as torchtitan has them, not under "model"."""
 
     is_flat: bool = False
+
+    writes_trees: ClassVar[bool] = True
+
+    _paths: Mapping[str, Path] = field(default_factory=dict)  # of the tensors of trees, by key
     _chunks: dict[str, list[Chunk]] = field(default_factory=dict)
 
     @property
@@ -86,7 +91,7 @@ class DcpWriter(Writer):
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         contents = contents_of(index, allow_pickle=allow_pickle, records=records)
-        extras = dict(extras_in(index, allow_pickle=allow_pickle))
+        extras = dict(extras_in(index, allow_pickle=allow_pickle, as_trees=True))
         taken = {name.partition(".")[0] for name in contents.params} | set(contents.params) if self.is_flat else {MODEL}
         common = extras.get(COMMON, {})
         top_names = map(str, common) if isinstance(common, Mapping) else ["extra"]
@@ -94,6 +99,7 @@ class DcpWriter(Writer):
             raise CheckpointError(
                 f"state[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
             )
+        self._paths = _paths_of_trees(common)
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras.items())
         values = ValueFile(allow_pickle)
         if contents.optim is not None:
@@ -172,8 +178,9 @@ class DcpWriter(Writer):
             tensors = {tensor.key: tensor for tensor in file.tensors}
             for chunk in self._chunks[file.name]:
                 tensor = tensors[chunk.key]
-                if file.half == "optim":
-                    listed.add_chunk(paths[chunk.key], tensor, chunk, file.name)
+                if file.half != "model":
+                    path = paths[chunk.key] if file.half == "optim" else self._paths[chunk.key]
+                    listed.add_chunk(path, tensor, chunk, file.name)
                     continue
                 for fqn in (chunk.key, *others.get(chunk.key, ())):
                     listed.add_chunk((*self._root, fqn), tensor, chunk, file.name)
@@ -279,8 +286,15 @@ def _add(values: ValueFile, where: str, value: Any, *paths: Path) -> None:
     """Add the items of a value, each under all of the paths."""
     check_elements(where, value, CheckpointError)
     for inner, item in flattened(value, ()):
+        if isinstance(item, InFile):  # written with the others of its half
+            continue
         name = where + "".join(f"[{part!r}]" for part in inner)
         values.add(name, item, *((*path, *inner) for path in paths))
+
+
+def _paths_of_trees(common: Any) -> dict[str, Path]:
+    """Return the path of each tensor of a tree, by its key."""
+    return {item.key: path for path, item in flattened(common, ()) if isinstance(item, InFile)}
 
 
 def _add_keys(values: ValueFile, where: str, value: Any, name: str) -> None:

@@ -1,7 +1,8 @@
 """An exact encoding of plain values as JSON and tensors: tuples stay tuples, and NaN stays NaN. Pickle only on request.
 
 A value that JSON lacks is written as an object with one key that begins with `$`: {"$tuple": [...]}, {"$tensor": 3} for the
-fourth tensor, and so on. A dict of the user with such a key is written as {"$dict": [[key, value], ...]}.
+fourth tensor, {"$stored": "ema.weight"} for a tensor in another file, and so on. A dict of the user with such a key is written as
+{"$dict": [[key, value], ...]}.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fsdp_optim.errors import CheckpointError, WrapperError
 from fsdp_optim.formats.base.bools import check_bools_of
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.header import code_of
+from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
 _MOST_BITS = 14_000  # in an int; Python parses at most 4,300 digits
@@ -122,6 +124,8 @@ class Encoder:
             return {"$ndarray": self._add(where, _from_numpy(where, value))}
         if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
             return {"$numpy": self._add(where, _from_numpy(where, value))}
+        if type(value) is InFile:
+            return {"$stored": value.key}
         if type(value) in (bytes, bytearray):
             return {"$bytes" if type(value) is bytes else "$bytearray": self._binary(value)}
         if type(value) is complex:
@@ -284,6 +288,7 @@ class Decoder:
             "$set": lambda items: set(self._items(items)),
             "$frozenset": lambda items: frozenset(self._items(items)),
             "$size": lambda items: torch.Size(self._items(items)),
+            "$stored": _in_file,
             "$tensor": self._tensor,
             "$ndarray": lambda index: self._tensor(index).numpy(),
             "$numpy": lambda index: self._tensor(index).numpy()[()],
@@ -349,6 +354,12 @@ class Decoder:
         if tensor.dtype != torch.uint8:
             raise TypeError(f"tensor {encoded} has the dtype {tensor.dtype}, not uint8")
         return tensor.numpy().tobytes()
+
+
+def _in_file(key: Any) -> InFile:
+    if not isinstance(key, str):
+        raise TypeError(f"{str(key)[:80]} is not the name of a tensor")
+    return InFile(key)
 
 
 def _pairs(encoded: Any) -> list[tuple[Any, Any]]:

@@ -30,6 +30,13 @@ class StoredExtra(Protocol):
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         """Return the value, but with `codec.Withheld` in the place of each item of a dict that is a pickle and not allowed."""
 
+    def as_tree(self, *, allow_pickle: bool) -> Any:
+        """Return as `decoded_each`, but with an `InFile` in the place of each tensor that is among the `trees` of the index.
+
+        The other two methods read these tensors completely.
+        """
+        return self.decoded_each(allow_pickle=allow_pickle)
+
 
 @dataclass(frozen=True)
 class KnownExtra(StoredExtra):
@@ -42,6 +49,22 @@ class KnownExtra(StoredExtra):
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         return self.value
+
+
+@dataclass(frozen=True)
+class NewTree(StoredExtra):
+    """The values of a new checkpoint. `tree` has an `InFile` for each tensor that is still in the memory of ranks."""
+
+    tree: Any
+
+    def decoded(self, *, allow_pickle: bool) -> Any:
+        raise CheckpointError("the tensors of a new tree are in the memory of ranks: a writer takes as_tree()")
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        return self.decoded(allow_pickle=allow_pickle)
+
+    def as_tree(self, *, allow_pickle: bool) -> Any:
+        return self.tree
 
 
 @dataclass(frozen=True)
@@ -138,6 +161,7 @@ class CheckpointIndex:
         aliases: other names of parameters and buffers, each with the stored name.
         optim: the optimizer; None if none was saved.
         extras: the values of the trainer and of modules, by the names in `records`: COMMON, MODULES, and one for each rank.
+        trees: the tensors of trees among the values of the trainer (`InFile`), by key.
         left_out: the shapes of those parameters and buffers of the model that a save has left out, for a writer.
         source: the reader of the checkpoint that is converted, of which a writer of the same format may copy files.
         identify: a function that returns the `identity`.
@@ -149,6 +173,7 @@ class CheckpointIndex:
     aliases: Mapping[str, str] = field(default_factory=dict)
     optim: StoredOptim | None = None
     extras: Mapping[str, StoredExtra] = field(default_factory=dict)
+    trees: Mapping[str, StoredTensor] = field(default_factory=dict)
     left_out: Mapping[str, Shape] = field(default_factory=dict)
     source: object = None
     identify: Callable[[], Mapping[str, Any]] = field(default=dict, repr=False)

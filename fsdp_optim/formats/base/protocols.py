@@ -111,7 +111,14 @@ class Reader(TensorReader, Protocol):
 
 
 class Writer(Protocol):
-    """The plan of the files of one save, or of one conversion. Every rank makes one, and plans the same files with it."""
+    """The plan of the files of one save, or of one conversion. Every rank makes one, and plans the same files with it.
+
+    Attributes:
+        writes_trees: whether it gets the tensors of trees (`index.trees`) as the half "state", with an `InFile` in their places
+            among the values of the trainer. False: it gets these values with their tensors, which no other rank writes.
+    """
+
+    writes_trees: ClassVar[bool] = False
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         """Encode all that an index says besides elements. Raises CheckpointError that names a value which cannot be written.

@@ -21,8 +21,8 @@ from fsdp_optim.formats.base.summary import ManagerRecord, content_of
 from fsdp_optim.layout import STORAGE, Placement, Shape, Whole
 from fsdp_optim.memory import dtype_named
 
-Half = Literal["model", "optim"]
-
+Half = Literal["model", "optim", "state"]
+"""What tensors belong to: the weights of the model, the state of the optimizer, or the trees of `state=`."""
 
 COMMON, MODULES = "common", "model"
 """Names of extras: the values of the trainer, and the values of modules besides parameters and buffers."""
@@ -117,7 +117,7 @@ class PlannedFile:
     """One file to write.
 
     Attributes:
-        half: the half that all tensors belong to; None: the file may have tensors of both.
+        half: the half that all tensors belong to; None: the file may have tensors of several.
         head: the first bytes of the file, which the process that creates the file writes.
         tensors, starts: the tensors in the order of their bytes, and the byte of the data at which each tensor begins. The data
             are all bytes of the file but the head and the frames.

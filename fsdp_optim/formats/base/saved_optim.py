@@ -18,7 +18,7 @@ from fsdp_optim.formats.base.description import (
 )
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.index import CheckpointIndex, SavedOptim
-from fsdp_optim.formats.base.records import CheckpointContents, StoredTensor
+from fsdp_optim.formats.base.records import COMMON, CheckpointContents, StoredTensor
 
 WORD_OF = {"sharded": TENSOR, "scalar": SCALAR_TENSOR}
 """The words in a description for kinds of a full dict, where a file has the elements. All other kinds have one word in both."""
@@ -103,9 +103,16 @@ def contents_of(index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[
     )
 
 
-def extras_in(index: CheckpointIndex, *, allow_pickle: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of the extras of a new checkpoint."""
+def extras_in(index: CheckpointIndex, *, allow_pickle: bool, as_trees: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of the extras of a new checkpoint.
+
+    `as_trees`: with an `InFile` in the place of each tensor of `index.trees`, which the writer gets in the half "state".
+    """
     for name in sorted(index.extras):
-        value = index.extras[name].decoded(allow_pickle=allow_pickle)
+        extra = index.extras[name]
+        if as_trees and name == COMMON:
+            value = extra.as_tree(allow_pickle=allow_pickle)
+        else:
+            value = extra.decoded(allow_pickle=allow_pickle)
         if value is not None:
             yield name, value

@@ -101,11 +101,13 @@ class OwnWriter(Writer):
     weights_name: str = MODEL
     beside: tuple[tuple[str, bytes], ...] = ()
 
+    writes_trees: ClassVar[bool] = True
+
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         if isinstance(index.source, Checkpoint):
             return self._copied(index.source, with_optim=index.optim is not None)
         contents = contents_of(index, allow_pickle=allow_pickle, records=records)
-        extras = extras_in(index, allow_pickle=allow_pickle)
+        extras = extras_in(index, allow_pickle=allow_pickle, as_trees=True)
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras)
         optim, read_back, shared = None, None, ""
         if contents.optim is not None:
@@ -128,7 +130,7 @@ class OwnWriter(Writer):
             has_optim=contents.optim is not None,
             optim=optim,
             created_ns=0,
-            version=version_for(model),
+            version=version_for(model, has_trees=bool(index.trees)),
         )
         return Prepared(contents.content, shared, files, read_back, manifest)
 
@@ -141,7 +143,8 @@ class OwnWriter(Writer):
         metadata = reader.files[first].header.metadata if first is not None and with_optim else {}
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
         model = replace(reader.manifest.model, weights_name=self.weights_name)
-        manifest = replace(reader.manifest, model=model, version=version_for(model), summary=None)
+        version = version_for(model, has_trees=bool(reader.trees))
+        manifest = replace(reader.manifest, model=model, version=version, summary=None)
         if not with_optim:
             files.pop(DESCRIPTION_FILE, None)
             manifest = replace(manifest, has_optim=False, optim=None)
@@ -200,7 +203,7 @@ class OwnWriter(Writer):
                 sums = hex_of(data)
             infos[file.name] = FileInfo(file.nbytes, hex_of(file.head), sums)
         beside = list(self.beside)
-        for stem in (self.weights_name, "optim"):
+        for stem in (self.weights_name, "optim", "state"):
             split = [file for file in files if file.name.startswith(f"{stem}-")]
             if split:
                 beside.append((f"{stem}{INDEX}", _index_of(split)))

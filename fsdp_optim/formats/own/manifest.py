@@ -21,8 +21,8 @@ from fsdp_optim.storage.base import Opened, Undecided, check_name
 
 NAME = "fsdp_optim.json"
 MOST_NBYTES = 1 << 28  # in a manifest; a parameter needs some hundred
-FORMAT, VERSION = "fsdp_optim", 3
-_VERSION_OF_ALL_WEIGHTS = 2
+FORMAT, VERSION = "fsdp_optim", 4
+_VERSION_OF_ALL_WEIGHTS, _VERSION_OF_SOME_WEIGHTS = 2, 3
 MODEL = "model"
 """How the names of files with weights begin, unless the manifest says otherwise."""
 
@@ -142,10 +142,15 @@ class Manifest(Struct, frozen=True, kw_only=True):
         return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
 
 
-def version_for(model: ModelInfo) -> int:
-    """Return the lowest version of the format that has all entries of a new manifest, so that older readers can read it."""
+def version_for(model: ModelInfo, *, has_trees: bool) -> int:
+    """Return the lowest version of the format that has all entries of a new manifest, so that older readers can read it.
+
+    `has_trees`: some files have tensors of `state=`.
+    """
+    if has_trees:
+        return VERSION
     is_plain = (model.weights, model.weights_dtype, model.weights_name) == ("all", None, MODEL)
-    return _VERSION_OF_ALL_WEIGHTS if is_plain else VERSION
+    return _VERSION_OF_ALL_WEIGHTS if is_plain else _VERSION_OF_SOME_WEIGHTS
 
 
 class _Head(Struct, frozen=True):

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import msgspec
+import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.bools import BOOL, check_bools
@@ -23,8 +24,10 @@ from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import replaced_error
 from fsdp_optim.formats.base.records import SavedWeights, StoredTensor
 from fsdp_optim.formats.base.saved_optim import saved_optim
+from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
 from fsdp_optim.formats.own.extras import Extra, read_extra
 from fsdp_optim.formats.own.manifest import NAME, FileInfo, Manifest, ModelInfo, manifest_in
+from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened, check_name
 
 MOST_INDEX_NBYTES = 1 << 28
@@ -33,6 +36,9 @@ _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
 _EXTRA, _SUFFIX = "extra/", ".safetensors"
 INDEX = ".safetensors.index.json"
 """The end of the name of an index."""
+
+TREES = "state"
+"""How the names of files with tensors of `state=` begin."""
 
 DESCRIPTION_FILE = "extra/optim.safetensors"
 """The file of the optimizer's description, if the description contains tensors."""
@@ -95,6 +101,7 @@ class Checkpoint:
     files: Mapping[str, StoredFile]
     model: Mapping[str, StoredTensor]
     optim: Mapping[str, StoredTensor]
+    trees: Mapping[str, StoredTensor]
     verifies: bool = True
     _manifest_version: tuple[object, ...] | None = None
     _tables: dict[str, Sums | None] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -115,7 +122,7 @@ class Checkpoint:
         manifest = manifest_in(opened)
         files: dict[str, StoredFile] = {}
         weights_name = manifest.model.weights_name
-        halves: dict[str, dict[str, StoredTensor]] = {weights_name: {}, "optim": {}}
+        halves: dict[str, dict[str, StoredTensor]] = {weights_name: {}, "optim": {}, TREES: {}}
         for name, info in manifest.files.items():
             if name.startswith("extra/"):
                 continue
@@ -126,7 +133,8 @@ class Checkpoint:
             stem = name.split("-")[0].split(".")[0]
             if stem not in halves:
                 raise CheckpointError(
-                    f"{opened.where}: the manifest names {name}, which is a file of neither the model nor the optimizer"
+                    f"{opened.where}: the manifest names {name}, which is a file of neither the model, nor the optimizer, nor "
+                    "the trainer's values"
                 )
             file = files[name] = _open_file(opened, name, info, verify=verify)
             short, request, tensors = file.short_nbytes, opened.request_nbytes, halves[stem]
@@ -145,6 +153,7 @@ class Checkpoint:
             files=files,
             model=halves[weights_name],
             optim=halves["optim"],
+            trees=halves[TREES],
             verifies=verify,
             _manifest_version=version,
         )
@@ -168,6 +177,7 @@ class Checkpoint:
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,
             {name.removeprefix(_EXTRA).removesuffix(_SUFFIX): _LazyExtra(self, name) for name in names},
+            self.trees,
             identify=self._identity,
         )
 
@@ -242,6 +252,14 @@ class Checkpoint:
                 read_extents(section, ranges, sums, did_read)
                 check_bools(section.name, file.bools, ranges)
 
+    def complete(self, stored: StoredTensor) -> torch.Tensor:
+        """Read one tensor completely, on the CPU."""
+        tensor = torch.empty(stored.shape, dtype=dtype_named(stored.dtype))
+        if tensor.numel():
+            memory = tensor.view(-1).view(torch.uint8).numpy().data
+            self.read({stored.file: [Extent(stored.start, memory)]})
+        return tensor
+
     def verified(self) -> Checkpoint:
         """Return the same checkpoint, read with verification. Closing this reader closes both."""
         with self._noticing_replacement():
@@ -280,10 +298,32 @@ class _LazyExtra(StoredExtra):
     name: str
 
     def decoded(self, *, allow_pickle: bool) -> Any:
-        return self.reader.extra(self.name, verify=self.reader.verifies).decoded(allow_pickle=allow_pickle)
+        return self._read(self._extra().decoded(allow_pickle=allow_pickle))
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
-        return self.reader.extra(self.name, verify=self.reader.verifies).decoded_each(allow_pickle=allow_pickle)
+        return self._read(self.as_tree(allow_pickle=allow_pickle))
+
+    def as_tree(self, *, allow_pickle: bool) -> Any:
+        tree = self._extra().decoded_each(allow_pickle=allow_pickle)
+        self._check(keys_in(tree))
+        return tree
+
+    def _extra(self) -> Extra:
+        return self.reader.extra(self.name, verify=self.reader.verifies)
+
+    def _check(self, keys: Sequence[str]) -> None:
+        """Raise CheckpointError where a tree names a tensor that no file has."""
+        lacking = next((key for key in keys if key not in self.reader.trees), None)
+        if lacking is not None:
+            raise CheckpointError(f"{self.reader.where}: {self.name} names the tensor {lacking}, which is in no file")
+
+    def _read(self, tree: Any) -> Any:
+        """Read the tensors of a tree completely."""
+        keys = keys_in(tree)
+        if not keys:
+            return tree
+        self._check(keys)
+        return with_tensors(tree, {key: self.reader.complete(self.reader.trees[key]) for key in keys})
 
 
 def _check_small(opened: Opened, name: str, info: FileInfo) -> None:

@@ -1,0 +1,22 @@
+"""Tensors by name that no module has, such as those of a dict: they are read as the parameters of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fsdp_optim.adapters.reader import ModelReader
+
+
+def reader_of(tensors: Mapping[str, torch.Tensor], rank: int) -> ModelReader:
+    """Return a reader of some tensors. Their names are its FQNs; two names of one tensor are two parameters of one memory.
+
+    A DTensor lies where its mesh and its placements say. Any other tensor lies on all ranks that have one of its name.
+    """
+    module, seen = nn.Module(), set[int]()
+    for name, tensor in tensors.items():
+        module._parameters[name] = tensor.detach() if id(tensor) in seen else tensor  # type: ignore[assignment]
+        seen.add(id(tensor))
+    return ModelReader(module, rank)

@@ -1,0 +1,113 @@
+"""Tensors of `state=` as targets of a load: each rank's memory for the elements that it needs, and the tensors made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from msgspec import Struct
+
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
+from fsdp_optim.checkpoint.common.contents import TREE
+from fsdp_optim.checkpoint.common.trees import key_of, local_of
+from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue
+from fsdp_optim.errors import StateError, shortened
+from fsdp_optim.formats.base.protocols import Reader, StoredTensor
+from fsdp_optim.memory import Budget
+from fsdp_optim.move import Slice
+from fsdp_optim.state.dicts.packed import LocalId
+from fsdp_optim.state.live.local_dict import Flats
+from fsdp_optim.state.merged.global_state import GlobalState
+from fsdp_optim.state.merged.replicas import ELEMENTS
+from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.verbs.call import Local, agree_on_state
+
+_BUDGET_ALONE = 64 << 20  # bytes, of copies of device memory on the host
+
+
+class TreeTargets(Struct, frozen=True):
+    """The tensors of this rank that get elements of a checkpoint. `flats`: 1-D tensors with them, by local id."""
+
+    local: Local
+    global_state: GlobalState | None
+    stored: Mapping[str, StoredTensor]
+    flats: Mapping[LocalId, torch.Tensor]
+
+    @classmethod
+    def agree_on_state(
+        cls,
+        group: RankGroup,
+        targets: Mapping[str, torch.Tensor],
+        trees: Mapping[str, StoredTensor],
+        options: LoadArguments,
+    ) -> TreeTargets:
+        """Agree with the other ranks on the tensors to fill, by key. Called by all ranks. `trees`: those of the checkpoint.
+
+        Raises StateError for a tensor that is cut in another shape than it was saved in.
+        """
+        local, global_state = agree_on_state(
+            group,
+            lambda: local_of(targets, group.rank, group.ranks),
+            options,
+            "the tensors of state=",
+            with_state=False,
+            what=ELEMENTS,
+        )
+        return cls._of(local, global_state, trees)
+
+    @classmethod
+    def alone(cls, rank: int, targets: Mapping[str, torch.Tensor], trees: Mapping[str, StoredTensor]) -> TreeTargets:
+        """Return the same for this rank, without a word to the others."""
+        return cls._of(local_of(targets, rank, (rank,)), None, trees)
+
+    @classmethod
+    def _of(cls, local: Local, global_state: GlobalState | None, trees: Mapping[str, StoredTensor]) -> TreeTargets:
+        memory, flats, rank = Flats(local.view.rank), {}, local.view.rank
+        differing = []
+        for param in local.optim.params:
+            (fqn,) = param.named.fqns
+            stored, shape = trees[key_of(fqn)], param.named.placements[fqn].shape
+            if stored.shape != shape:
+                differing.append(f"{fqn}: shape {list(stored.shape)} in the checkpoint, {list(shape)} on rank {rank}")
+                continue
+            summary = Summary(sharded=((TREE, stored.dtype),), names=(TREE,))
+            flats[param.local_id] = memory.of(param, summary)[TREE]
+        if differing:
+            raise StateError(
+                f"tensors of state= have other shapes than the saved ones:\n{shortened(differing, 20, chr(10))}"
+            )
+        return cls(local, global_state, trees, flats)
+
+    def stored_values(self) -> Iterator[StoredValue]:
+        """Yield the values to move, the same on all ranks."""
+        params = self.global_state.params if self.global_state is not None else {}
+        for fqn, param in params.items():
+            local = self.local.by_fqn.get(fqn)
+            flat = self.flats[local.local_id] if local is not None else None
+            yield StoredValue.of(fqn, TREE, self.stored[key_of(fqn)], param.placement, flat, is_state=False)
+
+    def read_alone(self, checkpoint: Reader) -> None:
+        """Read this rank's elements, without the other ranks."""
+        slices = []
+        for param in self.local.optim.params:
+            (fqn,) = param.named.fqns
+            placement, flat = param.named.placements[fqn], self.flats[param.local_id]
+            value = StoredValue.of(fqn, TREE, self.stored[key_of(fqn)], placement, flat, is_state=False)
+            slices.append(Slice(value, placement, flat))
+        budget = Budget(_BUDGET_ALONE, "copies of device memory on the host")
+        CheckpointEnd(checkpoint, self.local.view.rank, budget, as_needed=True).fill(slices)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return new tensors with the elements that were read, cut as the live ones, by key."""
+        return {
+            key_of(param.named.fqns[0]): param.handle.from_local(self.flats[param.local_id])
+            for param in self.local.optim.params
+        }
+
+    def install(self, keys: Sequence[str]) -> None:
+        """Write the elements that were read into some of the live tensors."""
+        wanted = set(keys)
+        for param in self.local.optim.params:
+            if key_of(param.named.fqns[0]) in wanted:
+                param.handle.install(self.flats[param.local_id])
