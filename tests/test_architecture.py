@@ -91,13 +91,13 @@ foreign.torch: arguments errors foreign foreign.archive foreign.hugging_face for
     options registry storage.base
 verbs: adapters arguments dtensors elements errors layout memory move options results speed state.dicts
     state.live state.merged state.values transport view
-checkpoint.common: adapters arguments boundary elements errors formats.base formats.own layout memory move options plan
+checkpoint.common: adapters arguments boundary dtensors elements errors formats.base formats.own layout memory move options plan
     registry results speed state.dicts state.live state.merged state.values storage.base storage.posix transport
     verbs view
 foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own registry results storage.base storage.posix
-checkpoint.load: adapters checkpoint.common errors formats.base layout memory move options plan results saying speed
+checkpoint.load: adapters checkpoint.common dtensors errors formats.base layout memory move options plan results saying speed
     state.dicts state.live state.merged state.values storage.base transport verbs view
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
     state.merged transport verbs
@@ -139,7 +139,7 @@ NOT_CORE = {"foreign", "buckets", "offline", "dcp", "checkpoint.trainers", "inte
 DOORS = {"plugins", "__main__"}  # of other packages, and of the command line
 PARTS = {"adapters", "transport", "formats"}
 OF_DISTRIBUTED = {
-    f"{PACKAGE}.foreign.dcp.writer": {
+    f"{PACKAGE}.foreign.dcp.written_metadata": {
         "torch.distributed.checkpoint",
         "torch.distributed.checkpoint.metadata",
     },  # pickled

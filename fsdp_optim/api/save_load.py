@@ -56,8 +56,10 @@ def save(
         model: as for `gather_full_optim_state_dict`.
         optim: as for `gather_full_optim_state_dict`; a list of several may not be empty. None: weights and buffers only.
         state: what the trainer needs besides, by name: objects with `state_dict()` and `load_state_dict()`, such as schedulers,
-            scalers, EMA models, data loaders; or trees of values: dicts, lists and tuples of JSON values, tensors and numpy
-            arrays. The state of the lowest rank is saved for all; `per_rank(value)` marks what each rank has for itself.
+            scalers, EMA models, data loaders; or trees of values: dicts, lists and tuples of JSON values, tensors, DTensors and
+            numpy arrays. All ranks write the tensors, each its own bytes, one full tensor for each; replicas must be equal. Dicts
+            of ranks are joined by their keys. Of all other values those of the lowest rank are saved; `per_rank(value)` marks
+            what each rank has for itself.
         step: the step of the trainer. It is recorded, and `result.step` of a load returns it.
         overwrite: replace the checkpoint that is at `path` when the save begins. Files that a user has put there are carried
             over.
@@ -138,8 +140,10 @@ def load(
             checkpoint: after `to_empty()` compute them anew; a warning names buffers that evidently nothing has filled.
         optim: as for `save`. None: weights and buffers only.
         state: the names that the checkpoint must have, and no others. Objects with `load_state_dict()` get their state, together
-            with the model and the optimizer on all ranks or on none; any other value only gives its name. None: no name is
-            asked for. Everything that was saved is in `result.state`, whatever this says.
+            with the model and the optimizer on all ranks or on none, with tensors that are cut as those of their state_dict()
+            now. The tensors of trees are filled in place, as weights are; a tree without tensors only gives its name. None: no
+            name is asked for. Everything that was saved is in `result.state`, whatever this says; values with more than 64 MiB
+            of tensors that have no place in `state` are read when they are accessed.
         strict: True: refuse parameters that only one side has, names in `state` that only one side has, and state of another
             optimizer class; of a checkpoint of `save(weights="trainable")` also parameters that are frozen now. False: these
             stay as they are, and the result lists them.

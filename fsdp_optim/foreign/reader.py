@@ -193,7 +193,7 @@ class ForeignReader:
             self.aliases,
             StoredOptim(self.optim, lambda *_: SavedOptim(full), self.num_optims) if full is not None else None,
             self._extras(),
-            self.trees,
+            trees=self.trees,
             identify=self._identity,
         )
 

@@ -137,7 +137,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_folder(folder: Path) -> list[str]:
     """Raise unless everything in a checkpoint is valid and agrees with its manifest. The names of its safetensors files."""
     checkpoint = read_manifest(folder)
-    if checkpoint["format"] != "fsdp_optim" or checkpoint["version"] not in (1, 2, 3):
+    if checkpoint["format"] != "fsdp_optim" or checkpoint["version"] not in (1, 2, 3, 4):
         raise NotValid(f"{folder}: format {checkpoint['format']!r}, version {checkpoint['version']!r}")
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors"))
     indexes = [path.name for path in folder.glob("*.index.json")]
@@ -157,7 +157,20 @@ def check_folder(folder: Path) -> list[str]:
         check_same(f"{name}, by the safetensors package", in_order(by_package), in_order(file.tensors))
         with safetensors.safe_open(folder / name, "pt") as opened:
             check_same(f"{name}, metadata", in_order(opened.metadata() or {}), in_order(file.metadata))
+    in_trees = [name for name in names if name.startswith("state")]
+    common = folder / "extra" / "common.safetensors"
+    values = json.loads(read_safetensors(common).metadata["json"]) if common.exists() else None
+    check_same("tensors of trees", sorted(_stored_in(values)), list(tensors_of(folder, "state")) if in_trees else [])
+    check_same("version of tensors in trees", checkpoint["version"] == 4, bool(in_trees))
     return names
+
+
+def _stored_in(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return (
+            [value["$stored"]] if "$stored" in value else [key for item in value.values() for key in _stored_in(item)]
+        )
+    return [key for item in value for key in _stored_in(item)] if isinstance(value, list) else []
 
 
 def in_order(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,20 +70,7 @@ def _restore(
     if model is None:
         if optim is not None:
             raise StateError("an optimizer needs the model that it was built from: give model= too")
-        options.validate()
-        pending.settle()
-        store = with_cache(store_at(path, options=options.storage_options), options.local_cache)
-        with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
-            position = _position(options)
-            saved = read_state(checkpoint, store, position, options, format)
-            objects.check(saved, position, checkpoint.index.where)
-            saved.warn_of_absent(position, checkpoint)
-            alone = TreeTargets.alone(world_here().rank, objects.targets, checkpoint.index.trees)
-            alone.read_alone(checkpoint)
-            objects.fill(checkpoint, alone.tensors())
-            install_objects_alone(objects)
-            alone.install(objects.in_place)
-            return _result(saved, objects, checkpoint)
+        return _restore_alone(path, options, format, objects)
     with (
         collective_call("load", [model], options, options.call, all_of_plain=True) as ((reader,), group),
         ExitStack() as stack,
@@ -132,6 +119,24 @@ def _restore(
         )
     warn_of_new_ranks(checkpoint, group, objects)
     return replace(result, receipt=objects.receipt)
+
+
+def _restore_alone(path: Place, options: LoadArguments, format: Format | None, objects: LoadedObjects) -> LoadResult:
+    """Load the values of the trainer on this process, without a word to the others."""
+    options.validate()
+    pending.settle()
+    store = with_cache(store_at(path, options=options.storage_options), options.local_cache)
+    with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
+        position = _position(options)
+        saved = read_state(checkpoint, store, position, options, format)
+        objects.check(saved, position, checkpoint.index.where)
+        saved.warn_of_absent(position, checkpoint)
+        alone = TreeTargets.alone(world_here().rank, objects.targets, checkpoint.index.trees)
+        alone.read_alone(checkpoint)
+        objects.fill(checkpoint, alone.tensors())
+        install_objects_alone(objects)
+        alone.install(objects.in_place)
+        return _result(saved, objects, checkpoint)
 
 
 def _position(options: LoadArguments) -> int:

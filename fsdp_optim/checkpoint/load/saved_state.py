@@ -161,9 +161,9 @@ def read_state(
         () if has_own else tuple(shown),
         random if has_own else None,
         random is not None,
-        later.all_ranks,
-        checkpoint.index.trees,
-        later,
+        read_all_ranks=later.all_ranks,
+        stored=checkpoint.index.trees,
+        later=later,
     )
 
 

@@ -10,8 +10,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import torch
-
 from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.dcp.boxes import Cuts
@@ -22,21 +20,19 @@ from fsdp_optim.foreign.dcp.metadata import Metadata, Path, Tensor, read_metadat
 from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
 from fsdp_optim.foreign.dcp.probe import NAME as METADATA
 from fsdp_optim.foreign.dcp.probe import summary_of
-from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, with_keys
+from fsdp_optim.foreign.dcp.trainer_values import WholeValues, of_ranks, withheld
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.protocols import COMMON, Chunks, SavedWeights, StoredTensor, rank_extra_name
+from fsdp_optim.formats.base.protocols import Chunks, SavedWeights, StoredTensor
 from fsdp_optim.formats.base.summary import ManifestSummary
-from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
 
 _NAME = re.compile(r"(?:([^/]+)/)?(__(\d+))?\.metadata")
 _DATA = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 _OF_LIGHTNING = "meta.pt"
-_MOST_EXTRA_NBYTES = 64 << 20  # in one value of the trainer, which every rank reads whole
 
 
 class Dcp(ForeignFormat):
@@ -163,8 +159,8 @@ def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
     files = _checked_files(opened, saved)
     items = Items(opened, saved.tensors)
     stored = dict(_stored(opened, saved, items))
-    extra = _WholeValues.of(opened, saved, stored, items, meaning.extra)
-    of_modules = _WholeValues.of(opened, saved, stored, items, meaning.module_values)
+    extra = WholeValues.of(opened, saved, stored, items, meaning.extra)
+    of_modules = WholeValues.of(opened, saved, stored, items, meaning.module_values)
     of_optimizers = [key for tree in meaning.optimizers for key in keys_in(tree)]
     values = read_values(opened, {key: saved.values[key] for key in of_optimizers if key in saved.values})
     for key, value in values.items():
@@ -176,9 +172,9 @@ def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
     summary = _own_summary(opened)
 
     def pickled() -> Mapping[str, Any]:
-        return extra.pickled() if summary is None else _of_ranks(opened.where, extra.pickled())[0]
+        return extra.pickled() if summary is None else of_ranks(opened.where, extra.pickled())[0]
 
-    given, rank_extras = _of_ranks(opened.where, extra.values if summary is not None else {})
+    given, rank_extras = of_ranks(opened.where, extra.values if summary is not None else {})
     in_trees = extra.as_trees(stored)
     of_lightning = _of_lightning(opened)
     return ForeignReader(
@@ -190,7 +186,7 @@ def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
         ),
         items.sources,
         extra_values={**(extra.values if summary is None else given), **of_lightning},
-        extra_trees={**(in_trees if summary is None else _of_ranks(opened.where, in_trees)[0]), **of_lightning},
+        extra_trees={**(in_trees if summary is None else of_ranks(opened.where, in_trees)[0]), **of_lightning},
         trees={key: stored[key] for tree in meaning.extra.values() for key in keys_in(tree) if key in stored},
         rank_extras=rank_extras,
         module_values={
@@ -213,103 +209,6 @@ def _own_summary(opened: Opened) -> ManifestSummary | None:
     with contextlib.suppress(CheckpointError):
         return summary_of(opened)
     return None
-
-
-def _of_ranks(where: str, extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Split the trainer's values that this library has saved into the common ones and each rank's own."""
-    keys, of_ranks = extra.get(KEYS, {}), extra.get(OF_RANKS)
-    if not isinstance(keys, Mapping):
-        raise CheckpointError(f"{where}: {KEYS}: is not a dict")
-    rest = {name: value for name, value in extra.items() if name not in (OF_RANKS, KEYS)}
-    common = with_keys(where, rest, keys[COMMON]) if COMMON in keys else rest
-    if of_ranks is None:
-        return common, []
-    if not isinstance(of_ranks, Mapping) or set(of_ranks) != {str(rank) for rank in range(len(of_ranks))}:
-        return {**common, OF_RANKS: of_ranks}, []
-    by_rank = []
-    for rank in range(len(of_ranks)):
-        listed = keys.get(rank_extra_name(rank))
-        value = of_ranks[str(rank)]
-        by_rank.append(value if listed is None else with_keys(where, value, listed))
-    return common, by_rank
-
-
-@dataclass(frozen=True)
-class _WholeValues:
-    """Values that every rank reads whole: trees of them by name, and the items of their keys.
-
-    `apart`: the tensors, already read, that are in no archive of torch.save.
-    """
-
-    opened: Opened
-    trees: Mapping[str, Any]
-    items: Mapping[str, ItemPlace]
-    apart: Mapping[str, torch.Tensor]
-    values: Mapping[str, Any]
-    loaded: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        opened: Opened,
-        saved: _DcpContents,
-        stored: Mapping[str, StoredTensor],
-        places: Items,
-        trees: Mapping[str, Any],
-    ) -> _WholeValues:
-        """Read the values. Values that are too large, or have objects of unknown classes, are withheld."""
-        nbytes = {name: sum(_nbytes(stored, key) for key in keys_in(tree)) for name, tree in trees.items()}
-        read = [key for name, tree in trees.items() if nbytes[name] <= _MOST_EXTRA_NBYTES for key in keys_in(tree)]
-        apart = {key: made for key in read if (made := _empty(saved, key)) is not None}
-        apart.update(places.read_apart(read))
-        read += [key for tree in trees.values() for key in keys_in(tree) if key in saved.values]
-        items = {
-            key: item for key in dict.fromkeys(read) if key not in apart and (item := _item(saved, key)) is not None
-        }
-        loaded = {**read_values(opened, items), **apart}
-        values: dict[str, Any] = {}
-        for name, tree in trees.items():
-            there = [key for key in keys_in(tree) if key in loaded]
-            if there != [*keys_in(tree)]:
-                values[str(name)] = Withheld(
-                    f"{opened.where}: {name}: has tensors of {nbytes[name]} bytes that are neither the model's nor the "
-                    "optimizer's, and that are large or cut: they are not read",
-                    is_unsafe=False,
-                )
-                continue
-            value = filled(tree, loaded.__getitem__)
-            what = unread_class_in(value)
-            values[str(name)] = value if not what else _withheld(opened, name, what)
-        return cls(opened, trees, items, apart, values, loaded)
-
-    def as_trees(self, stored: Mapping[str, StoredTensor]) -> Mapping[str, Any]:
-        """Return the values with an `InFile` in the place of each tensor that is an item of its own."""
-        made: dict[str, Any] = {}
-        for name, tree in self.trees.items():
-            value = filled(tree, lambda key: InFile(key) if key in stored else self.loaded[key])
-            what = unread_class_in(value)
-            made[str(name)] = value if not what else _withheld(self.opened, name, what)
-        return made
-
-    def pickled(self) -> Mapping[str, Any]:
-        """Return the values with objects of all classes, which can run any code."""
-        withheld = [name for name, value in self.values.items() if isinstance(value, Withheld)]
-        loaded = read_values(
-            self.opened,
-            {key: self.items[key] for name in withheld for key in keys_in(self.trees[name]) if key in self.items},
-            allow_pickle=True,
-        )
-        loaded.update(self.apart)
-        there = {name for name in withheld if all(key in loaded for key in keys_in(self.trees[name]))}
-        made = {name: filled(self.trees[name], loaded.__getitem__) for name in there}
-        return {**self.values, **made}
-
-
-def _withheld(opened: Opened, name: object, what: str) -> Withheld:
-    return Withheld(
-        f"{opened.where}: {name}: has an object of the class {what}: allow_pickle=True makes it, and can run any "
-        "code of its author"
-    )
 
 
 def _checked_files(opened: Opened, saved: _DcpContents) -> list[str]:
@@ -367,26 +266,6 @@ def _stored(opened: Opened, saved: _DcpContents, items: Items) -> Iterator[tuple
         )
 
 
-def _item(saved: _DcpContents, key: str) -> ItemPlace | None:
-    """Return the item with the whole value; None for a tensor in several chunks or without elements."""
-    if key in saved.values:
-        return saved.values[key]
-    items = saved.tensors[key].items
-    return items[0] if len(items) == 1 else None
-
-
-def _empty(saved: _DcpContents, key: str) -> torch.Tensor | None:
-    """Return a tensor without elements, which is in no file; None for all other values."""
-    tensor = saved.tensors.get(key)
-    if tensor is None or tensor.items or 0 not in tensor.shape:
-        return None
-    return torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
-
-
-def _nbytes(stored: Mapping[str, StoredTensor], key: str) -> int:
-    return stored[key].placement.numel * stored[key].itemsize if key in stored else 0
-
-
 def _of_lightning(opened: Opened) -> Mapping[str, Any]:
     """Return the values of the trainer that Lightning keeps in a file of its own."""
     if _OF_LIGHTNING not in opened.names():
@@ -394,7 +273,7 @@ def _of_lightning(opened: Opened) -> Mapping[str, Any]:
     archive = read_archive(opened, _OF_LIGHTNING)
     values = archive.value if isinstance(archive.value, dict) else {_OF_LIGHTNING: archive.value}
     return {
-        str(name): _withheld(opened, name, what) if (what := unread_class_in(value)) else archive.materialised(value)
+        str(name): withheld(opened, name, what) if (what := unread_class_in(value)) else archive.materialised(value)
         for name, value in values.items()
     }
 

@@ -177,7 +177,7 @@ class Checkpoint:
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,
             {name.removeprefix(_EXTRA).removesuffix(_SUFFIX): _LazyExtra(self, name) for name in names},
-            self.trees,
+            trees=self.trees,
             identify=self._identity,
         )
 
