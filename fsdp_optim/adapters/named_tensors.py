@@ -20,3 +20,11 @@ def reader_of(tensors: Mapping[str, torch.Tensor], rank: int) -> ModelReader:
         module._parameters[name] = tensor.detach() if id(tensor) in seen else tensor  # type: ignore[assignment]
         seen.add(id(tensor))
     return ModelReader(module, rank)
+
+
+def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a module whose parameters have the names and the memory of some tensors, so that these are saved as a model is."""
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module._parameters[name] = nn.Parameter(tensor.detach(), requires_grad=False)
+    return module

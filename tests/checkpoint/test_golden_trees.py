@@ -1,6 +1,6 @@
 """The golden checkpoint of version 4 of the format: with tensors in trees of `state=`.
 
-`PYTHONPATH=tests python tests/checkpoint/test_golden_trees.py` makes it, once. Those of earlier versions are in test_golden.py and
+`PYTHONPATH=tests python tests/checkpoint/test_golden_trees.py` makes it, once. Those of other versions are in test_golden.py and
 test_golden_weights.py.
 """
 

@@ -65,10 +65,11 @@ class SaveArguments(SaveOptions):
 
 @dataclass(frozen=True)
 class LoadArguments(LoadOptions):
-    """The arguments of `load`."""
+    """The arguments of `load`. `allow_unexpected`: of names that one side has alone, a strict load refuses missing ones only."""
 
     state: RunState = _NOTHING
     strict: bool = True
+    allow_unexpected: bool = False
     weights: WhichWeights = "all"
     wrong_options: str = field(default="", metadata=MAY_DIFFER)
 

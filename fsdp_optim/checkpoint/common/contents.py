@@ -209,7 +209,8 @@ def read_weights(
         every_replica=True,
         what=ELEMENTS,
     )
-    check_not_empty(global_state, reader)
+    if which != "none":
+        check_not_empty(global_state, reader)
     global_state = compare_shards(group, local, global_state, options.on_replica_mismatch, ELEMENTS)
     buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
     if which == "trainable":

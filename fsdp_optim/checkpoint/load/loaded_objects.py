@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.random_states import check_random_states, set_random_states
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
 from fsdp_optim.checkpoint.load.loaded_trees import LoadedTrees
@@ -33,9 +34,12 @@ class LoadedObjects:
         receipt: what the load has done, on the rank that says it; None before the end.
     """
 
-    def __init__(self, state: RunState, *, strict: bool, cast: bool = False) -> None:
-        """`strict`: the names must equal the saved names. `cast`: floating tensors in trees may have other dtypes."""
-        self._state, self._strict, self._cast = state, strict, cast
+    def __init__(self, state: RunState, *, strict: bool, cast: bool = False, allow_unexpected: bool = False) -> None:
+        """`strict`: the names must equal the saved names. `cast`: floating tensors in trees may have other dtypes.
+
+        `allow_unexpected`: the checkpoint may have more than this call; but all keys of its dicts must be there.
+        """
+        self._state, self._strict, self._cast, self._allows_unexpected = state, strict, cast, allow_unexpected
         self._position = 0
         self.receipt: LoadReceipt | None = None
         self._saved = SavedState()
@@ -45,6 +49,12 @@ class LoadedObjects:
         self._trees = LoadedTrees({}, cast)
         self.missing_keys: tuple[str, ...] = ()
         self.unexpected_keys: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, options: LoadArguments) -> LoadedObjects:
+        """Return the objects and names of a load that has these arguments."""
+        more = {"cast": options.cast, "allow_unexpected": options.allow_unexpected}
+        return cls(options.state, strict=options.strict, **more)
 
     @property
     def has_names(self) -> bool:
@@ -105,8 +115,9 @@ class LoadedObjects:
         here, there = [*self._state.named], [*saved.common, *saved.own, *saved.absent]
         missing = [name for name in here if name not in there]
         unexpected = [name for name in there if name not in here]
-        if self._strict and (missing or unexpected):
-            name = min([*missing, *unexpected])
+        refused = [] if self._allows_unexpected else unexpected
+        if self._strict and (missing or refused):
+            name = min([*missing, *refused])
             has_it = "this call has it and the checkpoint does not" if name in missing else "only the checkpoint has it"
             raise StateError(
                 f"state[{name!r}]: {has_it}; state has {sorted(here) or 'nothing'} here, and {sorted(there) or 'nothing'} in the "
@@ -118,7 +129,7 @@ class LoadedObjects:
                 own = "each rank has saved its own: give per_rank(...)"
                 common = "it was saved once for all ranks: give it without per_rank()"
                 raise StateError(f"state[{name!r}]: {own if was_own else common}")
-        if (missing or unexpected) and self._position == 0:
+        if (missing or refused) and self._position == 0:
             log.warning(
                 "state: %s is not loaded, because it is missing in the checkpoint or in this call",
                 ", ".join(sorted([*missing, *unexpected])),
@@ -129,6 +140,8 @@ class LoadedObjects:
     def _check_trees(self, saved: SavedState, where: str) -> None:
         for name, value in self._state.named.items():
             tree = saved.common.get(name)
+            if self._allows_unexpected and name in saved.common:
+                self._trees.check_keys(tree, value, (name,))
             if isinstance(value, PerRank) or not keys_in(tree):
                 continue
             if not is_stateful(value):
@@ -137,7 +150,7 @@ class LoadedObjects:
             with suppress(Exception):  # before its first load an object may have no state
                 self._live[name] = value.state_dict()
             self._trees.add_object(name, tree, self._live.get(name))
-        self._trees.check(where, strict=self._strict)
+        self._trees.check(where, strict=self._strict, allow_unexpected=self._allows_unexpected)
         self.missing_keys = (*self.missing_keys, *self._trees.missing)
         self.unexpected_keys = (*self.unexpected_keys, *self._trees.unexpected)
 

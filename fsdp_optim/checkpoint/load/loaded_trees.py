@@ -63,11 +63,23 @@ class LoadedTrees:
         if not live:
             return
         saved_at = {path: leaf.key for path, leaf in leaves_of(saved) if isinstance(leaf, InFile)}
-        self.missing += [shown((name, *path)) for path in live if path not in saved_at]
+        self.missing += [
+            place for path in live if path not in saved_at and (place := shown((name, *path))) not in self.missing
+        ]
         self.unexpected += [shown((name, *path)) for path in saved_at if path not in live]
         for path, key in saved_at.items():
             if path in live:
                 self._add_target(name, path, key, live[path])
+
+    def check_keys(self, saved: Any, tree: Any, path: tuple[Any, ...]) -> None:
+        """Note the keys of dicts that the checkpoint does not have."""
+        if isinstance(tree, Mapping):
+            here = dict(items_of(saved)) if isinstance(saved, Mapping) else {}
+            for key, item in tree.items():
+                if key not in here:
+                    self.missing.append(shown((*path, key)))
+                else:
+                    self.check_keys(here[key], item, (*path, key))
 
     def _add_target(self, name: str, path: tuple[Any, ...], key: str, tensor: torch.Tensor) -> None:
         stored, dtype = self.stored[key], dtype_name(tensor.dtype)
@@ -91,13 +103,14 @@ class LoadedTrees:
     def _differs(self, name: str, path: tuple[Any, ...], saved: str, live: str) -> None:
         self._differences.append(f"{shown((name, *path))}: {saved} in the checkpoint, {live} here")
 
-    def check(self, where: str, *, strict: bool) -> None:
+    def check(self, where: str, *, strict: bool, allow_unexpected: bool = False) -> None:
         """Raise StateError if the trees do not fit. `strict`: missing and unexpected tensors count."""
+        unexpected = [] if allow_unexpected else self.unexpected
         differences, fixes = list(self._differences), []
         if strict:
             differences += [f"{place}: this call has it, the checkpoint does not" for place in self.missing]
-            differences += [f"{place}: the checkpoint has it, this call does not" for place in self.unexpected]
-            if self.missing or self.unexpected:
+            differences += [f"{place}: the checkpoint has it, this call does not" for place in unexpected]
+            if self.missing or unexpected:
                 fixes.append("strict=False fills the tensors that both sides have")
         if self._casts and not self.cast:
             fixes.append("cast=True converts floating dtypes")

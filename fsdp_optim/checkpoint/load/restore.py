@@ -44,15 +44,17 @@ def restore(
     objects: LoadedObjects | None = None,
     *,
     done: str = "loaded",
+    alone: bool = False,
 ) -> LoadResult:
     """Load a checkpoint into a live model and optimizer. Called by all ranks of the model.
 
     `objects`: those of a CheckpointManager, with random states. It says itself what the load has done, by their `receipt`, when
-    it has set these. None: those that the options have. `done`: the first word of the line that says it.
+    it has set these. None: those that the options have. `done`: the first word of the line that says it. `alone`: this rank
+    makes the call by itself, for a model without a wrapper.
     """
     # The only retry of a load. The error is the same on all ranks, which now load the checkpoint that replaced the first one.
-    loaded = objects or LoadedObjects(options.state, strict=options.strict, cast=options.cast)
-    result = retry_if_replaced(lambda: _restore(path, model, optim, options, format, loaded))
+    loaded = objects or LoadedObjects.of(options)
+    result = retry_if_replaced(lambda: _restore(path, model, optim, options, format, loaded, of_all=not alone))
     if objects is None and loaded.receipt and not options.silent:
         say(f"{done} {loaded.receipt}")
     return result
@@ -65,6 +67,8 @@ def _restore(
     options: LoadArguments,
     format: Format | None,
     objects: LoadedObjects,
+    *,
+    of_all: bool,
 ) -> LoadResult:
     begun = time.monotonic()
     if model is None:
@@ -72,7 +76,7 @@ def _restore(
             raise StateError("an optimizer needs the model that it was built from: give model= too")
         return _restore_alone(path, options, format, objects)
     with (
-        collective_call("load", [model], options, options.call, all_of_plain=True) as ((reader,), group),
+        collective_call("load", [model], options, options.call, all_of_plain=of_all) as ((reader,), group),
         ExitStack() as stack,
     ):
         about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
@@ -80,7 +84,7 @@ def _restore(
         store = with_cache(common_store(group, path, options.storage_options), options.local_cache)
         opened = open_on_all(group, store, options.compared_text(), verify=options.verify, format=format)
         checkpoint = stack.enter_context(closing(opened))
-        check_halves(checkpoint.index, optim, options.weights)
+        check_halves(checkpoint.index, optim, options.weights, has_state=options.state.is_given)
         weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
         state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
         saved = read_state(checkpoint, store, group.position, options, format)

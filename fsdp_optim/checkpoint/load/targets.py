@@ -89,8 +89,9 @@ class Weights(Struct, frozen=True):
             return model_weights
 
         local, global_state = agree_on_state(group, read, asked, f"the model, {about}", with_state=False, what=ELEMENTS)
-        check_not_empty(global_state, reader)
-        if asked.weights == "none":
+        if asked.weights != "none":
+            check_not_empty(global_state, reader)
+        else:
             module_values = StoredModuleValues(local.module_values)
             return cls(local, global_state, {}, {}, missing=(), unexpected=(), module_values=module_values)
         index = checkpoint.index
@@ -118,8 +119,9 @@ class Weights(Struct, frozen=True):
         )
         lacking = (*missing, *values.missing)
         unexpected += values.unexpected
+        allowed = () if asked.allow_unexpected else unexpected
         why = why_names_differ(reader, index, missing, unexpected)
-        one_sided = _OneSided(lacking, unexpected, frozen, differing, why) if options.strict else _OneSided()
+        one_sided = _OneSided(lacking, allowed, frozen, differing, why) if options.strict else _OneSided()
         _check_model(index, local, global_state, stored, one_sided, cast=asked.cast, which=asked.weights)
         _check_some(index, stored, [fqn for fqn in global_state.params if fqn not in left_out], why)
         unexpected += frozen.values()
@@ -165,14 +167,14 @@ def _of_all_ranks(group: RankGroup, differing: Mapping[str, str]) -> dict[str, s
     return differences
 
 
-def check_halves(index: CheckpointIndex, optim: object, which: WhichWeights) -> None:
+def check_halves(index: CheckpointIndex, optim: object, which: WhichWeights, *, has_state: bool) -> None:
     """Raise StateError if a checkpoint cannot fill the model and the optimizers that a caller has given.
 
-    `which`: the weights that the caller wants.
+    `which`: the weights that the caller wants. `has_state`: the caller wants values of the trainer.
     """
-    if which == "none" and optim is None:
+    if which == "none" and optim is None and not has_state:
         raise StateError(
-            'weights="none" without an optimizer leaves nothing to load: give optim= too, or other weights='
+            'weights="none" without an optimizer leaves nothing to load: give optim= or state= too, or other weights='
         )
     if which != "none" and index.facts.weights.which == "none":
         raise StateError(

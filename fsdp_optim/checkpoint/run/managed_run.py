@@ -202,7 +202,7 @@ class ManagedRun:
             pending.settle(self._known)
             candidates = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
 
-        loaded = LoadedObjects(options.state, strict=options.strict, cast=options.cast)
+        loaded = LoadedObjects.of(options)
 
         def load(where: str | Path) -> LoadResult:
             return restore(where, self._model, self._optim, options, objects=loaded)

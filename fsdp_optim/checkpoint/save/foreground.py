@@ -24,10 +24,19 @@ from fsdp_optim.verbs.call import collective_call
 
 
 def save(
-    path: Place, model: Model, optim: Optimizers | None, options: SaveArguments, format: Format | None = None
+    path: Place,
+    model: Model,
+    optim: Optimizers | None,
+    options: SaveArguments,
+    format: Format | None = None,
+    *,
+    alone: bool = False,
 ) -> SaveResult:
-    """Write one full checkpoint. Called by all ranks of the model. `format` None: the format of the options."""
-    with collective_call("save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
+    """Write one full checkpoint. Called by all ranks of the model.
+
+    `format` None: the format of the options. `alone`: this rank makes the call by itself, for a model without a wrapper.
+    """
+    with collective_call("save", [model], options, options.call, all_of_plain=not alone) as ((reader,), group):
         trace = Trace(options.trace)
         with trace.span("plan"):
             job, live = begin(path, reader, group, optim, options, format=format)

@@ -50,9 +50,9 @@ class SaveContents(Struct, frozen=True):
     ) -> SaveContents:
         """Read them, and agree on them with the other ranks. Called by all ranks."""
         about = f"{name!r}, {'an' if optim is not None else 'no'} optimizer"
-        if options.weights == "none" and optim is None:
+        if options.weights == "none" and optim is None and not options.state.is_given:
             raise StateError(
-                'weights="none" without an optimizer leaves nothing to save: give optim= too, or other weights='
+                'weights="none" without an optimizer leaves nothing to save: give optim= or state= too, or other weights='
             )
         weights = read_weights(
             reader, group, options, options.call, about, which=options.weights, saved_as=options.weights_dtype

@@ -107,6 +107,14 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
     return Meaning(weights, _listed(where, module_values), optimizers, _listed(where, extra))
 
 
+def as_trees(where: str, paths: Mapping[str, Path]) -> Meaning:
+    """Return the meaning of keys of which none is the model's or the optimizer's: all are values of the trainer."""
+    extra: dict[Any, Any] = {}
+    for key, path in paths.items():
+        _put(where, extra, path, Leaf(key))
+    return Meaning({}, {}, (), _listed(where, extra))
+
+
 # ------------------------------------------------------------------------------------------- the optimizer
 
 

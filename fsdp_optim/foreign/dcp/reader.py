@@ -15,7 +15,7 @@ from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.foreign.dcp.full_dict import filled, full_dict, keys_in
 from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces, archives_in, read_values, unread_class_in
-from fsdp_optim.foreign.dcp.keys import GROUPS, meaning_of
+from fsdp_optim.foreign.dcp.keys import GROUPS, Meaning, as_trees, meaning_of
 from fsdp_optim.foreign.dcp.metadata import Metadata, Path, Tensor, read_metadata
 from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
 from fsdp_optim.foreign.dcp.probe import NAME as METADATA
@@ -50,10 +50,24 @@ class Dcp(ForeignFormat):
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         with as_checkpoint_error(opened.where):
-            return _reader(opened, _DcpContents.read(opened))
+            saved = _DcpContents.read(opened)
+            dimensions = {key: len(tensor.shape) for key, tensor in saved.tensors.items()}
+            return _reader(opened, saved, meaning_of(opened.where, saved.paths, dimensions))
 
 
 DCP = Dcp()
+
+
+class DcpTrees(Dcp):
+    """The same, with all values as trees of the trainer, whatever their names."""
+
+    def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
+        with as_checkpoint_error(opened.where):
+            saved = _DcpContents.read(opened)
+            return _reader(opened, saved, as_trees(opened.where, saved.paths))
+
+
+DCP_TREES = DcpTrees()
 
 
 @dataclass(frozen=True)
@@ -154,8 +168,7 @@ def _has_both(metadata: Metadata) -> bool:
 # ------------------------------------------------------------------------------------------- the reader
 
 
-def _reader(opened: Opened, saved: _DcpContents) -> ForeignReader:
-    meaning = meaning_of(opened.where, saved.paths, {key: len(tensor.shape) for key, tensor in saved.tensors.items()})
+def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignReader:
     files = _checked_files(opened, saved)
     items = Items(opened, saved.tensors)
     stored = dict(_stored(opened, saved, items))

@@ -80,10 +80,12 @@ class DcpWriter(Writer):
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         contents = contents_of(index, allow_pickle=allow_pickle, records=records)
         extras = dict(extras_in(index, allow_pickle=allow_pickle, as_trees=True))
-        taken = {name.partition(".")[0] for name in contents.params} | set(contents.params) if self.is_flat else {MODEL}
+        taken = {name.partition(".")[0] for name in contents.params} | set(contents.params) if self.is_flat else set()
+        taken |= {MODEL} if contents.params and not self.is_flat else set()
+        taken |= {OPTIM} if contents.optim is not None else set()
         common = extras.get(COMMON, {})
         top_names = map(str, common) if isinstance(common, Mapping) else ["extra"]
-        for name in sorted({*top_names} & {*taken, OPTIM, OF_RANKS, KEYS}):
+        for name in sorted({*top_names} & {*taken, OF_RANKS, KEYS}):
             raise CheckpointError(
                 f"state[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
             )

@@ -1,0 +1,123 @@
+"""`save` and `async_save` with the arguments of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from fsdp_optim.boundary import public
+from fsdp_optim.checkpoint.common.arguments import SaveArguments
+from fsdp_optim.checkpoint.common.pending import SaveHandle
+from fsdp_optim.checkpoint.save import background, foreground
+from fsdp_optim.dcp.state_tree import StateTree, called
+from fsdp_optim.errors import StateError
+from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.options import SaveOptions
+from fsdp_optim.results import SaveResult
+from fsdp_optim.storage.posix.files import checkpoint_errors
+
+_OPTIONS = SaveOptions(on_replica_mismatch="lowest_rank")
+
+
+def place_of(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """Return the path of a call. Raises StateError without one."""
+    if checkpoint_id is None:
+        raise StateError("give checkpoint_id=, the path of the checkpoint, or storage_writer= or storage_reader=")
+    return checkpoint_id
+
+
+@public
+@ordinary_tensors()
+def save(
+    state_dict: Any,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    format: str | Format = "safetensors",
+    options: SaveOptions = _OPTIONS,
+) -> SaveResult:
+    """Save a tree as torch.distributed.checkpoint.save does. Called by all ranks of `process_group`.
+
+    The files are this library's: one full safetensors copy of each tensor, with checksums, complete or absent, in the place of
+    what is at the path. The model's dict (`{"model": ...}`, `{"app": {"model": ...}}`, or tensors at the top level) becomes
+    `model.safetensors`, which other tools open; all other tensors are in `state.safetensors` under their flattened names.
+
+    Args:
+        state_dict: names to values: trees of tensors, DTensors and plain values, and Stateful objects, whose state_dict() is
+            called. Tensors that several ranks have whole are those of the lowest rank; a warning says where they differ.
+        checkpoint_id: the path, or a URL.
+        process_group: the ranks that save together; None: all of the job.
+        no_dist: this rank saves by itself.
+        format: "safetensors", or "dcp" for torch's own files.
+        options: as for `fsdp_optim.save`.
+
+    Raises (the same on all ranks):
+        CheckpointError, StateError, WrapperError, RankError: as `fsdp_optim.save`.
+    """
+    path = place_of(checkpoint_id)
+    with checkpoint_errors(path):
+        tree = _split(called(state_dict), format)
+        return foreground.save(path, tree.module, None, _arguments(tree, process_group, format, options), alone=no_dist)
+
+
+@public
+@ordinary_tensors()
+def async_save(
+    state_dict: Any,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    process_group: Any = None,
+    format: str | Format = "safetensors",
+    options: SaveOptions = _OPTIONS,
+) -> Future[SaveResult]:
+    """Save as `save`, but return when the tensors are copied to host memory. Called by all ranks.
+
+    Args:
+        state_dict, checkpoint_id, process_group, format, options: as for `save`.
+
+    Returns:
+        A future of the result. Its error is that of any rank.
+    """
+    path = place_of(checkpoint_id)
+    with checkpoint_errors(path):
+        tree = _split(called(state_dict), format)
+        return future_of(
+            background.async_save(path, tree.module, None, _arguments(tree, process_group, format, options))
+        )
+
+
+def future_of(handle: SaveHandle) -> Future[SaveResult]:
+    """Return a future that ends with a background save."""
+    future: Future[SaveResult] = Future()
+    future.set_running_or_notify_cancel()
+
+    def wait() -> None:
+        try:
+            future.set_result(handle.wait())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=wait, name=f"fsdp_optim: the future of {handle.path}", daemon=True).start()
+    return future
+
+
+def _split(states: Mapping[str, Any], format: str | Format) -> StateTree:
+    """Return the parts of a state dict. In torch's own files all values keep their places, so none is the model."""
+    name = format if isinstance(format, str) else format.name
+    return StateTree({}, (), states) if name == "dcp" else StateTree.of(states)
+
+
+def _arguments(tree: StateTree, process_group: Any, format: str | Format, options: SaveOptions) -> SaveArguments:
+    return SaveArguments.of(
+        options if process_group is None else replace(options, process_group=process_group),
+        dict(tree.rest),
+        overwrite=True,
+        weights="all" if tree.weights else "none",
+        format=format,
+    )
