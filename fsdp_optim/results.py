@@ -338,17 +338,16 @@ class CheckpointSummary:
     Attributes:
         path, format: the path or URL of the checkpoint, and the name of its format.
         about: facts about the save, for users.
-        world_size: the number of ranks that saved; 0 if unknown.
-        step: the `step` that was given to `save`.
+        world_size, step: the number of ranks that saved (0 if unknown), and the `step` that was given to `save`.
         weights: which of the model's weights were saved: "all", "trainable" or "none"; None if unknown.
         weights_dtype: torch's name of the dtype to which the save cast floating weights; None if it did not, or if unknown.
-        model: the weights and buffers by FQN.
-        aliases: other names of weights and buffers, each with the FQN.
+        model, aliases: the weights and buffers by FQN, and other names of these, each with the FQN.
         has_optim: whether an optimizer was saved.
         state: the optimizer's state by FQN, or by id where there are no names: tensors, and the texts of other values.
         groups: its param groups.
         optimizer_class: the name of its class, or one for each group; empty if unknown.
         extras: the names of other values, of the trainer and of modules: "common", "model", and "rank-00000" and so on.
+        trees: the tensors in trees of `state=`, by the names on their path, joined by dots.
     """
 
     path: str
@@ -365,6 +364,7 @@ class CheckpointSummary:
     groups: tuple[GroupInfo, ...]
     optimizer_class: tuple[str, ...]
     extras: tuple[str, ...]
+    trees: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """Show the figures, because a tree of all tensors would fill the screen."""
@@ -385,7 +385,7 @@ class CheckpointSummary:
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors."""
-        trees = (self.model, *self.state.values())
+        trees = (self.model, self.trees, *self.state.values())
         return sum(value.nbytes for tree in trees for value in tree.values() if isinstance(value, TensorInfo))
 
 

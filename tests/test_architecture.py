@@ -121,6 +121,8 @@ cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
 testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
 __main__: cli
+dcp: adapters boundary checkpoint.common checkpoint.load checkpoint.save errors foreign.dcp formats.base formats.own
+    memory options results storage.posix
 integrations: (top) plugins
 """
 
@@ -133,7 +135,7 @@ def read_arrows(text: str) -> dict[str, set[str]]:
 
 
 ARROWS = read_arrows(_USES)
-JOIN_THE_PARTS = {"verbs", "checkpoint", "offline", "api", "fairscale", "plugins"}
+JOIN_THE_PARTS = {"verbs", "checkpoint", "offline", "api", "fairscale", "plugins", "dcp"}
 NOT_CORE = {"foreign", "buckets", "offline", "dcp", "checkpoint.trainers", "integrations", "testing", "cli"}
 """What a save and a load in a folder do not need. The core reaches it by the registry, which has its dotted names."""
 DOORS = {"plugins", "__main__"}  # of other packages, and of the command line

@@ -29,6 +29,8 @@ def shown(inspected: CheckpointSummary, *, folds: bool) -> Iterator[str]:
     yield from _tree(inspected.model, folds=folds)
     if inspected.aliases:
         yield f"  other names: {shortened(f'{alias} = {fqn}' for alias, fqn in inspected.aliases.items())}"
+    if inspected.trees:
+        yield from ("", f"state: {_sum(inspected.trees.values())}", *_tree(inspected.trees, folds=folds))
     yield ""
     if not inspected.has_optim:
         yield "no optimizer"

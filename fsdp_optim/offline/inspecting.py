@@ -44,6 +44,7 @@ def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointS
             groups=groups,
             optimizer_class=classes,
             extras=tuple(sorted(index.extras, key=lambda name: (name not in (COMMON, MODULES), name))),
+            trees={key: _info(tensor) for key, tensor in index.trees.items()},
         )
 
 

@@ -25,7 +25,8 @@ from fsdp_optim.formats.base.index import (
     StoredOptim,
     stored_in,
 )
-from fsdp_optim.formats.base.protocols import Prepared, Reader, StoredTensor, Writer
+from fsdp_optim.formats.base.protocols import COMMON, Prepared, Reader, StoredTensor, Writer
+from fsdp_optim.formats.base.tree_values import keys_in
 from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import Key
@@ -130,6 +131,7 @@ def name_source(
     aliases = index.aliases if parts is None else renamed_aliases(index, weights, parts)
     optim = _Optim.of(checkpoint, index, naming, weights, parts or frozenset(), allow_pickle=allow_pickle)
     left_out: list[str] = []
+    named = keys_in(index.extras[COMMON].as_tree(allow_pickle=allow_pickle)) if index.trees else ()
     new = replace(
         index,
         weights=weights,
@@ -137,12 +139,13 @@ def name_source(
         aliases=aliases,
         optim=optim.stored_optim,
         extras={name: _SourceExtra(index, name, left_out) for name in index.extras},
+        trees={key: index.trees[key] for key in named},
         source=checkpoint,
     )
     stored = {
         **_stored(weights, {}),
         **optim.stored,
-        **{(False, key, TREE): tensor for key, tensor in index.trees.items()},
+        **{(False, key, TREE): tensor for key, tensor in new.trees.items()},
     }
     return NamedSource(new, optim.values, stored, left_out)
 

@@ -42,7 +42,11 @@ def tensors_in(run_of: Path) -> tuple[int, int]:
     summary = fsdp_optim.inspect(run_of)
     tensors = [
         value
-        for value in [*summary.model.values(), *(v for values in summary.state.values() for v in values.values())]
+        for value in [
+            *summary.model.values(),
+            *summary.trees.values(),
+            *(v for values in summary.state.values() for v in values.values()),
+        ]
         if isinstance(value, fsdp_optim.TensorInfo)
     ]
     return len(tensors), sum(tensor.nbytes for tensor in tensors)

@@ -19,6 +19,7 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim.checkpoint.common.random_states import set_random_states
 from fsdp_optim.checkpoint.common.run_state import RANDOM
+from fsdp_optim.plugins import encode_values
 from fsdp_optim.testing import run_on_ranks
 
 STEPS = 4
@@ -53,9 +54,17 @@ def resumed(root: str, places: list[str]) -> list[list[Any]]:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """The hash of the file of each extra, and of the elements of each tensor."""
-    found = {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in folder.glob("extra/*")}
-    for path in folder.glob("*.safetensors"):
+    """The hash of the file of each rank's values, of the elements of each tensor, and of the values that ranks have in common.
+
+    A conversion from files of torch leaves the tensors among these in one file with them.
+    """
+    found = {
+        str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in folder.glob("extra/rank*")
+    }
+    own = fsdp_optim.load(folder)
+    common = {name: value for name, value in own.state.items() if not own.all_ranks or name not in own.all_ranks[0]}
+    found["common"] = sha256(encode_values("state", common, allow_pickle=False)).hexdigest()
+    for path in {*folder.glob("model.safetensors"), *folder.glob("optim.safetensors")}:
         for name, value in load_file(path).items():
             found[f"{path.name} {name}"] = sha256(value.numpy().tobytes()).hexdigest()
     return found

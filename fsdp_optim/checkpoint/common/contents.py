@@ -256,7 +256,9 @@ def loadable(local: Local, rank: int) -> Local:
     for param in local.optim.params:
         for name, value in (param.state or {}).items():
             if isinstance(value, torch.Tensor) and value.dtype is torch.bool:
-                where = param.named.fqns[0] if name == WEIGHT else f"{param.named.fqns[0]}: {name!r} of its state"
+                where = (
+                    param.named.fqns[0] if name in (WEIGHT, TREE) else f"{param.named.fqns[0]}: {name!r} of its state"
+                )
                 check_bools_of(where, elements_of(param.handle, value, rank))
     return local
 

@@ -135,11 +135,14 @@ def _restore_alone(path: Place, options: LoadArguments, format: Format | None, o
         saved = read_state(checkpoint, store, position, options, format)
         objects.check(saved, position, checkpoint.index.where)
         saved.warn_of_absent(position, checkpoint)
-        alone = TreeTargets.alone(world_here().rank, objects.targets, checkpoint.index.trees)
-        alone.read_alone(checkpoint)
-        objects.fill(checkpoint, alone.tensors())
+        trees = None
+        if objects.targets:
+            trees = TreeTargets.alone(world_here().rank, objects.targets, checkpoint.index.trees)
+            trees.read_alone(checkpoint)
+        objects.fill(checkpoint, trees.tensors() if trees is not None else {})
         install_objects_alone(objects)
-        alone.install(objects.in_place)
+        if trees is not None:
+            trees.install(objects.in_place)
         return _result(saved, objects, checkpoint)
 
 

@@ -27,6 +27,7 @@ from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import Chunks, SavedWeights, StoredTensor
 from fsdp_optim.formats.base.summary import ManifestSummary
+from fsdp_optim.formats.base.tree_values import keys_in as tensors_in
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
 
@@ -189,6 +190,7 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
 
     given, rank_extras = of_ranks(opened.where, extra.values if summary is not None else {})
     in_trees = extra.as_trees(stored)
+    in_trees = in_trees if summary is None else of_ranks(opened.where, in_trees)[0]
     of_lightning = _of_lightning(opened)
     return ForeignReader(
         opened,
@@ -199,8 +201,8 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
         ),
         items.sources,
         extra_values={**(extra.values if summary is None else given), **of_lightning},
-        extra_trees={**(in_trees if summary is None else of_ranks(opened.where, in_trees)[0]), **of_lightning},
-        trees={key: stored[key] for tree in meaning.extra.values() for key in keys_in(tree) if key in stored},
+        extra_trees={**in_trees, **of_lightning},
+        trees={key: stored[key] for key in tensors_in(in_trees)},
         rank_extras=rank_extras,
         module_values={
             name: value if isinstance(value, Withheld) else [None, value] for name, value in of_modules.values.items()

@@ -123,6 +123,7 @@ class WholeValues:
 
 
 def withheld(opened: Opened, name: object, what: str) -> Withheld:
+    """Return what stands for a value that has an object of a class that is not read."""
     return Withheld(
         f"{opened.where}: {name}: has an object of the class {what}: allow_pickle=True makes it, and can run any "
         "code of its author"

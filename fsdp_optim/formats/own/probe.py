@@ -15,11 +15,11 @@ from fsdp_optim.storage.base import CheckpointStatus, Opened, is_reserved, is_su
 _FIRST_NBYTES = 4096  # of a manifest, read first for its summary
 _TIMES = 16  # as many bytes are read next, if the summary is longer
 _OWN = re.compile(
-    r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
+    r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
 )
 _OF_OPTIM = re.compile(r"optim(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/optim\.safetensors")
 _TRACE = re.compile(
-    r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors\.sums|optim(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
+    r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors\.sums|optim(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
     r"extra/[a-z]+(-\d{5})?\.safetensors"
 )
 
