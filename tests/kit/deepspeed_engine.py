@@ -28,9 +28,9 @@ FOLDER = ROOT / ".deepspeed"
 
 def why_not() -> str:
     """Why DeepSpeed cannot be used; empty if it can."""
-    if FOLDER.is_dir() or importlib.util.find_spec("deepspeed") is not None:
+    if (FOLDER / "deepspeed").is_dir() or importlib.util.find_spec("deepspeed") is not None:
         return ""
-    return "DeepSpeed 0.19 is not installed: `make .deepspeed` puts it beside the tests"
+    return "DeepSpeed 0.19 is not installed: `make deepspeed` puts it beside the tests"
 
 
 def run_engines(file: Path, world_sizes: Sequence[int]) -> None:
