@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed
 # The site is made of text: what builds it is kept apart, and needs no torch.
 DOCS_VENV ?= .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
+DEEPSPEED := .deepspeed
+DEEPSPEED_INSTALLED := $(DEEPSPEED)/.installed
 OLDEST_VENV ?= .venv-oldest
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 # What needs no other package, and every wrapper of torch and fairscale. The two that are left out test the site and the distributions.
@@ -19,7 +21,7 @@ TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) t
 # Processes that run tests, each a file at a time, on ranks of its own. Five keep two cores busy, because some tests wait.
 JOBS ?= 5
 
-.PHONY: help venv test test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
+.PHONY: help venv deepspeed test test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,10 +38,19 @@ $(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml se
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
+deepspeed: $(DEEPSPEED_INSTALLED)  ## put DeepSpeed beside the tests, whose engine one of them needs
+
+# In a folder of its own, because Accelerate and others change what they do where they can import it. Where it cannot be installed,
+# its test is skipped.
+$(DEEPSPEED_INSTALLED): requirements-deepspeed.txt $(INSTALLED)
+	rm -rf $(DEEPSPEED)
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(DEEPSPEED) \
+		-r requirements-deepspeed.txt && touch $@ || { rm -rf $(DEEPSPEED); echo "DeepSpeed cannot be installed: its test is skipped"; }
+
 # Ranks import the tests, so that bytecode that is not written is compiled again and again.
 test test-hosts test-long: export PYTHONDONTWRITEBYTECODE =
 
-test: venv  ## run the test suite, but for what takes minutes, in JOBS= processes (5)
+test: venv deepspeed  ## run the test suite, but for what takes minutes, in JOBS= processes (5)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: venv  ## run the tests that need a GPU, over NCCL
@@ -95,5 +106,5 @@ package: venv  ## build the wheel and the sdist into dist/, and check them
 	$(BIN)/python -m release.build --out dist $(if $(REPOSITORY),--repository $(REPOSITORY)) $(if $(REF),--ref $(REF)) $(if $(TAG),--tag $(TAG))
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(DOCS_VENV) $(OLDEST_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(OLDEST_VENV) $(DEEPSPEED) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

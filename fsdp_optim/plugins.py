@@ -10,7 +10,7 @@ A package registers plug-ins by entry points, in the groups `fsdp_optim.adapters
 registers them for a while by `use_adapters`, `use_stores` and `use_formats`.
 
 Formats of this package that have options of their own, for `format=` of `save`, `async_save` and `convert`: `TorchFiles`,
-`FairscaleShards`, `DcpFolder`.
+`FairscaleShards`, `DeepSpeedUniversal`, `DcpFolder`.
 
 A **trainer's plug-in** gives its calls to the public functions, and takes the rest from here. What several ranks must find alike:
 `by_lowest`, `see_files`, `wait_on_all`. A folder that the trainer fills too: `TrainerFolder`; what another library looks for
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fsdp_optim.checkpoint.trainers.removal import remove_checkpoint
     from fsdp_optim.errors import pip_install
     from fsdp_optim.foreign.dcp.format import DcpFolder
+    from fsdp_optim.foreign.deepspeed.writer import DeepSpeedUniversal
     from fsdp_optim.foreign.per_rank.fairscale_writer import FairscaleShards
     from fsdp_optim.foreign.torch.writer import TorchFiles
     from fsdp_optim.formats.base.bools import check_bytes as check_bools
@@ -138,6 +139,7 @@ __all__ = [
     "Chunks",
     "DataSection",
     "DcpFolder",
+    "DeepSpeedUniversal",
     "Extent",
     "Facts",
     "FairscaleShards",
@@ -263,6 +265,7 @@ _PLACES = {
     "fsdp_optim.checkpoint.trainers.meeting": "wait_on_all",
     "fsdp_optim.checkpoint.trainers.removal": "remove_checkpoint",
     "fsdp_optim.foreign.dcp.format": "DcpFolder",
+    "fsdp_optim.foreign.deepspeed.writer": "DeepSpeedUniversal",
     "fsdp_optim.foreign.per_rank.fairscale_writer": "FairscaleShards",
     "fsdp_optim.foreign.torch.writer": "TorchFiles",
     "fsdp_optim.formats.base.bools": "check_bytes=check_bools",

@@ -224,6 +224,12 @@ BUILT_IN_FORMATS = (
     BuiltInFormat(
         "fairscale_shards", "fsdp_optim.foreign.per_rank.fairscale_writer:FairscaleShards", False, _TORCH_FILES
     ),
+    BuiltInFormat(
+        "deepspeed_universal",
+        "fsdp_optim.foreign.deepspeed.writer:DEEPSPEED_UNIVERSAL",
+        False,
+        "deepspeed_universal.json",
+    ),
 )
 
 READ_ONLY_FORMATS = (

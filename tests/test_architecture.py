@@ -94,7 +94,7 @@ verbs: adapters arguments dtensors elements errors layout memory move options re
 checkpoint.common: adapters arguments boundary dtensors elements errors formats.base formats.own layout memory move options plan
     registry results speed state.dicts state.live state.merged state.values storage.base storage.posix transport
     verbs view
-foreign.deepspeed: errors foreign foreign.archive foreign.torch formats.base layout storage.base
+foreign.deepspeed: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own registry results storage.base storage.posix
 checkpoint.load: adapters checkpoint.common dtensors errors formats.base layout memory move options plan results saying speed
@@ -112,7 +112,7 @@ offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load
     results speed state.dicts state.live state.values storage.base storage.posix transport wire
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
     differences formats.base memory merges options rank_maps registry results state.dicts state.live storage.posix transport verbs
-plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors foreign.dcp foreign.per_rank
+plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors foreign.dcp foreign.deepspeed foreign.per_rank
     foreign.torch formats.base formats.own layout memory options registry saying state.live storage.base storage.posix
     view
 (top): api collector errors

@@ -60,8 +60,9 @@ def convert(
             folder and no URL, this file alone; "fairscale": as "torch", with the optimizer's dict for fairscale's own
             `get_shard_from_optim_state_dict`, if the root alone is wrapped; these three are `TorchFiles(key_by=...)` with
             options. `FairscaleShards(world_size=8, units=..., flatten_parameters=...)`: a file for each rank, as fairseq and
-            metaseq write it, for fairscale's own `load_local_state_dict` and the rank's optimizer. Or the name of a format that
-            an installed package adds.
+            metaseq write it, for fairscale's own `load_local_state_dict` and the rank's optimizer. "deepspeed_universal": a
+            universal checkpoint, from which DeepSpeed's engine resumes; `DeepSpeedUniversal(masters=..., fill_missing=...)` has
+            its options. Or the name of a format that an installed package adds.
         model: in the place of `param_names` of the options: a model whose parameters have this order; it may be on the meta
             device. For several param groups, each in this order, the shapes of the state must leave one way to share the
             parameters out.

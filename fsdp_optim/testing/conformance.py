@@ -37,16 +37,23 @@ class StoreConformance(ShrinkConformance):
         store = self._new()
         staging = store.begin(overwrite=False, durable=True)
         writer = self.another_handle(store).join(staging.address, durable=True, who="rank 0")
-        files = {"model.safetensors": self._data(BIG), "empty.safetensors": b""}
+        in_folder = {"zero/layer.weight/fp32.pt": b"\x01\x02\x03"}  # as formats of other tools have them
+        files = {"model.safetensors": self._data(BIG), "empty.safetensors": b"", **in_folder}
         for name, data in files.items():
             writer.create(name, len(data), data[:8])
         writer.write("model.safetensors", [memoryview(files["model.safetensors"])[8:]], 8)
-        writer.put("extra/common.safetensors", b"small")
+        small = {
+            "extra/common.safetensors": b"small",
+            "zero/layer.weight/step.pt": b"",
+            "zero/optimizer_state.pt": b"s",
+        }
+        for name, data in small.items():
+            writer.put(name, data)
         receipt = writer.finish()
         staging.seal(list(files), [receipt], durable=True)
         staging.put("model.safetensors.sums", b"sums", durable=True)
         self._commit(staging, b"one", durable=True)
-        self._check(store, files | {"extra/common.safetensors": b"small", "model.safetensors.sums": b"sums"}, b"one")
+        self._check(store, files | small | {"model.safetensors.sums": b"sums"}, b"one")
 
     def test_ranges_in_any_order_and_shape(self) -> None:
         """Ranges of all lengths, in pieces, in any order, and across the borders of parts."""

@@ -13,7 +13,17 @@ from fsdp_optim.testing.mix_in import MixIn
 
 MANIFEST = "manifest.json"
 BIG = 10_000  # bytes; of a file that is written in ranges, unless the store's parts are larger
-WAYS_OUT = ("../outside", "/outside", "extra/../../outside", "", ".hidden", "a/b", "extra/")
+WAYS_OUT = (
+    "../outside",
+    "/outside",
+    "extra/../../outside",
+    "",
+    ".hidden",
+    "a/b",
+    "extra/",
+    "zero/../a.pt",
+    "zero/a/b/c.pt",
+)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import fsdp_optim
 from fsdp_optim.cli.app import main
 from fsdp_optim.cli.tree import shown
 from fsdp_optim.cli.units import size_of, sized
-from fsdp_optim.plugins import FairscaleShards, TorchFiles
+from fsdp_optim.plugins import DeepSpeedUniversal, FairscaleShards, TorchFiles
 
 
 class Block(nn.Module):
@@ -136,6 +136,8 @@ class CommandLineTest(SharedFolder):
             ("--format", "torch_file", "--key-by", "id"): TorchFiles(one_file=True),
             ("--format", "fairscale"): "fairscale",
             ("--format", "dcp", "--key-by", "name"): "dcp",
+            ("--format", "deepspeed_universal"): DeepSpeedUniversal(),
+            ("--format", "deepspeed_universal", "--masters", "m", "--fill-missing"): DeepSpeedUniversal("m", True),
         }.items():
             with mock.patch("fsdp_optim.api.convert") as convert:
                 convert.return_value.num_tensors = convert.return_value.nbytes = 1
@@ -146,6 +148,14 @@ class CommandLineTest(SharedFolder):
             ("--format", "torch", "--world-size", "2"): "--world-size: the format torch has no such option",
             ("--not-flattened",): "--not-flattened: the format safetensors has no such option",
             ("--key-by", "id"): "calls parameters by name",
+            (
+                "--format",
+                "dcp",
+                "--masters",
+                "m",
+                "--fill-missing",
+            ): "--masters, --fill-missing: the format dcp has no such",
+            ("--format", "deepspeed_universal", "--key-by", "id"): "calls parameters by name",
             ("--format", "fairscale", "--key-by", "name"): "calls parameters by id",
             ("--format", "fairscale_shards", "--world-size", "2", "--key-by", "name"): "call parameters by id",
         }.items():

@@ -161,6 +161,8 @@ class ConvertForeignTest(unittest.TestCase):
         """Nor by a save."""
         save_file({"a": torch.ones(3)}, self.root / "model.safetensors")
         for name in format_names():
+            if name == "deepspeed_universal":
+                continue  # it has a folder for each parameter of the optimizer, and here is none
             format = FairscaleShards(2, {"": ["a"]}) if name == "fairscale_shards" else name
             fsdp_optim.convert(
                 self.root / "model.safetensors",

@@ -15,7 +15,7 @@ from kit.large import NAMES, SOURCES, ours
 from fsdp_optim.plugins import FairscaleShards
 from fsdp_optim.registry import format_names
 
-SOON = ("torch transposed", "ZeRO 3", "fairscale_shards")
+SOON = ("torch transposed", "ZeRO 3", "fairscale_shards", "deepspeed_universal")
 ROWS = 2304
 """81 MiB of tensors, five times MEMORY."""
 

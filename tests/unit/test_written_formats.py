@@ -11,6 +11,7 @@ import torch
 from kit.written_conformance import WrittenConformance
 
 from fsdp_optim.foreign.dcp.format import DCP_FOLDER, TORCHTITAN_FOLDER
+from fsdp_optim.foreign.deepspeed.writer import DeepSpeedUniversal
 from fsdp_optim.foreign.per_rank.fairscale_writer import FairscaleShards
 from fsdp_optim.foreign.torch.writer import TorchFiles
 from fsdp_optim.formats.base.description import SCALAR
@@ -83,6 +84,16 @@ class FairscaleShardsTest(InFolders, unittest.TestCase):
     def _halves(self) -> dict[Half, Tensors]:
         halves = super()._halves()
         return {**halves, "optim": {key: one for key, one in halves["optim"].items() if one.shape}}
+
+
+class DeepSpeedUniversalTest(InFolders, unittest.TestCase):
+    """A file for each value. The step is a file by itself, whose bytes the writer makes."""
+
+    def make_format(self) -> Format:
+        return DeepSpeedUniversal()
+
+    def _values(self) -> tuple[tuple[Any, str, Any], ...]:
+        return tuple(value for value in super()._values() if value[0] != "ratio")
 
 
 if __name__ == "__main__":

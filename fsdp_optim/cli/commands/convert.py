@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from fsdp_optim.registry import format_names
 if TYPE_CHECKING:
     from fsdp_optim.plugins import Format
 
-_SHARDS = "fairscale_shards"
+_SHARDS, _UNIVERSAL = "fairscale_shards", "deepspeed_universal"
 
 
 @click.command("convert")
@@ -53,6 +53,8 @@ _SHARDS = "fairscale_shards"
     help="fairscale_shards: JSON with the names that each FSDP unit flattens, by its path",
 )
 @click.option("--not-flattened", is_flag=True, help="fairscale_shards: for FSDP with flatten_parameters=False")
+@click.option("--masters", metavar="NAME", help="deepspeed_universal: the value of the state with the fp32 weights")
+@click.option("--fill-missing", is_flag=True, help="deepspeed_universal: write zeros for parameters without state")
 @writing_options("DST")
 @json_option
 @quiet_option
@@ -109,25 +111,33 @@ def _names_and_format(given: dict[str, Any]) -> tuple[list[str] | None, str | Fo
 
 def _format(given: dict[str, Any], units: Any) -> str | Format:
     """Return the format that the flags name. Raises CheckpointError, the same everywhere, for a flag that it does not have."""
-    from fsdp_optim.plugins import FairscaleShards, TorchFiles
+    from fsdp_optim.plugins import DeepSpeedUniversal, FairscaleShards, TorchFiles
 
     name, key_by, flattens = given["format"], given["key_by"], False if given["not_flattened"] else None
     of_shards = {"--world-size": given["world_size"], "--units": units, "--not-flattened": flattens}
-    flags = [flag for flag, value in of_shards.items() if value is not None]
+    _check_flags(name, _SHARDS, [flag for flag, value in of_shards.items() if value is not None])
+    of_universal = {"--masters": given["masters"] is not None, "--fill-missing": given["fill_missing"]}
+    _check_flags(name, _UNIVERSAL, [flag for flag, is_given in of_universal.items() if is_given])
     if name == _SHARDS:
         if given["world_size"] is None:
             raise wrong_use(f"the format {name} has a file for each rank: give --world-size, the number of ranks")
         if key_by == "name":
             raise wrong_use("fairscale's shards call parameters by id: leave --key-by out")
         return FairscaleShards(given["world_size"], units, flattens)
-    if flags:
-        raise wrong_use(f"{', '.join(flags)}: the format {name} has no such option; {_SHARDS} has")
+    if name == _UNIVERSAL and key_by != "id":
+        return DeepSpeedUniversal(given["masters"], given["fill_missing"])
     for format in (TorchFiles(), TorchFiles(one_file=True), TorchFiles(for_fairscale=True)):
         if format.name == name and key_by is not None:
             return replace(format, key_by=key_by)
     if key_by == "id" and name in format_names():
         raise wrong_use(f"--key-by: a checkpoint of the format {name} calls parameters by name: leave it out")
     return str(name)
+
+
+def _check_flags(name: str, format: str, flags: Sequence[str]) -> None:
+    """Refuse flags of another format than that of the name."""
+    if flags and name != format:
+        raise wrong_use(f"{', '.join(flags)}: the format {name} has no such option; {format} has")
 
 
 def _unread(error: CheckpointError) -> Format:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.foreign.deepspeed.manifest import NAME
 from fsdp_optim.storage.base import Opened, check_inside
 
 LATEST = ("latest", "latest_universal")
@@ -121,6 +122,8 @@ def _by_rank(
                 "not say how parameters were cut: convert it with deepspeed.checkpoint.ds_to_universal"
             )
         rank = int(matched[1] or 0)
+        if rank in by_rank and is_universal and NAME in inside:
+            continue  # this library has written the values again without tensors, where stage 3 looks for them
         if rank in by_rank:
             raise CheckpointError(
                 f"{where}: {by_rank[rank].rpartition('/')[2]} and {name} are both of rank {rank}, so the folder has files of two "

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
-from fsdp_optim.foreign.archive.tree import children
+from fsdp_optim.foreign.deepspeed.added import AddedByUs
 from fsdp_optim.foreign.deepspeed.cuts import cut_fragments
 from fsdp_optim.foreign.deepspeed.trees import (
     any_tensor,
@@ -18,6 +18,7 @@ from fsdp_optim.foreign.deepspeed.trees import (
     listed,
     mapping,
     read_files,
+    readable,
     shapes_of,
     whole_number,
 )
@@ -26,10 +27,9 @@ from fsdp_optim.foreign.torch.roles import is_extra_state
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.storage.base import Opened
 
-_OWN = frozenset(
+OF_FILES = frozenset(
     (
         *("module", "optimizer", "param_shapes", "shared_params", "buffer_names"),
         *("frozen_param_shapes", "frozen_param_fragments", "universal_checkpoint_info"),
@@ -173,7 +173,7 @@ class ModelFiles:
         """Values in the module's state dict that are neither parameters nor buffers (of `get_extra_state`)."""
         saved = self.saved.get("module")
         return {
-            str(name): _versioned(_readable(self.first, str(name), value))
+            str(name): _versioned(readable(self.first, str(name), value))
             for name, value in (saved.items() if isinstance(saved, dict) else ())
             if not isinstance(value, StoredTensor) or is_extra_state(str(name))
         }
@@ -182,17 +182,25 @@ class ModelFiles:
 
     def extra(self, scaler: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the values of the first rank. `scaler`: the numbers of the loss scaler."""
-        values = _values(self.first, lambda name: name not in _OWN)
-        added = {"loss_scaler": dict(scaler)} if scaler and "loss_scaler" not in values else {}
-        return {**values, **added}
+        added_by_us = self._added.names
+        values = _values(
+            self.first, lambda name: name not in OF_FILES and name not in added_by_us, with_none=bool(added_by_us)
+        )
+        of_scaler = {"loss_scaler": dict(scaler)} if scaler and "loss_scaler" not in values else {}
+        return {**{name: self._added.restored(value, (name,)) for name, value in values.items()}, **of_scaler}
 
     def rank_extras(self) -> Sequence[ForeignValues]:
         """Return the values that each rank gave, None for a rank that gave none; empty where only the first rank has a file."""
-        return _RankExtras(self) if len(self.names) > 1 else ()
+        return _RankExtras(self) if len(self.names) > 1 else self._added.rank_extras()
 
     def pickled(self, extra: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]] | None:
         """Return a function that reads the values with real objects in the place of Unread."""
-        return _pickled(self.first, extra)
+        return _pickled(self.first, extra, self._added.restored)
+
+    @cached_property
+    def _added(self) -> AddedByUs:
+        """What this library has added to a universal checkpoint that it has written."""
+        return AddedByUs.of(self.first)
 
 
 class _RankExtras(Sequence[ForeignValues]):
@@ -213,17 +221,23 @@ class _RankExtras(Sequence[ForeignValues]):
 
 
 def _of_rank(archive: TorchArchive) -> dict[str, Any]:
-    return _values(archive, lambda name: name not in _OWN | _OF_DEEPSPEED)
+    return _values(archive, lambda name: name not in OF_FILES | _OF_DEEPSPEED)
 
 
-def _pickled(archive: TorchArchive, values: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]] | None:
+def _as_it_is(value: Any, at: tuple[Any, ...]) -> Any:
+    return value
+
+
+def _pickled(
+    archive: TorchArchive, values: Mapping[str, Any], restored: Callable[[Any, tuple[Any, ...]], Any] = _as_it_is
+) -> Callable[[], Mapping[str, Any]] | None:
     names = [name for name, value in values.items() if isinstance(value, Withheld)]
     if not names:
         return None
 
     def loaded() -> Mapping[str, Any]:
         tree = archive.unpickled()
-        real = {name: archive.materialised(tree.get(name)) for name in names if name in tree}
+        real = {name: restored(archive.materialised(tree.get(name)), (name,)) for name in names if name in tree}
         return {**values, **real}
 
     return loaded
@@ -234,30 +248,12 @@ def _versioned(value: Any) -> Any:
     return value if isinstance(value, Withheld) else [None, value]
 
 
-def _values(archive: TorchArchive, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+def _values(archive: TorchArchive, is_wanted: Callable[[str], bool], *, with_none: bool = False) -> dict[str, Any]:
     return {
-        name: _readable(archive, name, value)
+        name: readable(archive, name, value)
         for name, value in archive.value.items()
-        if isinstance(name, str) and is_wanted(name) and value is not None
+        if isinstance(name, str) and is_wanted(name) and (value is not None or with_none)
     }
-
-
-def _readable(archive: TorchArchive, name: str, value: Any) -> Any:
-    unread = _unread_in(value)
-    if unread is not None:
-        return Withheld(
-            f"{archive.where}: {name} has an object of the class {unread.what}, which is not read: load with allow_pickle=True "
-            "if you trust the author of the file"
-        )
-    return archive.materialised(value)
-
-
-def _unread_in(value: Any) -> Unread | None:
-    if isinstance(value, Unread):
-        return value
-    if isinstance(value, StoredTensor):
-        return None
-    return next((unread for _, child in children(value) if (unread := _unread_in(child)) is not None), None)
 
 
 def flat_as(stored: StoredTensor, key: str, shape: tuple[int, ...]) -> StoredTensor:

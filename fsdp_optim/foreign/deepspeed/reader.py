@@ -1,4 +1,4 @@
-"""Checkpoints of DeepSpeed: ZeRO 1, 2 and 3, universal ones, and models without ZeRO. They are read, and not written."""
+"""Checkpoints of DeepSpeed: ZeRO 1, 2 and 3, universal ones, and models without ZeRO. `writer.py` writes universal ones."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ PER_RANK = "per_rank_extra"
 """The key of the values of each rank in the one file, by rank."""
 
 _OF_RANK = re.compile(r"rank-(\d{5,})\.pt")
-_MOST_NBYTES = 1 << 20
+_MOST_NBYTES = 64 << 20  # files of DeepSpeed's universal checkpoints are many
 _OWN = ("model.pt", "optim.pt", "modules.pt", ONE, NAME, *EXTRAS.values())
 
 
@@ -41,7 +41,7 @@ class TorchFilesProbe(BesideOthers):
 
     def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[ManifestSummary]:
         try:
-            summary = summary_of(opened)
+            summary = summary_of(opened, self.manifest)
             for name, nbytes in summary.files.items():
                 if opened.nbytes_of(name) != nbytes:
                     return CheckpointStatus(
@@ -53,23 +53,23 @@ class TorchFilesProbe(BesideOthers):
 
     def token_in(self, opened: Opened) -> str | None:
         with contextlib.suppress(OSError, MemoryError):
-            return summary_of(opened).token
+            return summary_of(opened, self.manifest).token
         return None
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
         return lambda name: name in _OWN or (name.startswith("rank-") and name.endswith(".pt"))
 
 
-def summary_of(opened: Opened) -> ManifestSummary:
+def summary_of(opened: Opened, manifest: str = NAME) -> ManifestSummary:
     """Return the summary in the manifest. Raises CheckpointError if it is damaged."""
-    where = opened.named(NAME)
-    values = parse_json(where, opened.read_whole(NAME, most_nbytes=_MOST_NBYTES))
+    where = opened.named(manifest)
+    values = parse_json(where, opened.read_whole(manifest, most_nbytes=_MOST_NBYTES))
     with as_checkpoint_error(where):
         return ManifestSummary.from_json(where, values["brief"])
 
 
-def sequence_of(opened: Opened) -> int:
+def sequence_of(opened: Opened, manifest: str = NAME) -> int:
     """Return the number of a folder of torch files among the checkpoints beside it; 0 if unknown."""
     with contextlib.suppress(OSError):
-        return summary_of(opened).sequence
+        return summary_of(opened, manifest).sequence
     return 0

@@ -141,13 +141,13 @@ class TorchWriter(Writer):
         }
         kinds = {KINDS: self._kinds} if self._kinds else {}
         tree = {**{_KEYS[half]: self._half(half, stubs) for half in tensors}, **self._values, **kinds}
-        return [_archive(ONE, None, both, tree)]
+        return [planned_archive(ONE, None, both, tree)]
 
     def _of_half(self, half: Half, tensors: Sequence[PlannedTensor]) -> PlannedFile:
         stubs = {
             (half, tensor.key): TensorStub(tensor.dtype, tensor.shape, number) for number, tensor in enumerate(tensors)
         }
-        return _archive(f"{half}.pt", half, tensors, self._half(half, stubs))
+        return planned_archive(f"{half}.pt", half, tensors, self._half(half, stubs))
 
     def _half(self, half: Half, stubs: Mapping[tuple[Half, str], TensorStub]) -> Any:
         """Return the state dict of the model or of the optimizer, with stubs in the place of tensors."""
@@ -193,7 +193,7 @@ class TorchWriter(Writer):
     def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         kept = in_file(value)
         check_safe(EXTRAS.get(name, name), kept, allow_pickle=allow_pickle)
-        return EXTRAS.get(name, f"{name}.pt"), _saved(kept)
+        return EXTRAS.get(name, f"{name}.pt"), saved_by_torch(kept)
 
     def info_of(self, data: bytes) -> Any:
         return len(data)
@@ -204,7 +204,7 @@ class TorchWriter(Writer):
         yield manifest_of(prepared.content, prepared.document, prepared.document.world_size, files, written, stamp)
 
 
-def _archive(name: str, half: Half | None, tensors: Sequence[PlannedTensor], tree: Any) -> PlannedFile:
+def planned_archive(name: str, half: Half | None, tensors: Sequence[PlannedTensor], tree: Any) -> PlannedFile:
     """Return the plan of a file. `tree`: the object in it, with a stub in the place of each tensor, numbered as `tensors`."""
     small, archive = SmallTensors(len(tensors)), ArchiveFrames()
     pending, frames, starts, at = archive.first(small.without(tree)), list[tuple[int, bytes]](), list[int](), 0
@@ -255,7 +255,8 @@ def manifest_of(
     return NAME, json.dumps({"brief": summary.to_json()}, indent=1).encode() + b"\n"
 
 
-def _saved(value: Any) -> bytes:
+def saved_by_torch(value: Any) -> bytes:
+    """Return the bytes of a file of `torch.save`."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -284,7 +285,7 @@ def check_safe(name: str, value: Any, *, allow_pickle: bool) -> None:
 def unsafe_name_in(value: Any) -> str | None:
     """Return the class of an item of a value that `torch.load(weights_only=True)` does not read; None if there is nothing."""
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(_saved(value)))
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(saved_by_torch(value)))
     except pickle.UnpicklingError:
         return "number or object that takes another operation of pickle"
     return names[0] if names else None

@@ -132,11 +132,28 @@ def write_file(path: Path, data: bytes, *, durable: bool) -> None:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error.strerror}") from None
 
 
+def path_inside(folder: Path, name: str) -> Path:
+    """Return the path of a new file in the folder of a save, and create the folders that its name asks for.
+
+    `folder` itself is not created: another process may have removed it, and nothing may come back.
+    """
+    path = folder / name
+    for parent in [*path.relative_to(folder).parents][-2::-1]:
+        try:
+            (folder / parent).mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be created: {error.strerror or error}") from None
+    return path
+
+
 def make_file(folder: Path, name: str, nbytes: int, head: bytes) -> None:
     """Create a file of `nbytes` bytes that begins with `head`."""
     try:
-        write_file(folder / name, head, durable=False)
-        os.truncate(folder / name, nbytes)
+        path = path_inside(folder, name)
+        write_file(path, head, durable=False)
+        os.truncate(path, nbytes)
     except OSError as error:
         reason = error.strerror or error
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {reason}") from error

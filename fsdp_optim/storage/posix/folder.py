@@ -21,7 +21,15 @@ from fsdp_optim.storage.base import (
     Staging,
 )
 from fsdp_optim.storage.posix.claim import LOCK, claim
-from fsdp_optim.storage.posix.files import close_quietly, make_file, remove_tree, sync_file, sync_folder, write_file
+from fsdp_optim.storage.posix.files import (
+    close_quietly,
+    make_file,
+    path_inside,
+    remove_tree,
+    sync_file,
+    sync_folder,
+    write_file,
+)
 from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, filesystem_type, has_sparse_files
 from fsdp_optim.storage.posix.filling import Filling
 from fsdp_optim.storage.posix.leftovers import (
@@ -169,7 +177,7 @@ class FolderStaging(Staging):
                     sync_file(self.folder / name)
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
-        write_file(self.folder / name, data, durable=durable)
+        write_file(path_inside(self.folder, name), data, durable=durable)
 
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
         self.put(manifest, data, durable=durable)
@@ -294,9 +302,8 @@ def _make_parents(folder: Path, *, durable: bool) -> None:
 
 
 def _sync_folders(folder: Path) -> None:
-    for written in (folder / _EXTRA, folder):
-        if written.is_dir():
-            sync_folder(written)
+    for written, _, _ in os.walk(folder, topdown=False):
+        sync_folder(Path(written))
 
 
 def _failed(path: Path, failure: str, error: OSError) -> CheckpointError:

@@ -183,14 +183,15 @@ class OpenFolder(Opened):
         return self._open_inside(name)
 
     def _open_inside(self, name: str) -> int:
-        folder, _, last = name.rpartition("/")
-        if not folder:
-            return os.open(name, _FILE, dir_fd=self._fd)
-        inside = os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=self._fd)
+        *folders, last = name.split("/")
+        inside: list[int] = []
         try:
-            return os.open(last, _FILE, dir_fd=inside)
+            for folder in folders:  # one after the other, because only the last part of a path is checked for a link
+                at = inside[-1] if inside else self._fd
+                inside.append(os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=at))
+            return os.open(last, _FILE, dir_fd=inside[-1] if inside else self._fd)
         finally:
-            close_quietly(inside)
+            close_each(inside)
 
 
 class OpenFiles(OpenFolder):

@@ -15,6 +15,7 @@ from fsdp_optim.storage.posix.claim import is_of_this_machine
 from fsdp_optim.storage.posix.files import (
     close_each,
     make_file,
+    path_inside,
     start_writeback,
     sync_file,
     write_all,
@@ -59,7 +60,7 @@ class FolderWriter(StoreWriter):
             start_writeback(fd, first, last - first)
 
     def put(self, name: str, data: bytes) -> None:
-        write_file(self._folder / name, data, durable=self._durable)
+        write_file(path_inside(self._folder, name), data, durable=self._durable)
 
     def _fd(self, name: str) -> int:
         """Open a file, and close another where too many are open."""
