@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_optim.checkpoint.common.random_states import check_random_states, set_random_states
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
+from fsdp_optim.checkpoint.load.resharded_state import RanksHere, resharded
 from fsdp_optim.checkpoint.load.saved_state import SavedState, key_of
 from fsdp_optim.errors import StateError
 from fsdp_optim.memory import detached_copy
@@ -47,8 +48,9 @@ class LoadedObjects:
 
     @property
     def own_names(self) -> list[str]:
-        """The names of those values of the checkpoint that each rank has for itself."""
-        return [*self._saved.own, *self._saved.absent]
+        """The names of those values of the checkpoint that new ranks lack."""
+        without = {*self._saved.resharded, *self._saved.kept}
+        return [name for name in (*self._saved.own, *self._saved.absent) if name not in without]
 
     @property
     def sets_random(self) -> bool:
@@ -60,17 +62,20 @@ class LoadedObjects:
         """Whether random states are asked for, and the checkpoint has none; the same on all ranks."""
         return self._state.rng and not self._saved.has_random
 
-    def check(self, saved: SavedState, position: int) -> None:
+    def check(self, saved: SavedState, here: RanksHere) -> SavedState:
         """Raise StateError if the values of the checkpoint do not belong to these objects. Nothing is loaded yet.
 
-        `position`: the index of this rank.
+        Returns the values for this number of ranks.
         """
-        self._saved, self._previous, self._position = saved, {}, position
-        self.missing_keys, self.unexpected_keys = saved.missing, ()
+        self._saved, self._previous, self._position = saved, {}, here.position
+        self.missing_keys, self.unexpected_keys = (), ()
         if self._state.is_given:
             self._check_names(saved)
+        self._saved = saved = resharded(saved, self._state, here, strict=self._strict)
+        self.missing_keys += saved.missing
         if self._state.rng and saved.random is not None:
             check_random_states(self._position, saved.random)
+        return saved
 
     def _check_names(self, saved: SavedState) -> None:
         here, there = [*self._state.named], [*saved.common, *saved.own, *saved.absent]
@@ -94,7 +99,7 @@ class LoadedObjects:
                 "state: %s is not loaded, because it is missing in the checkpoint or in this call",
                 ", ".join(sorted([*missing, *unexpected])),
             )
-        self.missing_keys = (*map(key_of, missing), *saved.missing)
+        self.missing_keys = tuple(map(key_of, missing))
         self.unexpected_keys = tuple(map(key_of, unexpected))
 
     def remember(self) -> None:

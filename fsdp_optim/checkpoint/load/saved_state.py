@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from contextlib import closing
@@ -32,13 +33,13 @@ class Guarded(dict[str, Any]):
     """A dict that raises CheckpointError on access to a value that is a pickle and not allowed, but not on other values."""
 
     def __getitem__(self, key: str) -> Any:
-        return _checked(super().__getitem__(key))
+        return without_pickles(super().__getitem__(key))
 
     def __iter__(self) -> Iterator[str]:  # makes dict(guarded) access each value, instead of copying the internal ones
         return super().__iter__()
 
     def get(self, key: str, default: Any = None) -> Any:
-        return _checked(super().get(key, default))
+        return without_pickles(super().get(key, default))
 
     def pop(self, key: str, *default: Any) -> Any:
         if key in self:
@@ -46,7 +47,7 @@ class Guarded(dict[str, Any]):
         return super().pop(key, *default)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        return _checked(super().setdefault(key, default))
+        return without_pickles(super().setdefault(key, default))
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return ValuesView(self)
@@ -69,6 +70,10 @@ class SavedState:
         random: this rank's random states; None: it has none.
         has_random: whether any rank has random states.
         read_all_ranks: reads the own values of every rank.
+        num_ranks: the number of ranks that have values of their own.
+        read_each: reads them as `own` has them, from the checkpoint that is open.
+        kept, resharded: after `resharded`, the names of objects of this rank that keep their state, because they could not be
+            resharded, and those of objects that got a state on all ranks.
     """
 
     common: Mapping[str, Any] = field(default_factory=dict)
@@ -77,6 +82,10 @@ class SavedState:
     random: Any = None
     has_random: bool = False
     read_all_ranks: Callable[[], tuple[Mapping[str, Any], ...]] = tuple
+    num_ranks: int = 0
+    read_each: Callable[[], tuple[Mapping[str, Any], ...]] = tuple
+    kept: tuple[str, ...] = ()
+    resharded: tuple[str, ...] = ()
 
     @property
     def by_name(self) -> dict[str, Any]:
@@ -86,8 +95,8 @@ class SavedState:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The names of absent values, as `missing_keys` has them."""
-        return tuple(map(key_of, self.absent))
+        """The names of absent and kept values, as `missing_keys` has them."""
+        return tuple(map(key_of, (*self.absent, *self.kept)))
 
     def warn_of_absent(self, position: int, checkpoint: Reader) -> None:
         """Log a warning for a rank that loads alone, and lacks values of its own. Ranks that load together say so in one line."""
@@ -115,8 +124,13 @@ def read_state(
     def read(name: str) -> Any:
         return names[name].decoded_each(allow_pickle=options.allow_pickle)
 
+    def of_rank(position: int) -> dict[str, Any]:
+        values = _named(all_common, read(rank_extra_name(position)))[1]
+        return {name: value for name, value in values.items() if not name.startswith(RESERVED)}
+
     names, own, first = checkpoint.index.extras, rank_extra_name(position), rank_extra_name(0)
-    common = _by_name(_EXTRA, read(COMMON) if COMMON in names else None)
+    num = next(rank for rank in itertools.count() if rank_extra_name(rank) not in names)
+    common = all_common = _by_name(_EXTRA, read(COMMON) if COMMON in names else None)
     has_own = own in names
     example = read(own) if has_own else read(first) if first in names else None
     common, of_example = _named(common, example)
@@ -131,6 +145,8 @@ def read_state(
         random if has_own else None,
         random is not None,
         _OfAllRanks(store, checkpoint.index.identity, options.verify, options.allow_pickle, format).read,
+        num,
+        lambda: tuple(map(of_rank, range(num))),
     )
 
 
@@ -191,7 +207,8 @@ def _is_old_managers(common: Mapping[str, Any], own: Any) -> bool:
     return own.keys() == {_OLD_RANK, _OLD_STATE} and isinstance(common.get(_OLD_STATE), dict)
 
 
-def _checked(value: Any) -> Any:
+def without_pickles(value: Any) -> Any:
+    """Return a value. Raises CheckpointError where it is a pickle and not allowed."""
     if isinstance(value, Withheld):
         raise CheckpointError(value.why)
     return value
