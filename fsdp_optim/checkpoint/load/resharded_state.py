@@ -39,7 +39,6 @@ def resharded(saved: SavedState, state: RunState, here: RanksHere, *, strict: bo
     own, absent, kept, given = dict(saved.own), list(saved.absent), list[str](), list[str]()
     of_ranks = saved.read_each()
     for name, target in objects:
-        own.pop(name, None)
         try:
             states = _states_of(name, target, of_ranks, here.num_ranks)
         except _CannotReshardError as error:
@@ -48,13 +47,14 @@ def resharded(saved: SavedState, state: RunState, here: RanksHere, *, strict: bo
             if here.position == 0:
                 log.warning("%s; it stays as it is", error)
             states = [None] * here.num_ranks
-        if states[here.position] is not None:
-            own[name] = states[here.position]
-        elif name not in absent:
+        new, was_absent = states[here.position], name in absent
+        if new is not None:
+            own[name] = new
+            absent = [other for other in absent if other != name]
+        elif not was_absent:
+            del own[name]
             kept.append(name)
-        if name in own and name in absent:
-            absent.remove(name)
-        given += [name] if None not in states else []
+        given += [name] if all(state is not None for state in states) else []
     return replace(saved, own=own, absent=tuple(absent), kept=tuple(kept), resharded=tuple(given))
 
 

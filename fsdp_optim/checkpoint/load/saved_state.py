@@ -145,8 +145,8 @@ def read_state(
         random if has_own else None,
         random is not None,
         _OfAllRanks(store, checkpoint.index.identity, options.verify, options.allow_pickle, format).read,
-        num,
-        lambda: tuple(map(of_rank, range(num))),
+        num_ranks=num,
+        read_each=lambda: tuple(map(of_rank, range(num))),
     )
 
 
