@@ -123,9 +123,9 @@ def _joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     places = [_place_in(state) for state in states]
     first = replace(places[0], rank=0, num_taken=0, is_finished=False)
     by_rank: dict[int, _Place] = {}
-    for position, place in enumerate(places):
+    for index, place in enumerate(places):
         if replace(place, rank=0, num_taken=0, is_finished=False) != first:
-            raise StateError(f"ranks 0 and {position} were at different epochs, or had different samples")
+            raise StateError(f"ranks 0 and {index} were at different epochs, or had different samples")
         if by_rank.setdefault(place.rank, place) != place:
             raise StateError(f"two ranks that both had the samples of rank {place.rank} were at different batches")
     missing = next((rank for rank in range(first.world_size) if rank not in by_rank), None)

@@ -43,7 +43,8 @@ def resharded(saved: SavedState, state: RunState, here: RanksHere, *, strict: bo
             states = _states_of(name, target, of_ranks, here.num_ranks)
         except _CannotReshardError as error:
             if strict:
-                raise StateError(f"{error}, or strict=False to leave it as it is") from error.__cause__
+                fix = f"load on {counted(len(of_ranks), 'rank')}, or give strict=False to leave it as it is"
+                raise StateError(f"{error}: {error.fix}{fix}") from error.__cause__
             if here.position == 0:
                 log.warning("%s; it stays as it is", error)
             states = [None] * here.num_ranks
@@ -59,7 +60,15 @@ def resharded(saved: SavedState, state: RunState, here: RanksHere, *, strict: bo
 
 
 class _CannotReshardError(Exception):
-    """An object that has no states for another number of ranks."""
+    """An object that has no states for another number of ranks. `fix`: what to do about it; empty if that is not known."""
+
+    fix = ""
+
+
+class _WithoutReshardError(_CannotReshardError):
+    """An object without the method."""
+
+    fix = "give per_rank() an object that has it, "
 
 
 def _own_objects(saved: SavedState, state: RunState) -> Iterator[tuple[str, Any]]:
@@ -75,23 +84,16 @@ def _states_of(name: str, target: Any, of_ranks: Sequence[Mapping[str, Any]], nu
     change = f"was saved by {counted(num_saved, 'rank')}, and {counted(num_ranks, 'rank')} {_load(num_ranks)} it"
     lacking = next((rank for rank, values in enumerate(of_ranks) if name not in values), None)
     if lacking is not None:
-        raise _CannotReshardError(
-            f"{key_of(name)}: {change}, but rank {lacking} has saved none: load on {counted(num_saved, 'rank')}"
-        )
+        raise _CannotReshardError(f"{key_of(name)}: {change}, but rank {lacking} has saved none")
     reshard = getattr(target, "reshard", None)
     if not callable(reshard):
-        raise _CannotReshardError(
-            f"{key_of(name)}: {change}, but a {kind} does not have reshard(states, world_size): give per_rank() an object that "
-            f"has it, load on {counted(num_saved, 'rank')}"
-        )
+        raise _WithoutReshardError(f"{key_of(name)}: {change}, but a {kind} does not have reshard(states, world_size)")
     states = [without_pickles(values[name]) for values in of_ranks]
     call = f"reshard(states, world_size={num_ranks})"
     try:
         new = reshard(states, num_ranks)
     except StateError as error:  # the object's own refusal, which says why
-        raise _CannotReshardError(
-            f"{key_of(name)}: {change}, but a {kind} refused {call}: {error}: load on {counted(num_saved, 'rank')}"
-        ) from error
+        raise _CannotReshardError(f"{key_of(name)}: {change}, but a {kind} refused {call}: {error}") from error
     except Exception as error:
         raise StateError(f"{key_of(name)}: {change}, but its {call} failed: {type(error).__name__}: {error}") from error
     if not isinstance(new, (list, tuple)) or len(new) != num_ranks:
