@@ -234,7 +234,7 @@ class RefusedTest(InFolder):
 
     @parameterized.expand(
         [
-            (Plain, ("a Plain does not have reshard(states, world_size)", "load on 4 ranks", "or strict=False")),
+            (Plain, ("a Plain does not have reshard(states, world_size)", "load on 4 ranks", "or give strict=False")),
             (Refusing, ("a Refusing refused reshard(states, world_size=2): the items belong together", "strict=False")),
         ]
     )
