@@ -80,6 +80,11 @@ class ReshardableLoader:
         own = {} if is_resharded else {key: value for key, value in state.items() if key != _BATCH_SIZE}
         _Loader.load_state_dict(self._loader, own)
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state was saved where as many ranks divided the samples as here."""
+        sampler: ReshardableSampler = self._loader.sampler
+        return POSITION in state or _pass_in(state)["world_size"] == sampler.world_size
+
     def reshard(self, states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
         """Return the states of new ranks, as `per_rank` describes it.
 

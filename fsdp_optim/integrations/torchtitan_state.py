@@ -36,12 +36,19 @@ class TitanLoader:
         """Load a state. Raises StateError for one of another degree, which torchtitan's loader would pass over in part."""
         if _is_by_degree(state) and hasattr(self._loader, "dp_world_size"):
             self._check_degree(state)
-            name = f"dp_rank_{self._loader.dp_rank}"
-            if name not in state:
-                raise StateError(
-                    f"the saved state is that of {', '.join(sorted(state.keys() - {_DEGREE}))}, not of {name}"
-                )
+            if self._key not in state:
+                saved = ", ".join(sorted(state.keys() - {_DEGREE}))
+                raise StateError(f"the saved state is that of {saved}, not of {self._key}")
         self._loader.load_state_dict(state)
+
+    def fits(self, state: Any) -> bool:
+        """Return whether a state is that of this data-parallel rank at this degree; true of loaders that have none."""
+        own = getattr(self._loader, "fits", None)
+        if callable(own):
+            return bool(own(state))
+        if not _is_by_degree(state) or not hasattr(self._loader, "dp_world_size"):
+            return True
+        return state[_DEGREE] == self._loader.dp_world_size and self._key in state
 
     def reshard(self, states: list[Any], world_size: int) -> list[Any]:
         """Return, for each new rank, the states of all data-parallel ranks, of which its loader takes its own.
@@ -62,6 +69,10 @@ class TitanLoader:
             self._check_degree(state)
         joined = {key: value for state in states for key, value in state.items()}
         return [joined] * world_size
+
+    @property
+    def _key(self) -> str:
+        return f"dp_rank_{self._loader.dp_rank}"
 
     def _check_degree(self, state: Mapping[str, Any]) -> None:
         saved, here = state[_DEGREE], self._loader.dp_world_size

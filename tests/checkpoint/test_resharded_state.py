@@ -64,6 +64,18 @@ class FirstOnly(Hand):
         return [states[0], *[None] * (world_size - 1)]
 
 
+class Choosy(Hand):
+    """Takes the state of its rank only where that has three items."""
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        return len(state["items"]) == 3
+
+
+class Unsure(Hand):
+    def fits(self, state: dict[str, Any]) -> bool:
+        raise KeyError("items")
+
+
 class Refusing(Hand):
     def reshard(self, states: list[Any], world_size: int) -> Any:
         raise fsdp_optim.StateError("the items belong together")
@@ -179,6 +191,15 @@ class AskedTest(InFolder):
         run_on_threads(save_here, 2, self.path)
         for rank, (result, target, _) in enumerate(run_on_threads(load_here, 2, self.path, Hand)):
             self.assertEqual((target.calls, target.items, result.missing_keys), ([], items_of(rank), ()))
+
+    def test_at_the_same_number_of_ranks_where_its_own_does_not_fit(self) -> None:
+        run_on_threads(save_here, 2, self.path)
+        [(_, first, _), (_, second, _)] = run_on_threads(load_here, 2, self.path, Choosy)
+        self.assertEqual((len(first.calls), first.items), (1, dealt(2, 2, 0)))
+        self.assertEqual((second.calls, second.items), ([], items_of(1)))
+        errors = [error for _, _, error in run_on_threads(load_here, 2, self.path, Unsure)]
+        self.assertEqual([kind for kind, _ in errors], ["StateError"] * 2)
+        self.assertIn("state['hand']: its fits(state) failed: KeyError: 'items'", errors[0][1])
 
     def test_a_process_alone(self) -> None:
         run_on_threads(save_here, 3, self.path)

@@ -322,6 +322,14 @@ class OtherLoadersTest(unittest.TestCase):
         samples = self.change(before, after)
         self.assertEqual(samples, sorted([*range(25)] * 2))
 
+    def test_as_many_ranks_of_which_two_share_their_samples_now(self) -> None:
+        data = Data(25)
+        before, after = data.loaders(4), [data.loader(rank // 2, 2) for rank in range(4)]
+        got = drawn([*map(iter, before)], [2] * 4)
+        self.assertEqual({*saved_and_loaded(self.path, before, after)}, {("", "")})
+        got += drawn([*map(iter, after)], [100] * 4)[::2]
+        self.assertEqual(sorted(sample for batches in got for batch in batches for sample in batch), [*range(25)])
+
     def test_before_the_first_batch_and_again_and_again(self) -> None:
         data = Data(17, num_workers=2)
         loaders, seen = data.loaders(4), list[int]()

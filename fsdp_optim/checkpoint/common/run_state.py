@@ -43,8 +43,9 @@ def per_rank(value: Any) -> Any:
     which gets the saved states of all ranks, in the order of these ranks, and returns the states of `world_size` new ranks, in
     their order, for their `load_state_dict`. None as a state: that rank keeps its own, and `missing_keys` names it. The method
     changes neither the object nor the states, and does not communicate, because each loading rank calls it alone: with equal
-    arguments it must return equal states on all ranks. It is not called where the number of ranks is the same. Each rank reads
-    the states of all ranks for it, and holds them until the load ends, so they must be small.
+    arguments it must return equal states on all ranks. Each rank reads the states of all ranks for it, and holds them until the
+    load ends, so they must be small. It is not called where the number of ranks is the same, unless the object has a method
+    `fits(self, state) -> bool` too, which says False of the rank's own saved state, because other ranks share data now, say.
 
     Where an object does not have the method, or it raises StateError because it cannot serve this number of ranks, the load
     raises StateError before anything is changed; with strict=False the object stays as it is on all ranks, which a warning and

@@ -10,8 +10,9 @@ from typing import Any
 from msgspec import Struct
 
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
-from fsdp_optim.checkpoint.load.saved_state import SavedState, key_of, without_pickles
-from fsdp_optim.errors import StateError
+from fsdp_optim.checkpoint.load.saved_state import SavedState, key_of
+from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.speed import counted
 
 log = logging.getLogger("fsdp_optim")
@@ -25,7 +26,9 @@ class RanksHere(Struct, frozen=True):
 
 
 def resharded(saved: SavedState, state: RunState, here: RanksHere, *, strict: bool) -> SavedState:
-    """Return the values for a rank of another number of ranks than those that saved; the same values for the same number.
+    """Return the values for a rank of another number of ranks than those that saved.
+
+    For the same number these are the same values, but for objects that say that theirs does not fit.
 
     No rank waits for another: each reads the states of all ranks, and computes all new ones.
 
@@ -33,7 +36,8 @@ def resharded(saved: SavedState, state: RunState, here: RanksHere, *, strict: bo
         StateError: an object failed in `reshard` or, if `strict`, has no states for this number of ranks.
         CheckpointError: a state cannot be read.
     """
-    objects = list(_own_objects(saved, state)) if saved.num_ranks != here.num_ranks else []
+    is_same = saved.num_ranks == here.num_ranks
+    objects = [entry for entry in _own_objects(saved, state) if not (is_same and _fits(*entry, saved.own))]
     if not objects:
         return saved
     own, absent, kept, given = dict(saved.own), list(saved.absent), list[str](), list[str]()
@@ -78,6 +82,18 @@ def _own_objects(saved: SavedState, state: RunState) -> Iterator[tuple[str, Any]
             yield name, value.value
 
 
+def _fits(name: str, target: Any, own: Mapping[str, Any]) -> bool:
+    """Return whether an object takes the state of this rank at the same number of ranks."""
+    fits = getattr(target, "fits", None)
+    if not callable(fits) or name not in own:
+        return True
+    state = _checked(own[name])
+    try:
+        return bool(fits(state))
+    except Exception as error:
+        raise StateError(f"{key_of(name)}: its fits(state) failed: {type(error).__name__}: {error}") from error
+
+
 def _states_of(name: str, target: Any, of_ranks: Sequence[Mapping[str, Any]], num_ranks: int) -> Sequence[Any]:
     """Return the state of each new rank."""
     kind, num_saved = type(target).__name__, len(of_ranks)
@@ -88,7 +104,7 @@ def _states_of(name: str, target: Any, of_ranks: Sequence[Mapping[str, Any]], nu
     reshard = getattr(target, "reshard", None)
     if not callable(reshard):
         raise _WithoutReshardError(f"{key_of(name)}: {change}, but a {kind} does not have reshard(states, world_size)")
-    states = [without_pickles(values[name]) for values in of_ranks]
+    states = [_checked(values[name]) for values in of_ranks]
     call = f"reshard(states, world_size={num_ranks})"
     try:
         new = reshard(states, num_ranks)
@@ -102,6 +118,13 @@ def _states_of(name: str, target: Any, of_ranks: Sequence[Mapping[str, Any]], nu
             f"{key_of(name)}: {change}, but its {call} returned {shown}, not a list of {counted(num_ranks, 'state')}"
         )
     return new
+
+
+def _checked(value: Any) -> Any:
+    """Return a value. Raises CheckpointError where it is a pickle and not allowed."""
+    if isinstance(value, Withheld):
+        raise CheckpointError(value.why)
+    return value
 
 
 def _load(num: int) -> str:

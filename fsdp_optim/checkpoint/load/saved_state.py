@@ -33,13 +33,13 @@ class Guarded(dict[str, Any]):
     """A dict that raises CheckpointError on access to a value that is a pickle and not allowed, but not on other values."""
 
     def __getitem__(self, key: str) -> Any:
-        return without_pickles(super().__getitem__(key))
+        return _checked(super().__getitem__(key))
 
     def __iter__(self) -> Iterator[str]:  # makes dict(guarded) access each value, instead of copying the internal ones
         return super().__iter__()
 
     def get(self, key: str, default: Any = None) -> Any:
-        return without_pickles(super().get(key, default))
+        return _checked(super().get(key, default))
 
     def pop(self, key: str, *default: Any) -> Any:
         if key in self:
@@ -47,7 +47,7 @@ class Guarded(dict[str, Any]):
         return super().pop(key, *default)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        return without_pickles(super().setdefault(key, default))
+        return _checked(super().setdefault(key, default))
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return ValuesView(self)
@@ -207,8 +207,7 @@ def _is_old_managers(common: Mapping[str, Any], own: Any) -> bool:
     return own.keys() == {_OLD_RANK, _OLD_STATE} and isinstance(common.get(_OLD_STATE), dict)
 
 
-def without_pickles(value: Any) -> Any:
-    """Return a value. Raises CheckpointError where it is a pickle and not allowed."""
+def _checked(value: Any) -> Any:
     if isinstance(value, Withheld):
         raise CheckpointError(value.why)
     return value
