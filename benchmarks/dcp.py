@@ -3,9 +3,9 @@
     python benchmarks/dcp.py [--rounds 3] [--worlds 2 4] [--models big small] [--folder DIR]
 
 The models are those of benchmarks/gather.py, with weights and Adam state in fp32 in FSDP2. Every contestant saves and loads
-`{"model": ..., "optim": ...}` as torch's get_state_dict gives it. "into a fresh optimizer": get_state_dict, load and set_state_dict, each
-as the library has them, with an optimizer that has not stepped. Extra memory is the highest resident size during the call, over that
-before it; the most on a rank.
+`{"model": ..., "optim": ...}` as torch's get_state_dict gives it. "into a fresh optimizer": get_state_dict, load and
+set_state_dict, each as the library has them, with an optimizer that has not stepped. Extra memory is the highest resident size
+during the call, over that before it; the most on a rank.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class LoadResult:
         world_size: the number of ranks that saved.
         missing_keys: what the model, the optimizer or `state=` has and the checkpoint does not have, and keeps its live value:
             FQNs, and names as `state['scheduler']` (`strict=False`); and, whatever `strict` says, values of `per_rank` that this
-            rank did not get, because there were fewer ranks at the save.
+            rank did not get, because there were fewer ranks at the save, or because an object's `reshard` gave it none.
         unexpected_keys: what the checkpoint has and the model, the optimizer or `state=` does not have (`strict=False`).
         unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has
             (`strict=False`).

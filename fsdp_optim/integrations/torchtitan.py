@@ -34,6 +34,7 @@ from fsdp_optim import (
     per_rank,
 )
 from fsdp_optim.integrations.needed import needed
+from fsdp_optim.integrations.torchtitan_state import TrainState, Unloaded, loader_state
 from fsdp_optim.plugins import by_lowest, copy_beside, is_url, make_folder, remove_checkpoint
 
 __all__ = ["FsdpOptimCheckpointManager"]
@@ -142,13 +143,14 @@ class FsdpOptimCheckpointManager(_Base):
         self._model = parts[0] if len(parts) == 1 else parts
         self._optimizers = [*optimizers.optimizers]
         self._group = dist.group.WORLD if dist.is_initialized() else None
+        by_rank = {_TRAIN_STATE: TrainState, _DATALOADER: loader_state}
         self._objects = {
-            key: component
+            key: by_rank[key](component) if key in by_rank else component
             for key, component in states.items()
             if component is not None and key not in (_MODEL, _OPTIMIZER)
         }
         kept = {
-            key: _TitanSave(component) if key in config.exclude_from_loading else component
+            key: Unloaded(component) if key in config.exclude_from_loading else component
             for key, component in self._objects.items()
         }
         self._call = LoadOptions(process_group=self._group)
@@ -297,25 +299,19 @@ class FsdpOptimCheckpointManager(_Base):
 
     def _load_everything(self, place: str) -> None:
         """Load a checkpoint of this manager, or of torchtitan's own, to go on from it in a new folder."""
-        values = fsdp_optim.load(place, self._model, self._optimizers, options=self._call).state
+        result = fsdp_optim.load(place, self._model, self._optimizers, options=self._call)
+        values, num_ranks = dict(result.state), dist.get_world_size() if dist.is_initialized() else 1
         for key, part in self._objects.items():
             if key in self._config.exclude_from_loading:
                 continue
+            if key in _PER_RANK and result.all_ranks and result.world_size != num_ranks:
+                states = part.reshard([of_rank[key] for of_rank in result.all_ranks], num_ranks)
+                values[key] = states[dist.get_rank() if dist.is_initialized() else 0]
             if key not in values:
                 raise StateError(
                     f"{place}: has no {key}: give exclude_from_loading=[{key!r}], or initial_load_model_only"
                 )
             part.load_state_dict(values[key])
-
-
-class _TitanSave:
-    """An object that is saved and not loaded (`exclude_from_loading`)."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.state_dict = optimizer.state_dict
-
-    def load_state_dict(self, state: Any) -> None:
-        """Leave the object as it is."""
 
 
 class _Background(Future[None]):

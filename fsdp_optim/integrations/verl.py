@@ -244,6 +244,10 @@ class _RandomStates:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_random_states(state)
 
+    def reshard(self, states: list[Any], world_size: int) -> list[Any]:
+        """Each rank gets the states of the same index; a new rank keeps its own, so that no two ranks draw the same numbers."""
+        return [states[rank] if rank < len(states) else None for rank in range(world_size)]
+
 
 def _is_verls_own(path: str) -> bool:
     """Whether verl's own manager has written a checkpoint."""

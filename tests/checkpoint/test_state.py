@@ -37,6 +37,13 @@ class Counter:
         self.count = state["count"]
 
 
+class CounterOfRank(Counter):
+    """One that another number of ranks takes over by index."""
+
+    def reshard(self, states: list[Any], world_size: int) -> list[Any]:
+        return [states[rank] if rank < len(states) else None for rank in range(world_size)]
+
+
 class InFolder(unittest.TestCase):
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -178,7 +185,7 @@ def save_on_ranks(path: Path) -> None:
 
 def load_on_ranks(path: Path) -> tuple[int, int, tuple[str, ...], list[dict[str, Any]]]:
     with cpu():
-        one, common, own = Trained("DDP", adam, 0), Counter(), Counter(99)
+        one, common, own = Trained("DDP", adam, 0), Counter(), CounterOfRank(99)
         state = {"common": common, "own": fsdp_optim.per_rank(own), "tree": None}
         result = fsdp_optim.load(path, one.model, one.optim, state=state)
         return common.count, own.count, result.missing_keys, [dict(values) for values in result.all_ranks]

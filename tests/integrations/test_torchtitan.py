@@ -85,11 +85,12 @@ class TestResume(SharedFolder):
         """The sums of two and of four equal gradients are exact, those of three are not, so three ranks only load."""
         folder = self.root / f"alike {world_size}"
         [(saved, whole), _] = run_on_ranks(saved_alike, 2, folder)
-        for loaded, resumed in run_on_ranks(loaded_and_resumed, world_size, folder):
-            loaded, whole = (without(one, "random", "num_drawn") for one in (loaded, whole))
-            check_same(f"loaded on {world_size}", loaded, without(saved, "random", "num_drawn"))
+        found, other = run_on_ranks(loaded_and_resumed, world_size, folder), ("random", "num_drawn", "tokens")
+        for loaded, resumed in found:
+            check_same(f"loaded on {world_size}", without(loaded, *other), without(saved, *other))
             if world_size != 3:
-                check_same(f"trained on {world_size}", without(resumed, "random", "num_drawn"), whole)
+                check_same(f"trained on {world_size}", without(resumed, *other), without(whole, *other))
+        check_same("tokens of all ranks", sum(loaded["tokens"] for loaded, _ in found), 2 * saved["tokens"])
 
 
 # ------------------------------------------------------------------------------------------ errors

@@ -41,6 +41,10 @@ class Loader:
         self.num_drawn = state["num_drawn"]
         self._generator.set_state(state["generator"])
 
+    def reshard(self, states: list[Any], world_size: int) -> list[Any]:
+        """A rank has random numbers of its own, and a new rank keeps its own."""
+        return [states[rank] if rank < len(states) else None for rank in range(world_size)]
+
 
 class Run:
     """A model in a wrapper, trained with a forward pass on every rank, and its manager.

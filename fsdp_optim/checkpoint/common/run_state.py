@@ -34,7 +34,22 @@ def per_rank(value: Any) -> Any:
 
         save(path, model, optim, state={"scheduler": scheduler, "loader": per_rank(loader)})
 
-    At another world size a rank gets the value of the same index. A new rank gets none, and `missing_keys` of the result says so.
+    At another world size a plain value is that of the same index: a new rank gets none, and `missing_keys` of the result says
+    so. An object is never given the state of the same index then, because rank 1 of 4 has another part of the data than rank 1
+    of 2: it must have a method
+
+        def reshard(self, states: list[Any], world_size: int) -> list[Any]
+
+    which gets the saved states of all ranks, in the order of these ranks, and returns the states of `world_size` new ranks, in
+    their order, for their `load_state_dict`. None as a state: that rank keeps its own, and `missing_keys` names it. The method
+    changes neither the object nor the states, and does not communicate, because each loading rank calls it alone: with equal
+    arguments it must return equal states on all ranks. Each rank reads the states of all ranks for it, and holds them until the
+    load ends, so they must be small. It is not called where the number of ranks is the same, unless the object has a method
+    `fits(self, state) -> bool` too, which says False of the rank's own saved state, because other ranks share data now, say.
+
+    Where an object does not have the method, or it raises StateError because it cannot serve this number of ranks, the load
+    raises StateError before anything is changed; with strict=False the object stays as it is on all ranks, which a warning and
+    `missing_keys` say. `fsdp_optim.integrations.torchdata` has the method for a StatefulDataLoader.
 
     Args:
         value: as an unmarked value in `state=`.

@@ -13,6 +13,7 @@ from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.random_states import check_random_states, set_random_states
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
 from fsdp_optim.checkpoint.load.loaded_trees import LoadedTrees
+from fsdp_optim.checkpoint.load.resharded_state import RanksHere, resharded
 from fsdp_optim.checkpoint.load.saved_state import Guarded, SavedState, Unread, complete, key_of
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.codec import Withheld
@@ -68,8 +69,9 @@ class LoadedObjects:
 
     @property
     def own_names(self) -> list[str]:
-        """The names of those values of the checkpoint that each rank has for itself."""
-        return [*self._saved.own, *self._saved.absent]
+        """The names of those values of the checkpoint that new ranks lack."""
+        without = {*self._saved.resharded, *self._saved.kept}
+        return [name for name in (*self._saved.own, *self._saved.absent) if name not in without]
 
     @property
     def sets_random(self) -> bool:
@@ -96,20 +98,24 @@ class LoadedObjects:
         """The keys of those `targets` that are overwritten. The others only show how new tensors are to be cut."""
         return tuple(self._trees.in_place)
 
-    def check(self, saved: SavedState, position: int, where: str) -> None:
+    def check(self, saved: SavedState, here: RanksHere, where: str) -> SavedState:
         """Raise StateError if the values of the checkpoint do not belong to these objects. Nothing is loaded yet.
 
-        Called by all ranks, because a state_dict() may be a collective call. `position`: the index of this rank. `where`: the
-        checkpoint.
+        Called by all ranks, because a state_dict() may be a collective call. `where`: the checkpoint. Returns the values for this
+        number of ranks.
         """
-        self._saved, self._previous, self._position = saved, {}, position
+        self._saved, self._previous, self._position = saved, {}, here.position
         self._live, self._values, self._trees = {}, {}, LoadedTrees(saved.stored, self._cast)
-        self.missing_keys, self.unexpected_keys = saved.missing, ()
+        self.missing_keys, self.unexpected_keys = (), ()
         if self._state.is_given:
             self._check_names(saved)
+        self._saved = saved = resharded(saved, self._state, here, strict=self._strict)
+        self.missing_keys += saved.missing
+        if self._state.is_given:
             self._check_trees(saved, where)
         if self._state.rng and saved.random is not None:
             check_random_states(self._position, saved.random)
+        return saved
 
     def _check_names(self, saved: SavedState) -> None:
         here, there = [*self._state.named], [*saved.common, *saved.own, *saved.absent]
@@ -134,7 +140,7 @@ class LoadedObjects:
                 "state: %s is not loaded, because it is missing in the checkpoint or in this call",
                 ", ".join(sorted([*missing, *unexpected])),
             )
-        self.missing_keys = (*map(key_of, missing), *saved.missing)
+        self.missing_keys = tuple(map(key_of, missing))
         self.unexpected_keys = tuple(map(key_of, unexpected))
 
     def _check_trees(self, saved: SavedState, where: str) -> None:

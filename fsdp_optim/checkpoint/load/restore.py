@@ -19,6 +19,7 @@ from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, nbytes_of
 from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
+from fsdp_optim.checkpoint.load.resharded_state import RanksHere
 from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
 from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
@@ -88,7 +89,7 @@ def _restore(
         weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
         state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
         saved = read_state(checkpoint, store, group.position, options, format)
-        objects.check(saved, group.position, checkpoint.index.where)
+        saved = objects.check(saved, RanksHere(group.position, len(group.ranks)), checkpoint.index.where)
         trees = None
         if objects.has_trees:
             trees = TreeTargets.agree_on_state(group, objects.targets, checkpoint.index.trees, options)
@@ -131,10 +132,10 @@ def _restore_alone(path: Place, options: LoadArguments, format: Format | None, o
     pending.settle()
     store = with_cache(store_at(path, options=options.storage_options), options.local_cache)
     with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
-        position = _position(options)
-        saved = read_state(checkpoint, store, position, options, format)
-        objects.check(saved, position, checkpoint.index.where)
-        saved.warn_of_absent(position, checkpoint)
+        here = _ranks_here(options)
+        saved = read_state(checkpoint, store, here.position, options, format)
+        saved = objects.check(saved, here, checkpoint.index.where)
+        saved.warn_of_absent(here.position, checkpoint)
         trees = None
         if objects.targets:
             trees = TreeTargets.alone(world_here().rank, objects.targets, checkpoint.index.trees)
@@ -146,16 +147,16 @@ def _restore_alone(path: Place, options: LoadArguments, format: Format | None, o
         return _result(saved, objects, checkpoint)
 
 
-def _position(options: LoadArguments) -> int:
-    """The index of this process in process_group=, or in the whole job. It selects the values that the process has of its own."""
-    world = world_here()
-    position = world.group_rank(options.call.process_group)
+def _ranks_here(options: LoadArguments) -> RanksHere:
+    """The place of this process in process_group=, or in the job. It selects the values that the process has of its own."""
+    world, process_group = world_here(), options.call.process_group
+    position = world.group_rank(process_group)
     if position < 0:
         raise WrapperError(
             f"rank {world.rank} is not in process_group=, so it has no values of its own there: give a group that contains "
             "this rank, or none"
         )
-    return position
+    return RanksHere(position, world.size if process_group is None else len(world.ranks_of(process_group)))
 
 
 def _result(saved: SavedState, objects: LoadedObjects, checkpoint: Reader) -> LoadResult:

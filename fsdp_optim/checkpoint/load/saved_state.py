@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from contextlib import closing, contextmanager
@@ -93,6 +94,10 @@ class SavedState:
         read_all_ranks: reads the own values of every rank.
         stored: the tensors of trees, by key.
         later: the checkpoint, which is opened again for what is read later.
+        num_ranks: the number of ranks that have values of their own.
+        read_each: reads them as `own` has them, from the checkpoint that is open.
+        kept, resharded: after `resharded`, the names of objects of this rank that keep their state, because they could not be
+            resharded, and those of objects that got a state on all ranks.
     """
 
     common: Mapping[str, Any] = field(default_factory=dict)
@@ -103,6 +108,10 @@ class SavedState:
     read_all_ranks: Callable[[], tuple[Mapping[str, Any], ...]] = tuple
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
     later: Later | None = None
+    num_ranks: int = 0
+    read_each: Callable[[], tuple[Mapping[str, Any], ...]] = tuple
+    kept: tuple[str, ...] = ()
+    resharded: tuple[str, ...] = ()
 
     @property
     def by_name(self) -> dict[str, Any]:
@@ -116,8 +125,8 @@ class SavedState:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The names of absent values, as `missing_keys` has them."""
-        return tuple(map(key_of, self.absent))
+        """The names of absent and kept values, as `missing_keys` has them."""
+        return tuple(map(key_of, (*self.absent, *self.kept)))
 
     def warn_of_absent(self, position: int, checkpoint: Reader) -> None:
         """Log a warning for a rank that loads alone, and lacks values of its own. Ranks that load together say so in one line."""
@@ -145,8 +154,13 @@ def read_state(
     def read(name: str) -> Any:
         return names[name].as_tree(allow_pickle=options.allow_pickle)
 
+    def of_rank(position: int) -> dict[str, Any]:
+        values = _named(all_common, read(rank_extra_name(position)))[1]
+        return {name: value for name, value in values.items() if not name.startswith(RESERVED)}
+
     names, own, first = checkpoint.index.extras, rank_extra_name(position), rank_extra_name(0)
-    common = _by_name(_EXTRA, read(COMMON) if COMMON in names else None)
+    num = next(rank for rank in itertools.count() if rank_extra_name(rank) not in names)
+    common = all_common = _by_name(_EXTRA, read(COMMON) if COMMON in names else None)
     has_own = own in names
     example = read(own) if has_own else read(first) if first in names else None
     common, of_example = _named(common, example)
@@ -164,6 +178,8 @@ def read_state(
         read_all_ranks=later.all_ranks,
         stored=checkpoint.index.trees,
         later=later,
+        num_ranks=num,
+        read_each=lambda: tuple(map(of_rank, range(num))),
     )
 
 
