@@ -242,6 +242,23 @@ class OtherSourcesTest(SharedFolder):
             in_order=False,
         )
 
+    def test_shapes_of_all_kinds(self) -> None:
+        """Parameters without dimensions, which DeepSpeed cannot cut, without elements, and with one; the step is unknown."""
+        model = Odd(scale=torch.tensor(2.0), empty=torch.empty(0, 3), single=torch.ones(1), große=torch.ones(3, 2))
+        optim = torch.optim.AdamW(model.parameters())
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optim.step()
+        fsdp_optim.save(self.root / "odd", model, optim, options=SAVING)
+        shapes = {
+            name: torch.load(self.convert("odd") / "zero" / name / "exp_avg_sq.pt")["param"].shape
+            for name, _ in model.named_parameters()
+        }
+        self.assertEqual(shapes, {"scale": (1,), "empty": (0, 3), "single": (1,), "große": (3, 2)})
+        self.assertTrue(fsdp_optim.diff(self.root / "odd", self.root / "odd converted").equal)
+        self.assertIsNone(fsdp_optim.load(self.root / "odd converted").step)
+        self.assertEqual(torch.load(self.root / "odd converted" / "mp_rank_00_model_states.pt")["global_steps"], 1)
+
     def test_weights_in_16_bits_keep_their_dtype(self) -> None:
         """The engine copies them into fp32, which changes no element."""
         model, optim = trained(dtype=torch.bfloat16)

@@ -26,12 +26,16 @@ class AddedByUs:
         names: the values that the source did not have, and `OURS` and `PER_RANK`.
         kinds: what values were, as `foreign.archive.safe_values` writes it.
         of_ranks: the values of each rank, by rank.
+        is_ours: whether this library has written the file.
+        step: the step of the source, which may have none where DeepSpeed needs one.
     """
 
     archive: TorchArchive
     names: frozenset[str] = frozenset()
     kinds: Sequence[Any] = ()
     of_ranks: dict[int, Any] = field(default_factory=dict)
+    is_ours: bool = False
+    step: Any = None
 
     @classmethod
     def of(cls, archive: TorchArchive) -> AddedByUs:
@@ -44,7 +48,8 @@ class AddedByUs:
             of_ranks = mapping(saved.get(PER_RANK, {}), PER_RANK)
             if not all(type(rank) is int and 0 <= rank < _MOST_RANKS for rank in of_ranks):
                 raise TypeError(f"{PER_RANK} has keys that are no ranks")
-            return cls(archive, names | {OURS, PER_RANK}, list(listed(about["kinds"], "kinds")), dict(of_ranks))
+            kinds = list(listed(about["kinds"], "kinds"))
+            return cls(archive, names | {OURS, PER_RANK}, kinds, dict(of_ranks), True, about["step"])
 
     def restored(self, value: Any, at: tuple[Any, ...]) -> Any:
         """Return the original of a value that is at this place of the file."""

@@ -19,9 +19,10 @@ LATEST = "latest_universal"
 COMMON_STATE = "zero/optimizer_state.pt"
 
 OURS = "fsdp_optim"
-"""The key in the files with the model of what this library adds: `{"added": [names], "kinds": [...]}`.
+"""The key in the files with the model of what this library adds: `{"added": [names], "kinds": [...], "step": number}`.
 
-`added`: the values that DeepSpeed needs and the source does not have; `kinds`: as `foreign.archive.safe_values` writes them.
+`added`: the values that DeepSpeed needs and the source does not have; `kinds`: as `foreign.archive.safe_values` writes them;
+`step`: that of the source, or None.
 """
 
 

@@ -114,7 +114,7 @@ class ModelFiles:
 
     @property
     def step(self) -> int | None:
-        step = self.saved.get("global_steps")
+        step = self._added.step if self._added.is_ours else self.saved.get("global_steps")
         return step if type(step) is int and step >= 0 else None
 
     @cached_property

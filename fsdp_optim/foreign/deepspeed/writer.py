@@ -196,7 +196,7 @@ class UniversalWriter(Writer):
             "mp_world_size": 1,
             **added,
             **self._values,
-            OURS: {"added": sorted(added), "kinds": self._kinds},
+            OURS: {"added": sorted(added), "kinds": self._kinds, "step": self._step},
         }
 
     def small(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
