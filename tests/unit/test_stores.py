@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import tempfile
 import unittest
 from pathlib import Path
@@ -17,6 +18,8 @@ from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.base import Store
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import StoreConformance
+
+NAME = "model.safetensors"
 
 
 class TestFolder(StoreConformance, unittest.TestCase):
@@ -64,6 +67,26 @@ class TestParts(unittest.TestCase):
             ):
                 staging.seal(["model.safetensors"], receipts, durable=False)
             staging.abandon()
+
+
+class TestHeads(unittest.TestCase):
+    def test_reads_around_the_end_of_the_head(self) -> None:
+        """The first 64 KiB of a small object are read at once: every range is the same bytes, whatever part of it they hold."""
+        data = random.Random(0).randbytes(130_000)
+        store = ObjectStore(MemoryBucket(), "run/step-1", OURS.probe)
+        staging = store.begin(overwrite=False, durable=False)
+        writer = store.join(staging.address, durable=False, who="rank 0")
+        for name, content in ((NAME, data), (OURS.probe.manifest, b"{}")):
+            writer.put(name, content)
+        writer.finish()
+        edges = [0, 1, 65_535, 65_536, 65_537, 129_999, 130_000]
+        for start, stop in itertools.combinations(edges, 2):
+            with self.subTest(start=start, stop=stop), store.open() as opened:
+                first = (stop - start) // 2
+                pieces = [bytearray(first), bytearray(stop - start - first)]
+                opened.read_into(NAME, [memoryview(piece) for piece in pieces], start)
+                self.assertEqual(b"".join(pieces), data[start:stop])
+        staging.abandon()
 
 
 class TestMultipartFile(unittest.TestCase):
