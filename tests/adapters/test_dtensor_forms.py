@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unittest
+from collections.abc import Sequence
 
 import torch
 from kit.compare import check_same, error_text
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import fsdp_optim
 from fsdp_optim.adapters import ModelReader
@@ -95,7 +97,40 @@ def calls_with_what_torch_cuts_in_two_ways() -> list[tuple[str, str]]:
     return [of_value, of_dict, of_buffer]
 
 
+def on_a_mesh(shape: tuple[int, ...], spec: Sequence[Placement]) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
+    mesh = init_device_mesh("cpu", shape)
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(8, 4), mesh, spec))
+    return model, torch.optim.SGD(model.parameters(), momentum=0.9), mesh
+
+
+def loads_of_a_value_with_a_cut_of_its_own() -> None:
+    """It is cut as it was; where the new mesh cannot, as its parameter is. The strided cut goes along the mesh backwards."""
+    value, one, two = torch.arange(32.0).view(8, 4), (4,), (2, 2)
+    copies, backwards = Replicate(), (_StridedShard(0, split_factor=2), Shard(0))
+    for number, (saved, own, target, wanted) in enumerate(
+        (
+            ((one, [Shard(0)]), [Shard(1)], (one, [Shard(0)]), (Shard(1),)),
+            ((one, [Shard(0)]), [Shard(1)], (two, [copies, Shard(0)]), (copies, Shard(0))),
+            ((two, [copies, copies]), [Shard(1), copies], (two, [Shard(0), copies]), (Shard(1), copies)),
+            ((two, [copies, copies]), [Shard(0), Shard(0)], (two, [copies, copies]), (Shard(0), Shard(0))),
+            ((two, [copies, copies]), backwards, (two, [copies, copies]), (copies, copies)),
+        )
+    ):
+        model, optim, mesh = on_a_mesh(*saved)
+        optim.state[model.weight] = {"momentum_buffer": distribute_tensor(value, mesh, own)}
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, key_by="name")
+        model, optim, mesh = on_a_mesh(*target)
+        fsdp_optim.load_optim_state_dict(optim, fsdp_optim.get_shard_from_optim_state_dict(model, optim, full))
+        loaded, like = optim.state[model.weight]["momentum_buffer"], distribute_tensor(value, mesh, wanted)
+        check_same(f"placements of {number}", loaded.placements, wanted)
+        check_same(f"elements of {number}", loaded.to_local(), like.to_local())
+
+
 class FormsTest(unittest.TestCase):
+    def test_a_value_with_a_cut_of_its_own(self) -> None:
+        run_on_ranks(loads_of_a_value_with_a_cut_of_its_own, 4)
+
     def test_a_value_on_another_mesh_than_its_parameter(self) -> None:
         run_on_ranks(gather_from_another_mesh, 4)
 

@@ -154,6 +154,20 @@ def gather_own_experts_only() -> None:
         )
 
 
+@fairscale_on_cpu()
+def gather_notes_of_own_experts() -> None:
+    """A list in the state of each rank's expert, which has the same name on all ranks: each rank gets its own."""
+    rank = dist.get_rank()
+    model, optim, _ = with_experts([rank])
+    for param in model.module.experts.parameters():
+        optim.state[param]["notes"] = [rank]
+    for recipient in (0, 1, None):
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, key_by="name")
+        if full is not None:
+            (notes,) = (values["notes"] for values in full["state"].values() if "notes" in values)
+            check_same(f"notes on rank {rank}", dict(notes.by_shard), {0: [rank]})
+
+
 class Warnings(logging.Handler):
     """The library's warnings on this rank."""
 
@@ -267,6 +281,9 @@ class TestExperts(unittest.TestCase):
 
     def test_no_broadcast_optim_state_means_what_it_means_to_fairscale(self) -> None:
         run_on_ranks(gather_own_experts_only, 3)
+
+    def test_values_of_an_uncollected_expert_are_those_of_the_recipient(self) -> None:
+        run_on_ranks(gather_notes_of_own_experts, 3)
 
     @parameterized.expand([("shard",), ("scatter",)])
     def test_an_uncollected_expert_is_given_to_every_rank_with_a_warning(self, verb: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,10 +127,35 @@ def fully_sharded(mesh_shape: tuple[int, int], factor: int, dim: int, size: int)
     return problems
 
 
+def beside_each_other(factor: int) -> list[str]:
+    """In one process, by rank: the error of a model with two weights that have one mesh, one shape and the same placements.
+
+    fully_shard has cut the first one, and torch the second one, whose elements are elsewhere.
+    """
+    errors = []
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = mesh_2d((2, 2), ("dp", "tp"))
+            whole = numbered((12, 3))
+            model = OneWeight(distribute_tensor(whole, mesh["tp"], [strided(0, factor)], src_data_rank=None))
+            fully_shard(model, mesh=mesh["dp"])
+            cut = model.weight
+            other = distribute_tensor(whole, cut.device_mesh, cut.placements, src_data_rank=None)
+            both = nn.ModuleList([model, OneWeight(other)])
+            errors.append(" ".join(error_text(lambda: ModelReader(both).read())))  # noqa: B023
+    return errors
+
+
 def all_placed() -> dict[str, list[str]]:
     leave_world()  # the real one, which is this process alone
     found = {f"{mesh}, {placements}": distributed(mesh, placements) for mesh, placements in PLACED}
     return found | {str(case): fully_sharded(*case) for case in OVER_TP}
+
+
+def in_no_group(fn: Callable[..., list[str]], *args: Any) -> list[str]:
+    """Call a function that makes groups of its own."""
+    leave_world()
+    return fn(*args)
 
 
 class ElementsTest(unittest.TestCase):
@@ -139,6 +164,13 @@ class ElementsTest(unittest.TestCase):
         self.assertEqual(len(found), len(PLACED) + len(OVER_TP))
         for case, problems in found.items():
             self.assertEqual(problems, [], case)
+
+    def test_one_that_torch_has_cut_is_not_read_like_one_that_fully_shard_has_cut(self) -> None:
+        for factor in (2, 3):
+            (errors,) = run_on_ranks(in_no_group, 1, beside_each_other, factor)
+            for error in errors:
+                self.assertIn("WrapperError 1.weight: ", error)
+                self.assertIn("with the elements in different places", error)
 
 
 # ------------------------------------------------------------------------------------------ all verbs, and checkpoints

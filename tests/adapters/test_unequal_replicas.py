@@ -61,10 +61,21 @@ def pairs_apart() -> tuple[str, str]:
     return error_text(lambda: gather_full_optim_state_dict(model, optim, None))
 
 
+def notes_apart() -> tuple[str, str]:
+    """Gather a value of another kind than DDP keeps equal: each rank has a list of its own."""
+    with cpu():
+        trained = Trained("DDP")
+        next(iter(trained.optim.state.values()))["notes"] = [dist.get_rank()]
+        return error_text(lambda: trained.gather(None))
+
+
 class ApartTest(unittest.TestCase):
     @parameterized.expand([(kind,) for kind in WRAPS])
     def test_torch_does_not_keep_them_equal(self, kind: str) -> None:
         check_refused(kind, run_on_ranks(hybrid_apart, 2, kind), "StateError", "exp_avg", "on_replica_mismatch")
+
+    def test_values_that_ddp_does_not_keep_equal(self) -> None:
+        check_refused("notes", run_on_ranks(notes_apart, 2), "StateError", "notes", "on_replica_mismatch")
 
     def test_ddp_keeps_pairs_of_ranks_equal(self) -> None:
         check_refused("pairs", run_on_ranks(pairs_apart, 4), "StateError", "paired.weight")

@@ -12,6 +12,7 @@ import tracemalloc
 import unittest
 from collections import OrderedDict
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,21 @@ class ViewsTest(InFolder):
         result = fsdp_optim.load(self.path, new)
         for loaded in (result.state, new.loaded):
             self.assertEqual({name: loaded[name].tolist() for name in views}, wanted)
+
+
+class AlignedTest(InFolder):
+    def test_every_tensor_begins_at_a_multiple_of_its_element(self) -> None:
+        """So that a reader that maps the file needs no copy, whatever the order of the values is."""
+        dtypes = (torch.int8, torch.float64, torch.bfloat16, torch.int8, torch.float32)
+        values = {f"value {index}": torch.ones(3, dtype=dtype) for index, dtype in enumerate(dtypes)}
+        self.save(state=values)
+        data = (self.path / "extra" / "common.safetensors").read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        found = [(entry["data_offsets"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
+        sizes = [(first, (last - first) // prod(shape)) for (first, last), shape in found]
+        self.assertEqual(sorted(size for _, size in sizes), sorted(dtype.itemsize for dtype in dtypes))
+        self.assertEqual([(first, size) for first, size in sizes if (start + first) % size], [])
 
 
 class AllRanksTest(InFolder):

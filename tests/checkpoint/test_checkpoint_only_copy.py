@@ -17,12 +17,13 @@ from kit.catalogs import CatalogTest, clock, load, save, sequence_of, unreadable
 from kit.checkpoint_damage import seal
 from kit.checkpoint_format import MANIFEST, check_folder, read_manifest
 from kit.checkpoints import save as save_trained
-from kit.compare import Differs, check_same, error_text
+from kit.compare import Differs, check_same, error_text, refused
 from kit.retention import path_of_step
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
 
+from fsdp_optim import CheckpointError
 from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import LOCK, FolderStaging
 from fsdp_optim.testing import run_on_ranks
@@ -320,6 +321,25 @@ class OvertakenTest(CatalogTest):
         check_same("kind", kind, "CheckpointError")
         self.assertIn(str(self.path), text)
         check_same("there", load(self.path).state["number"], 2)
+        self.check_only("step-1")
+
+    def test_another_one_ends_between_the_two_renames(self) -> None:
+        """The words are about the other save: this one has said that it may replace what was there."""
+        save(self.path)
+        one, two = self.staged(1, True), self.staged(2, True)
+        real, renamed = os.rename, list[bool]()
+
+        def rename(old: Any, new: Any) -> None:
+            real(old, new)
+            if not renamed:
+                renamed.append(True)
+                two.take_place(durable=True)
+
+        with mock.patch.object(os, "rename", rename):
+            refused(lambda: one.take_place(durable=True), CheckpointError, str(self.path), "another save", "was faster")
+        one.abandon()
+        check_same("there", load(self.path).state["number"], 2)
+        save(self.path, overwrite=True, extra={"number": 3})
         self.check_only("step-1")
 
     def test_what_is_moved_away_is_not_missed(self) -> None:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import tempfile
+import time
 import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from parameterized import parameterized
 
 from fsdp_optim import SaveOptions
 from fsdp_optim.checkpoint.common import local_extents
-from fsdp_optim.storage.posix import filesystem, folder, store
+from fsdp_optim.storage.posix import FolderStaging, filesystem, folder, store
 from fsdp_optim.testing import run_on_ranks
 
 KWARGS: dict[str, Any] = {"model": Whole, "make": OfModel(two_groups)}
@@ -190,6 +191,25 @@ class MachinesTest(InFolder):
         check_files(self.path, oracle_after(STEPS))
         check_same("one file for all", (self.path / "model.safetensors").exists(), in_place)
         run_on_ranks(load_trained, 2, self.path, "FSDP1 orig", KWARGS)
+
+
+def save_while_the_leader_is_slow(path: Path) -> tuple[str, str]:
+    """The ranks learn by their meeting that they share a machine; only then the lowest rank makes the files."""
+    real = FolderStaging.create
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.5)
+        real(*args)
+
+    with mock.patch.object(FolderStaging, "create", slow):
+        return error_text(lambda: save_on_machines(path, 1, "nfs4", True, {}))
+
+
+class SlowTest(InFolder):
+    def test_nobody_writes_into_files_before_they_are_made(self) -> None:
+        self.assertEqual(run_on_ranks(save_while_the_leader_is_slow, 2, self.path), [("", "")] * 2)
+        check_files(self.path, oracle_after(STEPS))
+        self.assertTrue((self.path / "model.safetensors").exists())
 
 
 # ------------------------------------------------------------------------------------------ on its way to the disk

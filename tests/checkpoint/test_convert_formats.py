@@ -16,6 +16,10 @@ from parameterized import parameterized
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fsdp_optim
+from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
+from fsdp_optim.formats.own import OURS
+from fsdp_optim.offline.arguments import ConvertArguments
+from fsdp_optim.offline.convert import convert
 from fsdp_optim.testing import run_on_threads
 
 FORMATS = [("dcp",), ("torchtitan",)]
@@ -75,6 +79,24 @@ class ConvertFormatsTest(SharedFolder):
         written = run_on_threads(convert_on_ranks, 2, self.source, self.target, format)
         self.assertTrue(all(written), written)
         check_same("files", data_of(self.target), data_of(self.root / format))
+
+    @parameterized.expand([("safetensors",), ("dcp",), ("torch",)])
+    def test_parts_of_a_bucket_end_anywhere(self, format: str) -> None:
+        """In the middle of an element, of the head, and of the bytes between two tensors: the files are the same."""
+        source = self.own_folder() / "source"
+        save_some(source, num_layers=2, width=64)
+
+        def files(part_nbytes: int) -> dict[str, bytes]:
+            bucket = MemoryBucket()
+            store = ObjectStore(bucket, "run/to", OURS.probe, part_nbytes=part_nbytes)
+            convert(source, store, ConvertArguments(bucket_nbytes=MEMORY, format=format))
+            data = {info.key: bucket.read(info.key)[0] for info in bucket.list("run/to/")}
+            return {key: content for key, content in data.items() if key.endswith((".safetensors", ".distcp", ".pt"))}
+
+        wanted = files(1 << 30)
+        self.assertGreater(max(map(len, wanted.values())), 50_000)
+        for part_nbytes in (4096, 4093, 1001, 333):
+            check_same(f"parts of {part_nbytes} bytes", files(part_nbytes), wanted)
 
     def test_dcp_keeps_the_values_of_the_trainer(self) -> None:
         self.convert(self.root / "dcp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
+from fsdp_optim.formats.own import OURS
 from fsdp_optim.offline import named_values
 from fsdp_optim.testing import run_on_ranks
 
@@ -249,6 +251,23 @@ class FaultsTest(SharedFolder):
         file.write_bytes(data)
         with self.assertRaisesRegex(CheckpointError, "optim.safetensors"):
             fsdp_optim.diff(self.root / "a", place)
+
+    @parameterized.expand([("a",), ("b",)])
+    def test_a_checkpoint_that_is_written_again_meanwhile_is_an_error(self, name: str) -> None:
+        """Its values may be of both saves."""
+        folder = self.own_folder()
+        for copied in ("a", "b"):
+            shutil.copytree(self.root / "a", folder / copied)
+        manifest = folder / name / OURS.probe.manifest
+        real = os.preadv
+
+        def preadv(*args: Any) -> int:
+            num = real(*args)
+            manifest.write_bytes(manifest.read_bytes())
+            return num
+
+        with mock.patch.object(os, "preadv", preadv), self.assertRaisesRegex(CheckpointError, f"/{name}: .*again"):
+            fsdp_optim.diff(folder / "a", folder / "b")
 
 
 class UnlikeTest(SharedFolder):

@@ -26,7 +26,9 @@ from kit.wrapping import cpu
 from kit.wraps import WRAPPERS, in_fairscale, in_fsdp1, in_fsdp2
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import DTensor
 
+import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
 LIVE: dict[str, str | Callable[[nn.Module], Any]] = {
@@ -93,6 +95,35 @@ def load_between_steps(root: Path, wrapper: str) -> None:
         check_same("outputs", evaluate(target), evaluate(source))
 
 
+class Tied(nn.Module):
+    """Two modules in one unit that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.head(self.embed(numbers))
+
+
+def save_tied_after_evaluation(root: Path) -> None:
+    """FSDP2 has complete weights in both places then, and the optimizer has the shards."""
+    with cpu():
+        torch.manual_seed(0)
+        model = in_fsdp2(Tied(), reshard_after_forward=False)
+        optim = torch.optim.Adam(model.parameters())
+        model(torch.arange(7)).sum().backward()
+        optim.step()
+        for name in ("before", "after"):
+            with torch.no_grad():
+                model.reshard() if name == "before" else model(torch.arange(7))
+            if isinstance(model.head.weight, DTensor) != (name == "before"):
+                raise Differs("the weights in the model were to be shards before the evaluation, and not after it")
+            fsdp_optim.save(root / name, model, optim, options=fsdp_optim.SaveOptions(progress=False, durable=False))
+
+
 CASTING: dict[str, Callable[[nn.Module], Any]] = {
     "fairscale": in_fairscale,  # to float32
     "FSDP1": lambda model: in_fsdp1(model, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)),
@@ -130,6 +161,14 @@ class LiveTest(InFolder):
         skip_if(self, cannot_run(wrapper))
         run_on_ranks(load_after_evaluation, 4 if wrapper == "HSDP" else 2, self.root, wrapper)
         check_files(self.root / "evaluated", Oracle())
+
+    def test_tied_weights_after_an_evaluation(self) -> None:
+        """They are one parameter as before it."""
+        run_on_ranks(save_tied_after_evaluation, 2, self.root)
+        before, after = (fsdp_optim.inspect(self.root / name) for name in ("before", "after"))
+        self.assertEqual((before.aliases, after.aliases), ({"head.weight": "embed.weight"},) * 2)
+        for name in ("model.safetensors", "optim.safetensors"):
+            self.assertEqual((self.root / "after" / name).read_bytes(), (self.root / "before" / name).read_bytes())
 
     @expand(*some(LIVE, every=4, first=2))
     def test_between_steps(self, wrapper: str) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from unittest import mock
 
 from kit.catalogs import CatalogTest, sequence_of
-from kit.checkpoint_damage import flip_a_weight, garble, shorten
+from kit.checkpoint_damage import flip_a_weight, garble, seal, shorten
+from kit.checkpoint_format import read_manifest
 from kit.compare import check_same, refused
 from kit.managed import Run, closing_all, full_disk, steps_in
 from parameterized import parameterized
@@ -56,6 +57,18 @@ class BackTest(CatalogTest):
             run.steps(range(5, 6))
         self.check_only("step-00000002", "step-00000004", "step-00000005")
         self.run_to(5)  # nothing damaged is in the way
+
+    def test_one_of_a_newer_version_stays_though_its_steps_were_taken_back(self) -> None:
+        """This version cannot read it, so it does not know whether it is damaged: it is not removed as such."""
+        self.run_to(6)
+        run = Run(self.root, "plain", every=1)
+        with run.manager:
+            run.manager.resume()
+            run.manager.rollback(to=4)
+            newer = self.root / "step-00000006"
+            seal(newer, read_manifest(newer) | {"version": 99})
+            run.steps(range(5, 6))
+        self.check_only("step-00000002", "step-00000004", "step-00000005", "step-00000006")
 
     def test_a_run_that_has_not_resumed_touches_nothing(self) -> None:
         self.run_to(4)

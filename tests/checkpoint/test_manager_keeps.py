@@ -11,8 +11,9 @@ from unittest import mock
 
 from kit.catalogs import CatalogTest
 from kit.catalogs import save as save_plain
-from kit.checkpoint_damage import garble, seal_as_it_is, sealed_brief
+from kit.checkpoint_damage import garble, seal, seal_as_it_is, sealed_brief
 from kit.checkpoint_format import read_manifest
+from kit.checkpoints import before_writes
 from kit.compare import check_same, refused
 from kit.managed import Run, names_in, steps_in
 from parameterized import parameterized
@@ -43,6 +44,31 @@ class KeepTest(CatalogTest):
         with run.manager:
             run.steps((3, 4, 7, 9, 10, 14, 21))
         self.assertEqual(steps_in(self.root), [21, 10, 7])
+
+    def test_what_cannot_be_read_at_the_beginning_of_a_save_without_flushes_stays(self) -> None:
+        """A save that has not seen that it will remove anything is not on the disk when it ends: the next one removes it."""
+        run = Run(self.root, "plain", every=1, keep_last=1)
+        old = self.root / "step-00000001"
+        manifest = old / "fsdp_optim.json"
+
+        def show(file: Any) -> None:
+            """As soon as tensors are written the older checkpoint can be read again."""
+            path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
+            if path.endswith("model.safetensors"):
+                manifest.write_bytes(good)
+
+        with run.manager:
+            run.steps(range(1, 2))
+            run.manager.wait()
+            good = manifest.read_bytes()
+            seal(old, read_manifest(old) | {"version": 99})
+            with before_writes(show):
+                run.steps(range(2, 3))
+                run.manager.wait()
+            self.assertEqual(manifest.read_bytes(), good)
+            self.assertEqual(steps_in(self.root), [2, 1])
+            run.steps(range(3, 4))
+        self.assertEqual(steps_in(self.root), [3])
 
     def test_without_a_rule_all_stay(self) -> None:
         run = Run(self.root, "plain", every=1)

@@ -140,6 +140,14 @@ class ThinTest(CatalogTest):
             assert weights is not None
             self.assertEqual(weights.step, 4)
 
+    def test_an_older_thin_one_is_nothing_to_say(self) -> None:
+        run = Run(self.root, "plain", every=1, keep_optim_last=1)
+        with run.manager:
+            run.steps(range(1, 4))
+        again = Run(self.root, "plain", every=1)
+        with again.manager, self.assertNoLogs("fsdp_optim", "WARNING"):
+            self.assertEqual(again.manager.resume(), 3)
+
     def test_only_thin_ones(self) -> None:
         run = Run(self.root, "plain", every=1)
         with run.manager:

@@ -201,6 +201,29 @@ class OneProcessTest(unittest.TestCase):
         for one, other in zip(target.parameters(), model.parameters(), strict=True):
             check_same("state", in_order(target_optim.state[one]), in_order(optim.state[other]))
 
+    def test_names_that_are_exchanged(self) -> None:
+        """A stored name that is a name of the model, too, but was given to another parameter."""
+
+        def two(seed: int) -> tuple[Any, Any]:
+            torch.manual_seed(seed)
+            model = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("first", "second")})
+            optim = torch.optim.Adam(model.parameters(), lr=0.1)
+            for param in model.parameters():
+                param.grad = torch.randn_like(param)
+            optim.step()
+            return model, optim
+
+        (model, optim), (target, target_optim) = two(0), two(1)
+        exchange = {"first.": "second.", "second.": "first."}
+        fsdp_optim.save(self.folder / "a", model, optim)
+        options = fsdp_optim.LoadOptions(rename=exchange, compare=True)
+        fsdp_optim.load(self.folder / "a", target, target_optim, options=options)
+        for old, new in (("first", "second"), ("second", "first")):
+            for name in ("weight", "bias"):
+                saved, loaded = getattr(model[old], name), getattr(target[new], name)
+                check_same(f"{old}.{name}", loaded.detach(), saved.detach())
+                check_same(f"{old}.{name}: state", in_order(target_optim.state[loaded]), in_order(optim.state[saved]))
+
     def test_what_is_refused(self) -> None:
         model, optim = stepped()
         before = copy.deepcopy((model.state_dict(), optim.state_dict()))

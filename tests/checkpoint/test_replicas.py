@@ -101,6 +101,23 @@ def gather_values() -> None:
         )
 
 
+def gather_in_another_order() -> None:
+    """What rank 1 has instead of a dict of two values: in another order it is the same, under other names it is not."""
+    model, optim = plain([1])
+    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
+    for others, is_same in (
+        ({"second": ones, "first": zeros}, True),
+        ({"second": zeros, "first": ones}, False),
+        ({"first": zeros, "third": ones}, False),
+    ):
+        optim.state[model.weight] = others if dist.get_rank() == 1 else {"first": zeros, "second": ones}
+        told = error_text(lambda: gather(model, optim))
+        if is_same:
+            check_same("another order", told, ("", ""))
+        else:
+            check_told(told, "StateError", "weight", "rank 0", "rank 1")
+
+
 class WithExtra(torch.optim.SGD):
     """Has more in its dict than torch's optimizers."""
 
@@ -227,6 +244,9 @@ class TestReplicas(unittest.TestCase):
 
     def test_values_of_any_class_are_compared_by_their_parts(self) -> None:
         run_on_ranks(gather_values, 2)
+
+    def test_the_names_of_values_are_compared_and_not_their_order(self) -> None:
+        run_on_ranks(gather_in_another_order, 2)
 
     def test_other_keys_and_hyperparameters_are_compared(self) -> None:
         run_on_ranks(gather_extras, 2)

@@ -60,6 +60,15 @@ class LeftoversTest(unittest.TestCase):
         self.assertIn("took the new folder for a leftover", str(caught.exception))
         self.assertEqual(list(self.path.parent.iterdir()), [])
 
+    def test_the_rest_of_what_a_dead_save_was_removing(self) -> None:
+        """The next save beside it removes it, though nobody holds it and it has no lock; a stranger's name stays."""
+        rest, named = (self.path.with_name(f"path.gone-{mark}") for mark in ("0123456789abcdef", "by-a-user"))
+        for folder in (rest, named):
+            folder.mkdir()
+            (folder / "model.safetensors").write_bytes(b"part of it")
+        self.begin(self.neighbour)
+        self.assertEqual((rest.exists(), named.exists()), (False, True))
+
     def test_removed_while_it_is_made(self) -> None:
         """Before each call that the one makes, the other looks and removes; before each call of the other, the one goes on."""
         for first in ("mkdir", "open", "flock", "rename"):

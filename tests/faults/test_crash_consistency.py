@@ -22,6 +22,7 @@ from soak.torture import temporary
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.plugins import TrainerFolder
 from fsdp_optim.storage.posix import FolderWriter
 from fsdp_optim.storage.posix.files import make_file
 from fsdp_optim.storage.posix.new_file import new_file
@@ -129,6 +130,44 @@ class OtherWritesTest(unittest.TestCase):
             events = recorder.events
         found = {(position == len(events), tree.get("page.html")) for position, tree in cuts(disk, events)}
         self.assertEqual(found, {(False, old), (False, new), (True, new)})
+
+    def test_the_files_of_a_trainer_come_with_the_checkpoint(self) -> None:
+        """All that they hold is there as soon as the checkpoint is."""
+        wanted = {"config.json": b"{}", "tokens/a.txt": b"a" * 1000}
+        with temporary() as folder:
+            disk, recorder = Disk(folder), Recorder(folder)
+            with recorder.recording():
+                save = TrainerFolder.begin(f"{folder}/step", fsdp_optim.SaveOptions(progress=False))
+                with save.writing():
+                    for name, data in wanted.items():
+                        path = Path(save.files, name)
+                        path.parent.mkdir(exist_ok=True)
+                        path.write_bytes(data)
+                save.commit(nn.Linear(2, 2), None, step=2)
+            there = []
+            for position, tree in cuts(disk, recorder.events):
+                there.append("step" in tree)
+                if there[-1]:
+                    held = {name: tree.get(f"step/{name}") for name in wanted}
+                    self.assertEqual(held, wanted, f"after event {position} of {len(recorder.events)}")
+        self.assertEqual({False, True}, set(there))
+        self.assertTrue(there[-1])
+
+    def test_a_checkpoint_that_is_removed_is_complete_or_has_no_name(self) -> None:
+        with temporary() as folder:
+            for step in (1, 2):
+                fsdp_optim.save(folder / f"step-{step}", nn.Linear(2, 2), None, step=step)
+            disk, recorder = Disk(folder), Recorder(folder)
+            before = disk.left(Choice(none_of, no))
+            with recorder.recording():
+                fsdp_optim.prune(folder, keep_last=1)
+            ends = set()
+            for position, tree in cuts(disk, recorder.events):
+                there = {path: data for path, data in tree.items() if path.split("/")[0] in ("step-1", "step-2")}
+                kept = {path: data for path, data in before.items() if path.startswith("step-2") or "step-1" in tree}
+                self.assertEqual(there, kept, f"after event {position} of {len(recorder.events)}")
+                ends.add("step-1" in tree)
+        self.assertEqual(ends, {False, True})
 
     def test_a_thin_checkpoint_is_thin_or_as_it_was(self) -> None:
         with temporary() as folder:

@@ -72,6 +72,29 @@ def interrupted(folder: Path) -> None:
                 check_same(f"after {place}", trained.gather(None), wanted)
 
 
+def interrupted_when_all_are_ready(folder: Path) -> None:
+    """An interrupt comes when this rank knows that all are ready to move: the others get its messages, and then hear of it."""
+    trained = Trained("FSDP2", adam, 1)
+    wanted, real = trained.gather(None), agree.agree
+    for bad in range(WORLD):
+        thrown: list[bool] = []
+
+        def late(group: Any, step: str, *args: Any, **kwargs: Any) -> None:
+            real(group, step, *args, **kwargs)
+            if step == "ready to move" and dist.get_rank() == bad and not thrown:  # noqa: B023
+                thrown.append(True)  # noqa: B023
+                raise KeyboardInterrupt("by hand")
+
+        begun = time.monotonic()
+        with mock.patch.object(agree, "agree", late):
+            found = _raised(lambda: trained.gather(None, timeout=TIMEOUT))
+        check_same("kind", type(found), KeyboardInterrupt if dist.get_rank() == bad else RankError)
+        words = "by hand" if thrown else f"rank {bad}: KeyboardInterrupt: by hand"
+        assert words in str(found), found
+        assert time.monotonic() - begun < TIMEOUT / 2, "it has waited for a message"
+        check_same("afterwards", trained.gather(None), wanted)
+
+
 @contextmanager
 def signals() -> Iterator[None]:
     """SIGINT raises KeyboardInterrupt, and SIGTERM SystemExit, as in a program of a user."""
@@ -264,6 +287,9 @@ class InterruptsTest(unittest.TestCase):
 
     def test_a_signal_between_messages(self) -> None:
         run_on_ranks(signalled_between_messages, WORLD, self.folder)
+
+    def test_when_all_are_ready_to_move(self) -> None:
+        run_on_ranks(interrupted_when_all_are_ready, WORLD, self.folder, timeout=TIMEOUT)
 
     def test_anywhere_in_a_call(self) -> None:
         for wrong in run_on_ranks(interrupted_anywhere, WORLD, self.folder, 40):

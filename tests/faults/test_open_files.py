@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -13,10 +14,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from kit.compare import refused
+import torch.distributed as dist
+from kit.compare import error_text, refused
 from kit.optimizers import adam
 from kit.options import as_options
 from kit.trained import Trained
+from kit.wrapping import cpu
 from parameterized import parameterized
 from soak.failing import FLUSHING, INTERRUPT, LOCKING, MAKING, MOVING, READING, WRITING, Calls, Fault
 from soak.mutations import Tiny
@@ -24,8 +27,10 @@ from soak.mutations import Tiny
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
+from fsdp_optim.checkpoint.load import opening
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.posix import Folder
+from fsdp_optim.testing import run_on_ranks
 
 EVERY = (*READING, *MAKING, *MOVING, *FLUSHING, *WRITING, *LOCKING)
 QUIET: dict[str, Any] = {"durable": False, "progress": False, "overwrite": True}
@@ -43,6 +48,25 @@ def open_in(root: Path) -> list[str]:
         except FileNotFoundError:
             continue  # that of the listing itself
     return [name for name in found if name.startswith(os.path.realpath(root))]
+
+
+def load_what_another_rank_cannot_open(root: Path) -> tuple[tuple[str, str], list[str]]:
+    """The error, and the files that are still open then."""
+    with cpu():
+        one = Trained("FSDP2", adam, 1, Tiny)
+        fsdp_optim.save(root / "step-1", one.model, one.optim, options=fsdp_optim.SaveOptions(progress=False))
+        stops = mock.patch.object(opening, "open_checkpoint", side_effect=CheckpointError("cannot be opened here"))
+        with stops if dist.get_rank() == 1 else contextlib.nullcontext():
+            error = error_text(lambda: fsdp_optim.load(root / "step-1", one.model, one.optim))
+        return error, open_in(root)
+
+
+class RanksTest(unittest.TestCase):
+    def test_a_checkpoint_that_one_rank_cannot_open(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="fsdp_optim_open_") as folder:
+            for (kind, text), files in run_on_ranks(load_what_another_rank_cannot_open, 2, Path(folder)):
+                self.assertEqual((kind, files), ("CheckpointError", []))
+                self.assertIn("rank 1", text)
 
 
 class OpenFilesTest(unittest.TestCase):

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import subprocess
+import tempfile
 import unittest
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from kit.checkpoint_damage import (
 from kit.checkpoint_format import (
     all_bytes,
 )
-from kit.compare import Differs, check_same
+from kit.compare import Differs, check_same, error_text
 from kit.groups import Meeting
 from kit.local_parts import local_of
 from kit.options import as_options
@@ -269,6 +270,30 @@ def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
         yield lambda option: mount(f"remount,{option},size={size}")
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def save_by_some_ranks_then_by_others(path: Path) -> tuple[str, str]:
+    """Ranks 0 and 1 are refused, because something is there; then rank 2 may replace it."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    has_failed = Meeting()
+    is_second = dist.get_rank() == 2
+    options = fsdp_optim.SaveOptions(durable=False, progress=False, process_group=groups[is_second])
+    if is_second:
+        has_failed.tell(0)
+    error = error_text(lambda: fsdp_optim.save(path, torch.nn.Linear(2, 2), options=options, overwrite=is_second))
+    if not is_second:
+        has_failed.tell(0)
+    return error
+
+
+class OtherRanksTest(unittest.TestCase):
+    def test_ranks_that_were_refused_keep_no_path_from_others(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "step"
+            fsdp_optim.save(path, torch.nn.Linear(2, 2), options=fsdp_optim.SaveOptions(durable=False, progress=False))
+            first, second, third = run_on_ranks(save_by_some_ranks_then_by_others, 3, path)
+        self.assertEqual([first, third], [second, ("", "")])
+        self.assertIn("already exists", first[1])
 
 
 class SavingFailsTest(DamageTest):

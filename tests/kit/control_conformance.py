@@ -144,10 +144,11 @@ def _elsewhere() -> list[Error]:
     return found
 
 
-def _wait_for_each_other() -> Error:
-    """Ranks 0 and 1 come to a meeting of all, rank 2 to one of ranks 0 and 2."""
+def _wait_for_each_other(last: int) -> Error:
+    """Ranks 0 and 1 come to a meeting of all, rank 2 to one of ranks 0 and 2; rank `last` comes after the others."""
     world = world_here()
     ranks = (0, 2) if world.rank == 2 else range(world.size)
+    time.sleep(0.1 if world.rank == last else 0.0)
     found = error_of(lambda: agree(_group("gather", ranks), "read"))
     agree(_group(), "afterwards")
     return found
@@ -298,8 +299,10 @@ class ControlConformance(MixIn):
 
     def test_ranks_that_wait_for_each_other(self) -> None:
         """Ranks that wait for each other in different meetings all raise, long before the timeout."""
-        by_rank = self.run_on(_wait_for_each_other, WORLD)
-        self._check_alike(by_rank, "RankError", "they wait for each other", "ranks [0, 1, 2]", "ranks [0, 2]")
+        for last in (0, 2):  # the first of them that looks for the other tells it, and the lower rank comes first
+            by_rank = self.run_on(_wait_for_each_other, WORLD, last)
+            self._check_alike(by_rank, "RankError", "they wait for each other", "ranks [0, 1, 2]", "ranks [0, 2]")
+            self._case.assertRegex(by_rank[0][1], "rank 0 is at .*; rank 2 is at ")
 
     def test_groups_of_some_ranks(self) -> None:
         """Meetings of some ranks work: of one rank, of overlapping groups, and of two groups at the same time."""

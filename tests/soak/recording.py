@@ -24,8 +24,8 @@ SECTOR = 512  # bytes that a disk writes whole or not at all
 
 Event = tuple[Any, ...]
 """("create", folder, name, file, kind), ("remove", folder, name), ("rename", folder, name, folder, name),
-("write", file, offset, bytes), ("truncate", file, size), ("flush", file), ("mark", what, number). Files and folders are numbers
-of inodes, which may be used again after a "create"."""
+("link", folder, name, file), ("write", file, offset, bytes), ("truncate", file, size), ("flush", file), ("mark", what, number).
+Files and folders are numbers of inodes, which may be used again after a "create"."""
 
 Tree = dict[str, bytes | None]
 """The content of files by path below the folder; None for a folder."""
@@ -54,7 +54,8 @@ class Recorder:
         }
         around |= {"mkdir": self._mkdir, "rename": self._rename, "replace": self._rename, "open": self._open}
         around |= {"unlink": self._remove, "remove": self._remove, "rmdir": self._remove}
-        around |= dict.fromkeys(("link", "symlink", "sendfile", "copy_file_range", "posix_fallocate"), self._unknown)
+        around["link"] = self._link
+        around |= dict.fromkeys(("symlink", "sendfile", "copy_file_range", "posix_fallocate"), self._unknown)
         with contextlib.ExitStack() as stack:
             for name, wrap in around.items():
                 real = getattr(os, name)
@@ -142,6 +143,13 @@ class Recorder:
             real(source, target, **fds)
             if places is not None:
                 self.events.append(("rename", *places))
+
+    def _link(self, name: str, real: Callable[..., None], source: Any, target: Any, **how: Any) -> None:
+        where = self._path(target)
+        with self._lock:
+            real(source, target, **how)
+            if where is not None:
+                self.events.append(("link", *self._place(where), os.lstat(where).st_ino))
 
     def _remove(self, name: str, real: Callable[..., None], path: Any, *, dir_fd: Any = None) -> None:
         where = self._path(path, dir_fd)
@@ -296,6 +304,9 @@ class Disk:
             number = self._number(made)
             self._things[number] = _File() if kind == "file" else _Folder()
             thing.pending.append(("add", name, number))
+        elif what == "link":
+            name, made = rest
+            thing.pending.append(("add", name, self._by_ino[made]))
         elif what == "remove":
             thing.pending.append(("drop", rest[0]))
         elif what == "rename":

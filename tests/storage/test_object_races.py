@@ -146,6 +146,27 @@ class RaceTest(unittest.TestCase):
         self.every_request(how, True, None, probe)
         self.assertEqual(ends, {before, 1})
 
+    def test_death_while_another_dead_save_is_removed(self) -> None:
+        """Wherever the process that removes what a dead save has left dies too, a later save removes the rest."""
+        place = ObjectPlace(f"memory://bucket/{MINE}", MINE)
+        whole = InterruptedBucket(self.begun("over twice"))
+        self.save(whole, MINE, 1, overwrite=True)
+        last = max(nth for nth, call in enumerate(whole.calls) if call == f"put {place.manifest(OURS.probe.manifest)}")
+        for nth in itertools.count():
+            memory = self.begun("over twice")
+            with contextlib.suppress(CheckpointError, OSError):
+                self.save(InterruptedBucket(memory, last, kills=True), MINE, 1, overwrite=True)
+            time.sleep(1.2 * SHORT)
+            bucket = InterruptedBucket(memory, nth, kills=True)
+            with contextlib.suppress(OSError):
+                remove_dead(bucket, place, OURS.probe, SHORT)
+            with self.subTest(f"request {nth}, {bucket.calls[-1]}"):
+                self.check_end(memory, "over twice")
+                self.assertEqual(self.number_at(memory, MINE), 11)
+            if nth >= len(bucket.calls):
+                break
+        self.assertGreater(nth, 10)
+
     def test_beside_somebody_elses_model(self) -> None:
         """A pretrained model where a save goes has the names of our files; it stays, whatever becomes of the save."""
         names = ("model.safetensors", "model.safetensors.index.json", "optim.safetensors", "extra/common.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -310,6 +311,22 @@ class KeepTest(CatalogTest):
 
 
 class NeighboursTest(CatalogTest):
+    @parameterized.expand([(0,), (1,), (2,)])
+    def test_a_listing_that_misses_a_folder_is_made_again(self, nth: int) -> None:
+        """As one may that is made while the folder gets another name."""
+        for step in (1, 2):
+            save(self.root / f"step-{step}", step=step)
+        real, count = os.listdir, itertools.count()
+
+        def listdir(path: Any = ".") -> list[str]:
+            is_root = not isinstance(path, int) and os.fspath(path) == str(self.root)
+            misses = is_root and next(count) == nth
+            return [name for name in real(path) if not misses or name != "step-2"]
+
+        with mock.patch.object(os, "listdir", listdir):
+            self.check_latest("step-2")
+        self.assertGreater(next(count), 2)
+
     def test_a_folder_that_may_not_be_entered(self) -> None:
         (self.root / "lost+found").mkdir()
         with unreadable("lost+found"):

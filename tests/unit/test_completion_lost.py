@@ -60,6 +60,22 @@ class LostTest(Saves):
         timer.start()
         self.assertEqual(self.ends(saves[:2]), [[b"x"] * 3, None])
 
+    def test_a_rank_that_fails_and_ends_while_the_leader_looks(self) -> None:
+        """Its own reason is told, not that it is lost."""
+        saves = self.joined(3)
+        saves[0].done(b"")
+        saves[1].done(b"")
+
+        class Meanwhile(Watch):
+            def look(self) -> dict[int, str]:
+                if not self.lost:
+                    saves[2].failed("its disk is full")
+                    Watch.lost = {2: ENDED}
+                return super().look()
+
+        self.patch("Watch", Meanwhile)
+        self.assertEqual(self.together(lambda: self.lead(saves[0])), [("CheckpointError", "rank 2: its disk is full")])
+
     def test_the_report_of_a_rank_that_has_ended_does_not_stay(self) -> None:
         self.patch("_PART_NBYTES", 10)
         saves = self.joined(3)

@@ -10,7 +10,7 @@ import unittest
 from typing import Any
 from unittest import mock
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.cases import examples
 from kit.compare import check_refused, error_text
@@ -36,6 +36,8 @@ ENTRIES = st.lists(st.tuples(st.integers(0, 12), METRICS), max_size=8, unique_by
         for place, (step, metric) in enumerate(pairs)
     ]
 )
+
+FOUR = [ManagedCheckpoint(name_of_step(step), step, (step, step, 0, ""), step - 1) for step in range(1, 5)]
 
 
 class RulesTest(unittest.TestCase):
@@ -65,6 +67,8 @@ class RulesTest(unittest.TestCase):
 
     @examples(300)
     @given(ENTRIES, st.integers(1, 4), st.sets(st.integers(0, 12)))
+    @example(FOUR, 3, {3})
+    @example(FOUR, 2, {3, 4})
     def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(
         self, entries: list[ManagedCheckpoint], last: int, damaged: set[int]
     ) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
+import random
 import tempfile
+import threading
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from parameterized import parameterized
 
@@ -14,9 +19,11 @@ from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.buckets.objects.multipart import MultipartFile
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.storage.base import Store
+from fsdp_optim.storage.base import Opened, Store
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import StoreConformance
+
+NAME = "model.safetensors"
 
 
 class TestFolder(StoreConformance, unittest.TestCase):
@@ -28,6 +35,45 @@ class TestFolder(StoreConformance, unittest.TestCase):
 
     def another_handle(self, store: Store) -> Store:
         return Folder(store.where, self.probe)
+
+
+class TestOpenFolder(unittest.TestCase):
+    def setUp(self) -> None:
+        self.path = Path(self.enterContext(tempfile.TemporaryDirectory())) / "run" / "step-1"
+        self.path.mkdir(parents=True)
+
+    def test_a_file_stays_open_while_a_thread_reads_it(self) -> None:
+        """However many files are read meanwhile, of which few are open at once."""
+        for number in range(100):
+            (self.path / f"{number}.bin").write_bytes(b"%d" % (1000 + number))
+        real, waits, goes_on = os.preadv, threading.Event(), threading.Event()
+
+        def preadv(*args: Any) -> int:
+            if not waits.is_set():
+                waits.set()
+                goes_on.wait(20)
+            return real(*args)
+
+        def read(opened: Opened, number: int) -> bytes:
+            data = bytearray(4)
+            opened.read_into(f"{number}.bin", [memoryview(data)], 0)
+            return bytes(data)
+
+        opened = self.enterContext(Folder(self.path, OURS.probe).open())
+        with ThreadPoolExecutor(1) as pool, mock.patch.object(os, "preadv", preadv):
+            first = pool.submit(read, opened, 0)
+            self.assertTrue(waits.wait(20))
+            others = [read(opened, number) for number in range(1, 100)]
+            goes_on.set()
+            self.assertEqual(first.result(), b"1000")
+        self.assertEqual(others, [b"%d" % (1000 + number) for number in range(1, 100)])
+
+    def test_a_folder_without_its_name_was_replaced(self) -> None:
+        store = Folder(self.path, OURS.probe)
+        with store.open() as opened:
+            self.assertFalse(opened.was_replaced())
+            self.path.rename(self.path.with_name("elsewhere"))
+            self.assertTrue(opened.was_replaced())
 
 
 class TestObjects(StoreConformance, unittest.TestCase):
@@ -64,6 +110,26 @@ class TestParts(unittest.TestCase):
             ):
                 staging.seal(["model.safetensors"], receipts, durable=False)
             staging.abandon()
+
+
+class TestHeads(unittest.TestCase):
+    def test_reads_around_the_end_of_the_head(self) -> None:
+        """The first 64 KiB of a small object are read at once: every range is the same bytes, whatever part of it they hold."""
+        data = random.Random(0).randbytes(130_000)
+        store = ObjectStore(MemoryBucket(), "run/step-1", OURS.probe)
+        staging = store.begin(overwrite=False, durable=False)
+        writer = store.join(staging.address, durable=False, who="rank 0")
+        for name, content in ((NAME, data), (OURS.probe.manifest, b"{}")):
+            writer.put(name, content)
+        writer.finish()
+        edges = [0, 1, 65_535, 65_536, 65_537, 129_999, 130_000]
+        for start, stop in itertools.combinations(edges, 2):
+            with self.subTest(start=start, stop=stop), store.open() as opened:
+                first = (stop - start) // 2
+                pieces = [bytearray(first), bytearray(stop - start - first)]
+                opened.read_into(NAME, [memoryview(piece) for piece in pieces], start)
+                self.assertEqual(b"".join(pieces), data[start:stop])
+        staging.abandon()
 
 
 class TestMultipartFile(unittest.TestCase):

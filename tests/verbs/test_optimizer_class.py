@@ -119,6 +119,22 @@ class PairsTest(unittest.TestCase):
             wanted = {name: made.state_dict()["state"][index][name] for name in ("step", "exp_avg")}
             check_same("state", values, {**wanted, "exp_inf": before[index]["exp_inf"]})
 
+    def test_a_live_value_that_stays_is_not_lacking(self) -> None:
+        """The live hyperparameters need it, the saved optimizer has none, and the live one has its own."""
+        model, made = trained("Adam", 3)
+        full = fsdp_optim.gather_full_optim_state_dict(model, made)
+        target, _ = trained("Adam", 0)
+        other = optim.AdamW(target.parameters(), lr=0.03, amsgrad=True)
+        step(target, other, 1)
+        before = copy.deepcopy(other.state_dict())
+        shard = fsdp_optim.get_shard_from_optim_state_dict(target, other, full, strict=False, param_groups="live")
+        fsdp_optim.load_optim_state_dict(other, shard)
+        for index, values in other.state_dict()["state"].items():
+            largest = before["state"][index]["max_exp_avg_sq"]
+            check_same("state", values, {**made.state_dict()["state"][index], "max_exp_avg_sq": largest})
+        self.assertEqual(other.param_groups[0]["lr"], 0.03)
+        step(target, other, 5)
+
     def test_the_error_lists_what_differs(self) -> None:
         model, made = trained("AdamW")
         full = fsdp_optim.gather_full_optim_state_dict(model, made)

@@ -24,10 +24,11 @@ _EXAMPLE = " (BatchNorm statistics of each rank, for example)"
 def print_of_state(param: LocalParam, rank: int) -> str:
     """Return a fingerprint of this rank's state of one live parameter, without padding.
 
-    Values that are cut among the ranks with the same shard of the parameter are left out, because they are not replicas.
+    Values that are cut among the ranks with the same shard of the parameter are left out, because they are not replicas. The
+    order in which an optimizer made its values makes no difference.
     """
     prints = []
-    for name, value in (param.state or {}).items():
+    for name, value in sorted((param.state or {}).items(), key=lambda item: repr(item[0])):
         if not _is_cut_among_replicas(param.handle, value, rank):
             prints.append((name, print_of_value(param, name, rank)))
     return fingerprint_of(prints)

@@ -40,7 +40,15 @@ from fsdp_optim.storage.posix.leftovers import (
     remove_leftovers,
     restore_old,
 )
-from fsdp_optim.storage.posix.path_status import check_free, check_name, is_nothing, is_there, may_be_there, token_of
+from fsdp_optim.storage.posix.path_status import (
+    check_free,
+    check_name,
+    is_empty_folder,
+    is_nothing,
+    is_there,
+    may_be_there,
+    token_of,
+)
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
 _ATTEMPTS = 10  # times
@@ -226,7 +234,8 @@ class FolderStaging(Staging):
                     self.filling.carry_from(old, self.folder, self.probe)  # files that were put there meanwhile
                 elif self.before is None or not self.before.is_same(_FolderIdentity.at(old, self.probe)):
                     raise _overtaken(self.path, "cannot be put in place")
-            check_free(self.path, self.probe, overwrite=False)
+            if is_there(self.path) and not is_empty_folder(self.path):  # it was free a moment ago
+                raise _overtaken(self.path, "cannot be put in place")
             self.folder.rename(self.path)
         except OSError as error:
             if old is not None and not os.path.lexists(self.path):
