@@ -1,6 +1,7 @@
 """Plug-ins for trainers of other packages: each is imported by its users only, and imports its package.
 
 lightning.py, peft.py, torchtitan.py, verl.py   one trainer each
+torchao.py                                      its optimizer that keeps state on the CPU
 accelerate.py                                   Accelerate and the Trainer: `enable`, `disable`, the mixin
 accelerator_state.py, trainer_folder.py         what takes the place of their methods
 hugging_face_folders.py, signs.py, settings.py  their folders and files; the options of both

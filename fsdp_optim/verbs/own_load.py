@@ -15,7 +15,7 @@ from fsdp_optim.adapters import all_adapters
 from fsdp_optim.errors import StateError
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.dicts.packed import given_names
-from fsdp_optim.state.live.local import is_on_cpu
+from fsdp_optim.state.live.local import is_on_cpu, says_on_cpu
 from fsdp_optim.state.values.classes import is_of_torch, layers
 from fsdp_optim.state.values.kinds import is_known_moment
 from fsdp_optim.state.values.same import same
@@ -196,7 +196,7 @@ def _put_right(live: Any, param: torch.Tensor, name: Any, value: Any) -> None:
             return
         if not same(cast, value.to(device=cast.device, dtype=cast.dtype)):  # compares the parts of DTensors too
             return
-    live[name] = _moved(value, param.device)
+    live[name] = _moved(value, live[name].device if isinstance(live[name], torch.Tensor) else param.device)
 
 
 def changing_names(param: torch.Tensor, values: Mapping[Any, Any]) -> list[Any]:
@@ -231,7 +231,9 @@ def _offloaded_names(
 
 
 def _keeps_on_cpu(optim: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has state on the CPU of a parameter that is elsewhere."""
+    """Return whether an optimizer has state on the CPU of a parameter that is elsewhere, or says that it keeps it there."""
+    if says_on_cpu(optim):
+        return True
     states = [(param, values) for param, values in optim.state.items() if isinstance(param, torch.Tensor)]
     return any(param.device.type != "cpu" and any(map(is_on_cpu, values.values())) for param, values in states)
 

@@ -23,8 +23,9 @@ from fsdp_optim.transport import world_here
 
 VERBS = ("shard", "scatter", "transfer", "save", "async_save")
 NEXT = dict(zip(CUTS, [*list(CUTS)[1:], *list(CUTS)[:1]], strict=True))
-STATES = ("all", "some", "bf16")
-"""What the live optimizer has before the load: state of all parameters, or of the first one; in bf16, which torch casts."""
+STATES = ("all", "some", "none", "float64")
+"""What the live optimizer has before the load: state of all parameters, of the first one, or none, and an attribute that says
+where it keeps its state; float64, which torch casts."""
 
 
 class Offloaded(torch.optim.Adam):
@@ -41,9 +42,9 @@ class Offloaded(torch.optim.Adam):
                 values[name] = values[name].to(device)
 
 
-def in_bf16(run: Training) -> None:
+def in_float64(run: Training) -> None:
     for values in run.optim.state.values():
-        values["exp_avg"] = values["exp_avg"].bfloat16()
+        values["exp_avg"] = values["exp_avg"].double() / 3
 
 
 def of_first_only(run: Training) -> None:
@@ -74,9 +75,12 @@ def one_verb(device: Device, verb: str, cut: str, held: str, folder: str) -> Non
         wanted = Training(NEXT[cut], ranks, rank, Offloaded, device=DEVICE)
         if held == "some":
             of_first_only(target)
-        if held == "bf16":
+        if held == "float64":
             for one in (run, wanted):
-                in_bf16(one)
+                in_float64(one)
+        if held == "none":
+            target.optim.state.clear()
+            target.optim.keeps_state_on_cpu = True
         load_shard = lambda shard: fsdp_optim.load_optim_state_dict(target.optim, shard)  # noqa: E731
         if verb == "transfer":
             made = made_by(
@@ -101,7 +105,7 @@ def one_verb(device: Device, verb: str, cut: str, held: str, folder: str) -> Non
             made = made_by(device, lambda: fsdp_optim.load(path, target.model, target.optim)) - weights
         check_same(f"rank {rank}: elements that the load has made on the device", made, 0)
         check_same(f"rank {rank}: {verb}", states(target), states(wanted))
-        if held != "bf16":  # of which the step on the device makes float32
+        if held != "float64":  # of which the step on the device makes float32
             for one in (target, wanted):
                 one.step([7])
             check_same(f"rank {rank}: trained on", states(target), states(wanted))

@@ -86,6 +86,11 @@ class _StateTraits(NamedTuple):
 _CPU = torch.device("cpu")
 
 
+def says_on_cpu(optim: object) -> bool:
+    """Return whether an optimizer says, by an attribute `keeps_state_on_cpu`, that it keeps its state on the CPU."""
+    return getattr(optim, "keeps_state_on_cpu", False) is True
+
+
 def is_on_cpu(value: object) -> bool:
     """Return whether a state value is a tensor with dimensions on the CPU."""
     return isinstance(value, torch.Tensor) and bool(value.dim()) and value.device.type == "cpu"
