@@ -108,7 +108,67 @@ def placement_of_value(value: torch.Tensor) -> OnMesh | None:
     """Return where the elements of a state value live that records it; None for any other value."""
     if not is_dtensor(value) or not is_plain(local_of(value)):
         return None
-    return placement_of("a state value", tuple(value.shape), grid_of(value.device_mesh), value.placements)
+    where = placement_of("a state value", tuple(value.shape), grid_of(value.device_mesh), value.placements)
+    check_cut(f"a state value of shape {list(value.shape)}", value, where)
+    return where
+
+
+CHUNK_LIST = "__create_chunk_list__"
+"""The method by which a local tensor says where its elements are, whatever the placements say (Megatron-FSDP)."""
+
+
+def check_cut(fqn: str, value: DTensor, placement: OnMesh) -> None:
+    """Raise WrapperError where a DTensor is cut in another way than torch cuts, as far as this rank can see.
+
+    `placement`: where its elements are by torch's own rules.
+    """
+    check_order(fqn, value._spec)
+    rank, held = value.device_mesh.get_rank(), local_of(value)
+    shard = placement.shard_of(rank)
+    if shard is None:
+        return
+    computed = placement.local_shape(shard)
+    if computed != tuple(held.shape) and (held.numel() or prod(computed)):
+        raise WrapperError(
+            f"{fqn}: the local tensor on rank {rank} has shape {list(held.shape)}, and "
+            f"{value.placements} on the mesh {value.device_mesh.mesh.tolist()} give {list(computed)}: make the DTensor with "
+            "distribute_tensor, on a mesh whose ranks ascend, or give the local tensor the method __create_chunk_list__, which "
+            "says where its elements are"
+        )
+    if held.numel() and hasattr(held, CHUNK_LIST):
+        chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in getattr(held, CHUNK_LIST)()]
+        bounds = [(block.box.offsets, block.box.sizes) for block in placement.blocks(shard)]
+        if chunks != bounds:
+            raise WrapperError(
+                f"{fqn}: the chunk list of the local tensor on rank {rank} has the offsets and sizes {chunks}, and "
+                f"{value.placements} on the mesh {value.device_mesh.mesh.tolist()} give {bounds}: redistribute it to Replicate "
+                "or to the placements of its parameter first"
+            )
+
+
+def check_order(fqn: str, spec: Any) -> None:
+    """Raise WrapperError where one dimension of a DTensor is cut over several of the mesh in another order than torch's.
+
+    Such an order is on the spec (`shard_order`) or on the mesh (`_shard_order`, of Megatron-FSDP): local shapes do not show it.
+    """
+    by_dim: dict[int, list[int]] = {}
+    for mesh_dim, placement in enumerate(spec.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            by_dim.setdefault(dim, []).append(mesh_dim)
+    if len(by_dim) == sum(map(len, by_dim.values())):
+        return  # nearly always
+    sizes, of_mesh = spec.mesh.shape, getattr(spec.mesh, "_shard_order", None)
+    of_spec = {entry.tensor_dim: entry.mesh_dims for entry in getattr(spec, "shard_order", None) or ()}
+    for dim, mesh_dims in by_dim.items():
+        for given in (of_spec.get(dim), of_mesh):
+            order = [mesh_dim for mesh_dim in given or mesh_dims if mesh_dim in mesh_dims and sizes[mesh_dim] > 1]
+            if order != sorted(order):
+                raise WrapperError(
+                    f"{fqn}: dimension {dim} of this DTensor is cut over the dimensions {order} of its mesh, in this order, and "
+                    f"not in torch's order {sorted(order)}: redistribute the DTensor to placements that cut each dimension "
+                    "once, or give the local tensor the method __create_chunk_list__, which says where its elements are"
+                )
 
 
 def dtensor_like(flat: torch.Tensor, live: DTensor) -> torch.Tensor:

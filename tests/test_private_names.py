@@ -45,7 +45,8 @@ PRIVATE_OF_TORCH = {
     "fsdp_optim.transport.job.job_store": {"_get_process_group_store"},
     "fsdp_optim.memory": {"_foreach_copy_"},
     # to_local() and from_local() cost ten times as much, and the properties that a spec has cost a look each.
-    "fsdp_optim.dtensors": {"_local_tensor", "_spec"},
+    # The last one is what Megatron-FSDP gives a mesh, by which its DTensors are cut in another order.
+    "fsdp_optim.dtensors": {"_local_tensor", "_spec", "_shard_order"},
     "fsdp_optim.adapters.dtensor": {"_spec"},
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.checkpoint.common.module_values": {"_version"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +12,10 @@ from torch import nn
 
 from fsdp_optim.adapters.base import Adapter, Place
 from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.adapters.uneven import check_held, own_part, placed, says_its_part
 from fsdp_optim.dtensors import (
     Grid,
+    check_cut,
     dtensor,
     dtensor_cut_like,
     dtensor_like,
@@ -25,7 +26,7 @@ from fsdp_optim.dtensors import (
     placement_of,
 )
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import OnMesh, Ranks, Shape, cut_named, cut_of
+from fsdp_optim.layout import Boxes, OnMesh, Ranks, Shape, cut_named, cut_of
 from fsdp_optim.layout import Placement as Where
 from fsdp_optim.memory import flatten, is_plain, map_container
 from fsdp_optim.view import Handle, LocalPart, Original
@@ -69,7 +70,7 @@ class DTensorAdapter(Adapter):
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         placements: dict[
-            tuple[DeviceMesh, tuple[Placement, ...], Shape, frozenset[int] | None], tuple[OnMesh, set[Shape]]
+            tuple[DeviceMesh, tuple[Placement, ...], Shape, frozenset[int] | None], tuple[OnMesh | Boxes, set[object]]
         ] = {}
         fsdp_dims = _fsdp_dims(tree.modules)
         for param, sites in _params(tree):
@@ -77,34 +78,35 @@ class DTensorAdapter(Adapter):
                 continue
             described = param._spec  # one look, where its properties would be three
             mesh, spec, shape = described.mesh, described.placements, tuple(param.shape)
-            held = tuple(local_of(param).shape)
-            last = fsdp_dims.get(id(param))
+            local, last = local_of(param), fsdp_dims.get(id(param))
+            if says_its_part(param, local):
+                fqn = tree.fqn(*sites[0])
+                yield _handle(param, own_part(fqn, param), sites, tree.once(grid_of, mesh), last, empty_is_skipped=True)
+                continue
             known = placements.get((mesh, spec, shape, last))
             if known is None:
-                placement = placement_of(tree.fqn(*sites[0]), shape, tree.once(grid_of, mesh), spec, last)
-                known = placements[mesh, spec, shape, last] = placement, set()
+                place = placed(tree.fqn(*sites[0]), shape, tree.once(grid_of, mesh), spec, last)
+                known = placements[mesh, spec, shape, last] = place, set()
             placement, checked = known
-            if held not in checked:
-                _check_local_shape(tree.fqn(*sites[0]), param, placement)
-                checked.add(held)
-            yield _handle(param, placement, sites, tree.once(grid_of, mesh), last, held)
+            held = tuple(local.shape)
+            seen = held if len(spec) < 2 else (held, getattr(described, "shard_order", None))
+            if seen not in checked:
+                _check(tree.fqn(*sites[0]), param, placement)
+                checked.add(seen)
+            yield _handle(param, placement, sites, tree.once(grid_of, mesh), last)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
         """Return the Handle of a DTensor buffer, as in a tensor parallel module."""
         if not is_dtensor(value):
             return None
         grid = tree.once(grid_of, value.device_mesh)
-        placement = placement_of(fqn, tuple(value.shape), grid, value.placements)
-        _check_local_shape(fqn, value, placement)
-        return _handle(value, placement, [(tree.root, fqn)], grid)
+        return _handle(value, _place(fqn, value, grid), [(tree.root, fqn)], grid)
 
     def is_sharded_value(self, value: torch.Tensor) -> bool:
         return is_dtensor(value)
 
     def read_sharded_value(self, fqn: str, value: Any) -> tuple[Where, torch.Tensor]:
-        placement = placement_of(fqn, tuple(value.shape), grid_of(value.device_mesh), value.placements)
-        _check_local_shape(fqn, value, placement)
-        return placement, flatten(value.to_local())
+        return _place(fqn, value, grid_of(value.device_mesh)), flatten(value.to_local())
 
     def reshard(self, tree: ModuleTree) -> None:
         loaded = sys.modules.get(_FULLY_SHARD_MODULE)
@@ -116,18 +118,21 @@ class DTensorAdapter(Adapter):
 
 def _handle(
     param: DTensor,
-    placement: OnMesh,
+    placement: OnMesh | Boxes,
     sites: list[tuple[nn.Module, str]],
     grid: Grid,
     fsdp_dims: frozenset[int] | None = None,
-    held: Shape | None = None,
+    *,
+    empty_is_skipped: bool = False,
 ) -> DTensorHandle:
-    """Return the Handle. `held`: the shape of the local tensor, if it is known."""
+    """Return the Handle. `empty_is_skipped`: the wrapper gives no gradient to a rank without elements."""
+    held = local_of(param).shape
     return DTensorHandle(
         param=param,
         originals=(Original(*sites[0], placement),),
-        local_shape=tuple(local_of(param).shape) if held is None else held,
+        local_shape=tuple(held),
         aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
+        skipped=empty_is_skipped and not held.numel() and bool(placement.numel),
         mesh=param.device_mesh,
         grid=grid,
         spec=param.placements,
@@ -136,17 +141,21 @@ def _handle(
     )
 
 
-def _check_local_shape(fqn: str, param: DTensor, placement: OnMesh) -> None:
-    """Raise WrapperError where the computed shape of this rank's shard differs from the DTensor's local tensor."""
-    shard = placement.shard_of(torch.distributed.get_rank())
-    computed = placement.local_shape(shard) if shard is not None else ()
-    held = local_of(param)
-    if shard is not None and computed != tuple(held.shape) and (held.numel() or prod(computed)):
-        raise WrapperError(
-            f"{fqn}: the local tensor on rank {torch.distributed.get_rank()} has shape {list(held.shape)}, and "
-            f"{param.placements} on the mesh {param.device_mesh.mesh.tolist()} give {list(computed)}: make the DTensor with "
-            "distribute_tensor, on a mesh whose ranks ascend"
-        )
+def _place(fqn: str, value: DTensor, grid: Grid) -> OnMesh | Boxes:
+    """Return where the elements of a DTensor are that is no parameter."""
+    if says_its_part(value, local_of(value)):
+        return own_part(fqn, value)
+    placement = placed(fqn, tuple(value.shape), grid, value.placements)
+    _check(fqn, value, placement)
+    return placement
+
+
+def _check(fqn: str, value: DTensor, placement: OnMesh | Boxes) -> None:
+    """Raise WrapperError where this rank's local tensor is not what the placements give it."""
+    if isinstance(placement, OnMesh):
+        check_cut(fqn, value, placement)
+    else:
+        check_held(fqn, value, placement)
 
 
 def _sharded_params(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
@@ -235,7 +244,8 @@ class DTensorHandle(Handle):
             return False
         if spec.mesh is not self.mesh and spec.mesh != self.mesh:
             return False
-        return is_plain(local_of(value))
+        local = local_of(value)
+        return is_plain(local) and (local.shape == self.local_shape or not (local.numel() or self.local_numel))
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         if is_dtensor(self.param) and local_of(self.param).shape == self.local_shape:
@@ -251,16 +261,12 @@ class DTensorHandle(Handle):
     def sort_of(self, value: object) -> object:
         if not is_dtensor(value):
             return super().sort_of(value)
-        return id(value._spec), value.dtype, type(value._local_tensor)
+        return id(value._spec), value.dtype, type(value._local_tensor), value._local_tensor.shape
 
     def placement_of(self, value: torch.Tensor) -> Where | None:
         if not is_dtensor(value) or not is_plain(local_of(value)):
             return None
-        placement = self._placed(tuple(value.shape), value.placements, value.device_mesh)
-        _check_local_shape(
-            f"{self.originals[0].attribute}: a state value of shape {list(value.shape)}", value, placement
-        )
-        return placement
+        return self._checked(f"{self.originals[0].attribute}: a state value of shape {list(value.shape)}", value)
 
     @property
     def marks(self) -> bool:
@@ -270,6 +276,8 @@ class DTensorHandle(Handle):
         return is_dtensor(value)
 
     def place_like(self, shape: Shape, cut: str = "") -> Where | None:
+        if not isinstance(self.originals[0].placement, OnMesh):
+            return None  # the parameter is cut as no rule says
         like = self._placed(shape, self._spec_like(shape))
         saved = cut_named(cut)
         if saved is None or saved[1] == like.cuts or (saved[1] and saved[0] != self.mesh.ndim):
@@ -290,9 +298,8 @@ class DTensorHandle(Handle):
 
     def unwrap(self, value: object) -> object:
         if is_dtensor(value):
-            shape = tuple(value.shape)
-            where = self._placed(shape, value.placements, value.device_mesh)
-            return LocalPart(local_of(value), cut_of(where), shape)
+            where = self._checked(f"{self.originals[0].attribute}: a DTensor in an opaque state value", value)
+            return LocalPart(local_of(value), cut_of(where), tuple(value.shape))
         return map_container(value, self.unwrap)
 
     def rewrap(self, value: object) -> object:
@@ -307,6 +314,12 @@ class DTensorHandle(Handle):
         """Return the placement of a state value, which is cut as the parameter is if it has the same placements."""
         grid = self.grid if mesh is None or mesh is self.mesh or mesh == self.mesh else grid_of(mesh)
         return placement_of("a state value", shape, grid, spec, self.fsdp_dims)
+
+    def _checked(self, what: str, value: DTensor) -> OnMesh:
+        """Return the placement of a state value. Raises WrapperError for one that is cut as no rule of torch says."""
+        where = self._placed(tuple(value.shape), value.placements, value.device_mesh)
+        check_cut(what, value, where)
+        return where
 
     def _spec_like(self, shape: Shape) -> tuple[Placement, ...]:
         """Return the DTensor placements for a value of another shape: a dimension of the parameter's size is cut as there."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,7 @@ from fsdp_optim.adapters import all_adapters
 from fsdp_optim.errors import StateError
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.dicts.packed import given_names
+from fsdp_optim.state.live.local import is_on_cpu, says_on_cpu
 from fsdp_optim.state.values.classes import is_of_torch, layers
 from fsdp_optim.state.values.kinds import is_known_moment
 from fsdp_optim.state.values.same import same
@@ -80,21 +82,26 @@ class OwnLoad:
 def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
     """Undo what torch's load casts, before the user's post-hooks run. Where it matters to nobody, it casts no copy at all."""
     given: dict[str, Any] = {}
-    changing_of: dict[Any, list[Any]] = {}
+    changing_of: dict[Any, Iterable[Any]] = {}
+    kept_of: dict[Any, Collection[Any]] = {}  # by id, the names of the values that stay on the CPU
     own_setstate = not _of_torch(getattr(type(optim), "__setstate__", None))
 
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         given.clear()
         given.update(state_dict)
         changing_of.clear()
+        kept_of.clear()
         params = _params_in_order(optim, state_dict)
+        keeps_on_cpu = cache(lambda: _keeps_on_cpu(optim))
         state = dict(state_dict["state"])
         for key, values in state_dict["state"].items():
             if key not in params or not isinstance(values, dict):
                 continue  # not of a parameter
-            changing = changing_names(params[key], values)
+            offloaded = _offloaded_names(optim.state.get(params[key]) or {}, params[key], values, keeps_on_cpu)
+            changing = [*changing_names(params[key], values), *offloaded]
             if changing:
-                changing_of[key] = changing
+                changing_of[key] = dict.fromkeys(changing)
+                kept_of[key] = offloaded
                 withheld = {name for name in changing if _is_withheld(name, values[name], own_setstate)}
                 if withheld:
                     state[key] = {name: value for name, value in values.items() if name not in withheld}
@@ -110,7 +117,9 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
                 continue
             for name in changing:
                 value = values[name]
-                if _is_withheld(name, value, own_setstate):
+                if name in kept_of[key]:
+                    live[name] = value
+                elif _is_withheld(name, value, own_setstate):
                     live[name] = _moved(value, param.device)
                 else:
                     _put_right(live, param, name, value)
@@ -187,7 +196,7 @@ def _put_right(live: Any, param: torch.Tensor, name: Any, value: Any) -> None:
             return
         if not same(cast, value.to(device=cast.device, dtype=cast.dtype)):  # compares the parts of DTensors too
             return
-    live[name] = _moved(value, param.device)
+    live[name] = _moved(value, live[name].device if isinstance(live[name], torch.Tensor) else param.device)
 
 
 def changing_names(param: torch.Tensor, values: Mapping[Any, Any]) -> list[Any]:
@@ -205,6 +214,28 @@ def changing_names(param: torch.Tensor, values: Mapping[Any, Any]) -> list[Any]:
             else isinstance(value, Iterable)
         )
     ]
+
+
+def _offloaded_names(
+    live: Mapping[Any, Any], param: torch.Tensor, values: Mapping[Any, Any], keeps_on_cpu: Callable[[], bool]
+) -> frozenset[Any]:
+    """Return the names of the values on the CPU that stay there: the parameter is elsewhere, and its state was on the CPU.
+
+    torch's load would copy them to the device of the parameter, which may not have the memory for them. Where a parameter has no
+    state yet, the state of the others says where the optimizer keeps it (`keeps_on_cpu`).
+    """
+    if param.device.type == "cpu":
+        return frozenset()
+    names = (name for name, value in values.items() if is_on_cpu(value))
+    return frozenset(name for name in names if (is_on_cpu(live[name]) if name in live else keeps_on_cpu()))
+
+
+def _keeps_on_cpu(optim: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has state on the CPU of a parameter that is elsewhere, or says that it keeps it there."""
+    if says_on_cpu(optim):
+        return True
+    states = [(param, values) for param, values in optim.state.items() if isinstance(param, torch.Tensor)]
+    return any(param.device.type != "cpu" and any(map(is_on_cpu, values.values())) for param, values in states)
 
 
 def _copied(values: Any) -> Any:

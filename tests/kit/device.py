@@ -7,6 +7,8 @@ like, and functions of tensors on both sides, raise as they do where the memory 
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,13 +34,15 @@ class OnHost(RuntimeError):
 class Device(TorchFunctionMode):
     """A context in which `DEVICE` is a device on this thread. Threads that share tensors must share one context.
 
-    `num_copied`: the number of tensors that were copied from the device to the host.
+    `num_copied`: the number of tensors that were copied from the device to the host. `numel_made`: the number of elements that
+    this thread has allocated on the device, copies to the device included.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._mine: dict[int, StorageWeakRef] = {}
         self.num_copied = 0
+        self._numel_made: Counter[int] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -64,6 +68,10 @@ class Device(TorchFunctionMode):
             self._adopt(tensor for tensor in _tensors(made) if tensor.untyped_storage()._cdata not in known)
         return made
 
+    @property
+    def numel_made(self) -> int:
+        return self._numel_made[threading.get_ident()]
+
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the device."""
         with torch._C.DisableTorchFunction():
@@ -73,6 +81,7 @@ class Device(TorchFunctionMode):
     def _adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
+            self._numel_made[threading.get_ident()] += tensor.numel()
             self._mine[storage._cdata] = StorageWeakRef(storage)
 
     def _cast(self, func: Any, args: Any, kwargs: dict[str, Any], *, is_mine: bool) -> torch.Tensor:

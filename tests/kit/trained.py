@@ -104,7 +104,8 @@ class Trained:
         empty = {name for name, numel in self.numbers.numel.items() if not numel}
         # Torch FSDP1 gives a rank no gradient for an original parameter whose elements other ranks hold.
         self.gets_gradient = [
-            _FSDP1_PART not in name or bool(param.numel()) or name.replace(_FSDP1_PART, "") in empty
+            not getattr(param, "without_gradient", False)
+            and (_FSDP1_PART not in name or bool(param.numel()) or name.replace(_FSDP1_PART, "") in empty)
             for name, param in model.named_parameters()
         ]
         self._make = make

@@ -83,10 +83,24 @@ class _StateTraits(NamedTuple):
         return not any(traits.is_marked and not traits.fits for _, traits in self.values)
 
 
+_CPU = torch.device("cpu")
+
+
+def says_on_cpu(optim: object) -> bool:
+    """Return whether an optimizer says, by an attribute `keeps_state_on_cpu`, that it keeps its state on the CPU."""
+    return getattr(optim, "keeps_state_on_cpu", False) is True
+
+
+def is_on_cpu(value: object) -> bool:
+    """Return whether a state value is a tensor with dimensions on the CPU."""
+    return isinstance(value, torch.Tensor) and bool(value.dim()) and value.device.type == "cpu"
+
+
 class LocalParam(Struct, frozen=True, dict=True):
     """One live parameter of an optimizer: its id in the optimizer's own dict, its group, its state (None: absent).
 
     `owner`: of several optimizers that are read as one, the index of the parameter's optimizer, and the parameter's id there.
+    `offloaded`: whether its optimizer keeps state on the CPU, and not beside the parameters.
     """
 
     local_id: LocalId
@@ -94,6 +108,19 @@ class LocalParam(Struct, frozen=True, dict=True):
     named: NamedHandle
     state: Mapping[str, Any] | None
     owner: tuple[int, LocalId] = (0, 0)
+    offloaded: bool = False
+
+    def device_of(self, name: str) -> torch.device:
+        """Return where a loaded value belongs: on the CPU if its live value, or what state there is, was moved there.
+
+        Else on the parameter's device, where torch's optimizers make their state.
+        """
+        beside = self.handle.device
+        if beside.type == "cpu":
+            return beside
+        live = (self.state or {}).get(name)
+        is_moved = is_on_cpu(live) if isinstance(live, torch.Tensor) and live.dim() else self.offloaded
+        return _CPU if is_moved else beside
 
     @property
     def handle(self) -> Handle:

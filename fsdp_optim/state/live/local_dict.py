@@ -10,7 +10,7 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Shape, Whole
-from fsdp_optim.memory import Slabs, copy_in_memory, detached_copy, empty, flatten, is_plain
+from fsdp_optim.memory import Slabs, copy_in_memory, detached_copy, empty, flatten, is_plain, laid_out_like
 from fsdp_optim.plan import copies_into
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, FullState
 from fsdp_optim.state.dicts.packed import LocalId
@@ -135,10 +135,10 @@ class Flats:
             return {}
         tensors, handle = {}, param.named.handle
         numel, padding = self._kind_of(handle)
-        shape, device = (numel,), handle.device
+        shape = (numel,)
         keeps = bool(self._missing) and param.state is not None and not self._missing.isdisjoint(param.named.fqns)
         for name, dtype in summary.dtypes.items():
-            flat = tensors[name] = self._slabs.empty(shape, dtype, device)
+            flat = tensors[name] = self._slabs.empty(shape, dtype, param.device_of(name))
             for start, stop in padding:
                 flat[start:stop].zero_()
             live = handle.local(param.state[name]) if keeps and param.state is not None else None
@@ -223,7 +223,7 @@ def local_values(
     values: dict[str, Any] = {}
     for name in summary.names:
         if name in tensors:
-            value = handle.from_local(tensors[name])
+            value = _as_live(param, name, tensors[name])
             cut = _cut_as_live(param, name, value, rank) if may_have_own_cut else None
             values[name] = value if cut is None else cut
         elif name in opaque:
@@ -231,6 +231,17 @@ def local_values(
         elif name in scalars:
             values[name] = numbers.copy_of(scalars[name])
     return values
+
+
+def _as_live(param: LocalParam, name: str, flat: torch.Tensor) -> torch.Tensor:
+    """Return a value that is cut like its parameter in the optimizer's form, from this rank's elements.
+
+    An optimizer that has moved its state to the CPU may keep plain local tensors where the wrapper has a class of its own.
+    """
+    handle, live = param.handle, (param.state or {}).get(name)
+    if handle.marks and isinstance(live, torch.Tensor) and is_plain(live) and live.shape == handle.local_shape:
+        return laid_out_like(flat, live)
+    return handle.from_local(flat)
 
 
 def opaque_values(
@@ -290,7 +301,7 @@ def _opaque(
             f"{fqn}: {name} is {OpaqueType.of(value)}, not cut like the parameter {list(placements[0].shape)}, so it cannot be "
             "cut into the shards of this model; load it into a model where the parameter is whole on each rank"
         )
-    return handle.from_placed(_cut_here(value, place, rank, handle.device), place)
+    return handle.from_placed(_cut_here(value, place, rank, param.device_of(name)), place)
 
 
 def _cut_as_live(param: LocalParam, name: str, value: torch.Tensor, rank: int) -> torch.Tensor | None:
@@ -299,7 +310,7 @@ def _cut_as_live(param: LocalParam, name: str, value: torch.Tensor, rank: int) -
     place = param.handle.own_place(live)
     if place is None or place.shape != value.shape:
         return None
-    return param.handle.like_live(_cut_here(value, place, rank, param.handle.device), live)
+    return param.handle.like_live(_cut_here(value, place, rank, param.device_of(name)), live)
 
 
 def _cut_here(value: torch.Tensor, place: Placement, rank: int, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ from msgspec import structs
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, RESERVED_KEYS
 from fsdp_optim.state.dicts.packed import LocalId, packed_ids
-from fsdp_optim.state.live.local import LocalOptim, LocalParam, OptimizerLike, Optimizers
+from fsdp_optim.state.live.local import LocalOptim, LocalParam, OptimizerLike, Optimizers, is_on_cpu, says_on_cpu
 from fsdp_optim.state.values.classes import OptimizerClass
 from fsdp_optim.state.values.same import Incomparable, key_of, same
 from fsdp_optim.state.values.supported import check_supported, check_values, copyable
@@ -107,6 +107,10 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
             params.append(LocalParam(local_id, index, named, state, (0, local_id)))
     if all(isinstance(param.local_id, int) for param in params):
         params.sort(key=lambda p: p.local_id)
+    if says_on_cpu(optim) or any(
+        param.handle.device.type != "cpu" and any(map(is_on_cpu, (param.state or {}).values())) for param in params
+    ):
+        params = [structs.replace(param, offloaded=True) for param in params]
     non_param = _non_param_state(saved["state"], [p.local_id for p in params], view)
     return LocalOptim(
         params=tuple(params),
