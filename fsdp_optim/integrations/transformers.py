@@ -12,7 +12,6 @@ load of the folders that transformers has written by itself.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,8 @@ import fsdp_optim
 from fsdp_optim import CheckpointError, LoadOptions, SaveOptions
 from fsdp_optim.integrations.needed import needed
 from fsdp_optim.integrations.patches import put_back, replace_function
-from fsdp_optim.plugins import TrainerFolder, absolute, by_lowest, has_checkpoint
+from fsdp_optim.integrations.pretrained_folder import save_folder
+from fsdp_optim.plugins import absolute, by_lowest, has_checkpoint
 
 __all__ = ["disable", "enable"]
 
@@ -39,11 +39,6 @@ _OWNERS = {
     _PACKAGE: (_SAVE_MODEL, _LOAD_MODEL, _SAVE_OPTIM, _LOAD_OPTIM),
 }
 """Where transformers has these functions, and where it has imported them."""
-
-_OUTDATED = re.compile(
-    r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors|\.metadata|__\d+_\d+\.distcp"
-)
-"""The files of weights and of optimizers, which are old in a folder that is saved again."""
 
 
 def enable(*, save_options: SaveOptions = _SAVE, load_options: LoadOptions = _LOAD) -> None:
@@ -93,10 +88,7 @@ def _save_model(model: nn.Module, folder: Any, options: SaveOptions) -> None:
             f"{path}: has the optimizer alone, which save_pretrained would replace: call save_optimizer_distributed after "
             "save_pretrained, or give it a folder of its own"
         )
-    save = TrainerFolder.begin(path, options, is_outdated=lambda name: _OUTDATED.fullmatch(name) is not None)
-    with save.writing():
-        """Nothing: transformers has written its files before."""
-    save.commit(model, None)
+    save_folder(path, model, None, options)
 
 
 def _load_model(model: nn.Module, folder: Any, strict: bool, options: LoadOptions) -> None:
@@ -109,10 +101,7 @@ def _save_optim(model: nn.Module, optim: Any, folder: Any, options: SaveOptions)
     path = str(absolute(folder))
     halves = by_lowest("the checkpoint that is there", lambda: _halves(path), options)
     if halves in ("model", "both"):
-        save = TrainerFolder.begin(path, options, is_outdated=lambda name: _OUTDATED.fullmatch(name) is not None)
-        with save.writing():
-            """Nothing: transformers' files are carried over."""
-        save.commit(model, optim)
+        save_folder(path, model, optim, options)
     else:
         fsdp_optim.save(path, model, optim, weights="none", overwrite=halves == "optim", options=options)
 

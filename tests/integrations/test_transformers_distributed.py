@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 import fsdp_optim
 from fsdp_optim.integrations import transformers as plugin
+from fsdp_optim.integrations.needed import MissingNameError
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
@@ -157,7 +158,7 @@ class DistributedTest(unittest.TestCase):
         before = checkpoint.save_optimizer_distributed
         del checkpoint.save_optimizer_distributed
         try:
-            refused(plugin.enable, fsdp_optim.WrapperError, "save_optimizer_distributed", package.__version__)
+            refused(plugin.enable, MissingNameError, "save_optimizer_distributed", package.__version__)
         finally:
             checkpoint.save_optimizer_distributed = before
 
