@@ -13,7 +13,11 @@ from website.docstrings import Docstrings
 ROOT = Path(__file__).parents[1]
 DIRECTIVE = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
 PLUG_INS = tuple(
-    f"fsdp_optim.integrations.{name}" for name in ("accelerate", "lightning", "peft", "torchtitan", "verl")
+    f"fsdp_optim.integrations.{name}"
+    for name in (
+        *("accelerate", "transformers", "lightning", "peft", "torchtitan", "verl"),
+        *("nemo_automodel", "llama_factory", "prime_rl"),
+    )
 )
 DOCUMENTED = ("fsdp_optim", "fsdp_optim.testing", "fsdp_optim.fairscale", *PLUG_INS)
 """The modules whose `__all__` is the public interface."""

@@ -166,11 +166,21 @@ def _sharded_params(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
     """
     params: dict[Place, torch.Tensor] = {}
     for param in _params_of_fsdp(modules):
-        info = param._module_info
-        params[info.module, info.param_name] = param.sharded_param
+        info, live = param._module_info, _live_param(param)
+        params[info.module, info.param_name] = live
         for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-            params[shared, name] = param.sharded_param
+            params[shared, name] = live
     return params
+
+
+def _live_param(param: Any) -> Any:
+    """Return the sharded parameter of one of fully_shard's parameters.
+
+    A program may replace it before the first forward pass, in which torch looks for the new one.
+    """
+    info = param._module_info
+    registered = getattr(info.module, info.param_name)
+    return registered if param.sharded_state.name == "SHARDED" and is_dtensor(registered) else param.sharded_param
 
 
 def _fsdp_dims(modules: Iterable[nn.Module]) -> dict[int, frozenset[int]]:
@@ -178,7 +188,7 @@ def _fsdp_dims(modules: Iterable[nn.Module]) -> dict[int, frozenset[int]]:
     dims_of = {}
     for param in _params_of_fsdp(modules):
         dims = getattr(param, "_dp_dim_indices", None)  # of a parameter that had all dimensions of the mesh before
-        dims_of[id(param.sharded_param)] = frozenset(range(param.mesh_info.mesh.ndim)) if dims is None else dims
+        dims_of[id(_live_param(param))] = frozenset(range(param.mesh_info.mesh.ndim)) if dims is None else dims
     return dims_of
 
 

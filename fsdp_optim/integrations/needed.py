@@ -33,7 +33,10 @@ def needed(package: str, tested: str, names: Mapping[str, Sequence[str]]) -> dic
         for name in wanted:
             try:
                 attributes[name] = _attribute(loaded, name)
-            except AttributeError:
+            except (
+                AttributeError,
+                ImportError,
+            ):  # a module that imports its names when they are asked for raises the other
                 missing.append(f"{module}.{name}")
     if missing:
         raise refusal(package, tested, ", ".join(missing))

@@ -191,7 +191,9 @@ class FsdpOptimCheckpointManager(_Own):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load the parts that `load_contents` lists, on any number of ranks. verl's own manager loads its own checkpoints.
+        """Load the parts that `load_contents` lists, on any number of ranks.
+
+        verl's own manager loads its own checkpoints at the number of ranks that they have; this library does at any other.
 
         `del_local_after_load` removes verl's local copies of remote files; here each rank reads remote files in place.
         """
@@ -201,7 +203,10 @@ class FsdpOptimCheckpointManager(_Own):
         self.wait()
         place = f"{path}/{_FOLDER}"
         if by_lowest("whose checkpoint it is", lambda: _is_verls_own(path)):
-            super().load_checkpoint(path, hdfs_path, del_local_after_load)
+            if by_lowest("by how many ranks", lambda: has_file(path, f"model_world_size_{self.world_size}_rank_0.pt")):
+                super().load_checkpoint(path, hdfs_path, del_local_after_load)
+            else:
+                self._load_verls_own(path)
             return
         weights: WhichWeights = "none"
         if self.should_load_model or self.should_load_hf_model:
@@ -213,6 +218,18 @@ class FsdpOptimCheckpointManager(_Own):
         loaded = fsdp_optim.load(place, model, optim, state=self._state_to_load(place), weights=weights)
         if self.should_load_extra and _OLD_RANDOM in loaded.state:
             set_random_states(loaded.state[_OLD_RANDOM])
+
+    def _load_verls_own(self, path: str) -> None:
+        """Load a checkpoint that verl's own manager has written on another number of ranks. Random states stay as they are."""
+        weights: WhichWeights = "all" if self.should_load_model else "none"
+        if self.should_load_model and hasattr(self._unwrapped, "peft_config"):
+            names = by_lowest("the weights", lambda: list(fsdp_optim.inspect(path).model))
+            weights = "all" if any("lora_" not in name for name in names) else "trainable"
+        optim = self.optimizer if self.should_load_optimizer else None
+        model = self.model if weights != "none" or optim is not None else None
+        state = fsdp_optim.load(path, model, optim, weights=weights).state
+        if self.should_load_extra and self.lr_scheduler is not None and state.get("lr_scheduler") is not None:
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
 
     def _state_to_load(self, place: str) -> dict[str, Any]:
         """Return what gets the schedule and the random states of this rank, under the names that the checkpoint has.

@@ -264,6 +264,8 @@ def _names(
         known = tuple(order) if order is not None else tuple(weights)
         return Names((known,), aliases, wrapper_parts=parts, model_order=known)
     nums = num_listed(groups)
+    if full.get("unknown_order"):
+        raise StateError(str(full["unknown_order"]))
     if order is None:
         raise StateError(
             f"{where}: the optimizer has {counted_noun(sum(nums), 'parameter')} by ids without names: give "

@@ -127,6 +127,27 @@ def loads_of_a_value_with_a_cut_of_its_own() -> None:
         check_same(f"elements of {number}", loaded.to_local(), like.to_local())
 
 
+def check_replaced() -> None:
+    """Parameters on the meta device that a program replaces between `fully_shard` and the first forward pass."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    wanted = {}
+    for number, (fqn, param) in enumerate(dict(model.named_parameters()).items()):
+        wanted[fqn] = torch.arange(float(param.numel())).view(param.shape) + 100 * number
+        module, _, name = fqn.partition(".")
+        live = nn.Parameter(distribute_tensor(wanted[fqn], param.device_mesh, param.placements))
+        setattr(model[int(module)], name, live)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    for param in model.parameters():
+        param.grad = param.detach().clone()
+    optim.step()
+    found = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None)
+    check_same("weights", dict(found), {fqn: torch.zeros_like(value) for fqn, value in wanted.items()})
+    state = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name")["state"]
+    check_same("state", {fqn: values["momentum_buffer"] for fqn, values in state.items()}, wanted)
+
+
 class FormsTest(unittest.TestCase):
     def test_a_value_with_a_cut_of_its_own(self) -> None:
         run_on_ranks(loads_of_a_value_with_a_cut_of_its_own, 4)
@@ -139,6 +160,9 @@ class FormsTest(unittest.TestCase):
             for (kind, text), name in zip(told, ("weight: a state value", "momentum_buffer", "table"), strict=True):
                 self.assertEqual(kind, "WrapperError", text)
                 self.assertRegex(text, rf"{name}.*local tensor on rank 0 has shape \[2, 3\].* give \[3, 3\]")
+
+    def test_parameters_that_are_replaced_before_the_first_pass(self) -> None:
+        run_on_ranks(check_replaced, 2)
 
     def test_forms(self) -> None:
         run_on_ranks(check_forms, 2)

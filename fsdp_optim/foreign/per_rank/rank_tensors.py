@@ -7,7 +7,7 @@ A name that means different parameters on different ranks (experts on groups of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.storage.base import Opened
 
 _NAME = re.compile(r"(?P<before>[^/]*?)(?P<rank>\d{1,7})(?P<after>\.(pt|pth|bin|ckpt))")
+_OF_VERL = re.compile(r"(?P<half>model|optim|extra_state)_world_size_(?P<num>\d{1,7})_rank_")
+"""What verl and SkyRL call a rank's files, up to its number: the model, the optimizer, and the trainer's values."""
 _MODELS = frozenset({"model", "state_dict", "model_state_dict", "module", "model_state"})
 _LOOKS = 4  # at files that cannot be read
 
@@ -63,18 +65,20 @@ class RankTensors(ForeignFormat):
             merged = _Merged(models[0] if models else None, optims[0] if optims else None)
             main = read[0]
             but = frozenset(key for key in (main.model_key, main.optim_key) if key is not None)
-            extras = main.files.extras(but) if main.model_key != "" and main.optim_key != "" else []
-            extras = extras if any(extras) else []
+            has_others = main.model_key != "" and main.optim_key != ""
+            beside = main.files if has_others else _extras_of_verl(opened, families)
+            extras = beside.extras(but if has_others else frozenset()) if beside is not None else []
+            extras = extras if beside is not None and any(extras) else []
             return ForeignReader(
                 opened,
                 self.name,
                 merged.model(),
-                merged.optim(),
+                merged.optim() if optims else _flat_optim_of_verl(opened, families),
                 {name: source for contents in read for name, source in contents.files.sources.items()},
                 extra_values=extras[0] if extras else None,
                 module_values=merged.module_values(),
-                rank_extras=main.files.rank_extras(extras),
-                pickled=partial(main.files.pickled, extras[0]) if extras else None,
+                rank_extras=beside.rank_extras(extras) if beside is not None else [],
+                pickled=partial(beside.pickled, extras[0]) if beside is not None and extras else None,
                 world_size=main.files.num,
                 files=[name for contents in read for name in contents.files.names],
                 metadata_digest=" ".join(contents.files.digest for contents in read),
@@ -94,8 +98,39 @@ def _families(opened: Opened) -> dict[tuple[str, str], dict[int, str]]:
     return {
         key: by_rank(opened.where, numbered)
         for key, numbered in families.items()
-        if (not opened.selected or (asked is not None and (asked["before"], asked["after"]) == key))
+        if (not opened.selected or (asked is not None and _is_of_one((asked["before"], asked["after"]), key)))
     }
+
+
+def _is_of_one(asked: tuple[str, str], key: tuple[str, str]) -> bool:
+    """Return whether two families of files are of one checkpoint: the same, or two of verl by equally many ranks."""
+    first, second = (_OF_VERL.fullmatch(before) for before, _ in (asked, key))
+    return asked == key or (first is not None and second is not None and first["num"] == second["num"])
+
+
+def _flat_optim_of_verl(opened: Opened, families: Iterable[tuple[str, str]]) -> Mapping[str, Any] | None:
+    """Return an optimizer that is refused when it is loaded, where verl's files of it have no sharded tensors."""
+    for key, file_of_rank in _families(opened).items():
+        match = _OF_VERL.fullmatch(key[0])
+        if match is not None and match["half"] == "optim" and any(_is_of_one(key, other) for other in families):
+            return unreadable(
+                UnreadableOptimError(
+                    f"{opened.named(file_of_rank[min(file_of_rank)])}: has FSDP1's flat shards under ids, which do not say "
+                    "whose elements they are: load the weights without optim=; to convert them, move these files away"
+                )
+            )
+    return None
+
+
+def _extras_of_verl(opened: Opened, families: Iterable[tuple[str, str]]) -> RankFiles | None:
+    """Return the files with the trainer's values of each rank beside those of the model and the optimizer, if there are any."""
+    for key, file_of_rank in _families(opened).items():
+        match = _OF_VERL.fullmatch(key[0])
+        if match is not None and match["half"] == "extra_state" and any(_is_of_one(key, other) for other in families):
+            files = RankFiles.read(opened, complete(opened.where, file_of_rank, int(match["num"])), stand_ins())
+            files.dicts([archive.value for archive in files.archives], "the file")
+            return files
+    return None
 
 
 def _is_sharded(opened: Opened, file_of_rank: Mapping[int, str]) -> bool:
@@ -138,9 +173,9 @@ class _RankContents:
             opened, complete(opened.where, file_of_rank, max(world_size, max(file_of_rank) + 1)), stand_ins()
         )
         values = files.dicts([archive.value for archive in files.archives], "the file")
-        files.agreed(
-            {rank: list(value) for rank, value in enumerate(values) if not _is_half(value)}, "the list of its values"
-        )
+        others = {rank: list(value) for rank, value in enumerate(values) if not _is_half(value)}
+        if others:
+            files.agreed(others, "the list of its values")
         return cls(files, *_halves(files, values))
 
     def _half(self, key: Any) -> ValuesByRank | None:
