@@ -15,6 +15,7 @@ import torch.distributed as dist
 from kit.compare import check_same, error_text, refused
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -299,7 +300,29 @@ def a_failing_rank(root: Path) -> None:
         check_same(name, complete(into[name]), emptied(full))
 
 
+def beside_a_model_of_torch(root: Path) -> None:
+    """Tensors beside the model in a folder of torch.distributed.checkpoint, cut by its ranks."""
+    flat, grid = meshes()
+    model = fully_shard(nn.Linear(4, 6), mesh=flat)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model_dict, optim_dict = get_state_dict(model, optim)
+    tree = {"model": model_dict, "optimizer": optim_dict, "ema": cut(flat, grid), "count": 3}
+    torch.distributed.checkpoint.save(tree, checkpoint_id=root / "torch")
+    read_from_torch(root)
+
+
+def read_from_torch(root: Path) -> None:
+    flat, grid = meshes()
+    model = fully_shard(nn.Linear(4, 6), mesh=flat)
+    into = emptied(cut(flat, grid, other=True))
+    result = fsdp_optim.load(root / "torch", model, state={"ema": into, "count": None})
+    for name, full in FULL.items():
+        check_same(name, complete(into[name]), full)
+    check_same("a plain value", result.state["count"], 3)
+
+
 def at_another_world_size(root: Path) -> None:
+    read_from_torch(root / "beside_a_model_of_torch")
     flat, grid = meshes()
     into = emptied(cut(flat, grid, other=True))
     load(root / "every_cut" / "safetensors", {"tree": {"ema": into, "listed": [torch.zeros(3), (torch.zeros(2), "")]}})
@@ -315,6 +338,7 @@ def on_ranks(root: Path) -> None:
         what_is_refused,
         async_and_managed,
         a_failing_rank,
+        beside_a_model_of_torch,
     ):
         case(root / case.__name__)
 
