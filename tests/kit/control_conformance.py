@@ -197,6 +197,8 @@ def _leaves(left: Callable[[], int], rounds: Sequence[int]) -> list[int]:
         for index in range(number):
             agree(_group(), "one")
             all_gather_bytes(_group(), "two", b"content" * index, compared=b"%d" % world.rank)
+            for num in (10_000, 40_000):  # too long for a verdict: of all ranks together, and of each
+                all_gather_bytes(_group(), f"{num} bytes", b"%d" % world.rank * num)
             error_of(lambda: agree(_group(), "three", OSError("no") if world.rank == 1 else None))
             error_of(lambda: agree(_group(), "four" if world.rank else "five"))
         for _ in range(2):  # whatever a meeting has left, the next one takes away
