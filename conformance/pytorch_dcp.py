@@ -53,10 +53,16 @@ _ON_THE_CPU = (
 
 def use_ours(namespace: dict[str, Any]) -> None:
     """Replace torch's functions in a test file, where the run asks for that. Called at the end of the copy of the file."""
+    import torch.multiprocessing
     import torch.testing._internal.distributed.common_state_dict as mixin
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
-    MultiProcessTestCase._spawn_processes = MultiProcessTestCase._fork_processes  # type: ignore[method-assign]  # quicker
+    def forked(case: Any) -> None:
+        """Start the ranks without importing torch in each of them."""
+        case._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    MultiProcessTestCase._spawn_processes = forked  # type: ignore[method-assign]
+    _let_fsdp1_be_on_the_cpu()
     if os.environ.get(_SWITCH) != "ours":
         return
 
@@ -71,6 +77,20 @@ def use_ours(namespace: dict[str, Any]) -> None:
     for name, value in list(namespace.items()):
         if isinstance(value, types.ModuleType) and value.__name__ == "torch.distributed.checkpoint.state_dict":
             namespace[name] = types.SimpleNamespace(**{**vars(value), **ours})
+
+
+def _let_fsdp1_be_on_the_cpu() -> None:
+    """Give FSDP1 the CPU as its device, without which it asks for an accelerator, and its tests as many devices as they need."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    made = FullyShardedDataParallel.__init__
+
+    def on_cpu(unit: Any, *args: Any, **kwargs: Any) -> None:
+        made(unit, *args, **{"device_id": torch.device("cpu"), **kwargs})
+
+    FullyShardedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]
+    torch.accelerator.device_count = lambda: 64
 
 
 def on_the_cpu(text: str, num_ranks: int) -> str:
@@ -118,7 +138,7 @@ def run(file: Path, ours: bool, only: str, seconds: int) -> Outcomes:
         "PYTHONPATH": os.pathsep.join([str(_HERE), str(file.parent)]),
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONWARNINGS": "ignore",
-        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60",
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120",
     }
     command = [sys.executable, "-c", _RUNNER, file.stem, only, str(report)]
     log, late = "", ""

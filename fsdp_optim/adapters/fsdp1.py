@@ -305,15 +305,15 @@ class Chunks:
 
 def chunks_of(model: nn.Module) -> dict[tuple[nn.Module, str], Chunks]:
     """Return how torch's sharded dicts cut each original parameter of FSDP1's units, by its module and name there."""
-    cls, found = sys.modules[_MODULE].FullyShardedDataParallel, dict[tuple[nn.Module, str], Chunks]()
+    cls, by_place = sys.modules[_MODULE].FullyShardedDataParallel, dict[tuple[nn.Module, str], Chunks]()
     for unit in model.modules():
         if not isinstance(unit, cls) or unit._handle is None:
             continue
         handle = _handle_of(unit)
         replicas = _replicas_of(handle.process_group, _across(unit), unit._device_mesh, handle.uses_sharded_strategy)
         chunks = Chunks(replicas, handle.process_group, unit._device_mesh, handle.uses_sharded_strategy)
-        found.update(((info.module, info.param_name), chunks) for info in handle.flat_param._param_infos)
-    return found
+        by_place.update(((info.module, info.param_name), chunks) for info in handle.flat_param._param_infos)
+    return by_place
 
 
 def _chunked_tensor(local: torch.Tensor, shape: Shape, group: dist.ProcessGroup) -> torch.Tensor:

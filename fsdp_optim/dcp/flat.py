@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.fsdp1 import Chunks, chunks_of
 from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
+from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.load.targets import Weights
@@ -44,17 +45,6 @@ def is_flat(reader: ModelReader) -> bool:
     return "FSDP1" in reader.wrappers
 
 
-@dataclass(frozen=True)
-class _ChunkEnd(End):
-    """New memory for this rank's chunks, by FQN and name."""
-
-    flats: Mapping[tuple[str, str], torch.Tensor]
-
-    def memory(self, value: StateValue) -> torch.Tensor | None:
-        flat = self.flats.get((value.fqn, value.name))
-        return flat.view(-1) if flat is not None else None
-
-
 def _chunks_by_fqn(model: nn.Module, view: ModelView) -> dict[str, tuple[Chunks, Shape, torch.device]]:
     """Return how each original parameter of FSDP1 is cut in torch's dicts, its shape, and the device of its elements."""
     chunks = chunks_of(model)
@@ -64,6 +54,10 @@ def _chunks_by_fqn(model: nn.Module, view: ModelView) -> dict[str, tuple[Chunks,
         for fqn, original in zip(named.fqns, named.handle.originals, strict=True)
         if (place := (original.module, original.attribute)) in chunks
     }
+
+
+def _flat(memory: torch.Tensor | None) -> torch.Tensor | None:
+    return memory.view(-1) if memory is not None else None
 
 
 def _moved(
@@ -80,7 +74,8 @@ def _moved(
             values.append(StateValue(fqn, name, dtype, cut.placement(shape)))
             if group.rank in values[-1].placement.ranks:
                 flats[fqn, name] = torch.empty(cut.local_shape(shape), dtype=dtype, device=device)
-    move(values, source, _ChunkEnd(flats), group, group.budget, failure)
+    target = DictEnd(lambda value: value.placement, lambda fqn, name: _flat(flats.get((fqn, name))))
+    move(values, source, target, group, group.budget, failure)
     agree(group, "in chunks", failure.error, fatal=failure.fatal)
     return {(fqn, name): chunks[fqn][0].value(flat, chunks[fqn][1]) for (fqn, name), flat in flats.items()}
 
@@ -254,7 +249,7 @@ def _described(group: RankGroup, names: Mapping[str, str], given: Mapping[str, A
     flats, described, others = dict[str, torch.Tensor](), list[tuple[str, str, Placement]](), dict[str, Any]()
     for name, value in given.items() if group.rank in ranks else ():
         fqn = names.get(name, name)
-        if not isinstance(value, torch.Tensor) or fqn.endswith("_extra_state"):
+        if not isinstance(value, torch.Tensor) or is_extra_state(fqn):
             others[fqn] = value
         elif fqn not in flats:
             placement, flats[fqn] = (

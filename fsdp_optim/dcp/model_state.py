@@ -21,7 +21,7 @@ from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.errors import RankError, StateError, StateKeysError, shortened
 from fsdp_optim.layout import Placement, Shape, Whole
 from fsdp_optim.memory import dtype_name, dtype_named, flatten
-from fsdp_optim.move import End, StateValue, move
+from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import CallArguments
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
@@ -29,6 +29,7 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model
 from fsdp_optim.verbs.call import collective_call
+from fsdp_optim.verbs.ends import DictEnd
 from fsdp_optim.view import Handle
 
 GET, SET = "get_model_state_dict", "set_model_state_dict"
@@ -103,11 +104,11 @@ def prepare(model: nn.Module, given: Mapping[Any, Any], options: Given) -> Calla
     if any(is_sharded_value(value) for value in moved.values()):
         call = CallArguments()
         with collective_call(SET, [model], call, call) as (_, group):
-            values |= _moved(group, live, dict.fromkeys(moved), _sources(moved, group.ranks), moved)
+            values |= _moved(group, live, dict.fromkeys(moved), _sources(moved, group.ranks))
     elif moved:
         rank = world_here().rank
         group = world_here().group(SET, (rank,))
-        values |= _moved(group, live, dict.fromkeys(moved), _sources(moved, (rank,)), moved)
+        values |= _moved(group, live, dict.fromkeys(moved), _sources(moved, (rank,)))
     return _loading(model, live, values, names, options)
 
 
@@ -223,36 +224,11 @@ def _sources(moved: Mapping[str, torch.Tensor], ranks: tuple[int, ...]) -> dict[
     }
 
 
-@dataclass(frozen=True)
-class _Source(End):
-    """The values that a user has given."""
-
-    placements: Mapping[str, Placement]
-    flats: Mapping[str, torch.Tensor]
-
-    def placement(self, value: StateValue) -> Placement:
-        return self.placements[value.fqn]
-
-    def memory(self, value: StateValue) -> torch.Tensor | None:
-        return self.flats.get(value.fqn)
-
-
-@dataclass(frozen=True)
-class _Target(End):
-    """New memory for the elements of this rank, cut as the live tensors."""
-
-    flats: Mapping[str, torch.Tensor]
-
-    def memory(self, value: StateValue) -> torch.Tensor | None:
-        return self.flats.get(value.fqn)
-
-
 def _moved(
     group: RankGroup,
     live: Mapping[str, _Live],
     names: Collection[str],
     sources: Mapping[str, tuple[Placement, torch.Tensor | None]],
-    like: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Return values in the form of the live tensors, from other cuts. Called by all ranks of `group`."""
     handles = {name: handle for name in names if (handle := live[name].handle) is not None}
@@ -268,11 +244,13 @@ def _moved(
     dtypes = {name: dtype for name, dtype, _ in targets}
     given = of_all_ranks(group, tuple((name, dtypes[name], place) for name, (place, _) in sources.items()))
     values = [StateValue(name, "", dtype_named(dtype), placement) for name, dtype, placement in targets]
-    source = _Source(
+    places, held = (
         {name: placement for name, _, placement in given},
-        {name: flat for name, (_, flat) in sources.items() if flat is not None},
+        {name: flat for name, (_, flat) in sources.items()},
     )
-    move(values, source, _Target(flats), group, group.budget, failure)
+    source = DictEnd(lambda value: places[value.fqn], lambda name, _: held[name])
+    target = DictEnd(lambda value: value.placement, lambda name, _: flats.get(name))
+    move(values, source, target, group, group.budget, failure)
     agree(group, "moved", failure.error, fatal=failure.fatal)
     return {name: handle.from_local(flats[name]) for name, handle in handles.items()}
 
@@ -315,7 +293,7 @@ def _prepared_by_broadcast(model: nn.Module, given: Mapping[str, Any], options: 
             )
             for name, source in places.items()
         }
-        values |= _moved(group, live, places, sources, {})
+        values |= _moved(group, live, places, sources)
     return _loading(model, live, values, names, options)
 
 
@@ -329,8 +307,8 @@ def check_full(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if is_sharded_value(value):
             raise StateError(
-                f"{name}: is a {type(value).__name__}, and with broadcast_from_rank0=True rank 0 must have full tensors: give the "
-                "dict of get_model_state_dict with full_state_dict=True"
+                f"{name}: is a {type(value).__name__}, and with broadcast_from_rank0=True rank 0 must have full tensors: give "
+                "the dict of get_model_state_dict with full_state_dict=True"
             )
 
 

@@ -136,7 +136,7 @@ def group_for(
             first = number
         elif not same(groups[number][0], groups[first][0]):
             raise StateError(
-                f"{fqn}: its hyperparameters in the dict are {groups[number][0]}, those of {groups[first][1][0]}, which is in the "
-                f"same param group of the optimizer, are {groups[first][0]}: build the optimizer with the groups of the saved one"
+                f"{fqn}: its hyperparameters in the dict are {groups[number][0]}, those of {groups[first][1][0]}, which is in "
+                f"the same param group of the optimizer, are {groups[first][0]}: build the optimizer with the saved groups"
             )
     return dict(detached_copy(groups[first][0])) if first is not None else dict(live)
