@@ -20,13 +20,16 @@ from typing import Any, ClassVar
 
 from fsdp_optim import SaveOptions
 from fsdp_optim.integrations import accelerator_state, trainer_folder
-from fsdp_optim.integrations.accelerate_start import TESTED, weights_from
+from fsdp_optim.integrations.accelerate_start import weights_from
 from fsdp_optim.integrations.needed import needed, version_of
 from fsdp_optim.integrations.patches import is_replaced, put_back, replace_function, replace_method
 from fsdp_optim.integrations.settings import Settings
 from fsdp_optim.plugins import OnReplicaMismatch, Strategy
 
 __all__ = ["FsdpOptimTrainerMixin", "Settings", "disable", "enable", "weights_from"]
+
+TESTED = {"accelerate": "1.15.0", "transformers": "5.23.0"}
+"""The versions that the tests run with. Others are tried."""
 
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "save_state": accelerator_state.save_state,

@@ -26,9 +26,6 @@ from fsdp_optim.integrations.empty_files import without_reading
 from fsdp_optim.integrations.needed import needed
 from fsdp_optim.integrations.patches import put_back, replace_function, replace_method, status_in
 
-TESTED = {"accelerate": "1.15.0", "transformers": "5.23.0"}
-"""The versions that the tests run with. Others are tried."""
-
 _CAST = LoadOptions(cast=True)
 _ACCELERATOR, _UTILS, _MODELS = "accelerate.accelerator", "accelerate.utils.fsdp_utils", "transformers.modeling_utils"
 _OF_ACCELERATE = {
@@ -85,7 +82,7 @@ def weights_from(path: str | os.PathLike[str], *, options: LoadOptions = _CAST) 
         CheckpointError: in `prepare`: the folder cannot be read.
     """
     start = _Start(os.fspath(path), options)
-    needed("accelerate", TESTED["accelerate"], _OF_ACCELERATE)
+    needed("accelerate", _tested("accelerate"), _OF_ACCELERATE)
     if not _ENTERED.acquire(blocking=False):
         raise StateError("weights_from is entered already in this process: leave that block first")
     try:
@@ -116,11 +113,16 @@ def _replaced(start: _Start) -> Iterator[None]:
         replace_function(utils, "fsdp2_load_full_state_dict", fill)
         stack.callback(put_back, utils, "fsdp2_load_full_state_dict")
         if find_spec("transformers") is not None:
-            needed("transformers", TESTED["transformers"], _OF_TRANSFORMERS)
+            needed("transformers", _tested("transformers"), _OF_TRANSFORMERS)
             models = importlib.import_module(_MODELS)
             new = staticmethod(without_reading(models, start.note))
             stack.enter_context(status_in(models.PreTrainedModel, _load_pretrained_model=new))
         yield
+
+
+def _tested(package: str) -> str:
+    tested: dict[str, str] = importlib.import_module("fsdp_optim.integrations.accelerate").TESTED
+    return tested[package]
 
 
 def _checked(start: _Start) -> Callable[..., Any]:
