@@ -5,10 +5,10 @@
 Files: `state_tree.py` tells the weights of a state dict from the rest; `saving.py` and `loading.py` have the calls.
 
 State dicts: `state_dict.py` has the functions, in the order of a call: `options.py` reads torch's `StateDictOptions`;
-`model_state.py` and `optim_state.py` read the live model and optimizers, whose values stay sharded as they are; `initial.py` makes
-the values of an optimizer that has none yet; `flat.py` reads and fills the flat parameters of FSDP1; `values.py` unshards a tree of
-values. A `set_*` function first brings all values into the form of the live ones, and changes the live model and optimizers only
-then.
+`model_state.py` and `optim_state.py` read the live model and optimizers, whose values stay sharded as they are; `initial.py`
+makes the values of an optimizer that has none yet; `flat.py` reads and fills the flat parameters of FSDP1; `values.py` unshards a
+tree of values. A `set_*` function first brings all values into the form of the live ones, and changes the live model and
+optimizers only then.
 
 Names are imported when they are asked for: `_WHERE` is the one table of them.
 """
