@@ -51,8 +51,8 @@ class Reader(StorageReader):
     (with `.metadata`, without a manifest) are handed to torch's FileSystemReader, which trusts their pickles.
 
     Each rank reads the byte ranges of its items, and verifies them by the checksums, into the planner's tensors: directly where
-    these are contiguous and of the saved dtype, else in windows of `bucket_nbytes`. Elements are cast to the dtype of a tensor, as
-    torch's reader casts them. Every rank makes a Reader of the same arguments; errors arrive in torch's CheckpointException.
+    these are contiguous and of the saved dtype, else in windows of `bucket_nbytes`. Elements are cast to the dtype of a tensor,
+    as torch's reader casts them. Every rank makes a Reader of the same arguments; errors arrive in torch's CheckpointException.
 
     Args:
         path: the checkpoint; None: `checkpoint_id` of the load has it.
@@ -77,14 +77,19 @@ class Reader(StorageReader):
         self._names = model, optim
         self._verifies, self._allow_pickle = verify, allow_pickle
         self._budget = Budget(bucket_nbytes, "elements that are copied or cast")
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._open: OpenCheckpoint | None = None
         self._keys = TorchKeys()
         self._of_torch: FileSystemReader | None = None
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The path of the checkpoint. Raises CheckpointError where neither the Reader nor the load was given one."""
+    def checkpoint_id(self) -> str | os.PathLike[str] | None:
+        """The path of the checkpoint; None until the Reader or a load is given one."""
+        return self._path
+
+    @property
+    def _place(self) -> str | os.PathLike[str]:
+        """The same. Raises CheckpointError where there is none."""
         if self._path is None:
             raise CheckpointError("the Reader has no path: give Reader(path), or checkpoint_id= to the load")
         return self._path
@@ -99,18 +104,18 @@ class Reader(StorageReader):
         self._close()
         if checkpoint_id:
             self._path = checkpoint_id
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
 
     def read_metadata(self) -> Metadata:
         """Open the checkpoint, and return what it has as torch's metadata: each tensor is one chunk."""
         self._close()
-        store = store_at(self.checkpoint_id)
+        store = store_at(self._place)
         if _is_of_torch(store):
             self._of_torch = FileSystemReader(store.where)
             metadata = self._of_torch.read_metadata()
         else:
             metadata = retry_if_replaced(lambda: self._opened(store)).metadata()
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._path, load_id=self.load_id)
         return metadata
 
     def _opened(self, store: Store) -> TorchKeys:
@@ -136,7 +141,7 @@ class Reader(StorageReader):
         other = next((rank for rank, plan in enumerate(plans) if plan.storage_data != plans[0].storage_data), None)
         if other is not None:
             raise CheckpointError(
-                f"{name_of(self.checkpoint_id)}: rank {other} has opened another checkpoint than rank 0: the path must be on a "
+                f"{name_of(self._place)}: rank {other} has opened another checkpoint than rank 0: the path must be on a "
                 "file system that all ranks share, and no process may save to it during the load"
             )
         return plans
@@ -146,10 +151,10 @@ class Reader(StorageReader):
         if self._of_torch is not None:
             return self._of_torch.read_data(plan, planner)
         if self._open is None:
-            retry_if_replaced(lambda: self._opened(store_at(self.checkpoint_id)))
+            retry_if_replaced(lambda: self._opened(store_at(self._place)))
         checkpoint = self._open
         if checkpoint is None:
-            raise CheckpointError(f"{name_of(self.checkpoint_id)}: is not open: call read_metadata before read_data")
+            raise CheckpointError(f"{name_of(self._place)}: is not open: call read_metadata before read_data")
         try:
             _Read(checkpoint, self._keys, planner, self._budget).read(plan.items)
             checkpoint.check_unchanged()

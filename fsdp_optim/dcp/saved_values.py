@@ -12,9 +12,6 @@ from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.tree_values import BRANCHES, items_of
 
-EXTRA = "dcp"
-"""The name of the extra that says how a checkpoint was planned: the path of each key, and which values are torch's bytes."""
-
 _LEAVES = (type(None), bool, int, float, complex, str, bytes)
 
 

@@ -12,10 +12,11 @@ from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.dcp.box_writing import FilePlace, TensorPlace, Written, joined_rows
 from fsdp_optim.dcp.planned_boxes import ItemName, PlannedBoxes, owned_by
-from fsdp_optim.dcp.saved_values import EXTRA, at_path, nested, paths_of, value_in
+from fsdp_optim.dcp.saved_values import at_path, nested, paths_of, value_in
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, NewTree
 from fsdp_optim.formats.base.protocols import COMMON, PlannedFile, SavedWeights, Stamp, StoredTensor, WrittenFiles
+from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.manifest import NAME
@@ -56,7 +57,7 @@ class RankOrders:
 
 @dataclass(frozen=True)
 class StagedSave:
-    """A save that has begun in the store. `has_ended`: filled when the save was committed or abandoned."""
+    """A save that has begun in the store. `files`: those with tensors, in their full length."""
 
     store: Store
     staging: Staging
@@ -85,7 +86,15 @@ class StagedSave:
             staging.abandon()
             raise
         durable = settings.durable or staging.replaces
-        return cls(store, staging, boxes, files, len(machines), durable, settings)
+        return cls(
+            store=store,
+            staging=staging,
+            boxes=boxes,
+            files=files,
+            num_ranks=len(machines),
+            durable=durable,
+            settings=settings,
+        )
 
     def orders(self) -> list[RankOrders]:
         """Return what each rank must know."""
@@ -157,7 +166,7 @@ class StagedSave:
             where="the new checkpoint",
             weights={},
             facts=Facts("", self.num_ranks, self.settings.step, SavedWeights("none")),
-            extras={COMMON: NewTree(tree), EXTRA: KnownExtra(how)},
+            extras={COMMON: NewTree(tree), PLANNED: KnownExtra(how)},
             trees=trees,
         )
 

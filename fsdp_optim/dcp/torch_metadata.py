@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
-from fsdp_optim.dcp.saved_values import EXTRA, at_path
+from fsdp_optim.dcp.saved_values import at_path
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.values import flattened, key_of
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
+from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.memory import dtype_named
 
@@ -56,7 +57,7 @@ class TorchKeys:
     def of(cls, index: CheckpointIndex, *, model: str, optim: str, allow_pickle: bool) -> TorchKeys:
         """Read the keys of a checkpoint. `model`, `optim`: the names of the model's and the optimizer's dict; "": at the top."""
         keys = cls()
-        how = index.extras[EXTRA].decoded(allow_pickle=False) if EXTRA in index.extras else None
+        how = index.extras[PLANNED].decoded(allow_pickle=False) if PLANNED in index.extras else None
         tree = index.extras[COMMON].as_tree(allow_pickle=allow_pickle) if COMMON in index.extras else {}
         if isinstance(how, Mapping):
             keys._add_planned(index, tree, how)
@@ -126,12 +127,6 @@ class TorchKeys:
         for key, value in self.values.items():
             entries[key] = _of_tensor(value) if _is_tensor(value) else BytesStorageMetadata()
         return Metadata(entries, planner_data=dict(self.paths), storage_data={})
-
-    def in_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that are among the small values of the checkpoint."""
-        for key, value in self.values.items():
-            if _is_tensor(value):
-                yield key, value
 
 
 def _is_tensor(value: Any) -> bool:

@@ -74,13 +74,18 @@ class Writer(StorageWriter):
             max_file_size=max_file_size,
             bucket_nbytes=bucket_nbytes,
         )
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self._staged: StagedSave | None = None
         self._undo: weakref.finalize[[], Writer] | None = None
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The path of the checkpoint. Raises CheckpointError where neither the Writer nor the save was given one."""
+    def checkpoint_id(self) -> str | os.PathLike[str] | None:
+        """The path of the checkpoint; None until the Writer or a save is given one."""
+        return self._path
+
+    @property
+    def _place(self) -> str | os.PathLike[str]:
+        """The same. Raises CheckpointError where there is none."""
         if self._path is None:
             raise CheckpointError("the Writer has no path: give Writer(path), or checkpoint_id= to the save")
         return self._path
@@ -95,30 +100,30 @@ class Writer(StorageWriter):
         self._abandon()
         if checkpoint_id:
             self._path = checkpoint_id
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
         """Return the path of the checkpoint, and the id of this save."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self._path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Prepare for a save, on every rank. Raises CheckpointError for a save in which ranks do not plan together."""
         self._abandon()
         if kwargs.get("use_collectives", True) is False:
             raise CheckpointError(
-                f"{self.checkpoint_id}: use_collectives=False lets each rank save by itself, and the ranks write one copy of "
+                f"{self._place}: use_collectives=False lets each rank save by itself, and the ranks write one copy of "
                 "each tensor together: leave it out"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Tell the coordinator on which machine this rank is."""
-        return replace(plan, storage_data=store_at(self.checkpoint_id).machine_id())
+        return replace(plan, storage_data=store_at(self._place).machine_id())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Begin the save in the store, on the coordinator, and tell each rank the places of its boxes."""
         boxes = PlannedBoxes.of(plans)
         machines = [str(plan.storage_data) for plan in plans]
-        staged = self._staged = StagedSave.begin(self.checkpoint_id, self._settings, boxes, machines)
+        staged = self._staged = StagedSave.begin(self._place, self._settings, boxes, machines)
         # Torch says nothing to the coordinator when another rank fails: then the next save, or the end of this object, cleans up.
         self._undo = weakref.finalize(self, staged.staging.abandon, late=len(plans) > 1)
         return [replace(plan, storage_data=orders) for plan, orders in zip(plans, staged.orders(), strict=True)]
@@ -130,7 +135,7 @@ class Writer(StorageWriter):
             raise CheckpointError(
                 "the planner has changed storage_data of the plan, which says where this rank writes: leave it as it is"
             )
-        path, settings = self.checkpoint_id, self._settings
+        path, settings = self._place, self._settings
         store = store_of_leader(path, store_at(path), orders.where)
         store_writer = store.join(orders.address, durable=orders.durable, who=f"rank {orders.rank}")
         try:
