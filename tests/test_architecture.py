@@ -116,8 +116,9 @@ plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors f
     foreign.torch formats.base formats.own layout memory options registry saying state.live storage.base storage.posix
     view
 (top): api collector errors
-dcp: adapters boundary checkpoint.common checkpoint.load checkpoint.save dtensors errors foreign.dcp formats.base formats.own
-    layout memory move options registry results state.live state.merged state.values storage.posix transport verbs view
+dcp: adapters arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save dtensors elements errors
+    foreign.dcp formats.base formats.own layout memory move options registry results state.live state.merged state.values
+    storage.base storage.posix transport verbs view
 cli: (top) api errors registry speed
 cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
@@ -140,7 +141,14 @@ NOT_CORE = {"foreign", "buckets", "offline", "dcp", "checkpoint.trainers", "inte
 """What a save and a load in a folder do not need. The core reaches it by the registry, which has its dotted names."""
 DOORS = {"plugins", "__main__"}  # of other packages, and of the command line
 PARTS = {"adapters", "transport", "formats"}
+OF_TORCHS_STORAGE = {  # torch calls the storage classes, and takes their results
+    f"torch.distributed.checkpoint{name}" for name in (".filesystem", ".metadata", ".planner", ".storage")
+}
 OF_DISTRIBUTED = {
+    **{
+        f"{PACKAGE}.dcp.{name}": OF_TORCHS_STORAGE
+        for name in ("box_writing", "planned_boxes", "reader", "torch_metadata", "writer")
+    },
     f"{PACKAGE}.foreign.dcp.written_metadata": {
         "torch.distributed.checkpoint",
         "torch.distributed.checkpoint.metadata",

@@ -4,6 +4,12 @@
 
 Files: `state_tree.py` tells the weights of a state dict from the rest; `saving.py` and `loading.py` have the calls.
 
+Storage for torch's own calls: `writer.py` and `reader.py`, for `save(..., storage_writer=)` and `load(..., storage_reader=)`.
+Torch calls, on a save: `set_up_storage_writer` and `prepare_local_plan` on all ranks, `prepare_global_plan` on the coordinator
+(`planned_boxes.py`: which rank writes which box of a tensor; `staged_save.py`: the save in the store), `write_data` on all ranks
+(`box_writing.py`), `finish` on the coordinator. On a load: `read_metadata` (`torch_metadata.py`: the index as torch's metadata),
+`prepare_local_plan`, `prepare_global_plan`, `read_data`. `saved_values.py` turns torch's bytes into plain values, and back.
+
 State dicts: `state_dict.py` has the functions, in the order of a call: `options.py` reads torch's `StateDictOptions`;
 `model_state.py` and `optim_state.py` read the live model and optimizers, whose values stay sharded as they are; `initial.py`
 makes the values of an optimizer that has none yet; `flat.py` reads and fills the flat parameters of FSDP1; `values.py` unshards a
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
     from fsdp_optim.dcp.loading import load
+    from fsdp_optim.dcp.reader import Reader
     from fsdp_optim.dcp.saving import async_save, save
     from fsdp_optim.dcp.state_dict import (
         get_model_state_dict,
@@ -33,10 +40,13 @@ if TYPE_CHECKING:
         set_optimizer_state_dict,
         set_state_dict,
     )
+    from fsdp_optim.dcp.writer import Writer
 
 __all__ = [
+    "Reader",
     "StateDictOptions",
     "Stateful",
+    "Writer",
     "async_save",
     "get_model_state_dict",
     "get_optimizer_state_dict",
@@ -50,6 +60,8 @@ __all__ = [
 
 _PLACES = {
     "fsdp_optim.dcp.loading": "load",
+    "fsdp_optim.dcp.reader": "Reader",
+    "fsdp_optim.dcp.writer": "Writer",
     "fsdp_optim.dcp.saving": "async_save save",
     "fsdp_optim.dcp.state_dict": (
         "get_model_state_dict get_optimizer_state_dict get_state_dict "

@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.checkpoint.load import restore
+from fsdp_optim.dcp.reader import Reader
 from fsdp_optim.dcp.saving import place_of
 from fsdp_optim.dcp.state_tree import StateTree, called, is_stateful
 from fsdp_optim.foreign.dcp.reader import DCP_TREES
@@ -23,6 +24,9 @@ from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import LoadPlanner, StorageReader
+
 _OPTIONS = LoadOptions()
 
 
@@ -32,6 +36,8 @@ def load(
     state_dict: dict[str, Any],
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
     options: LoadOptions = _OPTIONS,
@@ -46,6 +52,8 @@ def load(
     Args:
         state_dict: as for `save`.
         checkpoint_id: the path, or a URL.
+        storage_reader, planner: torch's own `load` makes the call, with this planner, and with this reader or else with a `Reader` of
+            the path. `options` are not for it.
         process_group: the ranks that load together; None: all of the job.
         no_dist: this rank loads by itself.
         options: as for `fsdp_optim.load`: `LoadOptions(cast=True)` converts floating dtypes, which are refused otherwise.
@@ -54,6 +62,15 @@ def load(
         CheckpointError: the checkpoint is incomplete or damaged.
         StateError: a name is missing in it, or has another shape or dtype there. The message lists them.
     """
+    if storage_reader is not None or planner is not None:
+        from torch.distributed import checkpoint as torch_dcp
+
+        if storage_reader is None:
+            storage_reader = Reader(place_of(checkpoint_id))
+            checkpoint_id = None
+        asked = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
+        torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner, **asked)
+        return
     path = place_of(checkpoint_id)
     with checkpoint_errors(path):
         states = called(state_dict)

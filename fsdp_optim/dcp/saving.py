@@ -7,19 +7,24 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.save import background, foreground
 from fsdp_optim.dcp.state_tree import StateTree, called
+from fsdp_optim.dcp.writer import Writer
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import SavePlanner, StorageWriter
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _OPTIONS = SaveOptions(on_replica_mismatch="lowest_rank")
 
@@ -37,11 +42,13 @@ def save(
     state_dict: Any,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
     format: str | Format = "safetensors",
     options: SaveOptions = _OPTIONS,
-) -> SaveResult:
+) -> SaveResult | Metadata:
     """Save a tree as torch.distributed.checkpoint.save does. Called by all ranks of `process_group`.
 
     The files are this library's: one full safetensors copy of each tensor, with checksums, complete or absent, in the place of
@@ -52,14 +59,27 @@ def save(
         state_dict: names to values: trees of tensors, DTensors and plain values, and Stateful objects, whose state_dict() is
             called. Tensors that several ranks have whole are those of the lowest rank; a warning says where they differ.
         checkpoint_id: the path, or a URL.
+        storage_writer, planner: torch's own `save` makes the call, with this planner, and with this writer or else with a `Writer` of
+            the path. `format` and `options` are not for it.
         process_group: the ranks that save together; None: all of the job.
         no_dist: this rank saves by itself.
         format: "safetensors", or "dcp" for torch's own files.
         options: as for `fsdp_optim.save`.
 
+    Returns:
+        A `SaveResult`; torch's Metadata where torch makes the call.
+
     Raises (the same on all ranks):
         CheckpointError, StateError, WrapperError, RankError: as `fsdp_optim.save`.
     """
+    if storage_writer is not None or planner is not None:
+        from torch.distributed import checkpoint as torch_dcp
+
+        if storage_writer is None:
+            storage_writer = Writer(place_of(checkpoint_id))
+            checkpoint_id = None
+        asked = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
+        return torch_dcp.save(state_dict, storage_writer=storage_writer, planner=planner, **asked)
     path = place_of(checkpoint_id)
     with checkpoint_errors(path):
         tree = _split(called(state_dict), format)

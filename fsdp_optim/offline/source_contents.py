@@ -26,6 +26,7 @@ from fsdp_optim.formats.base.index import (
     stored_in,
 )
 from fsdp_optim.formats.base.protocols import COMMON, Prepared, Reader, StoredTensor, Writer
+from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.formats.base.tree_values import keys_in
 from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
@@ -124,7 +125,7 @@ def name_source(
     Raises as `describe_source`.
     """
     index = checkpoint.index if with_optim else replace(checkpoint.index, optim=None)
-    if not index.weights and index.optim is None:
+    if not index.weights and index.optim is None and not index.trees:
         raise CheckpointError(f"{index.where}: has neither weights nor an optimizer: there is nothing to convert")
     parts = None if index.facts.names_are_fqns else wrapper_parts()
     weights = index.weights if parts is None else renamed_weights(index, parts)
@@ -138,7 +139,7 @@ def name_source(
         facts=replace(index.facts, weights=replace(index.facts.weights, which=_which_weights(index))),
         aliases=aliases,
         optim=optim.stored_optim,
-        extras={name: _SourceExtra(index, name, left_out) for name in index.extras},
+        extras={name: _SourceExtra(index, name, left_out) for name in index.extras if name != PLANNED},
         trees={key: index.trees[key] for key in named},
         source=checkpoint,
     )

@@ -28,6 +28,10 @@ COMMON, MODULES = "common", "model"
 """Names of extras: the values of the trainer, and the values of modules besides parameters and buffers."""
 
 
+PLANNED = "dcp"
+"""The name of the extra with the keys of torch's planner, of a checkpoint that torch's `save` has written in this format."""
+
+
 def rank_extra_name(position: int) -> str:
     """Return the name of the extra of one rank. `position`: the index of the rank among the ranks that saved."""
     return f"rank-{position:05}"
