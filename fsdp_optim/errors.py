@@ -92,6 +92,10 @@ class StateError(FsdpOptimError, ValueError):
     is_wrong_use = True
 
 
+class StateKeysError(StateError, RuntimeError):
+    """Names are missing or unexpected in a dict to load. It is a RuntimeError too, as torch's `load_state_dict` raises."""
+
+
 class WrapperError(FsdpOptimError, TypeError):
     """A model or an optimizer has a class or a condition that this library cannot read."""
 

@@ -116,6 +116,8 @@ plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors f
     foreign.torch formats.base formats.own layout memory options registry saying state.live storage.base storage.posix
     view
 (top): api collector errors
+dcp: adapters boundary checkpoint.common checkpoint.load dtensors errors formats.base layout memory move options registry
+    state.live state.merged state.values transport verbs view
 cli: (top) api errors registry speed
 cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
@@ -133,7 +135,7 @@ def read_arrows(text: str) -> dict[str, set[str]]:
 
 
 ARROWS = read_arrows(_USES)
-JOIN_THE_PARTS = {"verbs", "checkpoint", "offline", "api", "fairscale", "plugins"}
+JOIN_THE_PARTS = {"verbs", "checkpoint", "offline", "api", "dcp", "fairscale", "plugins"}
 NOT_CORE = {"foreign", "buckets", "offline", "dcp", "checkpoint.trainers", "integrations", "testing", "cli"}
 """What a save and a load in a folder do not need. The core reaches it by the registry, which has its dotted names."""
 DOORS = {"plugins", "__main__"}  # of other packages, and of the command line
@@ -143,6 +145,10 @@ OF_DISTRIBUTED = {
         "torch.distributed.checkpoint",
         "torch.distributed.checkpoint.metadata",
     },  # pickled
+    f"{PACKAGE}.dcp": {  # torch's own classes, for type checkers
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.checkpoint.stateful",
+    },
     f"{PACKAGE}.dtensors": {  # types alone
         "torch.distributed.tensor",
         "torch.distributed.tensor.placement_types",

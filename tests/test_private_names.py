@@ -35,6 +35,7 @@ def private_names_used(file: Path) -> Iterator[tuple[str, int]]:
 
 
 IN_SEVERAL_ADAPTERS = {
+    "_init_from_local_shards_and_global_metadata",  # of ShardedTensor, which has no public name for it
     *("_fsdp_wrapped_module", "_param_infos", "_shared_param_infos"),  # of fairscale's FSDP, and of torch's
     *("_buffers", "_parameters", "_non_persistent_buffers_set", "_local_tensor"),  # of nn.Module and of DTensor
 }

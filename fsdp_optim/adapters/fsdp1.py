@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,9 @@ from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree, is_loaded_class, summoned
+from fsdp_optim.dtensors import dtensor
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import FlatChunks, Placement, Ranks, Shape, Whole, flat_chunks, ranks_in_order
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Ranks, Shape, Whole, flat_chunks, ranks_in_order
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
@@ -265,3 +266,76 @@ def _part_of_chunk(tree: ModuleTree, handle: FlatParamHandle, placement: FlatChu
         raise summoned(tree.fqn(info.module, info.param_name), "torch FSDP")
     run = replace(placement, own_tensor=False).run(placement.shard_of(dist.get_rank()) or 0)
     return _kept(handle)[run.offset : run.offset + run.stop - run.start]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """How torch's own sharded dicts cut the parameters of a unit: along the first dimension, over the ranks of its shards.
+
+    `mesh`: that of the unit, for DTensors; None: ShardedTensors of `group`. `is_cut` False: the unit shards nothing.
+    """
+
+    replicas: tuple[Ranks, ...]
+    group: dist.ProcessGroup
+    mesh: DeviceMesh | None
+    is_cut: bool
+
+    def placement(self, shape: Shape) -> Placement:
+        """Return where a value of the shape of a parameter lives."""
+        if not self.is_cut:
+            return Whole(shape, tuple(rank for ranks in self.replicas for rank in ranks))
+        return MeshBoxes(shape, (len(self.replicas[0]),), ((0, 0),), self.replicas)
+
+    def local_shape(self, shape: Shape) -> Shape:
+        """Return the shape of this rank's part of such a value."""
+        placement = self.placement(shape)
+        shard = placement.shard_of(dist.get_rank())
+        return placement.local_shape(shard or 0) if isinstance(placement, MeshBoxes) else shape
+
+    def value(self, local: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Return such a value, with this rank's elements, in the form in which torch's sharded dicts have it."""
+        if not self.is_cut:
+            return local
+        if self.mesh is None:
+            return _chunked_tensor(local, shape, self.group)
+        tensor = sys.modules["torch.distributed.tensor"]
+        replicated = (tensor.Replicate(),) * (self.mesh.ndim - 1)
+        return dtensor(local, self.mesh, (*replicated, tensor.Shard(0)), shape)
+
+
+def chunks_of(model: nn.Module) -> dict[tuple[nn.Module, str], Chunks]:
+    """Return how torch's sharded dicts cut each original parameter of FSDP1's units, by its module and name there."""
+    cls, by_place = sys.modules[_MODULE].FullyShardedDataParallel, dict[tuple[nn.Module, str], Chunks]()
+    for unit in model.modules():
+        if not isinstance(unit, cls) or unit._handle is None:
+            continue
+        handle = _handle_of(unit)
+        replicas = _replicas_of(handle.process_group, _across(unit), unit._device_mesh, handle.uses_sharded_strategy)
+        chunks = Chunks(replicas, handle.process_group, unit._device_mesh, handle.uses_sharded_strategy)
+        by_place.update(((info.module, info.param_name), chunks) for info in handle.flat_param._param_infos)
+    return by_place
+
+
+def _chunked_tensor(local: torch.Tensor, shape: Shape, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the ShardedTensor with these elements on this rank."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    ranks, others = dist.get_process_group_ranks(group), [0] * (len(shape) - 1)
+    step, device = -(-shape[0] // len(ranks)), local.device.type
+    number = max(1, torch.get_device_module(device).device_count())
+    shards = {
+        rank: ShardMetadata(
+            [start, *others],
+            [min(step, shape[0] - start), *shape[1:]],
+            f"rank:{rank}/{device}" if device == "cpu" else f"rank:{rank}/{device}:{rank % number}",
+        )
+        for rank, start in zip(ranks, range(0, shape[0], step or 1), strict=False)
+    }
+    properties = TensorProperties(dtype=local.dtype, requires_grad=False)
+    metadata = ShardedTensorMetadata(list(shards.values()), torch.Size(shape), properties)
+    own = [Shard(local, shards[dist.get_rank()])] if dist.get_rank() in shards else []
+    value: torch.Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(own, metadata, process_group=group)
+    return value

@@ -1,0 +1,1 @@
+"""PyTorch's own tests, run against this library."""
