@@ -144,6 +144,10 @@ PARTS = {"adapters", "transport", "formats"}
 OF_TORCHS_STORAGE = {  # torch calls the storage classes, and takes their results
     f"torch.distributed.checkpoint{name}" for name in (".filesystem", ".metadata", ".planner", ".storage")
 }
+OF_TORCHS_CALLS = {  # which are made where the caller gives a planner
+    f"torch.distributed.checkpoint.{name}"
+    for name in ("metadata", "planner", "state_dict_loader", "state_dict_saver", "storage")
+}
 OF_DISTRIBUTED = {
     **{
         f"{PACKAGE}.dcp.{name}": OF_TORCHS_STORAGE
@@ -153,6 +157,7 @@ OF_DISTRIBUTED = {
         "torch.distributed.checkpoint",
         "torch.distributed.checkpoint.metadata",
     },  # pickled
+    **{f"{PACKAGE}.dcp.{name}": OF_TORCHS_CALLS for name in ("loading", "saving")},
     f"{PACKAGE}.dcp": {  # torch's own classes, for type checkers
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.checkpoint.stateful",

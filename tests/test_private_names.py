@@ -71,7 +71,7 @@ PRIVATE_OF_TORCH = {
         "_rebuild_tensor_v2",
         "_rebuild_tensor_v3",
     },  # the names in torch's files
-    "fsdp_optim.foreign.dcp.writer": {
+    "fsdp_optim.foreign.dcp.written_metadata": {
         "_StorageInfo"
     },  # the class in the metadata files of torch.distributed.checkpoint
 }

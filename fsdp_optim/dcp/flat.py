@@ -19,7 +19,7 @@ from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.dcp.initial import initial_maker
 from fsdp_optim.dcp.options import SOURCE_RANK, Given
-from fsdp_optim.dcp.values import Described, of_all_ranks
+from fsdp_optim.dcp.values import Described, check_names, of_all_ranks
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra
@@ -264,6 +264,10 @@ def _described(group: RankGroup, names: Mapping[str, str], given: Mapping[str, A
         everything, others = pickle.loads(all_gather_bytes(group, "described", content).content_of(SOURCE_RANK))
     else:
         everything = of_all_ranks(group, everything)
+    if options.strict:
+        loaded = {*others, *(name for name, _, _ in everything)}
+        missing = [name for name, fqn in names.items() if name == fqn and fqn not in loaded]
+        check_names(missing, [name for name in loaded if name not in names])
     stored = {name: StoredTensor(name, dtype, placement.shape, name, 0) for name, dtype, placement in everything}
     extras = {MODULES: KnownExtra({fqn: [None, value] for fqn, value in others.items()})} if others else {}
     index = CheckpointIndex("the model's dict", stored, Facts("a dict"), extras=extras)

@@ -25,7 +25,8 @@ from fsdp_optim.options import LoadOptions
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import LoadPlanner, StorageReader
+    from torch.distributed.checkpoint.planner import LoadPlanner
+    from torch.distributed.checkpoint.storage import StorageReader
 
 _OPTIONS = LoadOptions()
 
@@ -52,8 +53,8 @@ def load(
     Args:
         state_dict: as for `save`.
         checkpoint_id: the path, or a URL.
-        storage_reader, planner: torch's own `load` makes the call, with this planner, and with this reader or else with a `Reader` of
-            the path. `options` are not for it.
+        storage_reader, planner: torch's own `load` makes the call, with this planner, and with this reader or else with a `Reader`
+            of the path. `options` are not for it.
         process_group: the ranks that load together; None: all of the job.
         no_dist: this rank loads by itself.
         options: as for `fsdp_optim.load`: `LoadOptions(cast=True)` converts floating dtypes, which are refused otherwise.
@@ -63,13 +64,14 @@ def load(
         StateError: a name is missing in it, or has another shape or dtype there. The message lists them.
     """
     if storage_reader is not None or planner is not None:
-        from torch.distributed import checkpoint as torch_dcp
+        from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
 
         if storage_reader is None:
-            storage_reader = Reader(place_of(checkpoint_id))
+            place = StateTree.of(called(state_dict)).place
+            storage_reader = Reader(place_of(checkpoint_id), model=".".join(place))
             checkpoint_id = None
-        asked = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
-        torch_dcp.load(state_dict, storage_reader=storage_reader, planner=planner, **asked)
+        asked: dict[str, Any] = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
+        load_by_torch(state_dict, storage_reader=storage_reader, planner=planner, **asked)
         return
     path = place_of(checkpoint_id)
     with checkpoint_errors(path):

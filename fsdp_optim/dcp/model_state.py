@@ -16,9 +16,9 @@ from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
 from fsdp_optim.adapters.unwrapping import clean_name
 from fsdp_optim.dcp.flat import chunked_weights, flat_names, is_flat, prepare_flat
 from fsdp_optim.dcp.options import SOURCE_RANK, Given
-from fsdp_optim.dcp.values import delivered, of_all_ranks
+from fsdp_optim.dcp.values import check_names, delivered, of_all_ranks
 from fsdp_optim.dtensors import is_dtensor
-from fsdp_optim.errors import RankError, StateError, StateKeysError, shortened
+from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Placement, Shape, Whole
 from fsdp_optim.memory import dtype_name, dtype_named, flatten
 from fsdp_optim.move import StateValue, move
@@ -174,17 +174,6 @@ def _names(live: Mapping[str, _Live], given: Collection[str], options: Given) ->
     return names
 
 
-def check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
-    """Raise StateKeysError if a dict to load lacks names, or has others than the model."""
-    if missing or unexpected:
-        texts = [f"Missing key(s) in the model's dict: {shortened(missing)}"] if missing else []
-        texts += [f"Unexpected key(s) in the model's dict: {shortened(unexpected)}"] if unexpected else []
-        raise StateKeysError(
-            f"{'; '.join(texts)}; nothing was loaded: give the dict of this model, or StateDictOptions(strict=False), which "
-            "loads the names that both have"
-        )
-
-
 _Described = tuple[str, Shape] | None
 """The dtype and the unsharded shape of a tensor; None for other values."""
 
@@ -335,13 +324,7 @@ def _prepared_flat(
     model: nn.Module, reader: ModelReader, given: Mapping[str, Any], options: Given
 ) -> Callable[[], Any]:
     """As `prepare`, for flat parameters, which this library fills itself."""
-    wanted = flat_names(reader)
-    if not options.broadcast:
-        twins = {wanted[name] for name in given if name in wanted}
-        missing = [name for name, fqn in wanted.items() if fqn not in twins]
-        if options.strict:
-            check_names(missing, [name for name in given if name not in wanted])
-    load = prepare_flat(model, wanted, given, options)
+    load = prepare_flat(model, flat_names(reader), given, options)
     empty = nn.Module().load_state_dict({}, strict=False)
 
     def run() -> Any:

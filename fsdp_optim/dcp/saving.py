@@ -23,8 +23,9 @@ from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import SavePlanner, StorageWriter
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlanner
+    from torch.distributed.checkpoint.storage import StorageWriter
 
 _OPTIONS = SaveOptions(on_replica_mismatch="lowest_rank")
 
@@ -59,8 +60,8 @@ def save(
         state_dict: names to values: trees of tensors, DTensors and plain values, and Stateful objects, whose state_dict() is
             called. Tensors that several ranks have whole are those of the lowest rank; a warning says where they differ.
         checkpoint_id: the path, or a URL.
-        storage_writer, planner: torch's own `save` makes the call, with this planner, and with this writer or else with a `Writer` of
-            the path. `format` and `options` are not for it.
+        storage_writer, planner: torch's own `save` makes the call, with this planner, and with this writer or else with a `Writer`
+            of the path. `format` and `options` are not for it.
         process_group: the ranks that save together; None: all of the job.
         no_dist: this rank saves by itself.
         format: "safetensors", or "dcp" for torch's own files.
@@ -73,13 +74,13 @@ def save(
         CheckpointError, StateError, WrapperError, RankError: as `fsdp_optim.save`.
     """
     if storage_writer is not None or planner is not None:
-        from torch.distributed import checkpoint as torch_dcp
+        from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
         if storage_writer is None:
             storage_writer = Writer(place_of(checkpoint_id))
             checkpoint_id = None
-        asked = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
-        return torch_dcp.save(state_dict, storage_writer=storage_writer, planner=planner, **asked)
+        asked: dict[str, Any] = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
+        return save_by_torch(state_dict, storage_writer=storage_writer, planner=planner, **asked)
     path = place_of(checkpoint_id)
     with checkpoint_errors(path):
         tree = _split(called(state_dict), format)

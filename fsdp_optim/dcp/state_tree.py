@@ -14,7 +14,7 @@ from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.errors import StateError
 
 _OF_A_MODEL = ("model", "state_dict", "model_state_dict", "module")
-_EXTRA_STATE = "_extra_state"  # the end of the names of what modules add to their state dicts
+_EXTRA_STATE = "._extra_state"  # the end of the names of what modules add to their state dicts, after a dot
 
 Place = tuple[str, ...]
 
@@ -96,7 +96,7 @@ def _is_of_model(value: Mapping[Any, Any]) -> bool:
     """Return whether a dict is the state dict of a model: tensors by name, and what modules add."""
     named = all(isinstance(key, str) for key in value)
     others = [key for key, item in value.items() if not is_tree_tensor(item)]
-    return named and len(others) < len(value) and all(key.endswith(_EXTRA_STATE) for key in others)
+    return named and len(others) < len(value) and all(f".{key}".endswith(_EXTRA_STATE) for key in others)
 
 
 def _with(tree: Mapping[str, Any], place: Place, value: Mapping[str, Any], *, keep: bool = False) -> dict[str, Any]:

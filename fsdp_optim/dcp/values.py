@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
 from fsdp_optim.dcp.options import SOURCE_RANK, Given
 from fsdp_optim.dtensors import is_complete, is_dtensor, local_of
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, StateKeysError, shortened
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import StateValue, move
@@ -132,3 +132,14 @@ def of_all_ranks(group: RankGroup, own: Described) -> Described:
                 )
             joined[name] = dtype, both
     return tuple((name, dtype, placement) for name, (dtype, placement) in joined.items())
+
+
+def check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Raise StateKeysError if a dict to load lacks names, or has others than the model."""
+    if missing or unexpected:
+        texts = [f"Missing key(s) in the model's dict: {shortened(missing)}"] if missing else []
+        texts += [f"Unexpected key(s) in the model's dict: {shortened(unexpected)}"] if unexpected else []
+        raise StateKeysError(
+            f"{'; '.join(texts)}; nothing was loaded: give the dict of this model, or StateDictOptions(strict=False), which "
+            "loads the names that both have"
+        )

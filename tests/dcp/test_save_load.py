@@ -95,6 +95,14 @@ def app(model: nn.Module, optim: Any) -> dict[str, Any]:
     return {"app": AppState(model, optim)}
 
 
+def planned_save(tree: dict[str, Any], **options: Any) -> None:
+    dcp.save(tree, planner=torch_dcp.DefaultSavePlanner(), **options)
+
+
+def planned_load(tree: dict[str, Any], **options: Any) -> None:
+    dcp.load(tree, planner=torch_dcp.DefaultLoadPlanner(), **options)
+
+
 def trees_of_trainers(root: Path) -> None:
     as_dcp = {"format": "dcp"}
     for name, tree_of in (("nested", nested), ("app", app)):
@@ -102,10 +110,8 @@ def trees_of_trainers(root: Path) -> None:
         round_trip(root / f"{name}, torch's files", tree_of, lambda *a, **k: dcp.save(*a, **k, **as_dcp), dcp.load)
         round_trip(root / f"{name}, torch reads", tree_of, lambda *a, **k: dcp.save(*a, **k, **as_dcp), torch_dcp.load)
         round_trip(root / f"{name}, torch wrote", tree_of, torch_dcp.save, dcp.load)
-        planned = {"planner": torch_dcp.DefaultSavePlanner()}
-        round_trip(root / f"{name}, planned", tree_of, lambda *a, **k: dcp.save(*a, **k, **planned), dcp.load)
-        reader = {"planner": torch_dcp.DefaultLoadPlanner()}
-        round_trip(root / f"{name}, planned load", tree_of, dcp.save, lambda *a, **k: dcp.load(*a, **k, **reader))
+        round_trip(root / f"{name}, planned", tree_of, planned_save, dcp.load)
+        round_trip(root / f"{name}, planned load", tree_of, dcp.save, planned_load)
         round_trip(root / f"{name}, async", tree_of, lambda *a, **k: dcp.async_save(*a, **k).result(), dcp.load)
     model, optim = trained()
     model_dict, optim_dict = get_state_dict(model, optim)
