@@ -113,9 +113,11 @@ class Reader(StorageReader):
         if _is_of_torch(store):
             self._of_torch = FileSystemReader(store.where)
             metadata = self._of_torch.read_metadata()
+            save_id = metadata.storage_meta.save_id if metadata.storage_meta is not None else None
         else:
-            metadata = retry_if_replaced(lambda: self._opened(store)).metadata()
-        metadata.storage_meta = StorageMeta(checkpoint_id=self._path, load_id=self.load_id)
+            keys = retry_if_replaced(lambda: self._opened(store))
+            metadata, save_id = keys.metadata(), keys.save_id
+        metadata.storage_meta = StorageMeta(self._path, save_id=save_id, load_id=self.load_id)
         return metadata
 
     def _opened(self, store: Store) -> TorchKeys:

@@ -119,14 +119,15 @@ class StagedSave:
             for rank in range(self.num_ranks)
         ]
 
-    def commit(self, reports: Sequence[Written], values: Mapping[str, bytes], planner_data: Any) -> None:
+    def commit(self, reports: Sequence[Written], values: Mapping[str, bytes], planner_data: Any, save_id: str) -> None:
         """Write the values and the tables of checksums, then the manifest, which makes the checkpoint.
 
         `values`: those that are no tensors, as the bytes of a planner, by key. `planner_data`: of torch's metadata.
+        `save_id`: what torch's metadata tells readers about this save.
         """
         staging, writer = self.staging, OURS.writer()
         staging.seal([file.name for file in self.files], [report.receipt for report in reports], durable=self.durable)
-        prepared = writer.prepare(self._index(values, planner_data), allow_pickle=False, records=RECORDS)
+        prepared = writer.prepare(self._index(values, planner_data, save_id), allow_pickle=False, records=RECORDS)
         infos = {}
         for name, data in prepared.files.items():
             staging.put(name, data, durable=self.durable)
@@ -145,7 +146,7 @@ class StagedSave:
             else:
                 staging.commit(name, data, durable=self.durable)
 
-    def _index(self, values: Mapping[str, bytes], planner_data: Any) -> CheckpointIndex:
+    def _index(self, values: Mapping[str, bytes], planner_data: Any, save_id: str) -> CheckpointIndex:
         trees = {
             tensor.key: StoredTensor(tensor.key, dtype_name(tensor.dtype), tensor.shape, "", 0)
             for tensor in self.boxes.tensors
@@ -160,6 +161,7 @@ class StagedSave:
             tree, paths = leaves, {key: (key,) for key in leaves}
         how = {
             "paths": {key: list(path) for key, path in paths.items()},
+            "save_id": save_id,
             "raw": sorted(key for key, (_, is_raw) in decoded.items() if is_raw),
         }
         return CheckpointIndex(

@@ -47,11 +47,13 @@ class TorchKeys:
         tensors: the places of tensors.
         values: values that are no tensors: plain ones, `RawBytes`, or `Withheld` where it is not read.
         paths: the path of each key in the dict that was saved.
+        save_id: the id of the save by a `Writer`; None for any other save.
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
+    save_id: str | None = None
 
     @classmethod
     def of(cls, index: CheckpointIndex, *, model: str, optim: str, allow_pickle: bool) -> TorchKeys:
@@ -81,7 +83,7 @@ class TorchKeys:
 
     def _add_planned(self, index: CheckpointIndex, tree: Any, how: Mapping[str, Any]) -> None:
         """Add what a `Writer` has saved, under the keys of its planner."""
-        raw = set(how["raw"])
+        raw, self.save_id = set(how["raw"]), how.get("save_id")
         for key, path in how["paths"].items():
             leaf = at_path(tree, path)
             if isinstance(leaf, InFile):

@@ -155,7 +155,7 @@ class Writer(StorageWriter):
         if self._staged is None:
             raise CheckpointError("only the coordinator that began the save can finish it")
         try:
-            self._staged.commit(*_reports_in(results), metadata.planner_data)
+            self._staged.commit(*_reports_in(results), metadata.planner_data, self.save_id)
         except BaseException:
             self._abandon()
             raise
