@@ -53,8 +53,8 @@ def load(
     Args:
         state_dict: as for `save`.
         checkpoint_id: the path, or a URL.
-        storage_reader, planner: torch's own `load` makes the call, with this planner, and with this reader or else with a `Reader`
-            of the path. `options` are not for it.
+        storage_reader, planner: torch's own `load` makes the call, with this planner, and with this reader or else with a
+            `Reader` of the path. `options` are not for it.
         process_group: the ranks that load together; None: all of the job.
         no_dist: this rank loads by itself.
         options: as for `fsdp_optim.load`: `LoadOptions(cast=True)` converts floating dtypes, which are refused otherwise.

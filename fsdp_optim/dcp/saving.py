@@ -60,8 +60,8 @@ def save(
         state_dict: names to values: trees of tensors, DTensors and plain values, and Stateful objects, whose state_dict() is
             called. Tensors that several ranks have whole are those of the lowest rank; a warning says where they differ.
         checkpoint_id: the path, or a URL.
-        storage_writer, planner: torch's own `save` makes the call, with this planner, and with this writer or else with a `Writer`
-            of the path. `format` and `options` are not for it.
+        storage_writer, planner: torch's own `save` makes the call, with this planner, and with this writer or else with a
+            `Writer` of the path. `format` and `options` are not for it.
         process_group: the ranks that save together; None: all of the job.
         no_dist: this rank saves by itself.
         format: "safetensors", or "dcp" for torch's own files.
@@ -80,7 +80,8 @@ def save(
             storage_writer = Writer(place_of(checkpoint_id))
             checkpoint_id = None
         asked: dict[str, Any] = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
-        return save_by_torch(state_dict, storage_writer=storage_writer, planner=planner, **asked)
+        metadata: Metadata = save_by_torch(state_dict, storage_writer=storage_writer, planner=planner, **asked)
+        return metadata
     path = place_of(checkpoint_id)
     with checkpoint_errors(path):
         tree = _split(called(state_dict), format)

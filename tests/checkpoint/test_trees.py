@@ -162,6 +162,11 @@ def stateful_objects(root: Path) -> None:
         check_same(f"{name}: what state_dict() returned is not written to", complete(into.tree[name]), before[name])
     check_same("in the result", result.state["ema"]["decay"], 0.9)
 
+    changed = Ema({**emptied(cut(flat, grid)), "copies": torch.zeros(9), "half": torch.zeros(2, 6).t().bfloat16()})
+    load(root / "a", {"ema": changed})
+    check_same("of another shape", changed.loaded["shadow"]["copies"], FULL["copies"])
+    check_same("of other strides", complete(changed.loaded["shadow"]["half"]), FULL["half"])
+
     fresh = Ema({})  # it has no tensors yet, so it gets them complete
     load(root / "a", {"ema": fresh})
     check_same("complete tensors", fresh.loaded, {"shadow": FULL, "decay": 0.9})
@@ -375,6 +380,17 @@ class TreesTest(unittest.TestCase):
         kind, text = error_text(lambda: later.state["big"])
         self.assertEqual(kind, "CheckpointError")
         self.assertIn("replaced by another checkpoint after the load", text)
+
+    def test_tensors_that_are_not_contiguous(self) -> None:
+        held = numbers(6, 4)
+        save(self.root / "a", {"x": {"t": held.t(), "every": held[::2, 1:]}, "y": [held[1:]]})
+        for model in (small_model(), None):
+            room = torch.full((8, 12), -1.0)
+            into = {"x": {"t": torch.zeros(6, 4).t(), "every": room[1:7:2, ::4]}, "y": [torch.zeros(5, 9)[:, 5:]]}
+            fsdp_optim.load(self.root / "a", model, state=into)
+            check_same("t", into["x"]["t"], held.t())
+            check_same("every", into["x"]["every"], held[::2, 1:])
+            check_same("a part of a tensor", into["y"][0], held[1:])
 
     def test_torch_reads_and_writes_the_same_keys(self) -> None:
         tree = {"ema": {"a.weight": numbers(4, 3), "n": 3}, "listed": [numbers(2), (numbers(2, first=5),)]}

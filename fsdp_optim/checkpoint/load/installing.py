@@ -7,7 +7,7 @@ previous elements are not kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -84,7 +84,7 @@ def install_values(group: RankGroup, weights: Weights) -> dict[str, Any]:
 
 
 def _install_weights(
-    group: RankGroup, weights: Weights, reader: ModelReader, trees: TreeTargets | None, in_place: Sequence[str]
+    group: RankGroup, weights: Weights, reader: ModelReader, trees: TreeTargets | None, in_place: Collection[str]
 ) -> None:
     """Write the weights into the model, and the tensors of trees into those of the caller, on all ranks."""
     try:

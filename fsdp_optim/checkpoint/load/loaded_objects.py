@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -94,9 +94,9 @@ class LoadedObjects:
         return self._trees.targets
 
     @property
-    def in_place(self) -> Sequence[str]:
+    def in_place(self) -> Collection[str]:
         """The keys of those `targets` that are overwritten. The others only show how new tensors are to be cut."""
-        return tuple(self._trees.in_place)
+        return self._trees.in_place.keys()
 
     def check(self, saved: SavedState, here: RanksHere, where: str) -> SavedState:
         """Raise StateError if the values of the checkpoint do not belong to these objects. Nothing is loaded yet.

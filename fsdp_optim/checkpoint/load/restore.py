@@ -106,7 +106,7 @@ def _restore(
                 if failure.error is None:
                     checkpoint.check_unchanged()
                     shard = state.dict_of() if state is not None else None
-                    objects.fill(checkpoint, trees.tensors() if trees is not None else {})
+                    objects.fill(checkpoint, trees.tensors(but=objects.in_place) if trees is not None else {})
             agree(group, "read", failure.error, fatal=failure.fatal)
             progress.done()
         install_all(
@@ -140,7 +140,7 @@ def _restore_alone(path: Place, options: LoadArguments, format: Format | None, o
         if objects.targets:
             trees = TreeTargets.alone(world_here().rank, objects.targets, checkpoint.index.trees)
             trees.read_alone(checkpoint)
-        objects.fill(checkpoint, trees.tensors() if trees is not None else {})
+        objects.fill(checkpoint, trees.tensors(but=objects.in_place) if trees is not None else {})
         install_objects_alone(objects)
         if trees is not None:
             trees.install(objects.in_place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from msgspec import Struct
@@ -98,16 +98,19 @@ class TreeTargets(Struct, frozen=True):
         budget = Budget(_BUDGET_ALONE, "copies of device memory on the host")
         CheckpointEnd(checkpoint, self.local.view.rank, budget, as_needed=True).fill(slices)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return new tensors with the elements that were read, cut as the live ones, by key."""
+    def tensors(self, but: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Return new tensors with the elements that were read, cut as the live ones, by key, except those of some keys.
+
+        They are in the memory that `install` reads, in other strides.
+        """
         return {
-            key_of(param.named.fqns[0]): param.handle.from_local(self.flats[param.local_id])
+            key: param.handle.from_local(self.flats[param.local_id])
             for param in self.local.optim.params
+            if (key := key_of(param.named.fqns[0])) not in but
         }
 
-    def install(self, keys: Sequence[str]) -> None:
+    def install(self, keys: Collection[str]) -> None:
         """Write the elements that were read into some of the live tensors."""
-        wanted = set(keys)
         for param in self.local.optim.params:
-            if key_of(param.named.fqns[0]) in wanted:
+            if key_of(param.named.fqns[0]) in keys:
                 param.handle.install(self.flats[param.local_id])
