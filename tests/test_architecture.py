@@ -97,8 +97,8 @@ checkpoint.common: adapters arguments boundary dtensors elements errors formats.
 foreign.deepspeed: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own registry results storage.base storage.posix
-checkpoint.load: adapters checkpoint.common dtensors errors formats.base layout memory move options plan results saying speed
-    state.dicts state.live state.merged state.values storage.base transport verbs view
+checkpoint.load: adapters checkpoint.common dtensors elements errors formats.base layout memory move options plan results
+    saying speed state.dicts state.live state.merged state.values storage.base transport verbs view
 checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
     state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory

@@ -51,8 +51,8 @@ FLIPS += tuple(f"the {place} byte of data" for place in ("first", "middle", "las
 class FlippedBitTest(DamageTest):
     @parameterized.expand([(name,) for name in SAVED_FILES])
     def test_a_file(self, name: str) -> None:
-        cases = {}
-        for place in FLIPS:
+        cases, has_data = {}, bool(read_safetensors(good("whole") / name).data)
+        for place in FLIPS if has_data else FLIPS[:3]:
             folder = self.copy(name=place)
             flip(folder / name, places_in(folder / name)[place], bit=3)
             tensors = "|".join(read_safetensors(good("whole") / name).tensors)

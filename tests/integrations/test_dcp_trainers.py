@@ -61,6 +61,9 @@ class Loader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
 
+    def reshard(self, states: list[dict[str, int]], world_size: int) -> list[dict[str, int] | None]:
+        return [*states, *[None] * world_size][:world_size]
+
 
 class Run:
     """A model in FSDP2 with an AdamW and a schedule."""

@@ -25,7 +25,7 @@ Error = tuple[str, str]
 WORLD = 3
 _LONG = 60.0  # seconds; a rank that waits for it hangs
 _SHORT = 0.5
-_PAUSE = 0.3  # seconds; long enough for another rank to come to the meeting that it is going to
+_PAUSE = 0.8  # seconds; long enough for another rank to come to the meeting that it is going to
 _LARGE = 5_000_000  # bytes of what a rank tells
 
 

@@ -204,11 +204,17 @@ def check_outcomes(what: str, ranks: Sequence[Outcome], *words: str, or_state_er
 
 # ------------------------------------------------------------------------------------------- flipped bits
 
-SAVED_FILES = ("model.safetensors", "optim.safetensors", "extra/common.safetensors", "extra/rank-00001.safetensors")
+SAVED_FILES = (
+    "model.safetensors",
+    "optim.safetensors",
+    "state.safetensors",
+    "extra/common.safetensors",
+    "extra/rank-00001.safetensors",
+)
 
 # ------------------------------------------------------------------------------------------- sizes
 
-EVERY_FILE = [*SAVED_FILES, "model.safetensors.sums", "optim.safetensors.sums", MANIFEST]
+EVERY_FILE = [*SAVED_FILES, "model.safetensors.sums", "optim.safetensors.sums", "state.safetensors.sums", MANIFEST]
 
 # ------------------------------------------------------------------------------------------- saving that fails
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit.compare import check_same, error_text, refused_on_ranks
+from kit.compare import check_same, error_text, refused, refused_on_ranks
 from kit.options import as_options
 from kit.wraps import in_ddp, in_fsdp2, in_hsdp
 from parameterized import parameterized
@@ -388,22 +388,37 @@ def copies_of_one_rank(folder: str) -> None:
 
 
 def extras(folder: str) -> None:
-    """Values of the trainer: a replicated DTensor is its local tensor, a part of one is refused by name."""
+    """Values of the trainer: a cut DTensor is saved complete; a partial one, and a cut one of each rank, are refused by name."""
     model, mesh = in_ddp(Two()), mesh_of(WORLD)
     whole = DTensor.from_local(torch.tensor([2.5]), mesh, [Replicate()], run_check=False)
     fsdp_optim.save(folder, model, state={"norm": [whole]})
     check_same("replicated", dict(fsdp_optim.load(folder, model).state), {"norm": [torch.tensor([2.5])]})
+    mine = fsdp_optim.per_rank({"norm": [whole]})
+    fsdp_optim.save(folder + "1", model, state={"own": mine})
+    check_same(
+        "replicated, of each rank", fsdp_optim.load(folder + "1", model).state["own"], {"norm": [torch.tensor([2.5])]}
+    )
     for what, spec in {"Partial": Partial(), "Shard": Shard(0)}.items():
         part = DTensor.from_local(torch.tensor([1.0 + dist.get_rank()]), mesh, [spec], run_check=False)
-        for argument in ("extra", "per_rank_extra"):
-            call = lambda: fsdp_optim.save(  # noqa: E731
-                folder + "2",
-                model,
-                **as_options(fsdp_optim.SaveOptions, **{argument: {"norm": [part]}}),  # noqa: B023
+        refused(
+            lambda part=part: fsdp_optim.save(
+                folder + "2", model, state={"own": fsdp_optim.per_rank({"norm": [part]})}
+            ),
+            fsdp_optim.StateError,
+            "state['own']['norm'][0]",
+            "without per_rank()",
+        )
+        if what == "Partial":
+            refused(
+                lambda part=part: fsdp_optim.save(folder + "2", model, state={"norm": [part]}),
+                fsdp_optim.WrapperError,
+                "state.norm.0",
+                "P(sum)",
             )
-            kind, text = error_text(call)
-            seen = "norm" in text and what in text and "full_tensor()" in text
-            check_same(f"{what} in {argument}: {kind}: {text}", (kind, seen), ("CheckpointError", True))
+        else:
+            fsdp_optim.save(folder + "3", model, state={"norm": [part]})
+            wanted = torch.arange(1.0, WORLD + 1)
+            check_same("complete", dict(fsdp_optim.load(folder + "3", model).state), {"norm": [wanted]})
         check_training_goes_on()
 
 

@@ -144,11 +144,18 @@ def refuse_sharded(where: str, value: Any, depth: int = 0) -> None:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             refuse_sharded(f"{where}[{index}]", item, depth + 1)
-    elif not is_plain(value) and (hasattr(value, "placements") or callable(getattr(value, "local_shards", None))):
+    elif not is_plain(value) and _is_cut(value):
         raise StateError(
             f"{where}: is a {type(value).__name__}, which is cut over ranks: give DTensors without per_rank(), and a sharded "
             "module with the model, as in model=nn.ModuleDict({'model': model, 'ema': ema})"
         )
+
+
+def _is_cut(value: Any) -> bool:
+    """Return whether a value is a ShardedTensor, or a DTensor of which no rank has all."""
+    if callable(getattr(value, "local_shards", None)):
+        return True
+    return not all(placement.is_replicate() for placement in getattr(value, "placements", ()))
 
 
 def _shown(value: object) -> str:

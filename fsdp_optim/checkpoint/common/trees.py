@@ -17,7 +17,7 @@ from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf, SavedValue, aligned, loadable
 from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.elements import MOST_DEEP
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.header import DTYPES
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
 from fsdp_optim.memory import dtype_name, is_plain
@@ -32,6 +32,7 @@ from fsdp_optim.verbs.replicas import compare_shards
 _PREFIX = "state."
 """The beginning of the FQNs of tensors in trees, which tells them from parameters in messages."""
 
+_IN_PAIRS = "float4_e2m1fn_x2"  # a dtype that needs a dimension to count its numbers along
 _DTYPES = frozenset(name for name, _ in DTYPES.values())
 
 
@@ -60,6 +61,7 @@ def is_tree_tensor(value: object) -> bool:
         and value.layout is torch.strided
         and not (value.is_meta or value.is_nested or value.is_quantized or value.is_conj() or value.is_neg())
         and dtype_name(value.dtype) in _DTYPES
+        and (value.dim() > 0 or dtype_name(value.dtype) != _IN_PAIRS)
     )
 
 
@@ -89,8 +91,13 @@ class SplitTrees:
                 tensors[key], places[key] = value, path
                 return InFile(key)
             kind = type(value)
-            if kind not in BRANCHES or len(path) > MOST_DEEP:  # which the encoder refuses
+            if kind not in BRANCHES:
                 return value
+            if len(path) > MOST_DEEP:
+                raise CheckpointError(
+                    f"{shown(path[:3])}...: is nested more than {MOST_DEEP} levels deep, which no reader accepts: save flatter "
+                    "values"
+                )
             items = [(key, split(item, (*path, key))) for key, item in items_of(value)]
             return kind(item for _, item in items) if kind in (list, tuple) else kind(items)
 
@@ -138,12 +145,13 @@ def read_trees(
         what=ELEMENTS,
     )
     global_state = compare_shards(group, local, global_state, mismatch, ELEMENTS)
-    tensors = [
-        SavedValue(fqn, TREE, dtype, param.placement, False, key_of(fqn))
-        for fqn, param in global_state.params.items()
-        if param.summary is not None
-        for dtype in param.summary.dtypes.values()
-    ]
+    tensors = []
+    for fqn, param in global_state.params.items():
+        if param.summary is None or not param.summary.dtypes:
+            raise StateError(f"{fqn}: is no tensor that ranks can save together: give its full_tensor()")
+        tensors += [
+            SavedValue(fqn, TREE, dtype, param.placement, False, key_of(fqn)) for dtype in param.summary.dtypes.values()
+        ]
     return values, SavedHalf(local, global_state, aligned(tensors))
 
 

@@ -13,6 +13,7 @@ import torch
 
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor, shown
 from fsdp_optim.dtensors import is_dtensor
+from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
@@ -126,10 +127,10 @@ def _shares_elements(tensor: torch.Tensor) -> bool:
     return any(num > 1 and not step for num, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _tensors_of(tree: Any) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Return the tensors of a live tree, each with its path."""
+def _tensors_of(tree: Any, depth: int = 0) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
+    """Return the tensors of a live tree, each with its path, but none that no save accepts because it lies too deep."""
     if is_tree_tensor(tree):
         return [((), tree)]
-    if type(tree) not in BRANCHES:
+    if type(tree) not in BRANCHES or depth > MOST_DEEP:
         return []
-    return [((key, *path), tensor) for key, item in items_of(tree) for path, tensor in _tensors_of(item)]
+    return [((key, *path), tensor) for key, item in items_of(tree) for path, tensor in _tensors_of(item, depth + 1)]

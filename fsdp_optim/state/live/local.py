@@ -163,11 +163,13 @@ class LocalParam(Struct, frozen=True, dict=True):
         if self.state is None:
             return None
         known = self.kinds(evidence) if kinds is None else kinds
+        marked = {name for name, traits in self.form.values if traits.is_marked} if self.is_little else ()
         return Summary.of(
             self.state,
             lambda name, value: known[name],
             self.handle.placement_of,
-            unsure=(lambda name: evidence.follows(name) is None) if self.is_little else None,
+            # A DTensor says itself how it is cut.
+            unsure=(lambda name: evidence.follows(name) is None and name not in marked) if self.is_little else None,
             scalar=scalar,
         )
 
