@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 import time
@@ -201,7 +202,7 @@ def keys_left(folder: str) -> list[tuple[str, int, str]]:
     for label, call in {**GOOD, **FAILING}.items():
         counts = []
         error = ""
-        for rounds in (1, ROUNDS, ROUNDS):
+        for rounds in (1, ROUNDS, ROUNDS, ROUNDS):
             for _ in range(rounds):
                 error = error_text(lambda: call(calls))[0]  # noqa: B023
             calls.trained.gather(0)  # whatever a failing call has left, the next two take away
@@ -210,7 +211,7 @@ def keys_left(folder: str) -> list[tuple[str, int, str]]:
             counts.append(store.num_keys())
             dist.barrier()
         # The keys of the job itself, such as the first signs of life of its ranks, come once; what a call leaves, with each call.
-        found.append((label, min(counts[1] - counts[0], counts[2] - counts[1]), error))
+        found.append((label, min(after - before for before, after in itertools.pairwise(counts)), error))
     return found
 
 
