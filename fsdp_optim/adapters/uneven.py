@@ -86,7 +86,7 @@ def _box_of_chunks(fqn: str, local: torch.Tensor) -> Box:
 
 
 def _box_of_slice(fqn: str, value: Any, local: torch.Tensor) -> Box:
-    """Return the Box of a parameter of which Megatron-FSDP says only the row-major range of elements."""
+    """Return the Box of a parameter for which Megatron-FSDP gives only a row-major range of elements."""
     run, rank = getattr(value, _SLICE), torch.distributed.get_rank()
     start, stop = int(run.start), int(run.stop)
     if not local.numel() and start >= stop:

@@ -64,7 +64,7 @@ class Written:
 
 
 class BoxWriter:
-    """Writes the items of one rank. `places`: of each tensor of which this rank writes a box, by key."""
+    """Writes the items of one rank. `places`: where the tensors are that this rank writes a box of, by key."""
 
     def __init__(
         self,

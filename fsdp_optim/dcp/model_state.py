@@ -292,7 +292,7 @@ def _is_sent(name: str, described: _Described, live: Mapping[str, _Live]) -> boo
 
 
 def check_full(given: Mapping[str, Any]) -> None:
-    """Raise StateError for a value of which a rank has only a part."""
+    """Raise StateError for a value that is sharded, so that this rank has only a part."""
     for name, value in given.items():
         if is_sharded_value(value):
             raise StateError(

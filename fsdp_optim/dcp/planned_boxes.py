@@ -144,7 +144,7 @@ def _check(tensor: BoxedTensor) -> None:
 
 
 def owned_by(tensors: Sequence[BoxedTensor], num_ranks: int) -> list[list[str]]:
-    """Return the keys of the tensors of which each rank writes a box."""
+    """Return, for each rank, the keys of the tensors that it writes boxes of."""
     keys: dict[int, list[str]] = defaultdict(list)
     for tensor in tensors:
         for rank in set(tensor.writers.values()):

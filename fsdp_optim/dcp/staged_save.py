@@ -42,7 +42,7 @@ class RankOrders:
 
     Attributes:
         where, address: the place of the checkpoint, and that of the staging.
-        places: of the tensors of which this rank writes a box, by key.
+        places: where the tensors are that this rank writes a box of, by key.
         skipped: the items that another rank writes.
     """
 

@@ -124,7 +124,7 @@ class TorchKeys:
             self.values[key] = leaf
 
     def metadata(self) -> Metadata:
-        """Return torch's metadata, in which each tensor is one chunk, of which a planner asks for the part that it needs."""
+        """Return torch's metadata. Each tensor is one chunk; a planner asks for the part that it needs."""
         entries: dict[str, STORAGE_TYPES] = {key: _tensor_metadata(stored) for key, stored in self.tensors.items()}
         for key, value in self.values.items():
             entries[key] = _of_tensor(value) if _is_tensor(value) else BytesStorageMetadata()

@@ -152,7 +152,7 @@ def refuse_sharded(where: str, value: Any, depth: int = 0) -> None:
 
 
 def _is_cut(value: Any) -> bool:
-    """Return whether a value is a ShardedTensor, or a DTensor of which no rank has all."""
+    """Return whether a value is a ShardedTensor, or a DTensor that is not replicated."""
     if callable(getattr(value, "local_shards", None)):
         return True
     return not all(placement.is_replicate() for placement in getattr(value, "placements", ()))

@@ -127,7 +127,7 @@ def _restore(
 
 
 def _restore_alone(path: Place, options: LoadArguments, format: Format | None, objects: LoadedObjects) -> LoadResult:
-    """Load the values of the trainer on this process, without a word to the others."""
+    """Load the values of the trainer on this process. No communication."""
     options.validate()
     pending.settle()
     store = with_cache(store_at(path, options=options.storage_options), options.local_cache)

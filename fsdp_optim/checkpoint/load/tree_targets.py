@@ -58,7 +58,7 @@ class TreeTargets(Struct, frozen=True):
 
     @classmethod
     def alone(cls, rank: int, targets: Mapping[str, torch.Tensor], trees: Mapping[str, StoredTensor]) -> TreeTargets:
-        """Return the same for this rank, without a word to the others."""
+        """Return the same for this rank alone. No communication."""
         return cls._of(local_of(targets, rank, (rank,)), None, trees)
 
     @classmethod
