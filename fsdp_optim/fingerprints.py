@@ -237,14 +237,15 @@ def _to_records(values: Mapping[str, ValueFingerprint]) -> dict[str, list[Any]]:
 def _from_records(records: Mapping[str, list[Any]]) -> dict[str, ValueFingerprint]:
     values = {}
     for key, record in records.items():
-        bits, dtype, shape, norm, num_nonfinite, projections = [*record, 0, []][:6] if len(record) < 6 else record
+        bits, dtype, shape, norm, *rest = record
+        num_nonfinite, projections = (*rest, 0, ())[:2] if not rest else (*rest, ())[:2]
         values[key] = ValueFingerprint(
-            int(bits, 16),
-            str(dtype),
-            tuple(map(int, shape)),
-            float(norm),
-            int(num_nonfinite),
-            tuple(map(float, projections)),
+            bits=int(bits, 16),
+            dtype=str(dtype),
+            shape=tuple(map(int, shape)),
+            norm=float(norm),
+            num_nonfinite=int(num_nonfinite),
+            projections=tuple(map(float, projections)),
         )
     return values
 

@@ -110,8 +110,8 @@ checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoi
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
     storage.posix transport wire
 offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
-    foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan rank_maps registry
-    results speed state.dicts state.live state.values storage.base storage.posix transport wire
+    fingerprints foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan prints
+    rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix transport wire
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
     differences fingerprints formats.base memory merges options rank_maps registry results state.dicts state.live
     storage.posix transport verbs

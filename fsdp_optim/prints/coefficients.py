@@ -1,6 +1,6 @@
 """The fixed numbers of a fingerprint, and what they are good for.
 
-The bytes of a value, in row-major order of the unsharded tensor, are cut into rows of 1024 bytes; the last row ends in zeros.
+The bytes of a value, in row-major order of the unsharded tensor, are cut into rows of 2048 bytes; the last row ends in zeros.
 With s(q, k) the byte k of row q as a signed number, the two halves w of the bits are sums of wrapping 64-bit integers:
 
     bits[w]      = sum over q, k of row(w, q) * column(w, k) * s(q, k)
@@ -8,7 +8,7 @@ With s(q, k) the byte k of row q as a signed number, the two halves w of the bit
 
 It is linear in the bytes. So each rank adds its own bytes and the sums of ranks are added, whatever rank has which byte, and
 bytes that nobody has count as zeros: no cut, no border and no order matters. And it is one product of matrices of int8, which
-processors and accelerators do as fast as they read memory: 16 sums of 1024 products for each row.
+processors and accelerators do as fast as they read memory: 16 sums of 2048 products for each row.
 
 How likely two different values have equal bits, for numbers as good as random:
 
@@ -31,8 +31,8 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-ROW_NBYTES = 1024
-"""The bytes of a row: 1024 products of two int8 are added exactly in float32 too."""
+ROW_NBYTES = 2048
+"""The bytes of a row. A product of int8 matrices takes longer for shorter rows, and rows that ranks share for longer ones."""
 
 NUM_SUMS, NUM_HALVES = 16, 2
 SIGN_ROW = 64
@@ -47,9 +47,9 @@ class Coefficients(NamedTuple):
     """The numbers on one device.
 
     Attributes:
-        table: int8 [1024, 16].
+        table: int8 [2048, 16].
         join: int64 [2, 16].
-        columns: int64 [2, 1024].
+        columns: int64 [2, 2048].
     """
 
     table: torch.Tensor

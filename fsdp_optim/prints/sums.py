@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isfinite
 
 import numpy
 import torch
@@ -19,9 +20,10 @@ from fsdp_optim.prints.coefficients import (
     signs_on,
 )
 
-_MOST_ROWS = 4096  # of one product: 4 MiB
+_MOST_ROWS = 1024  # of one product: 2 MiB
 _LEAST_ROWS = 32  # of one product; cuBLAS refuses 16
-_ROWS_IN_CACHE = 256  # which are made float64 on a CPU
+_NUMEL_TOGETHER = 1 << 18  # elements that are made float64 on a CPU
+_EXACT = 1024  # products of two int8, whose sum float32 has exactly
 _HALF_MASK = (1 << 64) - 1
 
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -89,12 +91,16 @@ class RowSums:
         self._squares = torch.zeros(num_values, dtype=torch.float64, device=device)
         self._num_nonfinite = torch.zeros(num_values, dtype=torch.int64, device=device)
         self._projections = torch.zeros((num_values, num_projections), dtype=torch.float64, device=device)
+        is_cpu = device.type == "cpu"
+        self._numbers = (
+            torch.empty(2 * _NUMEL_TOGETHER, dtype=torch.float64) if is_cpu else None
+        )  # twice: of complex elements
 
     def add(self, rows: torch.Tensor, numbers: torch.Tensor, dtype: torch.dtype, owners: torch.Tensor) -> None:
         """Add rows of some values.
 
         Args:
-            rows: uint8 [m, 1024] on the device, with zeros where this rank has no bytes.
+            rows: uint8 [m, 2048] on the device, with zeros where this rank has no bytes.
             numbers: int64 [m]: the number of each row in its value.
             dtype: that of the elements in the rows.
             owners: int64 [m]: the index of the value of each row; or int64 [1], of all rows.
@@ -102,23 +108,55 @@ class RowSums:
         for start, stop in _chunks(len(rows)):
             sums = _joined(rows[start:stop]) * rows_at(numbers[start:stop])
             self._add_to(self._bits, sums, owners, slice(start, stop))
-        step = _ROWS_IN_CACHE if self._device.type == "cpu" else _MOST_ROWS
+        step = _NUMEL_TOGETHER * dtype.itemsize // ROW_NBYTES if self._device.type == "cpu" else _MOST_ROWS
+        if dtype.itemsize == 1 and dtype.is_floating_point and len(owners) == 1 and not self._num_projections:
+            self._add_small_floats(rows, dtype, owners)
+            return
         for start in range(0, len(rows), step):
-            stop = min(start + step, len(rows))
-            elements = as_numbers(rows[start:stop], dtype)
+            where = slice(start, min(start + step, len(rows)))
+            elements = self._as_numbers(rows[where], dtype)
             if elements is not None:
-                where = slice(start, stop)
                 elements = self._add_squares(elements, owners, where, width=2 if dtype.is_complex else 1)
                 if self._num_projections:
                     self._add_projections(elements, numbers[where], owners, where)
+
+    def _add_small_floats(self, rows: torch.Tensor, dtype: torch.dtype, owners: torch.Tensor) -> None:
+        """Add the squares of elements of a byte each, by counting: to convert each of them takes ten times as long."""
+        values = self._as_numbers(torch.arange(256, dtype=torch.uint8, device=self._device), dtype)
+        if values is not None:
+            counts, finite = torch.bincount(rows.view(-1), minlength=256), torch.isfinite(values)
+            squares = (torch.where(finite, values, 0.0).square() * counts).sum()
+            self._squares.index_add_(0, owners, squares[None])
+            self._num_nonfinite.index_add_(0, owners, counts[~finite].sum()[None])
+
+    def _as_numbers(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the elements in rows as float64 [rows, numbers], complex ones as pairs; None for elements that are no numbers.
+
+        The result is overwritten by the next call.
+        """
+        elements = rows.view(_REAL.get(dtype, dtype))
+        numbers = self._numbers[: elements.numel()] if self._numbers is not None else None
+        try:
+            if numbers is None or numbers.numel() < elements.numel():
+                return elements.to(torch.float64)
+            if dtype is torch.float16:
+                elements = elements.to(torch.float32)  # both steps are vectorised, and one is not
+            return numbers.view(elements.shape).copy_(elements)
+        except (RuntimeError, NotImplementedError):  # two numbers in a byte, or bits without a meaning
+            return None
 
     def _add_squares(self, elements: torch.Tensor, owners: torch.Tensor, where: slice, width: int) -> torch.Tensor:
         """Add the squares of float64 [rows, numbers], and return them with zeros for elements that are not finite.
 
         `width`: the numbers of an element.
         """
+        flat = elements.view(-1)
+        whole = torch.dot(flat, flat) if self._device.type == "cpu" else None
+        if whole is not None and len(owners) == 1 and isfinite(whole.item()):
+            self._squares.index_add_(0, owners, whole[None])
+            return elements
         squares = torch.linalg.vecdot(elements, elements)
-        if self._device.type != "cpu" or not torch.isfinite(squares.sum()):
+        if whole is None or not isfinite(whole.item()):
             finite = torch.isfinite(elements).view(len(elements), -1, width).all(-1, keepdim=True)
             self._add_to(self._num_nonfinite, (~finite).sum((1, 2)), owners, where)
             elements = torch.where(finite, elements.view(len(elements), -1, width), 0.0).flatten(1)
@@ -149,15 +187,6 @@ class RowSums:
         return LocalSums(*(array.cpu().numpy() for array in arrays))
 
 
-def as_numbers(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the elements in rows of bytes as float64 [rows, elements], complex numbers as pairs; None for no numbers."""
-    elements = rows.view(_REAL.get(dtype, dtype))
-    try:
-        return elements.to(torch.float64)
-    except (RuntimeError, NotImplementedError):  # two numbers in a byte, or bits without a meaning
-        return None
-
-
 def _chunks(num: int) -> list[tuple[int, int]]:
     """Return ranges of rows whose lengths are few different ones: libraries compile a product for each shape."""
     chunks, start = [], 0
@@ -178,8 +207,9 @@ def _joined(rows: torch.Tensor) -> torch.Tensor:
         if way == "int8":
             return (torch._int_mm(signed, table).to(torch.int64)[:, None] * join).sum(-1)
         if way == "float32":
-            products = signed.to(torch.float32) @ table.to(torch.float32)
-            return (products.to(torch.int64)[:, None] * join).sum(-1)
+            parts = range(0, ROW_NBYTES, _EXACT)
+            products = [signed[:, at : at + _EXACT].float() @ table[at : at + _EXACT].float() for at in parts]
+            return (torch.stack(products).to(torch.int64).sum(0)[:, None] * join).sum(-1)
     return torch.stack([_by_columns(signed, columns[w]) for w in range(NUM_HALVES)], dim=1)
 
 
@@ -196,6 +226,8 @@ def _way_on(device_type: str) -> str:
     Only what is exact here for the largest sums is used.
     """
     device = torch.device(device_type)
+    if device_type == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return "float32"  # the product of int8 is not vectorised
     table = coefficients_on(device).table
     low = torch.full((_LEAST_ROWS, ROW_NBYTES), -128, dtype=torch.int8, device=device)
     signed = torch.where(table.T.repeat(2, 1) < 0, low, low.new_full((), 127))

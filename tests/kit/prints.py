@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_optim import ValueFingerprint
 
-ROW = 1024
+ROW = 2048
 MASK = (1 << 64) - 1
 
 

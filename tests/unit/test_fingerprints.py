@@ -97,7 +97,7 @@ class TestJson(unittest.TestCase):
     def test_and_back(self) -> None:
         odd = Fingerprint(
             {"x": ValueFingerprint(1 << 127, "float8_e4m3fn", (), math.inf, 3, (1.5, -math.inf))},
-            {"x": {"step": ValueFingerprint(7, "int", (), 3.0)}},
+            {"x": {"step": ValueFingerprint(7, "int", (), 3.0), "m": ValueFingerprint(8, "float32", (2,), 1.0, 1)}},
         )
         for given in (ALL, odd, Fingerprint()):
             back = Fingerprint.from_json(given.to_json())

@@ -212,3 +212,14 @@ def fingerprint_from(prints: Mapping[Place, ValueFingerprint], order: Iterable[s
         else:
             (weights if half == "weights" else state)[fqn] = print_of_value
     return Fingerprint(weights, optim, state)
+
+
+def prints_by_key(saved: Fingerprint) -> dict[tuple[str, str], ValueFingerprint]:
+    """Return fingerprints by half and the key of the tensor in its file; none where two values would have one key."""
+    by_key = {(half, fqn): value for half in ("weights", "state") for (fqn, _), value in saved.values_of(half).items()}
+    twice = set()
+    for (fqn, name), value in saved.values_of("optim").items():
+        key = "optim", f"state.{fqn}.{name}"
+        twice |= {key} & by_key.keys()
+        by_key[key] = value
+    return {key: value for key, value in by_key.items() if key not in twice}

@@ -13,12 +13,12 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.contents import weights_of
-from fsdp_optim.checkpoint.common.printing import Place, PrintEnd, merged, place_of, print_of
+from fsdp_optim.checkpoint.common.printing import Place, PrintEnd, merged, place_of, print_of, prints_by_key
 from fsdp_optim.checkpoint.load.compare import cut_as_live, held_part
 from fsdp_optim.checkpoint.load.reading import StoredValue
 from fsdp_optim.checkpoint.load.targets import State, Weights
 from fsdp_optim.errors import CheckpointError, counted_noun
-from fsdp_optim.fingerprints import Difference, Fingerprint, ValueFingerprint, summary_of
+from fsdp_optim.fingerprints import Difference, ValueFingerprint, summary_of
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.memory import dtype_name, flat_slice
 from fsdp_optim.move import Slice
@@ -47,7 +47,7 @@ def check_prints(
     saved = checkpoint.index.fingerprint
     if saved is None:
         return 0
-    failure, expected = Failure(), _by_key(saved)
+    failure, expected = Failure(), prints_by_key(saved)
     values = [value for half in (weights, state) if half is not None for value in half.stored_values()]
     values = [value for value in values if _key_of(value) in expected and not _is_missing(value, state)]
     model, loaded = None, None
@@ -101,11 +101,11 @@ def _constants(
     state: State, expected: Mapping[tuple[str, str], ValueFingerprint]
 ) -> Iterator[tuple[Place, ValueFingerprint]]:
     """Yield the places and the saved fingerprints of tensors that every rank has, such as step counts."""
-    for fqn in state.global_state.params if not state.fit.missing else ():
+    prefixes = {fqn: stored.key.removesuffix(f".{name}") for (fqn, name), stored in state.tensors.items()}
+    for fqn in state.global_state.params.keys() - state.fit.missing:
         for name, value in state.full.state.get(fqn, {}).items():
-            stored = state.tensors.get((fqn, name))
-            if stored is not None and isinstance(value, torch.Tensor) and not value.is_meta and not value.dim():
-                want = expected.get(("optim", stored.key))
+            if isinstance(value, torch.Tensor) and not value.is_meta and not value.dim():
+                want = expected.get(("optim", f"{prefixes.get(fqn, f'state.{fqn}')}.{name}"))
                 if want is not None:
                     yield ("optim", fqn, str(name)), want
 
@@ -132,14 +132,3 @@ def _is_missing(value: StoredValue, state: State | None) -> bool:
 
 def _key_of(value: StoredValue) -> tuple[str, str]:
     return "optim" if value.is_state else "weights", value.stored.key
-
-
-def _by_key(saved: Fingerprint) -> dict[tuple[str, str], ValueFingerprint]:
-    """Return fingerprints by half and the key of the tensor in its file; none where two values would have one key."""
-    by_key: dict[tuple[str, str], ValueFingerprint] = {("weights", fqn): value for fqn, value in saved.weights.items()}
-    twice = set()
-    for (fqn, name), value in saved.values_of("optim").items():
-        key = "optim", f"state.{fqn}.{name}"
-        twice |= {key} & by_key.keys()
-        by_key[key] = value
-    return {key: value for key, value in by_key.items() if key not in twice}

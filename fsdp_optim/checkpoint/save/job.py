@@ -45,14 +45,15 @@ log = logging.getLogger("fsdp_optim")
 class LeaderSide(Struct, frozen=True):
     """What the lowest rank alone has of a save: the prepared format, the staging in the store, and the claim on the path.
 
-    `prints`: the fingerprints of values that are not in files, if the save has fingerprints. `order`: the FQNs of the model.
+    `prints`: the fingerprints of values that are not in files, if the save has fingerprints. `names`: the FQNs of the model, each
+    with the name in the checkpoint.
     """
 
     prepared: Prepared
     staging: Staging
     claim: Claim
     prints: Mapping[Place, ValueFingerprint] = {}
-    order: tuple[str, ...] = ()
+    names: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,5 +28,9 @@ def joined_prints(job: Job, reports: Sequence[RankReport]) -> bytes:
     total = LocalSums.zeros(len(job.printed), 0)
     for report in reports:
         total += LocalSums.from_bytes(report.sums, len(job.printed), 0)
-    prints = {**prints_in(total, job.printed), **job.leader.prints}
-    return fingerprint_from(prints, job.leader.order).to_json().encode()
+    names = job.leader.names
+    prints = {
+        (half, names.get(fqn, fqn) if half != "state" else fqn, name): value
+        for (half, fqn, name), value in prints_in(total, job.printed).items()
+    }
+    return fingerprint_from({**prints, **job.leader.prints}, names.values()).to_json().encode()

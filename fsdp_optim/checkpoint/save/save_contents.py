@@ -98,12 +98,15 @@ class SaveContents(Struct, frozen=True):
         params = self.state.global_state.params.values() if self.state is not None else ()
         return tuple(param.fqn for param in params if param.summary is None)
 
-    def object_prints(self) -> tuple[Mapping[Place, ValueFingerprint], tuple[str, ...]]:
-        """Return the fingerprints of values that are not in files, and the FQNs of the model, if the save has fingerprints."""
+    def object_prints(self) -> tuple[Mapping[Place, ValueFingerprint], Mapping[str, str]]:
+        """Return the fingerprints of values that are not in files, if the save has fingerprints, and the saved names by FQN."""
         if not self.options.fingerprint:
-            return {}, ()
+            return {}, {}
         scalars = scalars_of(self.state) if self.state is not None else {}
-        return {**objects_of(self.weights, self.state, 0), **scalars}, tuple(self.weights.global_state.params)
+        of_objects = objects_of(self.weights, self.state, 0)
+        of_optim = {place: value for place, value in {**of_objects, **scalars}.items() if place[0] == "optim"}
+        renamed = {(half, self.names(fqn), name): value for (half, fqn, name), value in of_optim.items()}
+        return {**of_objects, **renamed}, {fqn: self.names(fqn) for fqn in self.weights.global_state.params}
 
     def plan_files(self, ranks: Sequence[int], strategy: str, *, shared: str, capabilities: Capabilities) -> FilePlan:
         """Plan the files, the same on all ranks. `shared`: the string from the leader's `Prepared`."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.bools import BOOL, check_bools
 from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
@@ -190,8 +190,10 @@ class Checkpoint:
         info, path = self.manifest.files[FINGERPRINT], self.opened.named(FINGERPRINT)
         with self._noticing_replacement():
             data = _check_small(self.opened, FINGERPRINT, info)
-            with as_checkpoint_error(path):
-                return Fingerprint.from_json(data)
+        try:
+            return Fingerprint.from_json(data)
+        except StateError as error:
+            raise CheckpointError(f"{path}: {error} (LoadOptions(fingerprint=False) does not read it)") from error
 
     def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
         where, values = f"{self.where}: the optimizer", self.manifest.optim
