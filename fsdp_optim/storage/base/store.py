@@ -30,6 +30,11 @@ class Store(Protocol):
         return False
 
     @property
+    def can_attach(self) -> bool:
+        """Whether `attach` is implemented."""
+        return False
+
+    @property
     def where(self) -> str: ...
 
     def open(self) -> Opened:
@@ -97,6 +102,15 @@ class Store(Protocol):
         raise CheckpointError(
             f"{self.where}: this store cannot remove files of a checkpoint: save a new one without them"
         )
+
+    def attach(self, opened: Opened, name: str, data: bytes) -> None:
+        """Put a small file beside those of a checkpoint that is open, in place of an earlier file of this name, at once.
+
+        The manifest does not name the file, and a checkpoint without it is complete. A store may leave it out, with `can_attach`.
+
+        Raises CheckpointError where the checkpoint cannot be changed, or was replaced since it was opened.
+        """
+        raise CheckpointError(f"{self.where}: this store cannot add a file to a checkpoint")
 
     def directory(self) -> CheckpointDirectory[Any]:
         """Return the folder, or the prefix, that this place and its siblings are in."""
