@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fsdp_optim.api.slices import declare_slice
     from fsdp_optim.checkpoint.common.pending import SaveHandle
     from fsdp_optim.checkpoint.common.run_state import per_rank
+    from fsdp_optim.checkpoint.proof.verdict import ResumeProof
     from fsdp_optim.checkpoint.run.manager import CheckpointManager
     from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
     from fsdp_optim.merges import AdapterMergeResult
@@ -73,6 +74,7 @@ __all__ = [
     "PlacementResult",
     "PruneResult",
     "RankRun",
+    "ResumeProof",
     "SaveHandle",
     "SaveOptions",
     "SaveResult",
@@ -134,6 +136,7 @@ _PLACES = {
     "fsdp_optim.api.slices": "declare_slice",
     "fsdp_optim.checkpoint.common.pending": "SaveHandle",
     "fsdp_optim.checkpoint.common.run_state": "per_rank",
+    "fsdp_optim.checkpoint.proof.verdict": "ResumeProof",
     "fsdp_optim.checkpoint.run.manager": "CheckpointManager",
     "fsdp_optim.differences": "DiffResult HyperparameterDiff ObjectDiff ShapeDiff ValueDiff ValueStatistics",
     "fsdp_optim.merges": "AdapterMergeResult",
