@@ -170,3 +170,9 @@ def rounding_behind(output: object) -> float:
                 seen.add(following)
                 nodes.append(following)
     return max((rounding_of(dtype) for dtype in dtypes), default=0.0)
+
+
+def stepping(optim: Any) -> Any:
+    """Return the optimizer whose `step` a wrapper around an optimizer calls, which is where hooks are called."""
+    inner = getattr(optim, "optimizer", None)
+    return stepping(inner) if isinstance(inner, torch.optim.Optimizer) and inner is not optim else optim

@@ -13,7 +13,7 @@ which the ranks add at the end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,14 @@ from torch import nn
 
 from fsdp_optim.checkpoint.proof.bounds import rounding_of
 from fsdp_optim.checkpoint.proof.measured import LocalMeasures, ModelMarks, ModelMeter
-from fsdp_optim.checkpoint.proof.observed import batch_of, digest_of, number_of, random_digests, rounding_behind
+from fsdp_optim.checkpoint.proof.observed import (
+    batch_of,
+    digest_of,
+    number_of,
+    random_digests,
+    rounding_behind,
+    stepping,
+)
 from fsdp_optim.checkpoint.proof.record import Batch, Random
 
 log = logging.getLogger("fsdp_optim")
@@ -47,8 +54,15 @@ class StepWatch:
         has_failed: whether an error has ended the watching.
     """
 
-    def __init__(self, meter: ModelMeter, *, watches_batches: bool = True) -> None:
-        """`watches_batches`: digests of what the model gets are made. False where that is no batch, as in pipeline stages."""
+    def __init__(
+        self, meter: ModelMeter, *, watches_batches: bool = True, at_end: Callable[[], None] | None = None
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            watches_batches: digests of what the model gets are made. False where that is no batch, as in pipeline stages.
+            at_end: called once, when each optimizer has made its first step.
+        """
         self.meter = meter
         self.went_in: tuple[LocalMeasures, LocalMeasures, ModelMarks] | None = None
         self.gradients: LocalMeasures | None = None
@@ -61,13 +75,18 @@ class StepWatch:
         self._watches_batches, self.has_failed = watches_batches, False
         self._at_start, self._at_forward, self._at_update = random_digests(), dict[str, str](), dict[str, str]()
         self._hooks: list[_Removable] = []
+        optims = [stepping(optim) for optim in meter.optimizers]
+        self._waits_for, self._at_end = {id(optim) for optim in optims}, at_end
         for model in meter.models:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
             self._hooks.append(model.register_forward_hook(self._after_forward, with_kwargs=True))
-        for optim in meter.optimizers:
+        for optim in optims:
             register = getattr(optim, "register_step_pre_hook", None)
             if callable(register):
                 self._hooks.append(register(self._before_update))
+            register = getattr(optim, "register_step_post_hook", None)
+            if callable(register) and at_end is not None:
+                self._hooks.append(register(self._after_update))
 
     @property
     def random(self) -> Random:
@@ -118,6 +137,12 @@ class StepWatch:
             self._at_update = random_digests()
             self.groups = self.meter.groups()
             self.gradients = self.meter.gradients()
+
+    def _after_update(self, optim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._waits_for.discard(id(optim))
+        if not self._waits_for and self._at_end is not None and not torch.compiler.is_compiling():
+            at_end, self._at_end = self._at_end, None
+            at_end()
 
     def _take_state(self) -> None:
         self._at_forward = random_digests()
