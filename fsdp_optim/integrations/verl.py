@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -70,6 +71,7 @@ _SCHEDULER, _RANDOM, _OLD_RANDOM = "lr_scheduler", "random", "fsdp_optim.rng"
 _LOADER = "data.pt"
 """The state of the data loader, which verl's PPO trainers write when all roles have begun to save."""
 
+_PROVE = "FSDP_OPTIM_PROVE"
 _PATIENCE = 90.0  # seconds for that file; clients of network file systems may keep for 60 that it is not there
 
 log = logging.getLogger("fsdp_optim")
@@ -79,14 +81,15 @@ class FsdpOptimCheckpointManager(_Own):
     """verl's checkpoint manager on this library: the same calls, options and folders; other files.
 
     `global_step_8/actor/huggingface` is a checkpoint that loads on any number of ranks, and that `from_pretrained` opens.
-    With `checkpoint.async_save` it is written while training goes on.
+    With `checkpoint.async_save` it is written while training goes on. verl's config has no place for an option of its own, so
+    the environment variable FSDP_OPTIM_PROVE of the workers asks for proofs of resumes: "1", or "raise" (`CheckpointManager`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._finisher: threading.Thread | None = None
-        config = self.checkpoint_config
-        self.prover = ResumeProver(config.get("prove", False) if config is not None else False)
+        asked = os.environ.get(_PROVE, "")
+        self.prover = ResumeProver("raise" if asked == "raise" else asked == "1")
 
     # ------------------------------------------------------------------------------------------ save
 
@@ -127,7 +130,7 @@ class FsdpOptimCheckpointManager(_Own):
             self._finisher.start()
 
     def _prove_later(self, places: Sequence[str], step: int, handle: SaveHandle | None = None) -> None:
-        """Record the optimizer's next step beside the checkpoint, where `checkpoint.prove` is set."""
+        """Record the optimizer's next step beside the checkpoint, where that is asked for."""
         if self.should_save_optimizer and self.optimizer is not None:
             self.prover.saved(places[0], self.model, self.optimizer, step, state=self._schedule(), handle=handle)
 
