@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_optim.arguments import Arguments, check_at_least, check_one_of
 from fsdp_optim.boundary import public
@@ -37,6 +37,14 @@ class _ProverArguments(Arguments):
         super().validate()
         check_one_of("prove", self.prove, (False, True, "raise"))
         check_at_least("step", self.step, 0)
+
+
+class _Place(NamedTuple):
+    """A checkpoint, its step, and the save in the background that writes it."""
+
+    path: str
+    step: int
+    handle: SaveHandle | None = None
 
 
 class ResumeProver:
@@ -82,7 +90,7 @@ class ResumeProver:
             path, model, optim, state, step: as for `save`.
             handle: of the save in the background.
         """
-        self._begin("saved", str(path), model, optim, step, state, handle)
+        self._begin("saved", _Place(str(path), step, handle), model, optim, state)
 
     @public
     @ordinary_tensors()
@@ -96,7 +104,7 @@ class ResumeProver:
         state: Mapping[str, Any] | None = None,
     ) -> None:
         """Compare the next step with the one that was recorded beside a checkpoint that was loaded. Arguments: as for `saved`."""
-        self._begin("resumed", str(path), model, optim, step, state, None)
+        self._begin("resumed", _Place(str(path), step), model, optim, state)
 
     def observe(self, **values: Any) -> None:
         """Show what the step sees, as `CheckpointManager.observe` does."""
@@ -111,34 +119,32 @@ class ResumeProver:
     def _begin(
         self,
         what: str,
-        path: str,
+        place: _Place,
         model: Model,
         optim: Optimizers | None,
-        step: int,
         state: Mapping[str, Any] | None,
-        handle: SaveHandle | None,
     ) -> None:
         self.close()
-        asked = _ProverArguments(self._options, what, step, self._prove)
+        asked = _ProverArguments(self._options, what, place.step, self._prove)
         if not self._prove or _optimizers(optim) == ():
             return
         proving = Proving(model, optim, RunState(state), self._options, self._storage_options, self._prove)
 
         def finish() -> None:
             with collective_call("ResumeProver", [model], asked, self._options, all_of_plain=True) as (_, group):
-                self._finish(proving, group, step + 1, handle)
+                self._finish(proving, group, place)
 
         with collective_call("ResumeProver", [model], asked, self._options, all_of_plain=True) as (_, group):
-            proving.begin(group, path, step, compares=what == "resumed", at_end=finish)
+            proving.begin(group, place.path, place.step, compares=what == "resumed", at_end=finish)
         self._proving = proving
 
-    def _finish(self, proving: Proving, group: RankGroup, step: int, handle: SaveHandle | None) -> None:
+    def _finish(self, proving: Proving, group: RankGroup, place: _Place) -> None:
         try:
-            proving.finish(group, step)
+            proving.finish(group, place.step + 1)
         finally:
             self.proof = proving.proof if proving.proof is not None else self.proof
             if group.rank == group.ranks[0]:
-                _write_when_saved(proving, handle)
+                _write_when_saved(proving, place.handle)
 
 
 def _optimizers(optim: Optimizers | None) -> Sequence[Any]:
