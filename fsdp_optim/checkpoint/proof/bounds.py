@@ -80,6 +80,6 @@ def spread_of(second: torch.Tensor, lr: float, epsilon: float, tolerance: float,
     `second`: the second moment on this rank, of any shape. `gradients`: the norm of all gradients together. Takes memory for a
     copy of `second` in fp32, so large ones come in pieces.
     """
-    root = second.to(torch.float32).clamp_(min=0).sqrt_().add_(max(epsilon, 1e-30))
+    root = second.to(torch.float32, copy=True).clamp_(min=0).sqrt_().add_(max(epsilon, 1e-30))
     away = root.reciprocal_().mul_(lr * tolerance * gradients).clamp_(max=2 * abs(lr))
     return float(away.square_().sum(dtype=torch.float64))
