@@ -105,18 +105,20 @@ checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerpr
     results state.live state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout memory
     move options plan prints results saying speed state.live storage.base storage.posix transport verbs wire
-checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
+checkpoint.proof: adapters arguments boundary checkpoint.common elements errors fingerprints formats.own layout memory move
+    options plan prints saying state.live state.values storage.base transport verbs wire
+checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.save errors
     formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
     storage.posix transport wire
 offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
     fingerprints foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan prints
     rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix transport wire
-api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    differences fingerprints formats.base memory merges options rank_maps registry results state.dicts state.live
+api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.run
+    checkpoint.save differences fingerprints formats.base memory merges options rank_maps registry results state.dicts state.live
     storage.posix transport verbs
-plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors foreign.dcp foreign.deepspeed foreign.per_rank
-    foreign.torch formats.base formats.own layout memory options registry saying state.live storage.base storage.posix
+plugins: adapters buckets.objects checkpoint.common checkpoint.proof checkpoint.trainers errors foreign.dcp foreign.deepspeed
+    foreign.per_rank foreign.torch formats.base formats.own layout memory options registry saying state.live storage.base storage.posix
     view
 (top): api collector errors
 dcp: adapters arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save dtensors elements errors

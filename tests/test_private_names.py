@@ -52,6 +52,7 @@ PRIVATE_OF_TORCH = {
     "fsdp_optim.adapters.dtensor": {"_spec"},
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.checkpoint.common.module_values": {"_version"},
+    "fsdp_optim.checkpoint.proof.observed": {"_input_metadata"},  # the dtypes of a node of autograd's graph
     "fsdp_optim.state.values.classes": {"_optimizer"},  # of a wrapper around an optimizer
     "fsdp_optim.checkpoint.common.pending": {"_register_atexit"},  # of threading: before pools of threads end
     "fsdp_optim.transport.job.leaving": {"_register_atexit"},  # of threading: forked processes have no other end

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fsdp_optim.api.slices import declare_slice
     from fsdp_optim.checkpoint.common.pending import SaveHandle
     from fsdp_optim.checkpoint.common.run_state import per_rank
+    from fsdp_optim.checkpoint.proof.verdict import ResumeProof
     from fsdp_optim.checkpoint.run.manager import CheckpointManager
     from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
     from fsdp_optim.fingerprints import Difference, Fingerprint, ValueFingerprint
@@ -77,6 +78,7 @@ __all__ = [
     "PlacementResult",
     "PruneResult",
     "RankRun",
+    "ResumeProof",
     "SaveHandle",
     "SaveOptions",
     "SaveResult",
@@ -141,6 +143,7 @@ _PLACES = {
     "fsdp_optim.api.slices": "declare_slice",
     "fsdp_optim.checkpoint.common.pending": "SaveHandle",
     "fsdp_optim.checkpoint.common.run_state": "per_rank",
+    "fsdp_optim.checkpoint.proof.verdict": "ResumeProof",
     "fsdp_optim.checkpoint.run.manager": "CheckpointManager",
     "fsdp_optim.differences": "DiffResult HyperparameterDiff ObjectDiff ShapeDiff ValueDiff ValueStatistics",
     "fsdp_optim.fingerprints": "Difference Fingerprint ValueFingerprint",

@@ -84,6 +84,13 @@ class CachedStore(Store):
         inner = opened._opened if isinstance(opened, CachedOpened) else opened
         return self.store.shrink(inner, manifest, data, names)
 
+    @property
+    def can_attach(self) -> bool:
+        return self.store.can_attach
+
+    def attach(self, opened: Opened, name: str, data: bytes) -> None:
+        self.store.attach(opened._opened if isinstance(opened, CachedOpened) else opened, name, data)
+
     def directory(self) -> CheckpointDirectory[Any]:
         return self.store.directory()
 

@@ -117,6 +117,18 @@ class ObjectStore(Store):
         self.bucket.delete([info.key for info in infos])
         return sum(info.nbytes for info in infos)
 
+    @property
+    def can_attach(self) -> bool:
+        return True
+
+    def attach(self, opened: Opened, name: str, data: bytes) -> None:
+        if not isinstance(opened, OpenedObjects):
+            raise CheckpointError(f"{self.where}: was not opened as a checkpoint of a bucket, so it cannot be changed")
+        key = opened.files.key(name)
+        if opened.was_replaced():
+            raise self._replaced()
+        self.bucket.put(key, data)
+
     def new_file(self, *, overwrite: bool) -> AbstractContextManager[NewObject]:
         part_nbytes = self.capabilities.part_nbytes or PART_NBYTES
         return new_object(self.bucket, self.place.prefix, self.where, part_nbytes, overwrite=overwrite)

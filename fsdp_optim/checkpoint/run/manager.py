@@ -12,6 +12,8 @@ from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.catalog.retention import Best, KeepRules
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArguments
 from fsdp_optim.checkpoint.common.run_state import RunState
+from fsdp_optim.checkpoint.proof.proving import Prove
+from fsdp_optim.checkpoint.proof.verdict import ResumeProof
 from fsdp_optim.checkpoint.run.managed_run import ManagedRun, ManagerArguments
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions, ManagerOptions, Model, OnDamage, SaveOptions, WhichWeights, fields_of
@@ -51,6 +53,9 @@ class CheckpointManager:
         keep_optim_last: the number of the newest checkpoints that keep their optimizer; the others that stay are thinned, as by
             `fsdp_optim.thin`, also the best ones. A run resumes from the newest with an optimizer. None: all keep it.
         weights: which weights are saved, and loaded again: "all", "trainable" or "none", as for save and load.
+        prove: True: the step after each checkpoint is recorded in `proof.json` beside it, and a run that resumes compares its
+            own next step with the record: `proof` has the verdict, and one line says it. "raise": a step that differs is a
+            StateError of `step`, on all ranks. docs/reliability.md says what is compared, and by which bounds.
         options: a `ManagerOptions`, as in `options=ManagerOptions(durable=False, signals=())`.
 
     Attributes:
@@ -77,6 +82,7 @@ class CheckpointManager:
         best: Best = "min",
         keep_optim_last: int | None = None,
         weights: WhichWeights = "all",
+        prove: Prove = False,
         options: ManagerOptions = _MANAGER,
     ) -> None:
         is_right = isinstance(options, ManagerOptions)
@@ -89,12 +95,17 @@ class CheckpointManager:
             wrong_options="" if is_right else fields_of(ManagerOptions, options)["wrong_options"],
         )
         rules = KeepRules(keep_last, keep_every, keep_best, best, keep_optim_last)
-        self._run = ManagedRun(root, model, optim, ManagerArguments(self._saving, rules, every, self._options))
+        self._run = ManagedRun(root, model, optim, ManagerArguments(self._saving, rules, every, self._options, prove))
 
     @property
     def restored(self) -> LoadResult | None:
         """The result of the last `resume` or `rollback`; None before, and where there was nothing to load."""
         return self._run.restored
+
+    @property
+    def proof(self) -> ResumeProof | None:
+        """The verdict about the last resume or rollback, after the step that followed it; None before, and with prove=False."""
+        return self._run.proving.proof
 
     @property
     def should_stop(self) -> bool:
@@ -164,6 +175,21 @@ class CheckpointManager:
             metric: a number by which `keep_best` chooses; the lowest rank's is recorded, if this step is saved.
         """
         self._run.step(step, metric)
+
+    def observe(self, **values: Any) -> None:
+        """Show what a step has seen, so that a verdict can name it: the batch, the loss, the norm of the gradients, and more.
+
+            manager.observe(batch=batch, loss=loss, grad_norm=norm)
+
+        Call it before `step`, as often as there are forward passes. Does nothing in a step that is not proven. Called by any
+        rank, without communication; what only some ranks show is not compared.
+
+        Args:
+            batch: a tree of tensors, arrays and plain values. Without it, what the model is called with is the batch.
+            values: numbers, or tensors of one element, are compared as numbers: at another world size their mean over the ranks.
+                Other trees are compared bit for bit, at the same world size.
+        """
+        self._run.proving.observe(values)
 
     @public
     @ordinary_tensors()

@@ -12,6 +12,9 @@ from fsdp_optim.formats.base.summary import MOST_NBYTES, ManifestSummary, summar
 from fsdp_optim.formats.own.manifest import NAME, VERSION, manifest_in
 from fsdp_optim.storage.base import CheckpointStatus, Opened, is_reserved, is_sure_that_not
 
+PROOF_NAME = "proof.json"
+"""The file that a run adds to a checkpoint later: what the step after it led to. The manifest does not name it."""
+
 _FIRST_NBYTES = 4096  # of a manifest, read first for its summary
 _TIMES = 16  # as many bytes are read next, if the summary is longer
 _OWN = re.compile(
@@ -73,7 +76,7 @@ class OwnProbe(BesideOthers):
                 listed |= {sums_of(name) for name in listed}
 
         def is_own(name: str) -> bool:
-            if name == NAME or (name.startswith(NAME) and is_reserved(name)):
+            if any(name == own or (name.startswith(own) and is_reserved(name)) for own in (NAME, PROOF_NAME)):
                 return True
             if is_thin and is_of_optim(name):  # what a killed thin has left
                 return True
