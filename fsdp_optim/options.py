@@ -186,7 +186,7 @@ class LoadOptions(CallOptions):
         rename: the model's names, if the checkpoint has other names: a function from a stored name to the model's name, or a
             dict of prefixes, such as `{"model.": ""}`; the longest prefix that fits is replaced.
         verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have no checksums.
-        compare: at the end, read the checkpoint again and compare it bit for bit with the live model and optimizer.
+        compare: at the end, read the checkpoint again and compare it bit for bit with the live model, optimizer and trees.
         allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. With False, the
             model loads, and only the access to a pickled value in `result.state` raises CheckpointError. A pickled value of a
             module (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
