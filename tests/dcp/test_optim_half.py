@@ -27,16 +27,16 @@ WORLD = 4
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 QUIET = fsdp_optim.SaveOptions(durable=False, progress=False)
 
-TreeOf = Callable[[nn.Module, Any], dict[str, Any]]
+TreeOf = Callable[..., dict[str, Any]]
 
 
-def nested(model: nn.Module, optim: Any) -> dict[str, Any]:
-    weights, state = get_state_dict(model, optim)
+def nested(model: nn.Module, optim: Any, get: Any = get_state_dict) -> dict[str, Any]:
+    weights, state = get(model, optim)
     return {"model": weights, "optim": state, "step": 7}
 
 
-def flattened(model: nn.Module, optim: Any) -> dict[str, Any]:
-    weights, state = get_state_dict(model, optim, options=FLAT)
+def flattened(model: nn.Module, optim: Any, get: Any = get_state_dict) -> dict[str, Any]:
+    weights, state = get(model, optim, options=FLAT)
     return {**weights, "optimizer": state, "step": 7}
 
 
@@ -185,6 +185,12 @@ def on_ranks(root: Path) -> None:
         case(root / case.__name__)
 
 
+def leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, (list, tuple)):
+        return [leaf for item in tree for leaf in leaves(item)]
+    return [leaf for item in tree.values() for leaf in leaves(item)] if isinstance(tree, dict) else [tree]
+
+
 def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
@@ -194,6 +200,22 @@ def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
         model(torch.ones(2, 3)).sum().backward()
         optim.step()
     return model, optim
+
+
+class Factored(torch.optim.Optimizer):
+    """State of every kind: like the parameter, of a shape of its own, numbers, text, nothing."""
+
+    def __init__(self, params: Any, *, filled: bool) -> None:
+        super().__init__(params, {"lr": 0.5 if filled else 0.0, "betas": (0.5, 0.25), "name": "a" if filled else ""})
+        for number, param in enumerate(p for group in self.param_groups for p in group["params"]):
+            self.state[param] = {
+                "exp_avg": torch.full_like(param, 3.0 + number if filled else 0.0).detach(),
+                "row": torch.arange(float(param.shape[0])) + (number if filled else 9.0),
+                "step": torch.tensor(7.0 if filled else 0.0),
+                "count": 5 if filled else 0,
+                "phase": "warm" if filled else "",
+                "nothing": None,
+            }
 
 
 class OptimHalfTest(unittest.TestCase):
@@ -235,6 +257,37 @@ class OptimHalfTest(unittest.TestCase):
             other, other_optim = plain()
             fsdp_optim.load(self.root / str(number), other, other_optim)
             check_same(format, everything(other, other_optim), everything(model, optim))
+
+    @parameterized.expand([("nested",), ("flattened",)])
+    def test_values_of_every_kind(self, name: str) -> None:
+        """Saved by each of the two, and loaded by each: in place, and with the values of the other dict."""
+
+        def made(*, filled: bool) -> tuple[nn.Module, Factored]:
+            model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+            with torch.no_grad():
+                for number, param in enumerate(model.parameters()):
+                    param.fill_(number + 1.0 if filled else 0.0)
+            return model, Factored(model.parameters(), filled=filled)
+
+        def tree_of(model: nn.Module, optim: Any) -> dict[str, Any]:
+            return (nested if name == "nested" else flattened)(
+                model, optim, get=dcp.get_state_dict
+            )  # torch flattens no text
+
+        model, optim = made(filled=True)
+        wanted = dcp.get_state_dict(model, optim)
+        dcp.save(tree_of(model, optim), checkpoint_id=self.root / "dcp", no_dist=True, options=QUIET)
+        fsdp_optim.save(self.root / "own", model, optim, state={"step": 7}, options=QUIET)
+        for place in ("dcp", "own"):
+            other, other_optim = made(filled=False)
+            fsdp_optim.load(self.root / place, other, other_optim)
+            check_same(f"fsdp_optim.load of {place}", dcp.get_state_dict(other, other_optim), wanted)
+            tree = tree_of(*made(filled=False))
+            held = [tensor for tensor in leaves(tree) if isinstance(tensor, torch.Tensor)]
+            dcp.load(tree, checkpoint_id=self.root / place, no_dist=True)
+            check_same(f"dcp.load of {place}", tree, tree_of(model, optim), in_order=False)
+            found = [tensor for tensor in leaves(tree) if isinstance(tensor, torch.Tensor)]
+            self.assertTrue(all(a is b for a, b in zip(held, found, strict=True)))
 
     def test_a_flattened_dict_with_equal_groups(self) -> None:
         """It does not say which groups there were."""
