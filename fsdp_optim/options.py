@@ -191,7 +191,7 @@ class LoadOptions(CallOptions):
         rename: the model's names, if the checkpoint has other names: a function from a stored name to the model's name, or a
             dict of prefixes, such as `{"model.": ""}`; the longest prefix that fits is replaced.
         verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have no checksums.
-        compare: at the end, read the checkpoint again and compare it bit for bit with the live model and optimizer.
+        compare: at the end, read the checkpoint again and compare it bit for bit with the live model, optimizer and trees.
         fingerprint: at the end, where the save has kept a fingerprint, compare it with that of the live model and optimizer,
             without reading anything again. Weights that the load casts, and values of `state=`, are not compared.
         allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. With False, the

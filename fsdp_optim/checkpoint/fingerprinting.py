@@ -58,7 +58,7 @@ def fingerprint(model: Model, optim: Optimizers | None, options: FingerprintArgu
         common: Mapping[str, Any] = values or {}
         trees = None
         if options.state.is_given:
-            common, trees = read_trees(group, common, options, options.call.on_replica_mismatch)
+            common, trees, _ = read_trees(group, common, options, options.call.on_replica_mismatch)
         tensors = [value for half in (weights, state, trees) if half is not None for value in half.tensors]
         budget = group.budget.share(2, "windows of values that are not contiguous, and rows of them")
         end, failure = PrintEnd(tensors, group.rank, budget, group.world.plans, options.projections), Failure()

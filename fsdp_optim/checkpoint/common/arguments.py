@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from fsdp_optim.arguments import MAY_DIFFER, check_at_least, check_one_of, check_which_weights, compared_as
+from fsdp_optim.checkpoint.common.optim_trees import ModelTree
 from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.options import (
@@ -32,9 +33,10 @@ def call_of(options: CallOptions, **arguments: Any) -> CallArguments:
 
 @dataclass(frozen=True)
 class SaveArguments(SaveOptions):
-    """The arguments of `save` and `async_save`."""
+    """The arguments of `save` and `async_save`. `tree`: the model is one of a state dict, whose other values are the `state`."""
 
     state: RunState = _NOTHING
+    tree: ModelTree | None = None
     step: int | None = None
     overwrite: bool = False
     weights: WhichWeights = "all"

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from fsdp_optim.errors import CheckpointError, ReplacedError, wrong_use
 from fsdp_optim.formats.base.beside import BesideOthers
-from fsdp_optim.formats.base.protocols import Format, Reader, WrittenFormat, replaced_error, written
+from fsdp_optim.formats.base.protocols import Format, OpenedAs, Reader, SeenAs, WrittenFormat, replaced_error, written
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.registry import (
@@ -133,7 +133,7 @@ def format_of(opened: Opened) -> Format | None:
     )
 
 
-def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None) -> Reader:
+def open_checkpoint(store: Store, *, verify: bool, format: OpenedAs = None) -> Reader:
     """Open the checkpoint in a store. `format` None: it is recognised.
 
     Raises CheckpointError that names the damaged file; ReplacedError if another save replaces the checkpoint meanwhile, for
@@ -161,8 +161,11 @@ def _is_replaced(opened: Opened) -> bool:
         return False
 
 
-def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
+def _opened(store: Store, format: OpenedAs) -> tuple[Opened, Format]:
     """Open the files of a store, and find their format. If no format recognises them, the own format names missing files."""
+    if isinstance(format, SeenAs):
+        opened, recognised = _opened(store, None)
+        return opened, format.view(recognised)
     if format is not None:
         return (store.open_any() if format.opens_any else store.open()), format
     try:
