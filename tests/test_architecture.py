@@ -79,7 +79,7 @@ move: errors layout memory plan transport
 view: dtensors errors layout memory
 adapters: arguments dtensors elements errors layout memory options registry view
 foreign: errors formats.base storage.base
-formats.own: errors formats.base memory registry storage.base
+formats.own: arguments errors formats.base memory registry storage.base
 state.values: dtensors elements errors layout memory view
 foreign.archive: errors foreign formats.base layout memory storage.base
 state.dicts: dtensors elements errors layout memory options state.values view
@@ -106,7 +106,7 @@ checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load e
 checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
     formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
-    storage.posix transport wire
+    storage.posix transport verbs wire
 offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
     foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan rank_maps registry
     results speed state.dicts state.live state.values storage.base storage.posix transport wire
