@@ -4,8 +4,8 @@
 
 The models are those of benchmarks/gather.py, with weights and Adam state in fp32 in FSDP2. Every contestant saves and loads
 `{"model": ..., "optim": ...}` as torch's get_state_dict gives it, into a folder that is not there. "into a fresh optimizer":
-get_state_dict, load and set_state_dict, each as the library has them, with an optimizer that has not stepped. Extra memory is the highest resident size
-during the call, over that before it; the most on a rank.
+get_state_dict, load and set_state_dict, each as the library has them, with an optimizer that has not stepped. Extra memory is the
+highest resident size during the call, over that before it; the most on a rank.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ move: errors layout memory plan transport
 view: dtensors errors layout memory
 adapters: arguments dtensors elements errors layout memory options registry view
 foreign: errors formats.base storage.base
-formats.own: errors fingerprints formats.base memory registry storage.base
+formats.own: arguments errors fingerprints formats.base memory registry storage.base
 state.values: dtensors elements errors layout memory view
 foreign.archive: errors foreign formats.base layout memory storage.base
 state.dicts: dtensors elements errors layout memory options state.values view
@@ -110,7 +110,7 @@ checkpoint.proof: adapters arguments boundary checkpoint.common elements errors 
 checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.save
     errors formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base storage.posix
-    transport wire
+    transport verbs wire
 offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
     fingerprints foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan prints
     rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix transport wire

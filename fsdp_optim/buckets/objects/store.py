@@ -74,6 +74,14 @@ class ObjectStore(Store):
         other._probe = probe
         return other
 
+    def above(self) -> tuple[ObjectStore, str] | None:
+        prefix, _, name = self.place.prefix.rpartition("/")
+        if not prefix:
+            return None
+        other = copy.copy(self)
+        other.place = ObjectPlace(f"{self.bucket.name}/{prefix}", prefix)
+        return other, name
+
     def begin(self, *, overwrite: bool, durable: bool) -> ObjectStaging:
         """As a Store does. An object store knows no durability: an object is stored when the store has answered."""
         check_not_reserved(self.where, self.where.split("/"))

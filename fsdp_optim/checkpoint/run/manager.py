@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,8 @@ from fsdp_optim.checkpoint.run.managed_run import ManagedRun, ManagerArguments
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions, ManagerOptions, Model, OnDamage, SaveOptions, WhichWeights, fields_of
 from fsdp_optim.results import LoadResult
-from fsdp_optim.verbs.load_state import LoadableOptimizer
+from fsdp_optim.verbs.load_state import LoadableOptimizers
+from fsdp_optim.verbs.named_models import named_models
 
 _MANAGER, _LOAD = ManagerOptions(), LoadOptions()
 
@@ -40,7 +41,7 @@ class CheckpointManager:
 
     Args:
         root: a folder for the checkpoints of one run, or a URL, as in `save`.
-        model, optim: as for `save`.
+        model, optim: as for `save`, also several models and their optimizers by their names.
         state: objects of the trainer and trees of values by name, as for `save`. Each save takes the state of that moment.
             Objects are loaded by `resume` and `rollback`; values are in `restored.state`.
         every: save when a multiple of this number of steps is reached. None: only `save` and signals save.
@@ -71,8 +72,8 @@ class CheckpointManager:
     def __init__(
         self,
         root: str | os.PathLike[str],
-        model: Model,
-        optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
+        model: Model | Mapping[str, Model],
+        optim: LoadableOptimizers | Mapping[str, LoadableOptimizers] | None = None,
         *,
         state: Mapping[str, Any] | None = None,
         every: int | None = None,
@@ -87,15 +88,18 @@ class CheckpointManager:
     ) -> None:
         is_right = isinstance(options, ManagerOptions)
         self._options = options if is_right else _MANAGER
+        named = named_models(model, optim)
         self._saving = SaveArguments(
             **fields_of(SaveOptions, self._options),
+            models=named.names,
             state=RunState(state, rng=self._options.rng),
             overwrite=True,  # only of checkpoints that a manager made
             weights=weights,
-            wrong_options="" if is_right else fields_of(ManagerOptions, options)["wrong_options"],
+            wrong_options=named.wrong if is_right else fields_of(ManagerOptions, options)["wrong_options"],
         )
         rules = KeepRules(keep_last, keep_every, keep_best, best, keep_optim_last)
-        self._run = ManagedRun(root, model, optim, ManagerArguments(self._saving, rules, every, self._options, prove))
+        arguments = ManagerArguments(self._saving, rules, every, self._options, prove)
+        self._run = ManagedRun(root, named.model, named.optim, arguments)
 
     @property
     def restored(self) -> LoadResult | None:
@@ -244,5 +248,6 @@ class CheckpointManager:
             state=self._saving.state,
             strict=strict,
             weights=self._saving.weights,
+            models=self._saving.models,
             on_damage=on_damage,
         )

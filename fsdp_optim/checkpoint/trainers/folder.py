@@ -29,6 +29,7 @@ from fsdp_optim.storage.posix.small_files import has_file
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure, is_interrupt
+from fsdp_optim.verbs.named_models import named_models
 from fsdp_optim.wire import decode, encode
 
 _SAVE = SaveOptions()
@@ -165,11 +166,12 @@ class TrainerFolder:
                 if self.has_others:
                     self._tell_files(group)
             store = FilledFolder(self.filling, OURS.probe)
-            arguments = SaveArguments.of(self.options, None, step=step, overwrite=True, weights=weights)
+            named = named_models(model, optim)
+            arguments = SaveArguments.of(self.options, None, named, step=step, overwrite=True, weights=weights)
             with checkpoint_errors(self.path):
                 if not is_waited_for:
-                    return async_saving.async_save(store, model, optim, arguments)
-                saving.save(store, model, optim, arguments)
+                    return async_saving.async_save(store, named.model, named.optim, arguments)
+                saving.save(store, named.model, named.optim, arguments)
                 return None
         except BaseException:
             self._remove_files()

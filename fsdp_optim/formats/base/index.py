@@ -136,6 +136,9 @@ class Facts:
         was_thinned: whether the optimizer was saved, and `thin` has removed it.
         wrapper: what wrapped the model that was saved, for users; empty if unknown, or for a plain model.
         cut: how parameters were flattened and cut, as a writer of the same family of formats takes it; None if unknown.
+        models: the names of several models that were saved together: all FQNs begin with one of them; empty for one model, and
+            where the format does not record them.
+        with_optim: those of `models` that have an optimizer.
     """
 
     format_name: str
@@ -149,6 +152,8 @@ class Facts:
     was_thinned: bool = False
     wrapper: str = ""
     cut: Any = None
+    models: tuple[str, ...] = ()
+    with_optim: tuple[str, ...] = ()
 
 
 def _no_fingerprint() -> Fingerprint | None:

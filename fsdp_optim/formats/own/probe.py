@@ -17,12 +17,19 @@ PROOF_NAME = "proof.json"
 
 _FIRST_NBYTES = 4096  # of a manifest, read first for its summary
 _TIMES = 16  # as many bytes are read next, if the summary is longer
+_FOLDER = r"([A-Za-z0-9_-]+/)?"  # of one of several models
 _OWN = re.compile(
-    r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
+    _FOLDER + r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|"
+    r"extra/[a-z]+(-\d{5})?\.safetensors"
 )
-_OF_OPTIM = re.compile(r"optim(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/optim\.safetensors")
+_OF_OPTIM = re.compile(
+    _FOLDER + r"optim(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/optim\.safetensors"
+)
 _TRACE = re.compile(
-    r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors\.sums|optim(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
+    _FOLDER
+    + r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors\.sums|"
+    + _FOLDER
+    + r"optim(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
     r"extra/[a-z]+(-\d{5})?\.safetensors"
 )
 

@@ -44,6 +44,10 @@ class Store(ChangesCheckpoint, Protocol):
         """The same place for checkpoints of another format. A store that asks nothing of the format returns itself."""
         return self
 
+    def above(self) -> tuple[Store, str] | None:
+        """The place around this one, and the name of this one in it, by which the folder of one of several models is read."""
+        return None
+
     def begin(self, *, overwrite: bool, durable: bool) -> Staging:
         """Begin a save, and remove the leftovers of saves that died.
 

@@ -60,6 +60,9 @@ class Folder(Store):
     def with_probe(self, probe: CheckpointProbe[Any]) -> Folder:
         return Folder(self.path, probe)
 
+    def above(self) -> tuple[Folder, str] | None:
+        return (Folder(self.path.parent, self._probe), self.path.name) if self.path.name else None
+
     def begin(self, *, overwrite: bool, durable: bool) -> FolderStaging:
         return self.begun(overwrite=overwrite, durable=durable)
 
