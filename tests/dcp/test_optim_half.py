@@ -129,6 +129,22 @@ def partial_loads(root: Path) -> None:
     check_same("the optimizer alone", complete(some), complete({"optim": state, "step": 7}))
 
 
+def in_several_files(root: Path) -> None:
+    """Small files, and a file or more of each rank: the same elements."""
+    model, optim = trained()
+    tree = {**nested(model, optim), "ema": torch.arange(50.0)}
+    for name, more in (("small", {}), ("of ranks", {"strategy": "per_rank_files"})):
+        options = fsdp_optim.SaveOptions(durable=False, max_file_size=600, **more)
+        dcp.save(tree, checkpoint_id=root / name, options=options)
+        assert len(list((root / name).glob("optim-*.safetensors"))) > 1
+        into = emptied(tree)
+        dcp.load(into, checkpoint_id=root / name)
+        check_same(f"{name}: dcp.load", complete(into), complete(tree))
+        other, other_optim = trained(seed=1)
+        fsdp_optim.load(root / name, other, other_optim)
+        check_same(f"{name}: fsdp_optim.load", everything(other, other_optim), everything(model, optim))
+
+
 def renamed(root: Path) -> None:
     """`rename` of a save and of a load maps the names of weights and of state alike."""
     model, optim = trained()
@@ -181,7 +197,7 @@ def what_is_not_the_optimizer(root: Path) -> None:
 
 
 def on_ranks(root: Path) -> None:
-    for case in (each_way, partial_loads, renamed, what_is_not_the_optimizer):
+    for case in (each_way, partial_loads, in_several_files, renamed, what_is_not_the_optimizer):
         case(root / case.__name__)
 
 
@@ -257,6 +273,12 @@ class OptimHalfTest(unittest.TestCase):
             other, other_optim = plain()
             fsdp_optim.load(self.root / str(number), other, other_optim)
             check_same(format, everything(other, other_optim), everything(model, optim))
+        self.assertTrue(fsdp_optim.verify(path).has_checksums)
+        fsdp_optim.thin(path)
+        refused(lambda: fsdp_optim.load(path, *plain()), fsdp_optim.StateError, "was thinned")
+        refused(lambda: dcp.load(into, checkpoint_id=path, no_dist=True), fsdp_optim.StateError, "this call has it")
+        del into["optim" if name == "nested" else "optimizer"]
+        dcp.load(into, checkpoint_id=path, no_dist=True)
 
     @parameterized.expand([("nested",), ("flattened",)])
     def test_values_of_every_kind(self, name: str) -> None:
