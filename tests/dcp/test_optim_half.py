@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.compare import check_same, refused
+from kit.compare import check_same, error_text, refused
 from kit.cut_trees import complete, emptied
 from kit.dcp_trees import AppState, everything, trained
 from parameterized import parameterized
@@ -310,6 +310,55 @@ class OptimHalfTest(unittest.TestCase):
             check_same(f"dcp.load of {place}", tree, tree_of(model, optim), in_order=False)
             found = [tensor for tensor in leaves(tree) if isinstance(tensor, torch.Tensor)]
             self.assertTrue(all(a is b for a, b in zip(held, found, strict=True)))
+
+    def test_tied_weights_and_extra_state(self) -> None:
+        """Names of one tensor, and what modules add to their state dicts, in the tree of a checkpoint of fsdp_optim.save."""
+
+        class Counting(nn.Linear):
+            seen = 0
+
+            def get_extra_state(self) -> Any:
+                return {"seen": self.seen}
+
+            def set_extra_state(self, state: Any) -> None:
+                self.seen = state["seen"]
+
+        def made(number: float) -> nn.Module:
+            model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+            model[1].weight = model[0].weight
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(number)
+            model[0].seen = int(number)
+            return model
+
+        model = made(5.0)
+        fsdp_optim.save(self.root / "own", model, options=QUIET)
+        dcp.save(
+            {"model": dcp.get_model_state_dict(model)}, checkpoint_id=self.root / "dcp", no_dist=True, options=QUIET
+        )
+        for place in ("own", "dcp"):
+            tree = {"model": dcp.get_model_state_dict(made(0.0))}
+            dcp.load(tree, checkpoint_id=self.root / place, no_dist=True)
+            check_same(place, tree, {"model": dict(dcp.get_model_state_dict(model))}, in_order=False)
+            other = made(0.0)
+            fsdp_optim.load(self.root / place, other)
+            check_same(f"{place}, a live model", other.state_dict(), model.state_dict(), in_order=False)
+            at_top = dict(dcp.get_model_state_dict(made(0.0)))
+            dcp.load(at_top, checkpoint_id=self.root / place, no_dist=True)
+            check_same(f"{place}, at the top", at_top, dict(dcp.get_model_state_dict(model)), in_order=False)
+
+    def test_many_weights_at_the_top(self) -> None:
+        """Ranks compare the names of a long state dict by a digest; an error names few of them."""
+        tree = {f"layers.{number}.weight": torch.full((2,), float(number)) for number in range(2000)}
+        dcp.save(tree, checkpoint_id=self.root / "a", no_dist=True, options=QUIET)
+        into = emptied(tree)
+        dcp.load(into, checkpoint_id=self.root / "a", no_dist=True)
+        check_same("all", into, tree)
+        kind, text = error_text(lambda: dcp.load({**into, "more": 1}, checkpoint_id=self.root / "a", no_dist=True))
+        self.assertEqual(kind, "StateError")
+        self.assertIn("state['more']: this call has it and the checkpoint does not", text)
+        self.assertLess(len(text), 3000)
 
     def test_a_flattened_dict_with_equal_groups(self) -> None:
         """It does not say which groups there were."""
