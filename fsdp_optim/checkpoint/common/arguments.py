@@ -19,9 +19,10 @@ from fsdp_optim.options import (
     fields_of,
     text_of_format,
 )
+from fsdp_optim.verbs.named_models import ModelNames, NamedModels
 
 _MOST_STEPS = 1 << 63
-_NOTHING = RunState()
+_NOTHING, _ONE_MODEL = RunState(), ModelNames()
 
 LoadArgumentsT = TypeVar("LoadArgumentsT", bound="LoadArguments")
 
@@ -29,6 +30,10 @@ LoadArgumentsT = TypeVar("LoadArgumentsT", bound="LoadArguments")
 def call_of(options: CallOptions, **arguments: Any) -> CallArguments:
     """Return the options of a save or a load that every call has."""
     return CallArguments(**{option.name: getattr(options, option.name) for option in fields(CallOptions)}, **arguments)
+
+
+def _of_models(named: NamedModels | None) -> dict[str, Any]:
+    return {"models": named.names, "wrong_options": named.wrong} if named is not None else {}
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,15 @@ class SaveArguments(SaveOptions):
     step: int | None = None
     overwrite: bool = False
     weights: WhichWeights = "all"
+    models: ModelNames = _ONE_MODEL
     format: object = field(default="safetensors", metadata=compared_as(text_of_format))
     wrong_options: str = field(default="", metadata=MAY_DIFFER)
 
     @classmethod
-    def of(cls, options: SaveOptions, state: Any, **arguments: Any) -> SaveArguments:
-        """Return the arguments of a call that was given these options."""
-        return cls(**fields_of(SaveOptions, options), state=RunState(state), **arguments)
+    def of(cls, options: SaveOptions, state: Any, named: NamedModels | None = None, **arguments: Any) -> SaveArguments:
+        """Return the arguments of a call that was given these options, and these models if they have names."""
+        given = {**_of_models(named), **fields_of(SaveOptions, options)}
+        return cls(**given, state=RunState(state), **arguments)
 
     @property
     def call(self) -> CallArguments:
@@ -73,12 +80,16 @@ class LoadArguments(LoadOptions):
     strict: bool = True
     allow_unexpected: bool = False
     weights: WhichWeights = "all"
+    models: ModelNames = _ONE_MODEL
     wrong_options: str = field(default="", metadata=MAY_DIFFER)
 
     @classmethod
-    def of(cls: type[LoadArgumentsT], options: LoadOptions, state: Any, **arguments: Any) -> LoadArgumentsT:
-        """Return the arguments of a call that was given these options."""
-        return cls(**fields_of(LoadOptions, options), state=RunState(state), **arguments)
+    def of(
+        cls: type[LoadArgumentsT], options: LoadOptions, state: Any, named: NamedModels | None = None, **arguments: Any
+    ) -> LoadArgumentsT:
+        """Return the arguments of a call that was given these options, and these models if they have names."""
+        given = {**_of_models(named), **fields_of(LoadOptions, options)}
+        return cls(**given, state=RunState(state), **arguments)
 
     @property
     def call(self) -> CallArguments:

@@ -13,10 +13,12 @@ from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, common_store, name_of, store_at, with_cache
+from fsdp_optim.checkpoint.load.chosen_models import chosen_models
 from fsdp_optim.checkpoint.load.compare import check_bitwise, check_trees_alone
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
+from fsdp_optim.checkpoint.load.proving import check_prints
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, nbytes_of
 from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere
@@ -84,7 +86,7 @@ def _restore(
         pending.settle()
         store = with_cache(common_store(group, path, options.storage_options), options.local_cache)
         opened = open_on_all(group, store, options.compared_text(), verify=options.verify, format=format)
-        checkpoint = stack.enter_context(closing(opened))
+        checkpoint = chosen_models(stack.enter_context(closing(opened)), options)
         check_halves(checkpoint.index, optim, options.weights, has_state=options.state.is_given)
         weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
         state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
@@ -113,6 +115,9 @@ def _restore(
         install_all(
             group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects, trees=trees
         )
+        num_proven = 0
+        if options.fingerprint:
+            num_proven = check_prints(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
         if options.compare:
             check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, trees=trees, options=options)
     small = state.small_tensors if state is not None else ()
@@ -123,6 +128,7 @@ def _restore(
         objects.receipt = receipt_of(
             result, checkpoint, group, options, objects, nbytes=nbytes, begun=begun, wrapper=reader.wrappers
         )
+        objects.receipt = replace(objects.receipt, num_proven=num_proven)
     warn_of_new_ranks(checkpoint, group, objects)
     return replace(result, receipt=objects.receipt)
 

@@ -12,16 +12,19 @@ from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
 from fsdp_optim.checkpoint.common.optim_trees import OptimTree
+from fsdp_optim.checkpoint.common.printing import Place, objects_of, scalars_of
 from fsdp_optim.checkpoint.common.run_state import refuse_sharded
 from fsdp_optim.checkpoint.common.trees import read_trees
 from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
 from fsdp_optim.checkpoint.save.renaming import SavedNames
 from fsdp_optim.errors import StateError
+from fsdp_optim.fingerprints import ValueFingerprint
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, NewTree, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Prepared, SavedWeights, Writer, rank_extra_name
 from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.memory import dtype_name
+from fsdp_optim.options import text_of_format
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities
 from fsdp_optim.transport.base import RankGroup
@@ -57,6 +60,11 @@ class SaveContents(Struct, frozen=True):
             raise StateError(
                 'weights="none" without an optimizer leaves nothing to save: give optim= or state= too, or other weights='
             )
+        if options.fingerprint and not writer.keeps_fingerprint:
+            raise StateError(
+                f"fingerprint=True: the format {text_of_format(options.format)} has no place for a fingerprint: leave it out, or "
+                'give format="safetensors"'
+            )
         weights = read_weights(
             reader, group, options, options.call, about, which=options.weights, saved_as=options.weights_dtype
         )
@@ -67,7 +75,7 @@ class SaveContents(Struct, frozen=True):
         common: Mapping[str, Any] = values or {}
         trees, optim_tree = None, None
         if options.state.is_given and writer.writes_trees:  # the same on all ranks
-            common, trees, tensors = read_trees(group, common, options)
+            common, trees, tensors = read_trees(group, common, options, options.call.on_replica_mismatch)
             if options.tree is not None and trees is not None and weights.tensors:
                 shapes = {value.fqn: value.placement.shape for value in weights.tensors}
                 optim_tree = OptimTree.of(common, trees, tensors, shapes, names)
@@ -100,6 +108,16 @@ class SaveContents(Struct, frozen=True):
             return self.optim_tree.absent
         params = self.state.global_state.params.values() if self.state is not None else ()
         return tuple(param.fqn for param in params if param.summary is None)
+
+    def object_prints(self) -> tuple[Mapping[Place, ValueFingerprint], Mapping[str, str]]:
+        """Return the fingerprints of values that are not in files, if the save has fingerprints, and the saved names by FQN."""
+        if not self.options.fingerprint:
+            return {}, {}
+        scalars = scalars_of(self.state) if self.state is not None else {}
+        of_objects = objects_of(self.weights, self.state, 0)
+        of_optim = {place: value for place, value in {**of_objects, **scalars}.items() if place[0] == "optim"}
+        renamed = {(half, self.names(fqn), name): value for (half, fqn, name), value in of_optim.items()}
+        return {**of_objects, **renamed}, {fqn: self.names(fqn) for fqn in self.weights.global_state.params}
 
     def plan_files(self, ranks: Sequence[int], strategy: str, *, shared: str, capabilities: Capabilities) -> FilePlan:
         """Plan the files, the same on all ranks. `shared`: the string from the leader's `Prepared`."""
@@ -151,7 +169,7 @@ class SaveContents(Struct, frozen=True):
         index = CheckpointIndex(
             where="the new checkpoint",
             weights=stored_tensors(self.weights),
-            facts=Facts("", world_size, self.options.step, which),
+            facts=Facts("", world_size, self.options.step, which, models=self.options.models.names),
             aliases={**aliases, **local.module_values.aliases},
             optim=optim,
             extras=extras,
