@@ -2,7 +2,8 @@
 
     from fsdp_optim import dcp   # in place of: import torch.distributed.checkpoint as dcp
 
-Files: `state_tree.py` tells the weights of a state dict from the rest; `saving.py` and `loading.py` have the calls.
+Files: `state_tree.py` tells the weights of a state dict from the rest; `saving.py` and `loading.py` have the calls;
+`meta_values.py` gives tensors on the meta device memory to load into.
 
 Storage for torch's own calls: `writer.py` and `reader.py`, for `save(..., storage_writer=)` and `load(..., storage_reader=)`.
 Torch calls, on a save: `set_up_storage_writer` and `prepare_local_plan` on all ranks, `prepare_global_plan` on the coordinator

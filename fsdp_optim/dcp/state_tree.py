@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,11 +23,16 @@ Place = tuple[str, ...]
 def called(state_dict: Any) -> dict[str, Any]:
     """Return a state dict with the states of its Stateful objects in their places. Called by all ranks.
 
+    A state_dict() may be a collective call, so the objects are asked in the order of their names, which all ranks have.
+
     Raises StateError for anything but a dict of names.
     """
     if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
         raise StateError(f"state_dict must be a dict with str as keys, not {_shown(state_dict)}")
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
+    states = {
+        key: value.state_dict() for key, value in sorted(state_dict.items(), key=itemgetter(0)) if is_stateful(value)
+    }
+    return {key: states.get(key, value) for key, value in state_dict.items()}
 
 
 def is_stateful(value: object) -> bool:
@@ -59,10 +65,10 @@ class StateTree:
         """Find the model: the dict of tensors that is called as trainers call it, else the tensors at the top level."""
         for place, value in _dicts(tree):
             if place[-1] in _OF_A_MODEL and _is_of_model(value):
-                weights = {fqn: tensor for fqn, tensor in value.items() if is_tree_tensor(tensor)}
+                weights = {fqn: tensor for fqn, tensor in value.items() if _is_weight(tensor)}
                 others = {fqn: other for fqn, other in value.items() if fqn not in weights}
                 return cls(weights, place, _with(tree, place, others))
-        weights = {fqn: tensor for fqn, tensor in tree.items() if is_tree_tensor(tensor)}
+        weights = {fqn: tensor for fqn, tensor in tree.items() if _is_weight(tensor)}
         return cls(weights, (), {name: value for name, value in tree.items() if name not in weights})
 
     @property
@@ -92,10 +98,15 @@ def _dicts(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]
                     yield (key, inner), item
 
 
+def _is_weight(value: object) -> bool:
+    """Return whether a value can be a weight. One on the meta device is refused as a weight is, on all ranks."""
+    return is_tree_tensor(value) or (isinstance(value, torch.Tensor) and value.is_meta)
+
+
 def _is_of_model(value: Mapping[Any, Any]) -> bool:
     """Return whether a dict is the state dict of a model: tensors by name, and what modules add."""
     named = all(isinstance(key, str) for key in value)
-    others = [key for key, item in value.items() if not is_tree_tensor(item)]
+    others = [key for key, item in value.items() if not _is_weight(item)]
     return named and len(others) < len(value) and all(f".{key}".endswith(_EXTRA_STATE) for key in others)
 
 

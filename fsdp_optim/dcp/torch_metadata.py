@@ -64,7 +64,7 @@ class TorchKeys:
         if isinstance(how, Mapping):
             keys._add_planned(index, tree, how)
         else:
-            for path, leaf in flattened(tree, ()):
+            for path, leaf in flattened(tree, ()) if tree else ():  # an empty dict is a value, but here it has no key
                 keys._add(path, index.trees[leaf.key] if isinstance(leaf, InFile) else leaf)
         of_model = (model,) if model else ()
         for fqn, stored in index.weights.items():
