@@ -62,6 +62,9 @@ def _mean(values: Iterable[float]) -> float:
 def gradients(pair: Pair) -> Compared:
     """Compare the gradients that the optimizer got."""
     then, now = pair.then.gradients, pair.now.gradients
+    if pair.then.has_updated != pair.now.has_updated:
+        made = "made no step, and makes one now" if pair.now.has_updated else "made a step, and makes none now"
+        return Compared((Finding(f"the optimizer {made}"),))
     if not then or not now:
         return Compared()
     if pair.why_not_outcome:
@@ -159,16 +162,32 @@ def objects(pair: Pair) -> Compared:
     findings = [*_texts("", pair.then.came_out.objects, pair.now.came_out.objects, pair)]
     trees, trees_now = pair.then.came_out.trees, pair.now.came_out.trees
     if not pair.why_not_outcome:
-        both = {f"state: {name}": value for name, value in trees.items() if name in trees_now}
-        after = {f"state: {name}": value for name, value in trees_now.items()}
-        findings += _in_bounds(
-            both, after, "", {name: max(value.norm, after[name].norm) for name, value in both.items()}, pair
-        )
+        both = {name: value for name, value in trees.items() if name in trees_now}
+        findings += _trees(both, trees_now, pair)
     if pair.has_same_ranks:
         own = zip(pair.then.came_out.own_objects, pair.now.came_out.own_objects, strict=True)
         for rank, (then, now) in enumerate(own):
             findings += _texts(f" of rank {rank}", then, now, pair)
     return Compared.of(findings)
+
+
+def _trees(then: Values, now: Values, pair: Pair) -> Iterator[Finding]:
+    """Yield the trees with other bits. Such as averages follow the weights, and may be as far away as these."""
+    weights = pair.then.came_out.weights
+    of_weights = _bounds_of_weights(pair, weights, pair.now.came_out.weights)
+    by_numel: dict[int, float] = {}
+    for name, weight in weights.items():
+        by_numel[weight.numel] = max(by_numel.get(weight.numel, 0.0), of_weights[name])
+    for name, before in then.items():
+        after = now[name]
+        if before.bits != after.bits:
+            fqn = next((fqn for fqn in weights if name.endswith(f".{fqn}")), None)
+            away = of_weights[fqn] if fqn is not None else by_numel.get(before.numel, 0.0)
+            rounding = max(rounding_in(before, pair.rounding), rounding_in(after, pair.rounding))
+            bound = away + tolerance_of(rounding) * max(before.norm, after.norm)
+            apart = distance(before.projections, after.projections)
+            near = is_within(apart, bound) and before.num_nonfinite == after.num_nonfinite
+            yield Finding(f"{name}: {_apart(before, after, apart, bound)}", not near)
 
 
 def _texts(

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from fsdp_optim.checkpoint.proof.bounds import tolerance_of
 from fsdp_optim.checkpoint.proof.record import StepRecord
 
+RESULTS = "the results of the step"
+"""The beginning of the note that what the step led to could not be compared."""
+
 
 class Finding(NamedTuple):
     """One difference, in words with both numbers. `is_fault`: rounding does not explain it."""
@@ -66,9 +69,9 @@ class Pair:
             return ""
         reason = self.then.depends_on_ranks or self.now.depends_on_ranks
         if reason and not self.has_same_ranks:
-            return f"the results of the step, because {reason}"
+            return f"{RESULTS}, because {reason}"
         if not self.has_same_ranks and any(
             random.drawn_inside for record in (self.then, self.now) for random in record.random
         ):
-            return "the results of the step, because it draws random numbers (dropout, say), and each rank has its own"
+            return f"{RESULTS}, because it draws random numbers (dropout, say), and each rank has its own"
         return ""

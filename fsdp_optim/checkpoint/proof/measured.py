@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,9 @@ class LocalMeasures:
     own: Mapping[Key, Measured] = field(default_factory=dict)
 
 
+NO_MEASURES = LocalMeasures((), (), (), LocalSums.zeros(0, NUM_PROJECTIONS))
+
+
 class ModelMarks(Struct, frozen=True):
     """What one rank's model is, besides its elements: parts of `WentIn`, `CameOut` and `StepRecord`."""
 
@@ -111,17 +114,21 @@ class ModelMeter:
         return ModelReader(self._model, self._group.rank)
 
     def weights(self) -> LocalMeasures:
-        """Return the sums of the parameters and buffers."""
-        return self._measured(weights_of(self.reader(), self._group.ranks, self._options))
+        """Return the sums of the parameters and buffers; without buffers where ranks may have different ones."""
+        local = weights_of(self.reader(), self._group.ranks, self._options)
+        if self._options.on_replica_mismatch != "lowest_rank":
+            return self._measured(local)
+        params = [param for param in local.optim.params if not is_buffer(param.handle.param)]
+        return self._measured(Local(local.view, replace(local.optim, params=tuple(params))))
 
     def moments(self) -> LocalMeasures:
         """Return the sums of the optimizer's state."""
-        return self._measured(self.local_state()) if self._optim is not None else _NOTHING
+        return self._measured(self.local_state()) if self._optim is not None else NO_MEASURES
 
     def gradients(self) -> LocalMeasures:
         """Return the sums of the gradients, as the optimizer finds them."""
         if self._optim is None:
-            return _NOTHING
+            return NO_MEASURES
         local = self.local_state()
         params = [structs.replace(param, state=_gradient_of(param)) for param in local.optim.params]
         of_gradients = LocalOptim(
@@ -171,7 +178,7 @@ class ModelMeter:
     def trees(self, tensors: Mapping[str, torch.Tensor]) -> LocalMeasures:
         """Return the sums of tensors in trees of `state=`, by key."""
         if not tensors:
-            return _NOTHING
+            return NO_MEASURES
         return self._measured(local_of(tensors, self._group.rank, self._group.ranks))
 
     def spreads(self, tolerance: float, gradients: float) -> dict[str, float]:
@@ -229,9 +236,6 @@ class ModelMeter:
         if failure.error is not None:
             raise failure.error
         return end.sums()
-
-
-_NOTHING = LocalMeasures((), (), (), LocalSums.zeros(0, NUM_PROJECTIONS))
 
 
 def _step_sizes(group: Mapping[str, Any]) -> tuple[float, float, float]:
