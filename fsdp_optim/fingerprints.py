@@ -109,13 +109,21 @@ class Fingerprint:
         return len(self.weights) + sum(map(len, self.optim.values())) + len(self.state)
 
     def values_of(self, half: str) -> dict[tuple[str, str], ValueFingerprint]:
-        """Return the values of "weights", "optim" or "state", by (FQN or key, name); the name is "" but for the optimizer."""
+        """Return the values of one half by (FQN or key, name); the name is "" but for the optimizer.
+
+        Args:
+            half: "weights", "optim" or "state".
+        """
         if half == "optim":
             return {(fqn, name): value for fqn, values in self.optim.items() for name, value in values.items()}
         return {(fqn, ""): value for fqn, value in getattr(self, half).items()}
 
     def differences(self, other: Fingerprint) -> tuple[Difference, ...]:
-        """Return how the values of `self` differ from those of `other`, in the order of weights, optimizer and state."""
+        """Return how the values of `self` differ from those of another fingerprint: weights, optimizer and state, in this order.
+
+        Args:
+            other: the other fingerprint, of any sharding.
+        """
         return tuple(
             difference
             for half in _HALVES
@@ -130,7 +138,14 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Fingerprint:
-        """Return the fingerprint that `to_json` has written. Raises StateError for any other text."""
+        """Return the fingerprint that `to_json` has written.
+
+        Args:
+            text: the JSON.
+
+        Raises:
+            StateError: the text is something else, or of another version of the library whose bits cannot be compared.
+        """
         try:
             record = json.loads(text)
             version = record["fingerprint"]
@@ -199,14 +214,15 @@ def _norms(here: ValueFingerprint, there: ValueFingerprint) -> str:
     if not here.norm and not there.norm:
         return "no norms"
     if not here.norm or not there.norm:
-        return f"all zeros {'here' if not here.norm else 'there'}, norm {max(here.norm, there.norm):.6g} {'there' if not here.norm else 'here'}"
+        zero, other = ("here", "there") if not here.norm else ("there", "here")
+        return f"all zeros {zero}, norm {max(here.norm, there.norm):.6g} {other}"
     if abs(here.norm - there.norm) <= 1e-12 * max(here.norm, there.norm):
         return f"of the same norm {here.norm:.6g}: elements moved, or signs changed"
     return f"norm {here.norm:.9g} here, {there.norm:.9g} there"
 
 
 def _to_records(values: Mapping[str, ValueFingerprint]) -> dict[str, list[Any]]:
-    """Return [bits, dtype, shape, norm, number of non-finite elements, projections] of each value; defaults at the end left out."""
+    """Return [bits, dtype, shape, norm, `num_nonfinite`, projections] of each value, without defaults at the end."""
     records = {}
     for name, value in values.items():
         record: list[Any] = [f"{value.bits:032x}", value.dtype, list(value.shape), _to_number(value.norm)]

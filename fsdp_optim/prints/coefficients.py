@@ -3,22 +3,23 @@
 The bytes of a value, in row-major order of the unsharded tensor, are cut into rows of 1024 bytes; the last row ends in zeros.
 With s(q, k) the byte k of row q as a signed number, the two halves w of the bits are sums of wrapping 64-bit integers:
 
-    bits[w] = sum over q, k of  row(w, q) * column(w, k) * s(q, k)           column(w, k) = sum over n < 16 of join(w, n) * table(k, n)
+    bits[w]      = sum over q, k of row(w, q) * column(w, k) * s(q, k)
+    column(w, k) = sum over n < 16 of join(w, n) * table(k, n)
 
-It is linear in the bytes. So each rank adds its own bytes and the sums of ranks are added, whatever rank has which byte, and bytes
-that nobody has count as zeros: no cut, no border and no order matters. And it is one product of matrices of int8, which
+It is linear in the bytes. So each rank adds its own bytes and the sums of ranks are added, whatever rank has which byte, and
+bytes that nobody has count as zeros: no cut, no border and no order matters. And it is one product of matrices of int8, which
 processors and accelerators do as fast as they read memory: 16 sums of 1024 products for each row.
 
 How likely two different values have equal bits, for numbers as good as random:
 
-- In a row with a difference d, the 16 sums over n differ by sums of table(k, n) * d(k): plain integers, none of them wraps. Each is
-  zero for at most 1 of 256 tables, so that all are zero with a probability of 2**-128.
+- In a row with a difference d, the 16 sums over n differ by sums of table(k, n) * d(k): plain integers, none of them wraps. Each
+  is zero for at most 1 of 256 tables, so that all are zero with a probability of 2**-128.
 - `join` and `row` are odd 64-bit numbers. A difference whose lowest bit is bit v (at most 7 for bytes, and higher by m with a
   probability of 2**-16m) gets lost in a sum that wraps with a probability of at most 58 * 2**-55 for both factors, in each of the
   two halves: together under 2**-96.
 - A single byte that differs is seen for certain: no `column(w, k)` of these numbers is a multiple of 2**56. Values that were
-  exchanged, shifted, negated or scaled are no special case of this: nothing about the bytes is assumed. Nobody is kept from making
-  a collision on purpose: these numbers are public.
+  exchanged, shifted, negated or scaled are no special case: nothing about the bytes is assumed. Nobody is kept from making a
+  collision on purpose: these numbers are public.
 """
 
 from __future__ import annotations

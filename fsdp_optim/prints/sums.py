@@ -185,7 +185,8 @@ def _joined(rows: torch.Tensor) -> torch.Tensor:
 
 def _by_columns(signed: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """Return the sums of rows in 64-bit arithmetic, without a product of matrices."""
-    return torch.cat([(piece.to(torch.int64) * column).sum(1) for piece in signed.split(_LEAST_ROWS)])
+    starts = range(0, len(signed), _LEAST_ROWS)
+    return torch.cat([(signed[at : at + _LEAST_ROWS].to(torch.int64) * column).sum(1) for at in starts])
 
 
 @lru_cache(maxsize=8)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,8 +18,12 @@ from torch import nn
 
 from fsdp_optim.api import CheckpointManager, ManagerOptions, ResumeProof
 from fsdp_optim.errors import FsdpOptimError, StateError
+from fsdp_optim.options import BUCKET_NBYTES
 from fsdp_optim.testing.ranks import RanksFailed, WorkerDied, run_on_ranks
+from fsdp_optim.transport.agree import all_gather_bytes, all_hear, in_turn
+from fsdp_optim.transport.world import world_here
 
+_MOST_SECONDS = 4 * 3600.0  # for which other processes of torchrun wait
 _NEVER = 1_000_000_000  # steps: this saves by save() alone
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -251,22 +255,18 @@ def _one_of_torchrun() -> Iterator[tuple[bool, Callable[[tuple[ProvenResume, ...
         return
     is_ours = not dist.is_initialized()
     if is_ours:
-        dist.init_process_group("gloo", timeout=timedelta(hours=2))
+        dist.init_process_group("gloo")
+    world = world_here()
+    group = world.group("prove_resume", range(world.size), None, _MOST_SECONDS, BUCKET_NBYTES)
+
+    def share(results: tuple[ProvenResume, ...]) -> tuple[ProvenResume, ...]:
+        content = pickle.dumps(results) if world.rank == 0 else b""
+        shared: tuple[ProvenResume, ...] = pickle.loads(all_gather_bytes(group, "results", content).content_of(0))
+        return shared
+
     try:
-        rank = dist.get_rank()
-        shared: list[Any] = [None]
-
-        def share(results: tuple[ProvenResume, ...]) -> tuple[ProvenResume, ...]:
-            shared[0] = results if rank == 0 else None
-            dist.broadcast_object_list(shared, src=0)
-            return tuple(shared[0])
-
-        try:
-            yield rank == 0, share
-        except BaseException:
-            if rank == 0 and shared[0] is None:  # the others wait for the results
-                dist.broadcast_object_list([()], src=0)
-            raise
+        with in_turn(group), all_hear(group):  # an error of rank 0 is raised on all of them
+            yield world.rank == 0, share
     finally:
         if is_ours:
             dist.destroy_process_group()

@@ -45,7 +45,8 @@ class Snapshot:
 class Fault:
     """`at_same`, `at_other`: the causes at the same number of ranks and at another one; `HARMLESS` where nothing is wrong there.
 
-    `why`: why it is harmless there.
+    `why`: why it is harmless there. `text`: what the verdict says at the same number of ranks. `fewest`: the ranks that the other
+    world needs for it to be a fault.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Fault:
     kind: Kind = PLAIN
     why: str = ""
     text: str = ""
+    fewest: int = 1
 
 
 def params(job: Job) -> dict[str, Tensor]:
@@ -418,7 +420,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault("statistics of BatchNorm reset", statistics_reset, STATE, STATE, BATCH_NORM, text="batch_norm.running_mean"),
     Fault("a buffer reset", a_buffer_reset, STATE, STATE, text="num_calls: was 6, and is 0"),
-    Fault("a replica apart", replica_apart, STATE, STATE, REPLICAS, text="blocks.0.up.weight"),
+    Fault("a replica apart", replica_apart, STATE, NUMBERS, REPLICAS, text="blocks.0.up.weight", fewest=2),
     Fault("the average of the step before", average_stale, STATE, STATE, text="state.average"),
     Fault("the average begun again", average_of_weights, STATE, STATE, text="state.average"),
     Fault("lr of a group 10 % up", lr_of_a_group, GROUPS, GROUPS, text="lr of param group 1"),
@@ -437,7 +439,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a batch skipped", batch_skipped, BATCH, BATCH, text="is another one"),
     Fault("a batch repeated", batch_repeated, BATCH, BATCH),
     Fault("batches swapped between ranks", batches_swapped, BATCH, HARMLESS, why=_NEXT, text="has the batch that rank"),
-    Fault("the batch of rank 0 on all ranks", batch_of_rank_0, BATCH, BATCH, text="rank 0 had"),
+    Fault("the batch of rank 0 on all ranks", batch_of_rank_0, BATCH, BATCH, text="rank 0 had", fewest=2),
     Fault("samples in another order", wrong(samples=_shuffled), BATCH, HARMLESS, why=_NEXT),
     Fault("a token changed", wrong(samples=_a_token), BATCH, BATCH),
     Fault("accumulation of 1 instead of 2", wrong(num_micro=1), BATCH, BATCH, text="forward passes"),

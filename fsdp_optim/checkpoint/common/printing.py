@@ -1,16 +1,18 @@
-"""Fingerprints of the values of all ranks: each rank adds its own elements, and the sums travel, 16 bytes and some for a value."""
+"""Fingerprints of the values of all ranks: each rank adds its own elements, and sums travel, some bytes for a value."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from numbers import Number
 from typing import Any
 
+import numpy
 import torch
 
-from fsdp_optim.checkpoint.common.contents import TREE, WEIGHT, SavedHalf
+from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf
 from fsdp_optim.checkpoint.common.files import offset_in_storage, stored_on
 from fsdp_optim.errors import StateError
 from fsdp_optim.fingerprints import Fingerprint, ValueFingerprint
@@ -120,10 +122,10 @@ def print_of(where: str, value: Any, num_projections: int = 0) -> ValueFingerpri
         raise StateError(
             f"{where}: {error}, so it has no fingerprint: store plain values or tensors in its place"
         ) from None
-    number = complex(value) if isinstance(value, Number) and not isinstance(value, bool) else 0  # type: ignore[call-overload]
-    is_finite = abs(number) < float("inf")
+    size = abs(value) if isinstance(value, (int, float, complex, numpy.number)) else 0.0
+    is_finite = size < inf
     return ValueFingerprint(
-        int(bits, 16), type(value).__name__, (), abs(number) if is_finite else 0.0, int(not is_finite)
+        int(bits, 16), type(value).__name__, (), float(size) if is_finite else 0.0, int(not is_finite)
     )
 
 
@@ -188,12 +190,15 @@ def merged(
                 others |= of_rank
             joined = pickle.dumps((total.to_bytes(), others))
     data, others = pickle.loads(all_gather_bytes(group, "all sums", joined, error=failure.error).content_of(leader))
-    total = LocalSums.from_bytes(data, *size)
-    prints = {
+    return {**prints_in(LocalSums.from_bytes(data, *size), end.values), **others}
+
+
+def prints_in(total: LocalSums, values: Sequence[StateValue]) -> dict[Place, ValueFingerprint]:
+    """Return the fingerprints of values from the sums of all ranks."""
+    return {
         place_of(value): _value_of(total, index, dtype_name(value.dtype), tuple(value.placement.shape))
-        for index, value in enumerate(end.values)
+        for index, value in enumerate(values)
     }
-    return prints | others
 
 
 def fingerprint_from(prints: Mapping[Place, ValueFingerprint], order: Iterable[str]) -> Fingerprint:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import reader_of
-from fsdp_optim.checkpoint.common.arguments import SaveArguments
+from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf, SavedValue, aligned, loadable
 from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.elements import MOST_DEEP
@@ -21,6 +21,7 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.header import DTYPES
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
 from fsdp_optim.memory import dtype_name, is_plain
+from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.transport.agree import all_equal, exchange_reports
@@ -122,9 +123,9 @@ def local_of(tensors: Mapping[str, torch.Tensor], rank: int, ranks: tuple[int, .
 
 
 def read_trees(
-    group: RankGroup, given: Mapping[str, Any], options: SaveArguments
+    group: RankGroup, given: Mapping[str, Any], asked: Arguments, mismatch: OnReplicaMismatch
 ) -> tuple[Mapping[str, Any], SavedHalf | None]:
-    """Agree with the other ranks on the values of `state=`. Called by all ranks.
+    """Agree with the other ranks on the values of `state=`. Called by all ranks, with the arguments `asked` of their call.
 
     Returns the values of all ranks together, with an `InFile` in the place of each tensor, and the tensors; None if no rank has
     a tensor. Raises StateError, the same on all ranks, for trees that cannot be joined, and for replicas that differ.
@@ -133,11 +134,10 @@ def read_trees(
     values = _joined(group, split.values)
     if not any(isinstance(leaf, InFile) for _, leaf in leaves_of(values)):
         return values, None
-    mismatch = options.call.on_replica_mismatch
     local, global_state = agree_on_state(
         group,
         lambda: loadable(local_of(split.tensors, group.rank, group.ranks), group.rank),
-        options,
+        asked,
         "the tensors of state=",
         with_state=True,
         on_replica_mismatch=mismatch,

@@ -53,12 +53,12 @@ def check_bitwise(
     with failure:
         if state is not None and optim is not None:
             loaded = read_local(reader, optim, replace(options.call, collect="all"), group.ranks)
-    values = _cut_as_live(group, loaded, values, failure)
+    values = cut_as_live(group, loaded, values, failure)
     with failure:
         checkpoint = loaded_from.verified()
         model = weights_of(reader, group.ranks, options.call)
         live: dict[Key, torch.Tensor | None] = {
-            value.key: _held(model, value) for value in values if not value.is_state
+            value.key: held_part(model, value) for value in values if not value.is_state
         }
         weights.module_values.check(model.module_values)
         state_cast = state.cast if state is not None else frozenset()
@@ -68,11 +68,11 @@ def check_bitwise(
             if (
                 (value.fqn, value.name) in state_cast
                 if value.is_state
-                else _is_cast(model, value, castable_with=options.cast)
+                else is_cast(model, value, castable_with=options.cast)
             )
         )
         if state is not None and loaded is not None:
-            live.update((value.key, _held(loaded, value)) for value in values if value.is_state)
+            live.update((value.key, held_part(loaded, value)) for value in values if value.is_state)
             read_constants(
                 checkpoint, [stored for stored in checkpoint.index.optim_tensors.values() if not stored.shape]
             )
@@ -94,7 +94,7 @@ def check_bitwise(
         )
 
 
-def _cut_as_live(
+def cut_as_live(
     group: RankGroup, loaded: Local | None, values: list[StoredValue], failure: Failure
 ) -> list[StoredValue]:
     """Return the values with the placements of the live optimizer: a DTensor in the state of a plain parameter has its own cut.
@@ -179,7 +179,7 @@ def _first_difference(live: torch.Tensor, saved: torch.Tensor) -> int | None:
     return int(differs[0]) if len(differs) else None
 
 
-def _held(local: Local, value: StoredValue) -> torch.Tensor | None:
+def held_part(local: Local, value: StoredValue) -> torch.Tensor | None:
     """Return this rank's part of a value in memory; None if it has none, or no plain tensor."""
     param = _param_of(local, value)
     live = (param.state or {})[value.name] if param is not None else None
@@ -198,7 +198,7 @@ def _param_of(local: Local, value: StoredValue) -> LocalParam | None:
     return param
 
 
-def _is_cast(local: Local, value: StoredValue, *, castable_with: bool) -> bool:
+def is_cast(local: Local, value: StoredValue, *, castable_with: bool) -> bool:
     """Return whether a load may and did cast a weight. `castable_with`: the `cast` argument of the load."""
     param = _param_of(local, value)
     if param is None or param.handle.weights_dtype == value.dtype:

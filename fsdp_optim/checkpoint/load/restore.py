@@ -17,6 +17,7 @@ from fsdp_optim.checkpoint.load.compare import check_bitwise
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
+from fsdp_optim.checkpoint.load.proving import check_prints
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, nbytes_of
 from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere
@@ -112,6 +113,9 @@ def _restore(
         install_all(
             group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects, trees=trees
         )
+        num_proven = 0
+        if options.fingerprint:
+            num_proven = check_prints(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
         if options.compare:
             check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
     small = state.small_tensors if state is not None else ()
@@ -122,6 +126,7 @@ def _restore(
         objects.receipt = receipt_of(
             result, checkpoint, group, options, objects, nbytes=nbytes, begun=begun, wrapper=reader.wrappers
         )
+        objects.receipt = replace(objects.receipt, num_proven=num_proven)
     warn_of_new_ranks(checkpoint, group, objects)
     return replace(result, receipt=objects.receipt)
 

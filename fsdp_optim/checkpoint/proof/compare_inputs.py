@@ -30,6 +30,7 @@ def _flat(state: WentIn) -> dict[str, Measured]:
 
 
 def flat_moments(moments: StateValues) -> dict[str, Measured]:
+    """Return the moments by FQN and name, as messages call them."""
     return {f"{fqn}: {name}": value for fqn, values in moments.items() for name, value in values.items()}
 
 

@@ -71,6 +71,10 @@ def gradients(pair: Pair) -> Compared:
         return Compared.without(pair.why_not_outcome)
     total = max(norm_of_all(then.values()), norm_of_all(now.values()))
     findings = list(_in_bounds(then, now, "its gradient", dict.fromkeys(then, total), pair))
+    if not any(finding.is_fault for finding in findings):
+        before, after = norm_of_all(then.values()), norm_of_all(now.values())
+        if abs(before - after) > pair.tolerance * total:  # rounding adds little to a norm: it has no direction
+            findings.append(Finding(f"all gradients together had the norm {before:.9g}, and have {after:.9g}"))
     return Compared.of(findings, len(then))
 
 
@@ -116,9 +120,8 @@ def weights(pair: Pair) -> Compared:
         if after is None:
             findings.append(Finding(f"{name}: the saving run had it after the step, and this run has not"))
         elif before.bits != after.bits and before.dtype == after.dtype:
-            apart = distance(before.projections, after.projections)
-            near = is_within(apart, bounds[name]) and before.num_nonfinite == after.num_nonfinite
-            findings.append(Finding(f"{name}: {_apart(before, after, apart, bounds[name])}", not near))
+            bound = 0.0 if pair.has_same_gradients else bounds[name]
+            findings.append(_away(f"{name}:", before, after, bound))
     return Compared.of(findings, len(then))
 
 
@@ -185,9 +188,7 @@ def _trees(then: Values, now: Values, pair: Pair) -> Iterator[Finding]:
             away = of_weights[fqn] if fqn is not None else by_numel.get(before.numel, 0.0)
             rounding = max(rounding_in(before, pair.rounding), rounding_in(after, pair.rounding))
             bound = away + tolerance_of(rounding) * max(before.norm, after.norm)
-            apart = distance(before.projections, after.projections)
-            near = is_within(apart, bound) and before.num_nonfinite == after.num_nonfinite
-            yield Finding(f"{name}: {_apart(before, after, apart, bound)}", not near)
+            yield _away(f"{name}:", before, after, 0.0 if pair.has_same_gradients else bound)
 
 
 def _texts(
@@ -241,15 +242,18 @@ def _in_bounds(then: Values, now: Values, what: str, norms: Mapping[str, float],
         elif before.bits != after.bits:
             rounding = max(rounding_in(before, pair.rounding), rounding_in(after, pair.rounding))
             bound = tolerance_of(rounding) * norms[name]
-            apart = distance(before.projections, after.projections)
-            near = is_within(apart, bound) and before.num_nonfinite == after.num_nonfinite
-            yield Finding(f"{where} {_apart(before, after, apart, bound)}", not near)
+            yield _away(where, before, after, 0.0 if pair.has_same_gradients and not what else bound)
+
+
+def _away(where: str, before: Measured, after: Measured, bound: float) -> Finding:
+    """Return the finding about a value with other bits. `bound`: as a norm; 0 where none can be explained."""
+    apart = distance(before.projections, after.projections)
+    near = bound > 0 and is_within(apart, bound) and before.num_nonfinite == after.num_nonfinite
+    return Finding(f"{where} {_apart(before, after, apart, bound)}", not near)
 
 
 def _apart(before: Measured, after: Measured, apart: float, bound: float) -> str:
     if before.num_nonfinite != after.num_nonfinite:
         return f"had {before.num_nonfinite} elements that are not finite, and has {after.num_nonfinite}"
-    return (
-        f"had the norm {before.norm:.9g}, and has {after.norm:.9g}; the difference is about {apart:.3g}, and rounding explains "
-        f"{bound:.3g}"
-    )
+    explained = f"rounding explains {bound:.3g}" if bound else "the gradients are the same, bit for bit"
+    return f"had the norm {before.norm:.9g}, and has {after.norm:.9g}; the difference is about {apart:.3g}, and {explained}"

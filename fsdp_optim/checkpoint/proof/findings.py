@@ -63,6 +63,15 @@ class Pair:
         return tolerance_of(self.rounding)
 
     @cached_property
+    def has_same_gradients(self) -> bool:
+        """Whether the optimizer got the same gradients, bit for bit, in the same shards, and so makes the same of them."""
+        then, now = self.then.gradients, self.now.gradients
+        is_seen = self.is_alike and then and now and self.then.has_updated and self.now.has_updated
+        return bool(is_seen) and {name: value.bits for name, value in then.items()} == {
+            name: value.bits for name, value in now.items()
+        }
+
+    @cached_property
     def why_not_outcome(self) -> str:
         """Why the results of the two steps cannot be compared; empty where they can."""
         if self.is_alike:

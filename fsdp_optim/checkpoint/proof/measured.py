@@ -190,13 +190,22 @@ class ModelMeter:
         local = self.local_state() if self._optim is not None and gradients else None
         ranges = LocalRanges(self._group.rank)
         for param in local.optim.params if local is not None else ():
-            name = next((name for name in SECOND_MOMENTS if name in (param.state or {})), None)
-            held = param.handle.held(param.state[name]) if name is not None and param.state is not None else None
-            if held is None or local is None:
+            if local is None or param.state is None:
                 continue
-            lr, epsilon, share = _step_sizes(local.optim.groups[param.group_index])
+            group = local.optim.groups[param.group_index]
+            is_linear = local.optim.classes[param.group_index].names[:1] == ("SGD",)
+            name = next((name for name in SECOND_MOMENTS if name in param.state), None)
+            held = param.handle.held(param.state[name]) if name is not None else None
+            if held is None and not is_linear:
+                continue
+            lr, epsilon, share = _step_sizes(group)
             for fqn, placement in param.named.placements.items():
                 start, stop = ranges.of(placement)
+                if held is None:
+                    step = lr * (1 + float(group.get("momentum", 0.0))) * tolerance * gradients
+                    part = (stop - start) / max(math.prod(placement.shape), 1) / max(placement.num_replicas, 1)
+                    squares[fqn] = squares.get(fqn, 0.0) + step**2 * part
+                    continue
                 for first in range(start, stop, _MOST_NUMEL):
                     piece = flat_slice(held, first, min(first + _MOST_NUMEL, stop))
                     square = spread_of(piece, lr * share, epsilon, tolerance, gradients)

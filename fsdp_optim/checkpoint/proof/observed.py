@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of
 _MOST_ROWS = 1 << 16  # samples of one rank, of which each has a digest of 16 letters
 _MOST_NODES = 1_000_000  # of the graph of one forward pass
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_MOST_LETTERS, _SHOWN = 160, 80  # of a value in a message
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
@@ -86,15 +88,20 @@ def random_digests() -> dict[str, str]:
 def texts_of(value: object) -> dict[str, str]:
     """Return path -> the value there as text, of the state of an object: numbers as they are, tensors as digests.
 
-    Objects that cannot be compared do not count.
+    Objects that cannot be compared do not count, and bytes neither: two pickles of one state may differ.
     """
     texts: dict[str, str] = {}
     for path, leaf in _leaves_of_state(value, "", 0):
-        try:
-            texts[path] = key_of(leaf)
-        except Incomparable:
+        if isinstance(leaf, (bytes, bytearray)):
             continue
+        with contextlib.suppress(Incomparable):
+            texts[path] = _shortened(key_of(leaf))
     return texts
+
+
+def _shortened(text: str) -> str:
+    """Return a text of at most some hundred letters, which is equal for equal texts only."""
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_SHOWN]}... ({fingerprint_of(text)})"
 
 
 def _leaves_of_state(value: object, path: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -170,3 +177,9 @@ def rounding_behind(output: object) -> float:
                 seen.add(following)
                 nodes.append(following)
     return max((rounding_of(dtype) for dtype in dtypes), default=0.0)
+
+
+def stepping(optim: Any) -> Any:
+    """Return the optimizer whose `step` a wrapper around an optimizer calls, which is where hooks are called."""
+    inner = getattr(optim, "optimizer", None)
+    return stepping(inner) if isinstance(inner, torch.optim.Optimizer) and inner is not optim else optim

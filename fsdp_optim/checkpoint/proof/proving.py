@@ -70,14 +70,25 @@ class Proving:
         """Whether a step is being watched; the same on all ranks."""
         return self._open is not None
 
-    def begin(self, group: RankGroup, where: str, saved_step: int, *, compares: bool) -> None:
-        """Watch the next step. Called by all ranks, after a save was begun, or after a resume. No communication."""
+    def begin(
+        self,
+        group: RankGroup,
+        where: str,
+        saved_step: int,
+        *,
+        compares: bool,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
+        """Watch the next step. Called by all ranks, after a save was begun, or after a resume. No communication.
+
+        `at_end`: called when the optimizers have made their step.
+        """
         self.stop()
         if not self._prove:
             return
         is_staged = isinstance(self._model, (list, tuple))
         meter = ModelMeter(self._model, self._optim, group, self._options, {})
-        watch = StepWatch(meter, self._plain_tensors, watches_batches=not is_staged)
+        watch = StepWatch(meter, self._plain_tensors, watches_batches=not is_staged, at_end=at_end)
         self._open = _Open(watch, where, saved_step, compares)
 
     def stop(self) -> None:

@@ -21,7 +21,14 @@ from torch import nn
 
 from fsdp_optim.checkpoint.proof.bounds import rounding_of
 from fsdp_optim.checkpoint.proof.measured import NO_MEASURES, LocalMeasures, ModelMarks, ModelMeter
-from fsdp_optim.checkpoint.proof.observed import batch_of, digest_of, number_of, random_digests, rounding_behind
+from fsdp_optim.checkpoint.proof.observed import (
+    batch_of,
+    digest_of,
+    number_of,
+    random_digests,
+    rounding_behind,
+    stepping,
+)
 from fsdp_optim.checkpoint.proof.record import Batch, Groups, Random
 
 log = logging.getLogger("fsdp_optim")
@@ -50,13 +57,19 @@ class StepWatch:
     """
 
     def __init__(
-        self, meter: ModelMeter, trees: Callable[[], Mapping[str, torch.Tensor]], *, watches_batches: bool = True
+        self,
+        meter: ModelMeter,
+        trees: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        watches_batches: bool = True,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
-        """Make the hooks.
+        """Register the hooks.
 
         Args:
             trees: gives the tensors in plain values of `state=`, by key, without communication.
             watches_batches: digests of what the model gets are made. False where that is no batch, as in pipeline stages.
+            at_end: called once, when each optimizer has made its first step.
         """
         self.meter, self._trees = meter, trees
         self.trees, self.has_updated = NO_MEASURES, False
@@ -71,13 +84,18 @@ class StepWatch:
         self._watches_batches, self.has_failed = watches_batches, False
         self._at_start, self._at_forward, self._at_update = random_digests(), dict[str, str](), dict[str, str]()
         self._hooks: list[_Removable] = []
+        optims = [stepping(optim) for optim in meter.optimizers]
+        self._waits_for, self._at_end = {id(optim) for optim in optims}, at_end
         for model in meter.models:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
             self._hooks.append(model.register_forward_hook(self._after_forward, with_kwargs=True))
-        for optim in meter.optimizers:
+        for optim in optims:
             register = getattr(optim, "register_step_pre_hook", None)
             if callable(register):
                 self._hooks.append(register(self._before_update))
+            register = getattr(optim, "register_step_post_hook", None)
+            if callable(register) and at_end is not None:
+                self._hooks.append(register(self._after_update))
 
     @property
     def random(self) -> Random:
@@ -128,6 +146,12 @@ class StepWatch:
             self._at_update, self.has_updated = random_digests(), True
             self.groups = self.meter.groups()
             self.gradients = self.meter.gradients()
+
+    def _after_update(self, optim: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._waits_for.discard(id(optim))
+        if not self._waits_for and self._at_end is not None and not torch.compiler.is_compiling():
+            at_end, self._at_end = self._at_end, None
+            at_end()
 
     def _take_state(self) -> None:
         self._at_forward = random_digests()

@@ -11,15 +11,18 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
+from fsdp_optim.checkpoint.common.printing import Place, objects_of, scalars_of
 from fsdp_optim.checkpoint.common.run_state import refuse_sharded
 from fsdp_optim.checkpoint.common.trees import read_trees
 from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
 from fsdp_optim.checkpoint.save.renaming import SavedNames
 from fsdp_optim.errors import StateError
+from fsdp_optim.fingerprints import ValueFingerprint
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, NewTree, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Prepared, SavedWeights, Writer, rank_extra_name
 from fsdp_optim.memory import dtype_name
+from fsdp_optim.options import text_of_format
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities
 from fsdp_optim.transport.base import RankGroup
@@ -54,6 +57,11 @@ class SaveContents(Struct, frozen=True):
             raise StateError(
                 'weights="none" without an optimizer leaves nothing to save: give optim= or state= too, or other weights='
             )
+        if options.fingerprint and not writer.keeps_fingerprint:
+            raise StateError(
+                f"fingerprint=True: the format {text_of_format(options.format)} has no place for a fingerprint: leave it out, or "
+                'give format="safetensors"'
+            )
         weights = read_weights(
             reader, group, options, options.call, about, which=options.weights, saved_as=options.weights_dtype
         )
@@ -64,7 +72,7 @@ class SaveContents(Struct, frozen=True):
         common: Mapping[str, Any] = values or {}
         trees = None
         if options.state.is_given and writer.writes_trees:  # the same on all ranks
-            common, trees = read_trees(group, common, options)
+            common, trees = read_trees(group, common, options, options.call.on_replica_mismatch)
         for key, value in common.items():
             refuse_sharded(f"state[{key!r}]", value)
         return cls(
@@ -89,6 +97,13 @@ class SaveContents(Struct, frozen=True):
         """The parameters without optimizer state."""
         params = self.state.global_state.params.values() if self.state is not None else ()
         return tuple(param.fqn for param in params if param.summary is None)
+
+    def object_prints(self) -> tuple[Mapping[Place, ValueFingerprint], tuple[str, ...]]:
+        """Return the fingerprints of values that are not in files, and the FQNs of the model, if the save has fingerprints."""
+        if not self.options.fingerprint:
+            return {}, ()
+        scalars = scalars_of(self.state) if self.state is not None else {}
+        return {**objects_of(self.weights, self.state, 0), **scalars}, tuple(self.weights.global_state.params)
 
     def plan_files(self, ranks: Sequence[int], strategy: str, *, shared: str, capabilities: Capabilities) -> FilePlan:
         """Plan the files, the same on all ranks. `shared`: the string from the leader's `Prepared`."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.records import UNKNOWN_WEIGHTS, SavedWeights, StoredTensor
 from fsdp_optim.layout import Shape
 
@@ -150,6 +151,10 @@ class Facts:
     cut: Any = None
 
 
+def _no_fingerprint() -> Fingerprint | None:
+    return None
+
+
 @dataclass(frozen=True)
 class CheckpointIndex:
     """All that a checkpoint says: one that is open, or one that will be written, whose tensors have no places in files yet.
@@ -165,6 +170,7 @@ class CheckpointIndex:
         left_out: the shapes of those parameters and buffers of the model that a save has left out, for a writer.
         source: the reader of the checkpoint that is converted, of which a writer of the same format may copy files.
         identify: a function that returns the `identity`.
+        read_fingerprint: a function that returns the `fingerprint`.
     """
 
     where: str
@@ -177,6 +183,15 @@ class CheckpointIndex:
     left_out: Mapping[str, Shape] = field(default_factory=dict)
     source: object = None
     identify: Callable[[], Mapping[str, Any]] = field(default=dict, repr=False)
+    read_fingerprint: Callable[[], Fingerprint | None] = field(default=_no_fingerprint, repr=False)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint | None:
+        """The fingerprints of the values, under their names in the checkpoint; None if the save has made none.
+
+        Raises CheckpointError where their file is damaged.
+        """
+        return self.read_fingerprint()
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:

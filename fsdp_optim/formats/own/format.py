@@ -35,6 +35,7 @@ from fsdp_optim.formats.base.protocols import (
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.own.extras import encode_extra, info_of
 from fsdp_optim.formats.own.manifest import (
+    FINGERPRINT,
     MODEL,
     MOST_NBYTES,
     NAME,
@@ -102,6 +103,7 @@ class OwnWriter(Writer):
     beside: tuple[tuple[str, bytes], ...] = ()
 
     writes_trees: ClassVar[bool] = True
+    keeps_fingerprint: ClassVar[bool] = True
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         if isinstance(index.source, Checkpoint):
@@ -207,6 +209,8 @@ class OwnWriter(Writer):
             split = [file for file in files if file.name.startswith(f"{stem}-")]
             if split:
                 beside.append((f"{stem}{INDEX}", _index_of(split)))
+        if written.fingerprint:
+            beside.append((FINGERPRINT, written.fingerprint))
         for name, data in beside:
             yield name, data
             infos[name] = FileInfo(len(data), hex_of(data), None)

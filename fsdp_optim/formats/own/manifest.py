@@ -30,6 +30,10 @@ RANK_EXTRA = "extra/rank-"
 """The beginning of the name of a file with the extra of one rank; five digits follow."""
 
 
+FINGERPRINT = "fingerprint.json"
+"""The file of the fingerprints of all values, if the save has made them."""
+
+
 class NewerVersion(Undecided):
     """The cause of a CheckpointError about a checkpoint that only a newer version of the library can read."""
 

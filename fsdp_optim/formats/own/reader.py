@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.bools import BOOL, check_bools
 from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.base.description import decoded
@@ -26,7 +27,7 @@ from fsdp_optim.formats.base.records import SavedWeights, StoredTensor
 from fsdp_optim.formats.base.saved_optim import saved_optim
 from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
 from fsdp_optim.formats.own.extras import Extra, read_extra
-from fsdp_optim.formats.own.manifest import NAME, FileInfo, Manifest, ModelInfo, manifest_in
+from fsdp_optim.formats.own.manifest import FINGERPRINT, NAME, FileInfo, Manifest, ModelInfo, manifest_in
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened, check_name
 
@@ -127,7 +128,8 @@ class Checkpoint:
             if name.startswith("extra/"):
                 continue
             if name.endswith(".json"):
-                if verify and not name.endswith(INDEX):  # an index is compared below
+                # An index is compared below, and fingerprints where they are read.
+                if verify and name != FINGERPRINT and not name.endswith(INDEX):
                     _check_small(opened, name, info)
                 continue
             stem = name.split("-")[0].split(".")[0]
@@ -179,7 +181,17 @@ class Checkpoint:
             {name.removeprefix(_EXTRA).removesuffix(_SUFFIX): _LazyExtra(self, name) for name in names},
             trees=self.trees,
             identify=self._identity,
+            read_fingerprint=self._fingerprint,
         )
+
+    def _fingerprint(self) -> Fingerprint | None:
+        if FINGERPRINT not in self.manifest.files:
+            return None
+        info, path = self.manifest.files[FINGERPRINT], self.opened.named(FINGERPRINT)
+        with self._noticing_replacement():
+            data = _check_small(self.opened, FINGERPRINT, info)
+            with as_checkpoint_error(path):
+                return Fingerprint.from_json(data)
 
     def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
         where, values = f"{self.where}: the optimizer", self.manifest.optim
@@ -326,11 +338,12 @@ class _LazyExtra(StoredExtra):
         return with_tensors(tree, {key: self.reader.complete(self.reader.trees[key]) for key in keys})
 
 
-def _check_small(opened: Opened, name: str, info: FileInfo) -> None:
-    """Compare a small file of another library, which a save has written, with its checksum."""
+def _check_small(opened: Opened, name: str, info: FileInfo) -> bytes:
+    """Return a small file that a save has written beside the tensors. Raises CheckpointError if its checksum differs."""
     data, path = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES), opened.named(name)
     if (len(data), hex_of(data)) != (info.nbytes, info.header):
         raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
+    return data
 
 
 def _about_weights(model: ModelInfo) -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base.changes import ChangesCheckpoint
 from fsdp_optim.storage.base.directory import CheckpointDirectory, CheckpointProbe
 from fsdp_optim.storage.base.opened import Opened
 from fsdp_optim.storage.base.staging import Staging, StoreWriter
@@ -15,7 +16,7 @@ VISIBLE_WITHIN = 30.0
 """Seconds within which a network file system shows files that another machine has written, flushed, closed and announced."""
 
 
-class Store(Protocol):
+class Store(ChangesCheckpoint, Protocol):
     """One place for one checkpoint.
 
     `where`: the name of the place, for errors and for comparing places. `on_file_system`: whether the place is a folder of a file
@@ -24,15 +25,6 @@ class Store(Protocol):
     """
 
     on_file_system: bool = False
-
-    @property
-    def can_shrink(self) -> bool:
-        return False
-
-    @property
-    def can_attach(self) -> bool:
-        """Whether `attach` is implemented."""
-        return False
 
     @property
     def where(self) -> str: ...
@@ -82,35 +74,6 @@ class Store(Protocol):
         Raises CheckpointError where nothing can be made there.
         """
         return nullcontext(self.where)
-
-    def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
-        """Replace the manifest of a checkpoint that is open, then remove files of it; return the bytes of these files.
-
-        A store may leave it out, with `can_shrink`. The checkpoint is complete at every moment: by its old manifest, with the
-        files, or by the new one. What a killed call has left is removed by the next one, and by a save over the checkpoint. Files
-        that are gone are no error. Who has the checkpoint open reads a removed file, or gets a CheckpointError.
-
-        Args:
-            opened: the checkpoint, opened by this store.
-            manifest: the name of the manifest.
-            data: the content of the new manifest, which does not name the files; None where an earlier call has put it.
-            names: the files to remove, all inside the checkpoint.
-
-        Raises CheckpointError where the checkpoint cannot be changed, or was replaced since it was opened: then what is there
-        stays as it is.
-        """
-        raise CheckpointError(
-            f"{self.where}: this store cannot remove files of a checkpoint: save a new one without them"
-        )
-
-    def attach(self, opened: Opened, name: str, data: bytes) -> None:
-        """Put a small file beside those of a checkpoint that is open, in place of an earlier file of this name, at once.
-
-        The manifest does not name the file, and a checkpoint without it is complete. A store may leave it out, with `can_attach`.
-
-        Raises CheckpointError where the checkpoint cannot be changed, or was replaced since it was opened.
-        """
-        raise CheckpointError(f"{self.where}: this store cannot add a file to a checkpoint")
 
     def directory(self) -> CheckpointDirectory[Any]:
         """Return the folder, or the prefix, that this place and its siblings are in."""
