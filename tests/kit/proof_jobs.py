@@ -172,6 +172,7 @@ class Kind:
     dropout: float = 0.0
     batch_norm: bool = False
     tied: bool = True
+    has_average: bool = True
 
     def __str__(self) -> str:
         extra = [name for name, has in (("dropout", self.dropout), ("BatchNorm", self.batch_norm)) if has]
@@ -201,7 +202,6 @@ class Job:
         self.kind, self.rank = kind, dist.get_rank()
         torch.manual_seed(seed)
         small = Small(kind.dropout, kind.batch_norm, kind.tied)
-        self.is_by_mesh = kind.wrapper in ("FSDP2", "HSDP", "FSDP2 x TP")
         self.num_parts = dist.get_world_size()
         self.part = self.rank
         if kind.wrapper == "FSDP2 x TP":
@@ -211,7 +211,7 @@ class Job:
         self.optim = OPTIMIZERS[kind.optim](_groups(self.model, kind))
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optim, _schedule)
         self.scaler, self.loader = Scaler(), Loader()
-        self.average = self._weights_now() if self.is_by_mesh or kind.wrapper in ("DDP", "plain") else {}
+        self.average = self._weights_now() if kind.has_average and kind.wrapper in _KEEP_SHAPES else {}
         torch.manual_seed(1000 + seed + self.part)
         self.wrong = Wrong()
         self.losses: list[float] = []
@@ -228,7 +228,7 @@ class Job:
         )
 
     def _weights_now(self) -> dict[str, Tensor]:
-        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+        return {_plain_name(name): param.detach().clone() for name, param in self.model.named_parameters()}
 
     def step(self) -> float:
         """One training step, without the manager's end of it. Returns the loss of all ranks."""
@@ -296,8 +296,16 @@ class Job:
     @torch.no_grad()
     def _average(self) -> None:
         for name, param in self.model.named_parameters():
-            if name in self.average:
-                self.average[name].lerp_(param.detach(), 0.05)
+            if self.average:
+                self.average[_plain_name(name)].lerp_(param.detach(), 0.05)
+
+
+_KEEP_SHAPES = ("FSDP2", "HSDP", "FSDP2 x TP", "DDP", "plain")
+"""Wrappers whose parameters a tree of `state=` may have."""
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("module.")
 
 
 def _mean(value: float) -> float:
@@ -321,7 +329,7 @@ def _wrapped(small: Small, kind: Kind) -> Any:
 
 def is_decayed(name: str, kind: Kind) -> bool:
     """Whether a parameter is in the first group. Flat parameters are whole units."""
-    if "flat" in kind.wrapper:
+    if kind.wrapper.endswith(" flat"):
         return "blocks.0" in name
     return not (name.endswith("bias") or "norm" in name)
 

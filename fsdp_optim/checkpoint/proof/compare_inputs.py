@@ -139,11 +139,11 @@ def random_states(pair: Pair) -> Compared:
 
 
 def batch_of_all(pair: Pair) -> Compared:
-    """Compare the batches: of each rank at the same world size, else the samples of all ranks together."""
+    """Compare the batches: of each rank where the model is cut alike, else the samples of all ranks together."""
     then, now = pair.then, pair.now
     if not any(then.batches) or not any(now.batches) or then.is_observed != now.is_observed:
         return Compared()
-    if pair.has_same_ranks:
+    if pair.is_alike or pair.has_same_batches:
         return Compared.of(_batches_of_ranks(then.batches, now.batches))
     return _samples(then.batches, now.batches)
 

@@ -55,6 +55,11 @@ class Pair:
         return self.then.world_size == self.now.world_size
 
     @cached_property
+    def has_same_batches(self) -> bool:
+        """Whether each rank was given what it was given then."""
+        return self.has_same_ranks and self.then.batches == self.now.batches
+
+    @cached_property
     def rounding(self) -> float:
         return max(self.then.rounding, self.now.rounding)
 
@@ -77,9 +82,9 @@ class Pair:
         if self.is_alike:
             return ""
         reason = self.then.depends_on_ranks or self.now.depends_on_ranks
-        if reason and not self.has_same_ranks:
+        if reason and not self.has_same_batches:
             return f"{RESULTS}, because {reason}"
-        if not self.has_same_ranks and any(
+        if not self.has_same_batches and any(
             random.drawn_inside for record in (self.then, self.now) for random in record.random
         ):
             return f"{RESULTS}, because it draws random numbers (dropout, say), and each rank has its own"

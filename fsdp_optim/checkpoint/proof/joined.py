@@ -146,6 +146,7 @@ class _Values(NamedTuple):
     keys: tuple[Key, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    owners: tuple[int, ...]
 
 
 class _Part(NamedTuple):
@@ -155,6 +156,7 @@ class _Part(NamedTuple):
     row: int
     dtype: str
     shape: tuple[int, ...]
+    owner: int
 
 
 def _added(measures: Iterable[LocalMeasures]) -> dict[Key, Measured]:
@@ -162,20 +164,22 @@ def _added(measures: Iterable[LocalMeasures]) -> dict[Key, Measured]:
     alike: dict[_Values, LocalSums] = {}
     own: dict[Key, Measured] = {}
     for measure in measures:
-        values = _Values(measure.keys, measure.dtypes, measure.shapes)
+        values = _Values(measure.keys, measure.dtypes, measure.shapes, measure.owners)
         alike[values] = alike[values] + measure.sums if values in alike else measure.sums
         own = {**measure.own, **own}  # of the lowest rank that has it
     parts: dict[Key, list[_Part]] = {}
     for values, sums in alike.items():
-        for index, (key, dtype, shape) in enumerate(zip(*values, strict=True)):
-            parts.setdefault(key, []).append(_Part(sums, index, dtype, shape))
+        for index, (key, dtype, shape, owner) in enumerate(zip(*values, strict=True)):
+            parts.setdefault(key, []).append(_Part(sums, index, dtype, shape, owner))
     return {**{key: _measured(listed) for key, listed in parts.items()}, **own}
 
 
 def _measured(parts: Sequence[_Part]) -> Measured:
-    """Return the value of which some ranks have parts."""
-    total = _single(parts[0])
-    for part in parts[1:]:
+    """Return the value of which some ranks have parts, and others perhaps replicas."""
+    owner = min(part.owner for part in parts)
+    first, *others = [part for part in parts if part.owner == owner]
+    total = _single(first)
+    for part in others:
         total += _single(part)
     return measured_of(
         ValueFingerprint(
