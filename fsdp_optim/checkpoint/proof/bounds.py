@@ -129,6 +129,6 @@ def spread_of(second: torch.Tensor, step: StepSize, away: float) -> float:
     `second`: the second moment on this rank, of any shape. `away`: how far a gradient may be away. Takes memory for a copy of
     `second` in fp32, so large ones come in pieces.
     """
-    root = second.to(torch.float32).clamp_(min=0).sqrt_().add_(max(step.epsilon, 1e-30))
+    root = second.to(torch.float32, copy=True).clamp_(min=0).sqrt_().add_(max(step.epsilon, 1e-30))
     apart = root.reciprocal_().mul_(step.lr * step.share * away).clamp_(max=2 * step.lr)
     return float(apart.square_().sum(dtype=torch.float64))
