@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         scatter_full_optim_state_dict,
         transfer_optim_state,
     )
-    from fsdp_optim.api.proving import fingerprint
+    from fsdp_optim.api.proving import fingerprint, proof_of
     from fsdp_optim.api.save_load import async_save, load, save
     from fsdp_optim.api.slices import declare_slice
     from fsdp_optim.checkpoint.common.pending import SaveHandle
@@ -113,6 +113,7 @@ __all__ = [
     "merge_adapter",
     "per_rank",
     "placement",
+    "proof_of",
     "prune",
     "rekey_optim_state_dict",
     "reshard_optim_state_dict",
@@ -138,7 +139,7 @@ _PLACES = {
         "gather_full_optim_state_dict get_shard_from_optim_state_dict get_shard_without_optimizer iter_full_optim_state "
         "load_optim_state_dict rekey_optim_state_dict reshard_optim_state_dict scatter_full_optim_state_dict transfer_optim_state"
     ),
-    "fsdp_optim.api.proving": "fingerprint",
+    "fsdp_optim.api.proving": "fingerprint proof_of",
     "fsdp_optim.api.save_load": "async_save load save",
     "fsdp_optim.api.slices": "declare_slice",
     "fsdp_optim.checkpoint.common.pending": "SaveHandle",

@@ -71,7 +71,7 @@ def load(
         # An object on the meta device is refused, because its load_state_dict() would pass over the values.
         ready = {name: state if is_stateful(state_dict[name]) else with_memory(state) for name, state in states.items()}
         saved = _load(place_of(checkpoint_id), ready, process_group, options, alone=no_dist)
-        loaded = {name: _filled(state, saved[name]) for name, state in ready.items()}
+        loaded = {name: _filled(state, saved[name]) for name, state in states.items()}
     for name, state in sorted(
         loaded.items(), key=itemgetter(0)
     ):  # as torch: a load_state_dict() may be a collective call
