@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fsdp_optim.checkpoint.common.run_state import per_rank
     from fsdp_optim.checkpoint.run.manager import CheckpointManager
     from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
+    from fsdp_optim.layout.views import View
     from fsdp_optim.merges import AdapterMergeResult
     from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
     from fsdp_optim.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement
@@ -83,6 +84,7 @@ __all__ = [
     "ValueDiff",
     "ValueStatistics",
     "VerifyResult",
+    "View",
     "async_save",
     "average",
     "checkpoints",
@@ -136,6 +138,7 @@ _PLACES = {
     "fsdp_optim.checkpoint.common.run_state": "per_rank",
     "fsdp_optim.checkpoint.run.manager": "CheckpointManager",
     "fsdp_optim.differences": "DiffResult HyperparameterDiff ObjectDiff ShapeDiff ValueDiff ValueStatistics",
+    "fsdp_optim.layout.views": "View",
     "fsdp_optim.merges": "AdapterMergeResult",
     "fsdp_optim.options": "CallOptions ConvertOptions LoadOptions ManagerOptions SaveOptions",
     "fsdp_optim.rank_maps": "EmptyRanks PlacementResult RankRun TensorPlacement",
