@@ -135,6 +135,7 @@ class Facts:
         was_thinned: whether the optimizer was saved, and `thin` has removed it.
         wrapper: what wrapped the model that was saved, for users; empty if unknown, or for a plain model.
         cut: how parameters were flattened and cut, as a writer of the same family of formats takes it; None if unknown.
+        views: the Views through which the save has seen fused parameters, as text. The names in the checkpoint are canonical.
     """
 
     format_name: str
@@ -148,6 +149,7 @@ class Facts:
     was_thinned: bool = False
     wrapper: str = ""
     cut: Any = None
+    views: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class OwnWriter(Writer):
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
         params = {key: ParamInfo(shape) for key, shape in contents.params.items()}
         of_weights = contents.weights, contents.weights_dtype, self.weights_name
-        model = ModelInfo(params, dict(contents.aliases), *of_weights)
+        model = ModelInfo(params, dict(contents.aliases), *of_weights, views=tuple(index.facts.views))
         manifest = Manifest(
             files={},
             world_size=contents.world_size,

@@ -53,6 +53,7 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
 
     `weights`: which of them the files have: "all", "trainable" or "none". `weights_dtype`: torch's name of the dtype to which
     floating-point weights were cast; None: they were saved as they were. `weights_name`: how the names of their files begin.
+    `views`: the Views through which the save has seen fused parameters, as text: a fact for users, which no load needs.
     """
 
     params: dict[str, ParamInfo]
@@ -60,6 +61,7 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
     weights: Literal["all", "trainable", "none"] = "all"
     weights_dtype: str | None = None
     weights_name: str = MODEL
+    views: tuple[str, ...] = ()
 
     def content(self, *, has_optim: bool) -> str:
         """Return the `content` of a summary."""

@@ -173,6 +173,7 @@ class Checkpoint:
                 about=self._about(),
                 was_thinned=self.manifest.thinned is not None,
                 wrapper=self.manifest.effective_summary.wrapper,
+                views=self.manifest.model.views,
             ),
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,
