@@ -3,9 +3,9 @@
     python benchmarks/dcp.py [--rounds 3] [--worlds 2 4] [--models big small] [--folder DIR]
 
 The models are those of benchmarks/gather.py, with weights and Adam state in fp32 in FSDP2. Every contestant saves and loads
-`{"model": ..., "optim": ...}` as torch's get_state_dict gives it. "into a fresh optimizer": get_state_dict, load and
-set_state_dict, each as the library has them, with an optimizer that has not stepped. Extra memory is the highest resident size
-during the call, over that before it; the most on a rank.
+`{"model": ..., "optim": ...}` as torch's get_state_dict gives it, into a folder that is not there. "into a fresh optimizer":
+get_state_dict, load and set_state_dict, each as the library has them, with an optimizer that has not stepped. Extra memory is the
+highest resident size during the call, over that before it; the most on a rank.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
@@ -52,15 +53,24 @@ def saves(folder: Path, kind: str, rounds: int) -> dict[str, Series]:
         "torch": lambda: torch_dcp.save(
             saved, storage_writer=torch_dcp.FileSystemWriter(folder / "torch", sync_files=False)
         ),
-        "torch, our Writer": lambda: torch_dcp.save(saved, storage_writer=dcp.Writer(folder / "planned")),
+        "torch, our Writer": lambda: torch_dcp.save(
+            saved, storage_writer=dcp.Writer(folder / "planned", durable=False)
+        ),
     }
     pending: list[Any] = []
+    paths = {
+        "fsdp_optim": "fsdp_optim",
+        "fsdp_optim, torch's files": "files",
+        "fsdp_optim, async_save's stall": "async",
+        "torch": "torch",
+        "torch, our Writer": "planned",
+    }
 
     def before(name: str) -> None:
         while pending:
             pending.pop().result()
-        if name == "torch":
-            fresh(folder, "torch")
+        if name in paths:
+            fresh(folder, paths[name])
 
     series = run_in_turn(contestants, rounds, before)
     before("")
@@ -72,8 +82,16 @@ def loads(folder: Path, kind: str, rounds: int) -> dict[str, Series]:
     subject = Subject(in_fsdp2, kind)
     into = dicts_of(subject)
 
+    new_subjects: list[Subject] = []
+
+    def before(name: str) -> None:
+        new_subjects.clear()
+        if name.endswith("fresh optimizer"):
+            new_subjects.append(Subject(in_fsdp2, kind, step=False))
+            dist.barrier()
+
     def into_fresh(load: Callable[[dict[str, Any]], None], module: Any) -> None:
-        new = Subject(in_fsdp2, kind, step=False)
+        new = new_subjects[0]
         tree = dicts_of(new, module)
         load(tree)
         module.set_state_dict(new.model, new.optim, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
@@ -91,6 +109,7 @@ def loads(folder: Path, kind: str, rounds: int) -> dict[str, Series]:
             "torch, into a fresh optimizer": lambda: into_fresh(torchs, torch_state_dict),
         },
         rounds,
+        before,
     )
 
 

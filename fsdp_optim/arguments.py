@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError, StateError
 
 _MOST_SECONDS = 366 * 24 * 3600.0
+_MODEL = re.compile(r"(?!extra$|[0-9a-f]{16}$)[A-Za-z0-9_][A-Za-z0-9_-]{0,99}", re.IGNORECASE)
 
 MAY_DIFFER: Mapping[str, Any] = MappingProxyType({"compared_as": None})
 """The `metadata` of a field of `Arguments` whose value may differ between ranks."""
@@ -121,3 +123,11 @@ def check_names(name: str, value: object, example: str) -> None:
     names = value if isinstance(value, (list, tuple, set, frozenset)) else [None]
     if not all(isinstance(listed, str) for listed in names):
         raise StateError(f"{name} must be a list of names, as in {example}, not {value!r}")
+
+
+def is_model_name(name: object) -> bool:
+    """Return whether one of several models of a checkpoint may have this name, which is also that of its folder.
+
+    Checkpoints have other folders: `extra`, and in buckets 16 hexadecimal digits.
+    """
+    return isinstance(name, str) and _MODEL.fullmatch(name) is not None

@@ -108,10 +108,11 @@ class HyperparameterDiff:
 
 @dataclass(frozen=True)
 class ObjectDiff:
-    """One value of the optimizer that is no number and no tensor on at least one side, and differs.
+    """One value that is no tensor on at least one side, and differs.
 
     Attributes:
-        name: as in `ValueDiff`; `:key` for an entry of the optimizer's dict that belongs to no parameter.
+        name: as in `ValueDiff`; `:key` for an entry of the optimizer's dict that belongs to no parameter; `state=:path` for a
+            number, a string or another plain value in `state=`, with the names and numbers on its path, joined by dots.
         a, b: the values as text, cut where they are long.
     """
 
@@ -131,7 +132,7 @@ class DiffResult:
         shapes: values of different shapes.
         only_in_a, only_in_b: names that only one of the checkpoints has.
         hyperparameters: the hyperparameters that differ.
-        objects: other values of the optimizer that differ.
+        objects: other values that differ, of the optimizer and in `state=`.
         tolerance: as it was given: the largest `relative` of values that are within.
         notes: how parameters without names were matched, and what was left out, one sentence each.
     """

@@ -169,6 +169,9 @@ class SaveOptions(CallOptions):
             as they are written, in bounded memory. The live model, parameters and buffers of 8 bits or less, and the optimizer's
             state stay as they are. A number that would become infinite is an error. The checkpoint records the dtype; a load
             into other dtypes needs `cast=True`.
+        fingerprint: make the fingerprint of the live model and optimizer, as `fingerprint` does, and keep it in the checkpoint: a
+            load then proves that what it has loaded, at any world size, is what was saved, and `verify` compares the files.
+            Weights that are cast have none. docs/benchmarks.md says what it costs.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -185,6 +188,7 @@ class SaveOptions(CallOptions):
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
     weights_dtype: torch.dtype | None = None
+    fingerprint: bool = False
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
     trace: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
 
@@ -196,6 +200,7 @@ class SaveOptions(CallOptions):
             raise CheckpointError(f"trace must be the path of a file, not {self.trace!r}")
         check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
         check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
+        check_switch("fingerprint", self.fingerprint)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
 
 
@@ -213,7 +218,9 @@ class LoadOptions(CallOptions):
         rename: the model's names, if the checkpoint has other names: a function from a stored name to the model's name, or a
             dict of prefixes, such as `{"model.": ""}`; the longest prefix that fits is replaced.
         verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have no checksums.
-        compare: at the end, read the checkpoint again and compare it bit for bit with the live model and optimizer.
+        compare: at the end, read the checkpoint again and compare it bit for bit with the live model, optimizer and trees.
+        fingerprint: at the end, where the save has kept a fingerprint, compare it with that of the live model and optimizer,
+            without reading anything again. Weights that the load casts, and values of `state=`, are not compared.
         allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. With False, the
             model loads, and only the access to a pickled value in `result.state` raises CheckpointError. A pickled value of a
             module (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
@@ -230,6 +237,7 @@ class LoadOptions(CallOptions):
     rename: Rename | None = field(default=None, metadata=MAY_DIFFER)
     verify: bool = True
     compare: bool = False
+    fingerprint: bool = True
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     local_cache: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
@@ -242,6 +250,7 @@ class LoadOptions(CallOptions):
         check_one_of("param_groups", self.param_groups, ("saved", "live"))
         check_names("keep_hyperparameters", self.keep_hyperparameters, "keep_hyperparameters=['lr']")
         check_switch("compare", self.compare)
+        check_switch("fingerprint", self.fingerprint)
         check_rename(self.rename)
 
 

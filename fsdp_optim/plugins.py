@@ -17,7 +17,7 @@ A **trainer's plug-in** gives its calls to the public functions, and takes the r
 beside the weights: `OwnFormat(weights_name=..., beside=...)`. The trainer's own folders and files: `has_checkpoint`,
 `remove_checkpoint`, `folders_by_number`, `remove_folders`, and what it sees of other machines: `is_being_saved`, `folders_in`,
 `visible_within`. The state of a rank: `random_states`, `set_random_states`. Inside wrappers: `clean_name`, `module_inside`. What
-to say where a package is missing: `pip_install`.
+to say where a package is missing: `pip_install`. The proof of resumes, without a call after each step: `ResumeProver`.
 
 Everything is imported when it is asked for, so that importing this module costs nothing.
 """
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from fsdp_optim.checkpoint.common.random_states import random_states, set_random_states
     from fsdp_optim.checkpoint.common.seen_by_all import waited_for
     from fsdp_optim.checkpoint.common.stores import is_url
+    from fsdp_optim.checkpoint.proof.prover import ResumeProver
+    from fsdp_optim.checkpoint.proof.proving import Prove
     from fsdp_optim.checkpoint.trainers.folder import TrainerFolder
     from fsdp_optim.checkpoint.trainers.looks import by_lowest, has_checkpoint, see_files
     from fsdp_optim.checkpoint.trainers.meeting import wait_on_all
@@ -172,9 +174,11 @@ __all__ = [
     "PlannedFile",
     "PlannedTensor",
     "Prepared",
+    "Prove",
     "Ranks",
     "Reader",
     "Rename",
+    "ResumeProver",
     "SavedOptim",
     "SavedWeights",
     "Shape",
@@ -261,6 +265,8 @@ _PLACES = {
     "fsdp_optim.checkpoint.common.seen_by_all": "waited_for",
     "fsdp_optim.checkpoint.common.stores": "is_url",
     "fsdp_optim.checkpoint.trainers.folder": "TrainerFolder",
+    "fsdp_optim.checkpoint.proof.prover": "ResumeProver",
+    "fsdp_optim.checkpoint.proof.proving": "Prove",
     "fsdp_optim.checkpoint.trainers.looks": "by_lowest has_checkpoint see_files",
     "fsdp_optim.checkpoint.trainers.meeting": "wait_on_all",
     "fsdp_optim.checkpoint.trainers.removal": "remove_checkpoint",

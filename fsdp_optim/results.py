@@ -219,11 +219,10 @@ class VerifyResult:
     """The result of `verify`, which has found nothing wrong.
 
     Attributes:
-        path, format: where the checkpoint is, and the name of its format.
-        num_tensors, nbytes: the tensors that were read, and their bytes.
+        path, format, num_tensors, nbytes: the place, the name of its format, the tensors that were read, and their bytes.
         has_checksums: whether every byte of the tensors was compared with a checksum: this library's own, or the CRC32 that files
-            of `torch.save` have. False: the format has none, or the save wrote none. Then everything is there and can be read,
-            but changed bytes do not show.
+            of `torch.save` have. False: there are none, and changed bytes show in `num_proven` tensors alone.
+        num_proven: tensors with the fingerprints that the save has made of its live values.
         num_extras: the number of other values that were read: of the trainer, of ranks and of modules.
     """
 
@@ -233,6 +232,7 @@ class VerifyResult:
     nbytes: int
     has_checksums: bool
     num_extras: int
+    num_proven: int = 0
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class LoadReceipt:
         num_random: the number of ranks that got their random states; 0 if none were asked for.
         names: the names of the objects that were restored.
         num_absent: the number of the optimizer's parameters without state in the checkpoint.
+        num_proven: the number of values whose fingerprints are those that the save has made of its live values.
     """
 
     where: str
@@ -42,6 +43,7 @@ class LoadReceipt:
     num_random: int = 0
     names: tuple[str, ...] = ()
     num_absent: int = 0
+    num_proven: int = 0
 
     def joined(self, later: LoadReceipt) -> LoadReceipt:
         """Join the receipts of two loads of one checkpoint. Ranks, wrapper and place are those of `later`."""
@@ -55,11 +57,13 @@ class LoadReceipt:
             num_random=max(self.num_random, later.num_random),
             names=tuple(dict.fromkeys((*self.names, *later.names))),
             num_absent=max(self.num_absent, later.num_absent),
+            num_proven=self.num_proven + later.num_proven,
         )
 
     def __str__(self) -> str:
         tensors = counted(self.num_tensors, "tensor") + (" verified" if self.is_verified else "")
         parts = [self.ranks, self.wrapper, moved(self.nbytes, self.seconds), tensors]
+        parts += [f"{counted(self.num_proven, 'fingerprint')} equal to the saved"] if self.num_proven else []
         parts += [f"random states of {counted(self.num_random, 'rank')}"] if self.num_random else []
         parts += [f"{shortened(self.names)} restored"] if self.names else []
         line = f"{self.where}: {', '.join(filter(None, parts))}"

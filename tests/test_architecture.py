@@ -56,6 +56,7 @@ arguments: errors
 boundary: collector errors
 collector:
 differences: errors results
+fingerprints: errors
 elements: errors
 layout: errors
 layout.views: errors layout
@@ -72,16 +73,17 @@ storage.posix: errors machine storage.base
 buckets.fsspec: buckets.objects errors storage.base
 buckets.s3: buckets.objects errors storage.base
 memory: plan
+prints: memory plan
 buckets: buckets.fsspec buckets.objects buckets.s3 storage.base storage.posix
 dtensors: errors layout memory
 transport: errors layout memory options plan transport.job wire
-formats.base: dtensors elements errors layout memory registry storage.base
+formats.base: dtensors elements errors fingerprints layout memory registry storage.base
 move: errors layout memory plan transport
 view: dtensors errors layout memory
 canonical: errors layout.views view
 adapters: arguments dtensors elements errors layout memory options registry view
 foreign: errors formats.base storage.base
-formats.own: errors formats.base memory registry storage.base
+formats.own: arguments errors fingerprints formats.base memory registry storage.base
 state.values: dtensors elements errors layout memory view
 foreign.archive: errors foreign formats.base layout memory storage.base
 state.dicts: dtensors elements errors layout memory options state.values view
@@ -89,39 +91,41 @@ foreign.dcp: elements errors foreign foreign.archive formats.base layout memory 
 state.live: errors layout memory options plan state.dicts state.values view
 foreign.hugging_face: errors foreign foreign.dcp formats.base formats.own storage.base
 state.merged: errors layout layout.views memory options state.dicts state.live state.values view
-foreign.torch: arguments errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory
-    options registry storage.base
-verbs: adapters arguments canonical dtensors elements errors layout layout.views memory move options results speed state.dicts
-    state.live state.merged state.values transport view
-checkpoint.common: adapters arguments boundary canonical dtensors elements errors formats.base formats.own layout layout.views
-    memory move options plan registry results speed state.dicts state.live state.merged state.values storage.base
-    storage.posix transport verbs view
+foreign.torch: arguments errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory options
+    registry storage.base
+verbs: adapters arguments canonical dtensors elements errors layout layout.views memory move options results speed
+    state.dicts state.live state.merged state.values transport view
+checkpoint.common: adapters arguments boundary canonical dtensors elements errors fingerprints formats.base formats.own
+    layout layout.views memory move options plan prints registry results speed state.dicts state.live state.merged
+    state.values storage.base storage.posix transport verbs view
 foreign.deepspeed: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own registry results storage.base storage.posix
-checkpoint.load: adapters checkpoint.common dtensors elements errors formats.base layout layout.views memory move options plan
-    results saying speed state.dicts state.live state.merged state.values storage.base transport verbs view
-checkpoint: adapters checkpoint.common checkpoint.load errors formats.base layout memory move options results
-    state.merged transport verbs
-checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout memory
-    move options plan results saying speed state.live storage.base storage.posix transport verbs wire
-checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save errors
-    formats.base memory options registry results saying storage.posix transport verbs wire
-checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base
-    storage.posix transport wire
+checkpoint.load: adapters checkpoint.common dtensors elements errors fingerprints formats.base layout layout.views memory
+    move options plan results saying speed state.dicts state.live state.merged state.values storage.base transport verbs view
+checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerprints formats.base layout memory move options
+    results state.live state.merged transport verbs
+checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
+    memory move options plan prints results saying speed state.live storage.base storage.posix transport verbs wire
+checkpoint.proof: adapters arguments boundary checkpoint.common elements errors fingerprints formats.own layout memory move
+    options plan prints saying state.live state.values storage.base transport verbs wire
+checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.save
+    errors formats.base memory options registry results saying storage.posix transport verbs wire
+checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base storage.posix
+    transport verbs wire
 offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
-    foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan rank_maps registry
-    results speed state.dicts state.live state.values storage.base storage.posix transport wire
-api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.run checkpoint.save
-    differences formats.base layout.views memory merges
-    options rank_maps registry results state.dicts state.live storage.posix transport verbs
-plugins: adapters buckets.objects checkpoint.common checkpoint.trainers errors foreign.dcp foreign.deepspeed foreign.per_rank
-    foreign.torch formats.base formats.own layout memory options registry saying state.live storage.base storage.posix
-    view
+    fingerprints foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan prints
+    rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix transport wire
+api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.run
+    checkpoint.save differences fingerprints formats.base layout.views memory merges options rank_maps registry results
+    state.dicts state.live storage.posix transport verbs
+plugins: adapters buckets.objects checkpoint.common checkpoint.proof checkpoint.trainers errors foreign.dcp
+    foreign.deepspeed foreign.per_rank foreign.torch formats.base formats.own layout memory options registry saying
+    state.live storage.base storage.posix view
 (top): api collector errors
-dcp: adapters arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save dtensors elements errors
-    foreign.dcp formats.base formats.own layout memory move options registry results state.live state.merged state.values
-    storage.base storage.posix transport verbs view
+dcp: adapters arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save dtensors elements
+    errors foreign.dcp formats.base formats.own layout memory move options registry results state.dicts state.live
+    state.merged state.values storage.base storage.posix transport verbs view
 cli: (top) api errors registry speed
 cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs

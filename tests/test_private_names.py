@@ -45,12 +45,14 @@ OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, and nam
 PRIVATE_OF_TORCH = {
     "fsdp_optim.transport.job.job_store": {"_get_process_group_store"},
     "fsdp_optim.memory": {"_foreach_copy_"},
+    "fsdp_optim.prints.sums": {"_int_mm"},  # products of int8; looked for, and proven exact, before it is used
     # to_local() and from_local() cost ten times as much, and the properties that a spec has cost a look each.
     # The last one is what Megatron-FSDP gives a mesh, by which its DTensors are cut in another order.
     "fsdp_optim.dtensors": {"_local_tensor", "_spec", "_shard_order"},
     "fsdp_optim.adapters.dtensor": {"_spec"},
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.checkpoint.common.module_values": {"_version"},
+    "fsdp_optim.checkpoint.proof.observed": {"_input_metadata"},  # the dtypes of a node of autograd's graph
     "fsdp_optim.state.values.classes": {"_optimizer"},  # of a wrapper around an optimizer
     "fsdp_optim.checkpoint.common.pending": {"_register_atexit"},  # of threading: before pools of threads end
     "fsdp_optim.transport.job.leaving": {"_register_atexit"},  # of threading: forked processes have no other end

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters.reader import ModelReader
+from fsdp_optim.dtensors import is_dtensor
+from fsdp_optim.memory import is_plain
 
 
 def reader_of(tensors: Mapping[str, torch.Tensor], rank: int) -> ModelReader:
@@ -23,8 +25,12 @@ def reader_of(tensors: Mapping[str, torch.Tensor], rank: int) -> ModelReader:
 
 
 def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return a module whose parameters have the names and the memory of some tensors, so that these are saved as a model is."""
+    """Return a module whose parameters have the names and the memory of some tensors, so that these are saved as a model is.
+
+    A tensor that says itself how it is cut over ranks (ShardedTensor) stays the object that it is.
+    """
     module = nn.Module()
     for name, tensor in tensors.items():
-        module._parameters[name] = nn.Parameter(tensor.detach(), requires_grad=False)
+        is_ordinary = is_plain(tensor) or is_dtensor(tensor)
+        module._parameters[name] = nn.Parameter(tensor.detach(), requires_grad=False) if is_ordinary else tensor  # type: ignore[assignment]
     return module

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
         scatter_full_optim_state_dict,
         transfer_optim_state,
     )
+    from fsdp_optim.api.proving import fingerprint
     from fsdp_optim.api.save_load import async_save, load, save
     from fsdp_optim.api.slices import declare_slice
     from fsdp_optim.checkpoint.common.pending import SaveHandle
     from fsdp_optim.checkpoint.common.run_state import per_rank
+    from fsdp_optim.checkpoint.proof.verdict import ResumeProof
     from fsdp_optim.checkpoint.run.manager import CheckpointManager
     from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
+    from fsdp_optim.fingerprints import Difference, Fingerprint, ValueFingerprint
     from fsdp_optim.layout.views import View
     from fsdp_optim.merges import AdapterMergeResult
     from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
@@ -63,7 +66,9 @@ __all__ = [
     "CopyResult",
     "Diagnosis",
     "DiffResult",
+    "Difference",
     "EmptyRanks",
+    "Fingerprint",
     "GroupInfo",
     "HyperparameterDiff",
     "Incompatible",
@@ -74,6 +79,7 @@ __all__ = [
     "PlacementResult",
     "PruneResult",
     "RankRun",
+    "ResumeProof",
     "SaveHandle",
     "SaveOptions",
     "SaveResult",
@@ -82,6 +88,7 @@ __all__ = [
     "TensorPlacement",
     "ThinResult",
     "ValueDiff",
+    "ValueFingerprint",
     "ValueStatistics",
     "VerifyResult",
     "View",
@@ -94,6 +101,7 @@ __all__ = [
     "diagnose",
     "diff",
     "extract",
+    "fingerprint",
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
@@ -132,12 +140,15 @@ _PLACES = {
         "gather_full_optim_state_dict get_shard_from_optim_state_dict get_shard_without_optimizer iter_full_optim_state "
         "load_optim_state_dict rekey_optim_state_dict reshard_optim_state_dict scatter_full_optim_state_dict transfer_optim_state"
     ),
+    "fsdp_optim.api.proving": "fingerprint",
     "fsdp_optim.api.save_load": "async_save load save",
     "fsdp_optim.api.slices": "declare_slice",
     "fsdp_optim.checkpoint.common.pending": "SaveHandle",
     "fsdp_optim.checkpoint.common.run_state": "per_rank",
+    "fsdp_optim.checkpoint.proof.verdict": "ResumeProof",
     "fsdp_optim.checkpoint.run.manager": "CheckpointManager",
     "fsdp_optim.differences": "DiffResult HyperparameterDiff ObjectDiff ShapeDiff ValueDiff ValueStatistics",
+    "fsdp_optim.fingerprints": "Difference Fingerprint ValueFingerprint",
     "fsdp_optim.layout.views": "View",
     "fsdp_optim.merges": "AdapterMergeResult",
     "fsdp_optim.options": "CallOptions ConvertOptions LoadOptions ManagerOptions SaveOptions",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from fsdp_optim.options import (
 from fsdp_optim.registry import scheme_of
 from fsdp_optim.results import CheckpointInfo, LoadResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
-from fsdp_optim.verbs.load_state import LoadableOptimizer
+from fsdp_optim.verbs.load_state import LoadableOptimizers
+from fsdp_optim.verbs.named_models import named_models
 
 _LOAD = LoadOptions()
 
@@ -33,8 +34,8 @@ _LOAD = LoadOptions()
 @ordinary_tensors()
 def resume(
     root: str | os.PathLike[str],
-    model: Model,
-    optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
+    model: Model | Mapping[str, Model],
+    optim: LoadableOptimizers | Mapping[str, LoadableOptimizers] | None = None,
     *,
     state: Mapping[str, Any] | None = None,
     on_damage: OnDamage = "error",
@@ -61,8 +62,9 @@ def resume(
         folder is missing, and where all checkpoints in it belong to other programs.
     """
     with checkpoint_errors(root):
-        arguments = ResumeArguments.of(options, state, strict=strict, weights=weights, on_damage=on_damage)
-        return resuming.resume(root, model, optim, arguments)
+        named = named_models(model, optim)
+        arguments = ResumeArguments.of(options, state, named, strict=strict, weights=weights, on_damage=on_damage)
+        return resuming.resume(root, named.model, named.optim, arguments)
 
 
 @public

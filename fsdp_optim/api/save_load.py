@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fsdp_optim.boundary import public
@@ -24,7 +24,8 @@ from fsdp_optim.options import (
 from fsdp_optim.results import LoadResult, SaveResult
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.posix.files import checkpoint_errors
-from fsdp_optim.verbs.load_state import LoadableOptimizer
+from fsdp_optim.verbs.load_state import LoadableOptimizers
+from fsdp_optim.verbs.named_models import named_models
 
 _SAVE, _LOAD = SaveOptions(), LoadOptions()
 
@@ -33,8 +34,8 @@ _SAVE, _LOAD = SaveOptions(), LoadOptions()
 @ordinary_tensors()
 def save(
     path: str | os.PathLike[str],
-    model: Model,
-    optim: Optimizers | None = None,
+    model: Model | Mapping[str, Model],
+    optim: Optimizers | Mapping[str, Optimizers] | None = None,
     *,
     state: Mapping[str, Any] | None = None,
     step: int | None = None,
@@ -53,8 +54,11 @@ def save(
         path: the folder to make, on a file system that all ranks share. A relative path counts from the working directory of
             the lowest rank; `~` is the home folder. Or a URL: `s3://bucket/run/step-1000` needs boto3; every other scheme
             (`gs://`, `az://`, `file://`) needs fsspec and the package that fsspec names.
-        model: as for `gather_full_optim_state_dict`.
-        optim: as for `gather_full_optim_state_dict`; a list of several may not be empty. None: weights and buffers only.
+        model: as for `gather_full_optim_state_dict`. Or several models by their names, each in any wrapper, as in
+            `{"actor": actor, "critic": critic}`: one checkpoint, in which each has a folder of its name (`actor/`), as one model
+            alone has it. No two may share a parameter.
+        optim: as for `gather_full_optim_state_dict`; a list of several may not be empty. None: weights and buffers only. Of
+            several models their optimizers by the same names; a model that is left out has none.
         state: what the trainer needs besides, by name: objects with `state_dict()` and `load_state_dict()`, such as schedulers,
             scalers, EMA models, data loaders; or trees of values: dicts, lists and tuples of JSON values, tensors, DTensors and
             numpy arrays. All ranks write the tensors, each its own bytes, one full tensor for each; replicas must be equal. Dicts
@@ -80,16 +84,19 @@ def save(
         WrapperError, StateError, RankError, RankTimeoutError: as `gather_full_optim_state_dict`.
     """
     with checkpoint_errors(path):
-        arguments = SaveArguments.of(options, state, step=step, overwrite=overwrite, weights=weights, format=format)
-        return saving.save(path, model, optim, arguments)
+        named = named_models(model, optim)
+        arguments = SaveArguments.of(
+            options, state, named, step=step, overwrite=overwrite, weights=weights, format=format
+        )
+        return saving.save(path, named.model, named.optim, arguments)
 
 
 @public
 @ordinary_tensors()
 def async_save(
     path: str | os.PathLike[str],
-    model: Model,
-    optim: Optimizers | None = None,
+    model: Model | Mapping[str, Model],
+    optim: Optimizers | Mapping[str, Optimizers] | None = None,
     *,
     state: Mapping[str, Any] | None = None,
     step: int | None = None,
@@ -111,16 +118,19 @@ def async_save(
         A `SaveHandle` for this save.
     """
     with checkpoint_errors(path):
-        arguments = SaveArguments.of(options, state, step=step, overwrite=overwrite, weights=weights, format=format)
-        return background.async_save(path, model, optim, arguments)
+        named = named_models(model, optim)
+        arguments = SaveArguments.of(
+            options, state, named, step=step, overwrite=overwrite, weights=weights, format=format
+        )
+        return background.async_save(path, named.model, named.optim, arguments)
 
 
 @public
 @ordinary_tensors()
 def load(
     path: str | os.PathLike[str],
-    model: Model | None = None,
-    optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
+    model: Model | Mapping[str, Model] | None = None,
+    optim: LoadableOptimizers | Mapping[str, LoadableOptimizers] | None = None,
     *,
     state: Mapping[str, Any] | None = None,
     strict: bool = True,
@@ -135,7 +145,8 @@ def load(
 
     Args:
         path: as for `save`. If another save replaces the checkpoint meanwhile, all loaded values are from one of the two.
-        model: as for `save`. None, with `optim` None: the values of `state` only, on this process alone (the index of this
+        model: as for `save`. Of several models by their names those of the checkpoint are loaded that are named, and the others
+            are not read. None, with `optim` None: the values of `state` only, on this process alone (the index of this
             process in `process_group` then selects its values of `per_rank`). Buffers with persistent=False are in no
             checkpoint: after `to_empty()` compute them anew; a warning names buffers that evidently nothing has filled.
         optim: as for `save`. None: weights and buffers only.
@@ -161,5 +172,6 @@ def load(
             `load_state_dict`, or the `load_state_dict` of an object in `state`, refuses the state.
     """
     with of_one_checkpoint(path, options), checkpoint_errors(path):
-        arguments = LoadArguments.of(options, state, strict=strict, weights=weights)
-        return restore.restore(path, model, optim, arguments)
+        named = named_models(model, optim)
+        arguments = LoadArguments.of(options, state, named, strict=strict, weights=weights)
+        return restore.restore(path, named.model, named.optim, arguments)

@@ -61,6 +61,12 @@ class CachedStore(Store):
     def with_probe(self, probe: CheckpointProbe[Any]) -> Store:
         return CachedStore(self.store.with_probe(probe), self._folder, probe.manifest, block_nbytes=self._block_nbytes)
 
+    def above(self) -> tuple[Store, str] | None:
+        above = self.store.above()
+        if above is None:
+            return None
+        return CachedStore(above[0], self._folder, self._manifest, block_nbytes=self._block_nbytes), above[1]
+
     def begin(self, *, overwrite: bool, durable: bool) -> Staging:
         return self.store.begin(overwrite=overwrite, durable=durable)
 
@@ -83,6 +89,13 @@ class CachedStore(Store):
     def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
         inner = opened._opened if isinstance(opened, CachedOpened) else opened
         return self.store.shrink(inner, manifest, data, names)
+
+    @property
+    def can_attach(self) -> bool:
+        return self.store.can_attach
+
+    def attach(self, opened: Opened, name: str, data: bytes) -> None:
+        self.store.attach(opened._opened if isinstance(opened, CachedOpened) else opened, name, data)
 
     def directory(self) -> CheckpointDirectory[Any]:
         return self.store.directory()

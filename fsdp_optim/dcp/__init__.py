@@ -2,13 +2,16 @@
 
     from fsdp_optim import dcp   # in place of: import torch.distributed.checkpoint as dcp
 
-Files: `state_tree.py` tells the weights of a state dict from the rest; `saving.py` and `loading.py` have the calls.
+Files: `state_tree.py` tells the weights of a state dict from the rest, and a save stores them as a model's, with the optimizer
+(`checkpoint/common/optim_trees.py`). `tree_view.py` lets a load see every checkpoint as one tree. `saving.py` and `loading.py`
+have the calls.
 
-Storage for torch's own calls: `writer.py` and `reader.py`, for `save(..., storage_writer=)` and `load(..., storage_reader=)`.
-Torch calls, on a save: `set_up_storage_writer` and `prepare_local_plan` on all ranks, `prepare_global_plan` on the coordinator
-(`planned_boxes.py`: which rank writes which box of a tensor; `staged_save.py`: the save in the store), `write_data` on all ranks
-(`box_writing.py`), `finish` on the coordinator. On a load: `read_metadata` (`torch_metadata.py`: the index as torch's metadata),
-`prepare_local_plan`, `prepare_global_plan`, `read_data`. `saved_values.py` turns torch's bytes into plain values, and back.
+Storage for torch's own calls: `writer.py` and `reader.py` (`at_path.py`: what both have), for `save(..., storage_writer=)` and
+`load(..., storage_reader=)`. Torch calls, on a save: `set_up_storage_writer` and `prepare_local_plan` on all ranks,
+`prepare_global_plan` on the coordinator (`planned_boxes.py`: which rank writes which box of a tensor; `staged_save.py`: the save
+in the store), `write_data` on all ranks (`box_writing.py`), `finish` on the coordinator. On a load: `read_metadata`
+(`torch_metadata.py`: the index as torch's metadata), `prepare_local_plan`, `prepare_global_plan`, `read_data`. `saved_values.py`
+turns torch's bytes into plain values, and back.
 
 State dicts: `state_dict.py` has the functions, in the order of a call: `options.py` reads torch's `StateDictOptions`;
 `model_state.py` and `optim_state.py` read the live model and optimizers, whose values stay sharded as they are; `initial.py`

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fsdp_optim.adapters import module_of
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.dcp.reader import Reader
 from fsdp_optim.dcp.saving import place_of
-from fsdp_optim.dcp.state_tree import StateTree, called, is_stateful
-from fsdp_optim.foreign.dcp.reader import DCP_TREES
-from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.formats.own.manifest import manifest_in
+from fsdp_optim.dcp.state_tree import called, is_stateful
+from fsdp_optim.dcp.tree_view import Places, TreeFormat
+from fsdp_optim.formats.base.protocols import SeenAs
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.storage.posix.files import checkpoint_errors
@@ -63,51 +60,64 @@ def load(
         CheckpointError: the checkpoint is incomplete or damaged.
         StateError: a name is missing in it, or has another shape or dtype there. The message lists them.
     """
+    states = called(state_dict)
     if storage_reader is not None or planner is not None:
-        from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
-
-        if storage_reader is None:
-            place = StateTree.of(called(state_dict)).place
-            storage_reader = Reader(place_of(checkpoint_id), model=".".join(place))
-            checkpoint_id = None
-        asked: dict[str, Any] = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
-        load_by_torch(state_dict, storage_reader=storage_reader, planner=planner, **asked)
-        return
-    path = place_of(checkpoint_id)
-    with checkpoint_errors(path):
-        states = called(state_dict)
-        tree = StateTree.of(states)
-        with closing(store_at(path, options=options.storage_options).open_any()) as opened:
-            format = None if OURS.recognises(opened) else DCP_TREES
-            if format is not None or manifest_in(opened).model.weights == "none":
-                tree = StateTree({}, (), states)
-        saved = _load(path, tree, process_group, options, format, alone=no_dist)
-    for name, state in states.items():
-        filled = _filled(state, saved[name]) if name in saved else state
+        _load_by_torch(states, checkpoint_id, storage_reader, planner, process_group, no_dist=no_dist)
+        loaded = states
+    else:
+        saved = _load(place_of(checkpoint_id), states, process_group, options, alone=no_dist)
+        loaded = {name: _filled(state, saved[name]) for name, state in states.items()}
+    for name, state in loaded.items():
         if is_stateful(state_dict[name]):
-            state_dict[name].load_state_dict(filled)
+            state_dict[name].load_state_dict(state)
         else:
-            state_dict[name] = filled
+            state_dict[name] = state
+
+
+def _load_by_torch(
+    states: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_reader: StorageReader | None,
+    planner: LoadPlanner | None,
+    process_group: Any,
+    *,
+    no_dist: bool,
+) -> None:
+    """Let torch load into a dict of states."""
+    from torch.distributed.checkpoint.state_dict_loader import load as load_by_torch
+
+    if storage_reader is None:
+        places = Places.in_tree(states)
+        optims = [".".join(face.place) for face in places.optims]
+        storage_reader = Reader(
+            place_of(checkpoint_id),
+            model=".".join(places.model) if places.model is not None else None,
+            optim=optims[0] if len(optims) == 1 else None,
+        )
+        checkpoint_id = None
+    asked: dict[str, Any] = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
+    load_by_torch(states, storage_reader=storage_reader, planner=planner, **asked)
 
 
 def _load(
     path: str | os.PathLike[str],
-    tree: StateTree,
+    states: Mapping[str, Any],
     process_group: Any,
     options: LoadOptions,
-    format: Format | None,
     *,
     alone: bool,
 ) -> Mapping[str, Any]:
-    """Load the tensors in place. Returns the tree with the saved values."""
+    """Load the tensors in place. Returns the states with the saved values."""
     arguments = LoadArguments.of(
         options if process_group is None else replace(options, process_group=process_group),
-        dict(tree.rest),
+        dict(states),
         allow_unexpected=True,
-        weights="all" if tree.weights else "none",
+        weights="none",
     )
-    result = restore.restore(path, tree.module, None, arguments, format, alone=alone)
-    return tree.joined({name: result.state[name] for name in tree.rest})
+    places = Places.in_tree(states, options.rename)
+    with checkpoint_errors(path):
+        seen = SeenAs(lambda format: TreeFormat(format, places))
+        return restore.restore(path, module_of({}), None, arguments, seen, alone=alone).state
 
 
 def _filled(live: Any, saved: Any) -> Any:

@@ -21,6 +21,7 @@ from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import name_of, store_at
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue
+from fsdp_optim.dcp.at_path import AtPath
 from fsdp_optim.dcp.saved_values import bytes_with
 from fsdp_optim.dcp.torch_metadata import RawBytes, TorchKeys
 from fsdp_optim.errors import CheckpointError
@@ -31,7 +32,6 @@ from fsdp_optim.formats.own.manifest import NAME
 from fsdp_optim.layout import Block, Box, Boxes, Shape, Whole
 from fsdp_optim.memory import Budget, dtype_named, in_batches
 from fsdp_optim.move import Slice
-from fsdp_optim.registry import scheme_of
 from fsdp_optim.storage.base import Store
 
 _OF_TORCH = ".metadata"
@@ -40,14 +40,15 @@ _MOST_TOGETHER = (
 )
 
 
-class Reader(StorageReader):
+class Reader(AtPath, StorageReader):
     """Reads a checkpoint where torch's `load` has `storage_reader=`.
 
         torch.distributed.checkpoint.load(state_dict, storage_reader=fsdp_optim.dcp.Reader(path))
 
-    Checkpoints of `Writer` are read under the keys of their planner. Of all others that this library reads, those of
-    `fsdp_optim.save` among them, the weights are under `model`, the optimizer under `optim`, as torch's `get_model_state_dict`
-    and `get_optimizer_state_dict` have them, and the values of `state=` at the top. Folders that torch's own writers have made
+    Checkpoints of `Writer` are read under the keys of their planner, and those of `fsdp_optim.dcp.save` under the keys of the
+    state dict that was saved. Of all others that this library reads, those of `fsdp_optim.save` among them, the weights are
+    under `model`, the optimizer under `optim`, as torch's `get_model_state_dict` and `get_optimizer_state_dict` have them, and
+    the values of `state=` at the top. Folders that torch's own writers have made
     (with `.metadata`, without a manifest) are handed to torch's FileSystemReader, which trusts their pickles.
 
     Each rank reads the byte ranges of its items, and verifies them by the checksums, into the planner's tensors: directly where
@@ -56,7 +57,8 @@ class Reader(StorageReader):
 
     Args:
         path: the checkpoint; None: `checkpoint_id` of the load has it.
-        model, optim: the keys of the model's and the optimizer's dict in the state dict that is loaded; "": they are at the top.
+        model, optim: the keys of the model's and the optimizer's dict in the state dict that is loaded; "": they are at the top;
+            None: as they were saved, else "model" and "optimizer".
         verify: compare what is read with the checksums.
         allow_pickle: make objects that were saved as pickles, which can run any code of their author.
         bucket_nbytes: the memory of a rank for copies, in bytes.
@@ -66,8 +68,8 @@ class Reader(StorageReader):
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        model: str = "model",
-        optim: str = "optimizer",
+        model: str | None = None,
+        optim: str | None = None,
         verify: bool = True,
         allow_pickle: bool = False,
         bucket_nbytes: int = 64 << 20,
@@ -81,23 +83,6 @@ class Reader(StorageReader):
         self._open: OpenCheckpoint | None = None
         self._keys = TorchKeys()
         self._of_torch: FileSystemReader | None = None
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """The path of the checkpoint; None until the Reader or a load is given one."""
-        return self._path
-
-    @property
-    def _place(self) -> str | os.PathLike[str]:
-        """The same. Raises CheckpointError where there is none."""
-        if self._path is None:
-            raise CheckpointError("the Reader has no path: give Reader(path), or checkpoint_id= to the load")
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a Reader reads this place: paths, and not URLs."""
-        return isinstance(checkpoint_id, os.PathLike) or scheme_of(checkpoint_id) is None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, of `checkpoint_id` if that is given."""

@@ -12,16 +12,25 @@ from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.tree_values import BRANCHES, items_of
 
-_LEAVES = (type(None), bool, int, float, complex, str, bytes)
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, io.BytesIO)
+_MAKES_BYTES = frozenset({"_io.BytesIO", "builtins.bytes", "__builtin__.bytes"})  # which torch.load refuses as weights
 
 
 def value_in(data: bytes) -> tuple[Any, bool]:
     """Return the plain value in bytes of `torch.save`; the bytes themselves where it is not plain, and whether they are."""
     try:
-        value = torch.load(io.BytesIO(data), weights_only=True)
+        value = _plain_value(data)
     except Exception:  # of many classes, for another planner's bytes, and for objects that only a pickle makes
         return data, True
     return (value, False) if is_plain_value(value) else (data, True)
+
+
+def _plain_value(data: bytes) -> Any:
+    """Return the value in bytes of `torch.save` that name no class but those of plain values: BytesIO too, and empty bytes."""
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    if named and _MAKES_BYTES.issuperset(named):
+        return torch.load(io.BytesIO(data), weights_only=False)
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def bytes_with(value: Any) -> io.BytesIO:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
+from fsdp_optim.checkpoint.common.optim_trees import ModelTree
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.save import background, foreground
 from fsdp_optim.dcp.state_tree import StateTree, called
@@ -140,6 +141,7 @@ def _arguments(tree: StateTree, process_group: Any, format: str | Format, option
         options if process_group is None else replace(options, process_group=process_group),
         dict(tree.rest),
         overwrite=True,
+        tree=ModelTree(tree.place) if tree.weights else None,
         weights="all" if tree.weights else "none",
         format=format,
     )

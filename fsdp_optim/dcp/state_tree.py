@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,10 @@ from torch import nn
 from fsdp_optim.adapters import module_of
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.errors import StateError
+from fsdp_optim.state.dicts.torch_trees import Place, dicts_in
 
 _OF_A_MODEL = ("model", "state_dict", "model_state_dict", "module")
 _EXTRA_STATE = "._extra_state"  # the end of the names of what modules add to their state dicts, after a dot
-
-Place = tuple[str, ...]
 
 
 def called(state_dict: Any) -> dict[str, Any]:
@@ -57,7 +56,7 @@ class StateTree:
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> StateTree:
         """Find the model: the dict of tensors that is called as trainers call it, else the tensors at the top level."""
-        for place, value in _dicts(tree):
+        for place, value in dicts_in(tree):
             if place[-1] in _OF_A_MODEL and _is_of_model(value):
                 weights = {fqn: tensor for fqn, tensor in value.items() if is_tree_tensor(tensor)}
                 others = {fqn: other for fqn, other in value.items() if fqn not in weights}
@@ -70,27 +69,6 @@ class StateTree:
         """A module that has the weights, sharing their memory."""
         return module_of(self.weights)
 
-    def joined(self, rest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict again, with the weights and another `rest`: the inverse of `of`."""
-        if not self.place:
-            return {**self.weights, **rest}
-        others: Any = rest
-        for key in self.place:
-            others = others.get(key, {}) if isinstance(others, Mapping) else {}
-        return _with(rest, self.place, {**self.weights, **others}, keep=True)
-
-
-def _dicts(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield the dicts of the two upper levels: of `{"app": {"model": ...}}` first that of "app", then that of "model"."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield (key,), value
-    for key, value in tree.items():
-        if type(value) is dict:
-            for inner, item in value.items():
-                if isinstance(inner, str) and isinstance(item, Mapping):
-                    yield (key, inner), item
-
 
 def _is_of_model(value: Mapping[Any, Any]) -> bool:
     """Return whether a dict is the state dict of a model: tensors by name, and what modules add."""
@@ -99,12 +77,9 @@ def _is_of_model(value: Mapping[Any, Any]) -> bool:
     return named and len(others) < len(value) and all(f".{key}".endswith(_EXTRA_STATE) for key in others)
 
 
-def _with(tree: Mapping[str, Any], place: Place, value: Mapping[str, Any], *, keep: bool = False) -> dict[str, Any]:
-    """Return a tree with another dict at a place; without the place where the dict is empty, unless `keep`."""
+def _with(tree: Mapping[str, Any], place: Place, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tree with another dict at a place; without the place where the dict is empty."""
     key, *inner = place
     if inner:
-        below = tree.get(key, {})
-        return {**tree, key: _with(below, tuple(inner), value, keep=keep)}
-    if value or keep:
-        return {**tree, key: value}
-    return {name: item for name, item in tree.items() if name != key}
+        return {**tree, key: _with(tree[key], tuple(inner), value)}
+    return {**tree, key: value} if value else {name: item for name, item in tree.items() if name != key}

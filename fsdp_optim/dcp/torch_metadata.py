@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,17 +56,21 @@ class TorchKeys:
     save_id: str | None = None
 
     @classmethod
-    def of(cls, index: CheckpointIndex, *, model: str, optim: str, allow_pickle: bool) -> TorchKeys:
-        """Read the keys of a checkpoint. `model`, `optim`: the names of the model's and the optimizer's dict; "": at the top."""
+    def of(cls, index: CheckpointIndex, *, model: str | None, optim: str | None, allow_pickle: bool) -> TorchKeys:
+        """Read the keys of a checkpoint.
+
+        `model`, `optim`: the names of the model's and the optimizer's dict; "": at the top; None: as they were saved.
+        """
         keys = cls()
         how = index.extras[PLANNED].decoded(allow_pickle=False) if PLANNED in index.extras else None
         tree = index.extras[COMMON].as_tree(allow_pickle=allow_pickle) if COMMON in index.extras else {}
-        if isinstance(how, Mapping):
+        how = how if isinstance(how, Mapping) else {}
+        if "paths" in how:
             keys._add_planned(index, tree, how)
         else:
             for path, leaf in flattened(tree, ()):
                 keys._add(path, index.trees[leaf.key] if isinstance(leaf, InFile) else leaf)
-        of_model = (model,) if model else ()
+        of_model, of_optim = _place(model, how.get("model", ["model"])), _place(optim, how.get("optim", ["optimizer"]))
         for fqn, stored in index.weights.items():
             keys._add((*of_model, fqn), stored)
         for alias, fqn in index.aliases.items():
@@ -78,7 +82,7 @@ class TorchKeys:
                     keys._add(path, leaf)
         if index.optim is not None:
             saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
-            keys._add_optim({**saved.full, **saved.other_keys}, (optim,) if optim else ())
+            keys._add_optim({**saved.full, **saved.other_keys}, of_optim)
         return keys
 
     def _add_planned(self, index: CheckpointIndex, tree: Any, how: Mapping[str, Any]) -> None:
@@ -129,6 +133,13 @@ class TorchKeys:
         for key, value in self.values.items():
             entries[key] = _of_tensor(value) if _is_tensor(value) else BytesStorageMetadata()
         return Metadata(entries, planner_data=dict(self.paths), storage_data={})
+
+
+def _place(name: str | None, saved: Sequence[str]) -> Path:
+    """Return the path of a dict that a caller may have named; `saved`: where it was."""
+    if name is None:
+        return tuple(saved)
+    return (name,) if name else ()
 
 
 def _is_tensor(value: Any) -> bool:

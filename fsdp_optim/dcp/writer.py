@@ -16,15 +16,15 @@ from torch.futures import Future
 
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.stores import store_at, store_of_leader
+from fsdp_optim.dcp.at_path import AtPath
 from fsdp_optim.dcp.box_writing import BoxWriter, Written
 from fsdp_optim.dcp.planned_boxes import PlannedBoxes
 from fsdp_optim.dcp.staged_save import RankOrders, StagedSave, WriterSettings
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.memory import Budget
-from fsdp_optim.registry import scheme_of
 
 
-class Writer(StorageWriter):
+class Writer(AtPath, StorageWriter):
     """Writes a checkpoint of this library where torch's `save` and `async_save` have `storage_writer=`.
 
         torch.distributed.checkpoint.save(state_dict, storage_writer=fsdp_optim.dcp.Writer(path))
@@ -77,23 +77,6 @@ class Writer(StorageWriter):
         self.save_id = str(uuid.uuid4())
         self._staged: StagedSave | None = None
         self._undo: weakref.finalize[[], Writer] | None = None
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """The path of the checkpoint; None until the Writer or a save is given one."""
-        return self._path
-
-    @property
-    def _place(self) -> str | os.PathLike[str]:
-        """The same. Raises CheckpointError where there is none."""
-        if self._path is None:
-            raise CheckpointError("the Writer has no path: give Writer(path), or checkpoint_id= to the save")
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a Writer writes to this place: to paths, and not to URLs."""
-        return isinstance(checkpoint_id, os.PathLike) or scheme_of(checkpoint_id) is None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to `checkpoint_id` if that is given. Files of a save that has failed are removed."""

@@ -24,7 +24,7 @@ from fsdp_optim.integrations.accelerate_start import weights_from
 from fsdp_optim.integrations.needed import needed, version_of
 from fsdp_optim.integrations.patches import is_replaced, put_back, replace_function, replace_method
 from fsdp_optim.integrations.settings import Settings
-from fsdp_optim.plugins import OnReplicaMismatch, Strategy
+from fsdp_optim.plugins import OnReplicaMismatch, Prove, Strategy
 
 __all__ = ["FsdpOptimTrainerMixin", "Settings", "disable", "enable", "weights_from"]
 
@@ -74,6 +74,7 @@ def enable(
     progress: bool | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = SaveOptions.bucket_nbytes,
+    prove: Prove = False,
 ) -> None:
     """Save and load by this library from now on, in every Accelerator and every Trainer of this process.
 
@@ -87,6 +88,8 @@ def enable(
         durable, checksums, max_file_size, strategy, on_replica_mismatch, allow_pickle, progress, timeout, bucket_nbytes: as for
             `fsdp_optim.save`.
         cast: as for `fsdp_optim.load`.
+        prove: as for `fsdp_optim.CheckpointManager`: the optimizer's next step after each checkpoint is recorded beside it, and
+            a run that resumes compares its own.
 
     Raises:
         WrapperError, ImportError: a name that this plug-in needs is missing in the installed version of accelerate or
@@ -105,6 +108,7 @@ def enable(
         progress=progress,
         timeout=timeout,
         bucket_nbytes=bucket_nbytes,
+        prove=prove,
     )
     settings.validate()
     methods = [f"Accelerator.{name}" for name in (*_ACCELERATOR, "__init__")]

@@ -17,6 +17,7 @@ from fsdp_optim import CheckpointError
 from fsdp_optim.integrations import signs
 from fsdp_optim.integrations.hugging_face_folders import is_outdated, look_at, optimizers_inside, remove_older
 from fsdp_optim.integrations.patches import status_in
+from fsdp_optim.integrations.proofs import number_of, prover_of
 from fsdp_optim.integrations.settings import Settings
 from fsdp_optim.plugins import TrainerFolder, absolute, by_lowest, folders_by_number, wait_on_all
 
@@ -52,7 +53,8 @@ def save_state(
             write_config(accelerator.unwrap_model(accelerator._models[0]), str(save.files))
         if accelerator.is_main_process and accelerator._optimizers:
             save.write(_OPTIMIZER, signs.sign("accelerator.load_state()"))
-    save.commit(model, optims, background=settings.background)
+    handle = save.commit(model, optims, background=settings.background)
+    prover_of(accelerator, settings).saved(path, model, optims, number_of(path), handle=handle)
     if is_automatic and naming.total_limit is not None:
         wait_on_all(options)
         limit, reason = max(naming.total_limit, 1), f"total_limit={naming.total_limit}"
@@ -75,7 +77,9 @@ def load_state(
     model, optims = _prepared(accelerator)
     fsdp_optim.load(path, model, optims, strict=kwargs.get("strict", True), options=settings.loading())
     with _without_models():
-        return original(path, *args, **kwargs)
+        loaded = original(path, *args, **kwargs)
+    prover_of(accelerator, settings).resumed(path, model, optims, number_of(path))
+    return loaded
 
 
 def _is_read_here(accelerator: Any, path: str, settings: Settings) -> bool:

@@ -21,7 +21,16 @@ from torch.distributed import group
 import fsdp_optim
 from fsdp_optim import CheckpointError, FsdpOptimError, LoadOptions, SaveOptions, StateError
 from fsdp_optim.integrations.needed import refusal
-from fsdp_optim.plugins import WhichWeights, by_lowest, is_url, random_states, remove_checkpoint, set_random_states
+from fsdp_optim.plugins import (
+    Prove,
+    ResumeProver,
+    WhichWeights,
+    by_lowest,
+    is_url,
+    random_states,
+    remove_checkpoint,
+    set_random_states,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,6 +78,8 @@ class Checkpoints:
         weights: the weights that are saved and loaded, as for `fsdp_optim.save` and `load`.
         save_options: a `fsdp_optim.SaveOptions`, such as `SaveOptions(max_file_size=10**9)`. The ranks are the strategy's.
         load_options: a `fsdp_optim.LoadOptions`, such as `LoadOptions(cast=True)`. The ranks are the strategy's.
+        prove: as for `fsdp_optim.CheckpointManager`: the optimizers' next step after each checkpoint is recorded beside it, and
+            a run that resumes compares its own.
     """
 
     _OVERRIDDEN = (
@@ -92,6 +103,7 @@ class Checkpoints:
         weights: WhichWeights = "all",
         save_options: SaveOptions = _SAVE,
         load_options: LoadOptions = _LOAD,
+        prove: Prove = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -100,6 +112,8 @@ class Checkpoints:
         self._save_options = _checked("save_options", save_options, SaveOptions)
         self._load_options = _checked("load_options", load_options, LoadOptions)
         self._handle: fsdp_optim.SaveHandle | None = None
+        self._prove: Prove = prove
+        self._prover: ResumeProver | None = None
         self._replaced: dict[
             str, None
         ] = {}  # checkpoints that ModelCheckpoint has removed: they stay until the save under way is complete
@@ -170,6 +184,8 @@ class Checkpoints:
             options=options,
         )
         self._handle = handle
+        if optimizers:
+            self.prover.saved(path, self._model_here, optimizers, extra.get("global_step") or 0, handle=handle)
         if not self._saves_in_background or Path(path).name.startswith("hpc_ckpt_"):  # after these the job is requeued
             self._settle()
 
@@ -211,6 +227,8 @@ class Checkpoints:
             else:
                 self._settle()
         finally:
+            if self._prover is not None:
+                self._prover.close()
             self._was_interrupted = False
             super().teardown()  # type: ignore[misc]
 
@@ -260,7 +278,16 @@ class Checkpoints:
         checkpoint.setdefault("pytorch-lightning_version", version_here)  # which a checkpoint of another program lacks
         if is_fitting:
             self._restore_random(result, path)
+            if self.optimizers:
+                self.prover.resumed(path, self._model_here, self.optimizers, checkpoint.get("global_step") or 0)
         return checkpoint
+
+    @property
+    def prover(self) -> ResumeProver:
+        """The prover of resumes; its `proof` is the verdict about the last one."""
+        if self._prover is None:
+            self._prover = ResumeProver(self._prove, options=fsdp_optim.CallOptions(process_group=group.WORLD))
+        return self._prover
 
     def _restore_random(self, result: LoadResult, path: str) -> None:
         """Set the random states of this rank: now, and once more where the new iterator of the loader is one too many."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from fsdp_optim import LoadOptions, SaveOptions, StateError
-from fsdp_optim.plugins import OnReplicaMismatch, Rename, Strategy
+from fsdp_optim import CallOptions, LoadOptions, SaveOptions, StateError
+from fsdp_optim.plugins import OnReplicaMismatch, Prove, Rename, ResumeProver, Strategy
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Settings:
 
     Args:
         background, durable, checksums, max_file_size, strategy, on_replica_mismatch, allow_pickle, cast, progress, timeout,
-            bucket_nbytes: as for `fsdp_optim.integrations.accelerate.enable`.
+            bucket_nbytes, prove: as for `fsdp_optim.integrations.accelerate.enable`.
     """
 
     background: bool = False
@@ -29,6 +29,7 @@ class Settings:
     progress: bool | None = None
     timeout: float | timedelta | None = None
     bucket_nbytes: int = SaveOptions.bucket_nbytes
+    prove: Prove = False
 
     def saving(self) -> SaveOptions:
         """The options of a save, and of the steps that all ranks take together."""
@@ -55,6 +56,10 @@ class Settings:
             progress=self.progress,
         )
 
+    def prover(self) -> ResumeProver:
+        """A prover of resumes, for one run."""
+        return ResumeProver(self.prove, options=CallOptions(timeout=self.timeout, bucket_nbytes=self.bucket_nbytes))
+
     def validate(self) -> None:
         """Raise StateError or CheckpointError for a wrong option."""
         self.saving().validate()
@@ -62,3 +67,5 @@ class Settings:
         for name in ("background", "durable", "checksums", "allow_pickle", "cast"):
             if not isinstance(getattr(self, name), bool):
                 raise StateError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.prove not in (False, True, "raise"):
+            raise StateError(f'prove must be False, True or "raise", not {self.prove!r}')

@@ -97,6 +97,9 @@ class FsdpOptimCheckpointManager(_Base):
         durable: bool = True
         """Whether a checkpoint is complete only when it is on the disk."""
 
+        prove: Literal["no", "yes", "raise"] = "no"
+        """Whether the step after each checkpoint is recorded beside it, and a run that resumes compares its own."""
+
         def __post_init__(self) -> None:
             """Check the values, and refuse the options that are not supported."""
             _Base.Config.__post_init__(self)
@@ -163,6 +166,7 @@ class FsdpOptimCheckpointManager(_Base):
             self._optimizers,
             state={key: per_rank(value) if key in _PER_RANK else value for key, value in kept.items()},
             keep_last=config.keep_latest_k or None,
+            prove="raise" if config.prove == "raise" else config.prove == "yes",
             options=ManagerOptions(
                 process_group=self._group,
                 durable=config.durable,
@@ -175,6 +179,10 @@ class FsdpOptimCheckpointManager(_Base):
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self._config
+        if config.prove != "no":
+            self._manager.step(
+                curr_step
+            )  # where the step that follows a checkpoint is compared; it saves nothing by itself
         is_first = curr_step == 1 and config.enable_first_step_checkpoint
         if config.load_only or not (is_first or last_step or curr_step % config.interval == 0):
             return False

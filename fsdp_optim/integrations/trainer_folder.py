@@ -25,6 +25,7 @@ from fsdp_optim.integrations.hugging_face_folders import (
     remove_older,
 )
 from fsdp_optim.integrations.patches import status_in
+from fsdp_optim.integrations.proofs import number_of, prover_of
 from fsdp_optim.integrations.settings import Settings
 from fsdp_optim.plugins import (
     Rename,
@@ -101,7 +102,10 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, settings: Settin
         _write_without_weights(trainer, save)
     optim = None if trainer.args.save_only_model else optimizer_inside(trainer.optimizer)
     background = settings.background and not pushed and not _is_read_on_save(trainer)
-    save.commit(model_of(trainer), optim, step=step, weights=_which_weights(trainer), background=background)
+    which = _which_weights(trainer)
+    handle = save.commit(model_of(trainer), optim, step=step, weights=which, background=background)
+    if optim is not None:
+        prover_of(trainer, settings).saved(path, model_of(trainer), optim, step, handle=handle)
     limit = trainer.args.save_total_limit
     if limit is not None and limit > 0:
         setattr(trainer, ROTATION, Rotation(save.path, limit, trainer.state.best_model_checkpoint))
@@ -295,6 +299,8 @@ def load_optimizer_and_scheduler(
     if has_scheduler:
         trainer.lr_scheduler.load_state_dict(torch.load(f"{path}/{_SCHEDULER}", weights_only=True))
     _say_resumed(trainer, *(["scheduler"] if has_scheduler else []))
+    if not is_sharded:
+        prover_of(trainer, settings).resumed(path, model_of(trainer), optim, number_of(path))
 
 
 def load_best_model(original: Callable[..., Any], trainer: Any, settings: Settings) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -24,6 +25,7 @@ import fsdp_optim
 from fsdp_optim import CheckpointError, SaveHandle
 from fsdp_optim.integrations.needed import needed
 from fsdp_optim.plugins import (
+    ResumeProver,
     WhichWeights,
     by_lowest,
     folders_in,
@@ -69,6 +71,7 @@ _SCHEDULER, _RANDOM, _OLD_RANDOM = "lr_scheduler", "random", "fsdp_optim.rng"
 _LOADER = "data.pt"
 """The state of the data loader, which verl's PPO trainers write when all roles have begun to save."""
 
+_PROVE = "FSDP_OPTIM_PROVE"
 _PATIENCE = 90.0  # seconds for that file; clients of network file systems may keep for 60 that it is not there
 
 log = logging.getLogger("fsdp_optim")
@@ -78,12 +81,15 @@ class FsdpOptimCheckpointManager(_Own):
     """verl's checkpoint manager on this library: the same calls, options and folders; other files.
 
     `global_step_8/actor/huggingface` is a checkpoint that loads on any number of ranks, and that `from_pretrained` opens.
-    With `checkpoint.async_save` it is written while training goes on.
+    With `checkpoint.async_save` it is written while training goes on. verl's config has no place for an option of its own, so
+    the environment variable FSDP_OPTIM_PROVE of the workers asks for proofs of resumes: "1", or "raise" (`CheckpointManager`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._finisher: threading.Thread | None = None
+        asked = os.environ.get(_PROVE, "")
+        self.prover = ResumeProver("raise" if asked == "raise" else asked == "1")
 
     # ------------------------------------------------------------------------------------------ save
 
@@ -110,16 +116,23 @@ class FsdpOptimCheckpointManager(_Own):
         if not self._writes_in_background(local_path):
             for place in places:
                 fsdp_optim.save(place, self.model, optim, **given)
+            self._prove_later(places, global_step)
             if self.rank == 0:
                 self._finish(local_path, max_ckpt_to_keep)
             return
         handles = [fsdp_optim.async_save(place, self.model, optim, **given) for place in places]
+        self._prove_later(places, global_step, handles[0])
         if self.rank == 0:
             # No daemon, so that the process does not end before the config is written beside the weights.
             self._finisher = threading.Thread(
                 target=self._finish_later, args=(handles, local_path, global_step, max_ckpt_to_keep)
             )
             self._finisher.start()
+
+    def _prove_later(self, places: Sequence[str], step: int, handle: SaveHandle | None = None) -> None:
+        """Record the optimizer's next step beside the checkpoint, where that is asked for."""
+        if self.should_save_optimizer and self.optimizer is not None:
+            self.prover.saved(places[0], self.model, self.optimizer, step, state=self._schedule(), handle=handle)
 
     def wait(self) -> None:
         """Wait until this rank has done all of the save in the background. All ranks call it, and get its error."""
@@ -183,8 +196,10 @@ class FsdpOptimCheckpointManager(_Own):
 
     def _state(self) -> dict[str, Any]:
         """What is saved besides the model and the optimizer."""
-        schedule = {_SCHEDULER: self.lr_scheduler} if self.lr_scheduler is not None else {}
-        return {**schedule, _RANDOM: fsdp_optim.per_rank(_RandomStates())}
+        return {**self._schedule(), _RANDOM: fsdp_optim.per_rank(_RandomStates())}
+
+    def _schedule(self) -> dict[str, Any]:
+        return {_SCHEDULER: self.lr_scheduler} if self.lr_scheduler is not None else {}
 
     # ------------------------------------------------------------------------------------------ load
 
@@ -218,6 +233,8 @@ class FsdpOptimCheckpointManager(_Own):
         loaded = fsdp_optim.load(place, model, optim, state=self._state_to_load(place), weights=weights)
         if self.should_load_extra and _OLD_RANDOM in loaded.state:
             set_random_states(loaded.state[_OLD_RANDOM])
+        if optim is not None and weights != "none" and loaded.step is not None:
+            self.prover.resumed(place, self.model, optim, loaded.step, state=self._schedule())
 
     def _load_verls_own(self, path: str) -> None:
         """Load a checkpoint that verl's own manager has written on another number of ranks. Random states stay as they are."""

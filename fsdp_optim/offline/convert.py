@@ -72,12 +72,24 @@ def convert(
                     f"{checkpoint.index.where}: the processes that convert it see different checkpoints, or have other options: "
                     "give all of them the same path and options"
                 )
-            for why in transcript.left_out if work.leads else ():
+            fingerprint, why_not = _fingerprint_of(checkpoint, work)
+            for why in (*transcript.left_out, *why_not) if work.leads else ():
                 log.warning("left out of the new checkpoint: %s", why)
             if work.leads:
                 target, options = place_of(target, format, options)
-            saved = replace(work, options=options).run(target)
+            saved = replace(work, options=options, fingerprint=fingerprint).run(target)
             return named(group, saved, durable=options.durable)
+
+
+def _fingerprint_of(checkpoint: Reader, work: NewFiles) -> tuple[bytes, tuple[str, ...]]:
+    """Return the fingerprint of a checkpoint for the new one, whose values are the same, and why it gets none."""
+    saved = checkpoint.index.fingerprint
+    if saved is None:
+        return b"", ()
+    if not work.writer.keeps_fingerprint:
+        return b"", (f"the fingerprint, for which the format {work.format.name} has no place",)
+    kept = saved if work.transcript.has_optim else replace(saved, optim={})
+    return kept.to_json().encode(), ()
 
 
 def callers(options: CallArguments) -> RankGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.differences import HyperparameterDiff
+from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import bytes_in_memory
 from fsdp_optim.offline.named_values import Decoded, NamedValue, NamedValues
@@ -68,6 +70,8 @@ def text_of(value: Any) -> str:
         value = value.item()
     elif isinstance(value, torch.Tensor):
         return f"a tensor of {tuple(value.shape)}"
+    elif isinstance(value, io.BytesIO):
+        return f"a BytesIO of {len(value.getvalue())} bytes"
     text = repr(value)
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
@@ -105,6 +109,12 @@ def named_alike(
             f"{without.reader.index.where}: the parameters of the optimizer have ids without names, which match no names of the "
             "other checkpoint: give param_names, their FQNs in the order of the ids"
         )
+    notes += [
+        f"{decoded.reader.index.where}: state={name} was not compared: {value.why}"
+        for decoded in (a, b)
+        for name, value in decoded.values.items()
+        if isinstance(value, Withheld)
+    ]
     notes += [
         f"{decoded.reader.index.where}: was saved without an optimizer"
         for decoded, other in ((a, b), (b, a))

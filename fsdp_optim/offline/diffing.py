@@ -20,7 +20,7 @@ from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, is_url, options_beside
 from fsdp_optim.differences import DiffResult, ObjectDiff, ShapeDiff, ValueDiff
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.diff_names import (
     ValuePair,
@@ -44,6 +44,7 @@ from fsdp_optim.offline.element_windows import (
 )
 from fsdp_optim.offline.named_values import Decoded, NamedValues, opened_at
 from fsdp_optim.offline.output_file import checked_output, write_output
+from fsdp_optim.offline.stored_prints import equal_by_prints
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
 from fsdp_optim.state.values.same import same
@@ -106,9 +107,16 @@ def _compared(a: NamedValues, b: NamedValues, notes: list[str], arguments: DiffA
     everything = arguments.match is None
     objects += _other_keys(a, b) if everything else ()
     elements = [pair for pair in pairs if pair.are_tensors and not pair.shapes_differ]
-    values = _Comparison(a, b, elements, Budget(arguments.bucket_nbytes, "the elements of two checkpoints")).run(
-        arguments.progress
-    )
+    equal = equal_by_prints(a.reader.index, b.reader.index, elements)
+    if equal:
+        notes = [
+            *notes,
+            f"{len(equal)} of {counted_noun(len(elements), 'value')} were not read: their fingerprints are equal",
+        ]
+    others = [pair for pair in elements if pair.name not in equal]
+    budget = Budget(arguments.bucket_nbytes, "the elements of two checkpoints")
+    compared = iter(_Comparison(a, b, others, budget).run(arguments.progress))
+    values = [equal[pair.name] if pair.name in equal else next(compared) for pair in elements]
     return DiffResult(
         a=a.reader.index.where,
         b=b.reader.index.where,

@@ -14,13 +14,16 @@ from fsdp_optim.adapters.known import wrapper_parts
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
+from fsdp_optim.checkpoint.common.run_state import RESERVED
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.checkpoint.load.stored_state import StoredState
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
+from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.index import SavedOptim
-from fsdp_optim.formats.base.protocols import Reader, StoredTensor
+from fsdp_optim.formats.base.index import CheckpointIndex, SavedOptim
+from fsdp_optim.formats.base.protocols import COMMON, Reader, StoredTensor
+from fsdp_optim.formats.base.tree_values import InFile, leaves_of
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.offline.source_contents import renamed_aliases, renamed_weights
@@ -54,6 +57,15 @@ class NamedValue:
     def dtype(self) -> torch.dtype:
         """The dtype of the elements."""
         return self.constant.dtype if self.constant is not None else dtype_named(self.info.dtype)
+
+    @classmethod
+    def as_it_is(cls, value: Any) -> NamedValue:
+        """Return a value of a tree. A number is one that is shown as it is, and no tensor without dimensions."""
+        return (
+            cls.of(value)
+            if isinstance(value, torch.Tensor)
+            else cls(TensorInfo(type(value).__name__, (), 0), other=value)
+        )
 
     @classmethod
     def of(cls, value: Any) -> NamedValue:
@@ -95,7 +107,7 @@ class NamedValues:
 
     Attributes:
         weights: by FQN.
-        state: by FQN and name of the value; under TREES, the tensors of the trainer's trees by key.
+        state: by FQN and name of the value; under TREES, the tensors and the plain values of the trainer's trees.
         groups: the hyperparameters of each parameter that the optimizer lists, by FQN.
         others: the entries of the optimizer's dict that belong to no parameter.
         aliases: other names of tied parameters and buffers, each with the FQN.
@@ -158,6 +170,9 @@ class Decoded:
     parts: frozenset[str]
     saved: SavedOptim | None = None
     with_state: bool = True
+    values: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the trainer's values that are no tensors in files, by name
 
     @classmethod
     def of(cls, reader: Reader, *, allow_pickle: bool, with_state: bool = True) -> Decoded:
@@ -173,7 +188,8 @@ class Decoded:
         if with_state and index.optim is not None:
             with as_checkpoint_error(index.where):
                 saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
-        return cls(reader, weights, aliases, parts, saved, with_state)
+        values = _values_in_trees(index, allow_pickle=allow_pickle) if with_state else {}
+        return cls(reader, weights, aliases, parts, saved, with_state, values=values)
 
     @property
     def has_names(self) -> bool:
@@ -209,7 +225,7 @@ class Decoded:
         weights = {fqn: NamedValue.of(tensor) for fqn, tensor in self.weights.items()}
         trees = (
             {key: NamedValue.of(tensor) for key, tensor in self.reader.index.trees.items()} if self.with_state else {}
-        )
+        ) | {name: NamedValue.as_it_is(value) for name, value in self.values.items() if not isinstance(value, Withheld)}
         of_trees = {TREES: trees} if trees else {}
         if self.saved is None:
             return NamedValues(self.reader, weights, of_trees, aliases=self.aliases)
@@ -275,3 +291,11 @@ class Decoded:
             if sizes and fqn in shapes and shapes[fqn] not in sizes:
                 return False
         return True
+
+
+def _values_in_trees(index: CheckpointIndex, *, allow_pickle: bool) -> dict[str, Any]:
+    """Return the values in the trainer's trees that are no tensors in files, by the names and numbers on their paths."""
+    tree = index.extras[COMMON].as_tree(allow_pickle=allow_pickle) if COMMON in index.extras else {}
+    named = tree if isinstance(tree, Mapping) else {"extra": tree}
+    shown = {name: value for name, value in named.items() if not str(name).startswith(RESERVED)}
+    return {".".join(map(str, path)): leaf for path, leaf in leaves_of(shown) if not isinstance(leaf, InFile)}

@@ -77,6 +77,7 @@ class NewFiles:
         transcript: its contents.
         source: where the elements come from.
         doing: what a bar of progress calls this.
+        fingerprint: the fingerprints of the values, which are those of the source, as JSON; empty if there are none.
     """
 
     group: RankGroup
@@ -88,6 +89,7 @@ class NewFiles:
     options: ConvertArguments
     files: tuple[File, ...]
     doing: str = "converting"
+    fingerprint: bytes = b""
 
     @classmethod
     def of(
@@ -248,6 +250,7 @@ class NewFiles:
             extras=self.transcript.prepared.files if self.leads else {},
             leader=begun.leader,
             wrapper=self.checkpoint.index.facts.wrapper,
+            fingerprint=self.fingerprint,
         )
 
     def _share(self, job: Job, begun: _Begun, progress: Progress) -> RankWork:

@@ -13,17 +13,18 @@ from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
+from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.foreign.archive.record_sums import RecordSums
 from fsdp_optim.formats.base.protocols import Half, PlannedFile, Reader, StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.copy_ranges import plan_units
+from fsdp_optim.offline.stored_prints import FilePrints
 from fsdp_optim.offline.unit_sources import CheckpointSource
 from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.results import VerifyResult
-from fsdp_optim.storage.base import StoreWriter
 
 _NUM_THREADS = 4  # that compare torch's checksums; each checksum is of a complete tensor
 _MOST_NAMED = 20  # damaged places in an error
@@ -52,18 +53,23 @@ def verify(
             if sums is not None:
                 problems += sums.compare(_NUM_THREADS, shown.up_to)
                 has_sums = sums.is_whole
-            source = CheckpointSource(checkpoint, stored)
+            source, prints = (
+                CheckpointSource(checkpoint, stored),
+                FilePrints(files, _fingerprint_in(checkpoint, problems)),
+            )
             share = RankWork(
                 source,
                 files,
                 plan_units(files, unit_nbytes, {}),
-                join=Nowhere,
+                join=prints.writer,
                 unit_nbytes=unit_nbytes,
                 shown=lambda num: shown.up_to(of_archives + num),
                 failed=lambda error: problems.append(str(error)),
             )
-            share.run(Nowhere(), num_lanes_in(budget, unit_nbytes, source))
+            share.run(prints.writer(), num_lanes_in(budget, unit_nbytes, source))
             checkpoint.check_unchanged()
+            num_proven, wrong = prints.compare() if not problems else (0, [])
+            problems += wrong
             _raise(checkpoint, problems)
             shown.done()
         return VerifyResult(
@@ -73,26 +79,17 @@ def verify(
             nbytes,
             has_sums,
             len(checkpoint.index.extras),
+            num_proven=num_proven,
         )
 
 
-class Nowhere(StoreWriter):
-    """A place for new files that keeps nothing."""
-
-    def create(self, name: str, nbytes: int, head: bytes) -> None:
-        pass
-
-    def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
-        pass
-
-    def put(self, name: str, data: bytes) -> None:
-        pass
-
-    def finish(self) -> bytes:
-        return b""
-
-    def discard(self) -> None:
-        pass
+def _fingerprint_in(checkpoint: Reader, problems: list[str]) -> Fingerprint | None:
+    """Return the fingerprint in a checkpoint. `problems` gets the error about a damaged one."""
+    try:
+        return checkpoint.index.fingerprint
+    except CheckpointError as error:
+        problems.append(str(error))
+        return None
 
 
 def _files(checkpoint: Reader) -> tuple[list[File], dict[Key, StoredTensor]]:

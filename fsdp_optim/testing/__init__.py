@@ -20,6 +20,7 @@ from fsdp_optim.testing.fairscale_cpu import fairscale_on_cpu, forget_fairscale_
 from fsdp_optim.testing.foreign_readers import ReaderConformance, WrittenSample
 from fsdp_optim.testing.formats import FormatConformance
 from fsdp_optim.testing.ranks import RankPool, RanksFailed, WorkerDied, run_on_ranks
+from fsdp_optim.testing.resumes import ProvenResume, ResumeDiffers, ResumeJob, prove_resume
 from fsdp_optim.testing.threads import run_on_threads, thread_rank
 from fsdp_optim.testing.worker import RemoteError
 
@@ -27,15 +28,19 @@ __all__ = [
     "AdapterConformance",
     "BucketConformance",
     "FormatConformance",
+    "ProvenResume",
     "RankPool",
     "RanksFailed",
     "ReaderConformance",
     "RemoteError",
+    "ResumeDiffers",
+    "ResumeJob",
     "StoreConformance",
     "WorkerDied",
     "WrittenSample",
     "fairscale_on_cpu",
     "forget_fairscale_groups",
+    "prove_resume",
     "run_on_ranks",
     "run_on_threads",
     "thread_rank",

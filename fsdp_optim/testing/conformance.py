@@ -15,11 +15,12 @@ import itertools
 import random
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.testing.store_attaching import AttachConformance
 from fsdp_optim.testing.store_case import BIG, MANIFEST, WAYS_OUT
 from fsdp_optim.testing.store_shrinking import ShrinkConformance
 
 
-class StoreConformance(ShrinkConformance):
+class StoreConformance(ShrinkConformance, AttachConformance):
     """A mix-in for a `unittest.TestCase`: the promises of a Store, one per test.
 
     `make_store` gives a store at a place where nothing is; it is called more than once in some tests. `another_handle` gives

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from fsdp_optim.adapters.known import wrapper_parts
+from fsdp_optim.adapters.shared import shared_tensor
+from fsdp_optim.arguments import is_model_name
 from fsdp_optim.errors import StateError, WrapperError
 
 _MOST_SHOWN = 60  # characters of a value in an error
@@ -27,7 +31,11 @@ def check_model(model: object) -> None:
     if _is_optimizer(model):
         raise WrapperError(f"{why}: the model comes before the optimizer")
     if isinstance(model, Mapping):
-        raise WrapperError(f"{why}: give the model itself, not its state_dict()")
+        check_models(model)
+        raise WrapperError(
+            f"{why}: save, async_save, load, resume and CheckpointManager take several models by their names; here give "
+            "torch.nn.ModuleDict(models), whose names are the same"
+        )
     raise WrapperError(f"{why}: give the wrapped model that the optimizer was built from")
 
 
@@ -44,6 +52,41 @@ def _check_stages(stages: Sequence[object]) -> None:
             raise WrapperError(f"stage {place} of model must be a torch.nn.Module, not {_named(stage)}")
         if any(stage is other for other in stages[:place]):
             raise WrapperError(f"stage {place} of model is in the list twice: give each stage once")
+
+
+def check_models(models: Mapping[Any, Any]) -> None:
+    """Raise WrapperError unless these are models by their names, of which no two share a parameter."""
+    if not models:
+        raise WrapperError(
+            'model is an empty dict: give models by their names, as in {"actor": actor, "critic": critic}'
+        )
+    if "param_groups" in models or any(isinstance(value, torch.Tensor) for value in models.values()):
+        why = f"model must be a torch.nn.Module, not {_named(models)}"
+        raise WrapperError(f"{why}: give the model itself, not its state_dict()")
+    reserved = {part.lower() for part in wrapper_parts()}
+    for name, model in models.items():
+        if not is_model_name(name) or name.lower() in reserved:
+            raise WrapperError(
+                f"{name!r} cannot be the name of a model, which is also the name of its folder: give a name of letters, digits, "
+                '"_" and "-", such as "actor", and not one of a checkpoint\'s other folders (extra) or of a wrapper (_orig_mod)'
+            )
+        try:
+            check_model(model)
+        except WrapperError as error:
+            raise WrapperError(f"the model {name!r}: {error}") from None
+    lower = [name.lower() for name in models]
+    twice = next((name for name in models if lower.count(name.lower()) > 1), None)
+    if twice is not None:
+        raise WrapperError(
+            f"the names {sorted(models)} differ in upper and lower case alone, and folders may not: rename {twice!r}"
+        )
+    shared = shared_tensor(models)
+    if shared is not None:
+        (first, name), (second, other) = shared
+        raise WrapperError(
+            f"{first}.{name} and {second}.{other} are one tensor, and each model has a folder of its own: save models that share "
+            f"parameters as one, as in torch.nn.ModuleDict({{{first!r}: ..., {second!r}: ...}})"
+        )
 
 
 def check_optimizers(optim: object, *, loadable: bool = False) -> None:

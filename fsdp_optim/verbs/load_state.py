@@ -37,6 +37,10 @@ class LoadableOptimizer(OptimizerLike, Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+LoadableOptimizers = LoadableOptimizer | Sequence[LoadableOptimizer]
+"""One optimizer, or several over one model."""
+
+
 class Before:
     """The state of optimizers before a load, so that a failed load can be undone. No tensor is copied.
 

@@ -2,81 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import tempfile
 import unittest
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import numpy
 import torch
 import torch.distributed as dist
 from kit.compare import check_same, error_text, refused
+from kit.cut_trees import FULL, complete, cut, emptied, meshes, numbers
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 
 import fsdp_optim
+from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.testing import run_on_ranks
 
 QUIET = fsdp_optim.SaveOptions(durable=False, progress=False)
 WORLD = 4
-
-
-def numbers(*shape: int, first: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Distinct elements, so that one in a wrong place shows."""
-    count = int(numpy.prod(shape, dtype=int))
-    return torch.arange(first, first + count).to(dtype).reshape(shape)
-
-
-FULL = {
-    "rows": numbers(7, 5),
-    "columns": numbers(3, 10, first=100),
-    "grid": numbers(9, 8, first=200),
-    "uneven": numbers(2, 3, first=300),
-    "empty": numbers(0, 4),
-    "copies": numbers(5, first=400),
-    "half": numbers(6, 2, first=500, dtype=torch.bfloat16),
-    "scalar": torch.tensor(7.5),
-    "flags": torch.tensor([True, False, True]),
-}
-
-
-def cut(flat: Any, grid: Any, *, other: bool = False) -> dict[str, Any]:
-    """Each of FULL, cut over meshes of one and two dimensions; `other`: cut in other ways."""
-    ways: dict[str, tuple[Any, list[Any]]] = {
-        "rows": (flat, [Shard(1) if other else Shard(0)]),
-        "columns": (grid, [Shard(0), Replicate()] if other else [Replicate(), Shard(1)]),
-        "grid": (grid, [Shard(1), Shard(0)] if other else [Shard(0), Shard(1)]),
-        "uneven": (flat, [Shard(0)]),
-        "empty": (flat, [Shard(0)]),
-        "half": (flat, [Replicate() if other else Shard(0)]),
-    }
-    return {
-        name: distribute_tensor(full.clone(), *ways[name]) if name in ways else full.clone()
-        for name, full in FULL.items()
-    }
-
-
-def emptied(tree: Any) -> Any:
-    """The same tree with other elements in its tensors."""
-    if isinstance(tree, torch.Tensor):
-        return tree.logical_not() if tree.dtype is torch.bool else torch.full_like(tree, -1)
-    if isinstance(tree, dict):
-        return type(tree)((key, emptied(item)) for key, item in tree.items())
-    return type(tree)(map(emptied, tree)) if isinstance(tree, (list, tuple)) else tree
-
-
-def complete(value: Any) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def meshes() -> tuple[Any, Any]:
-    return init_device_mesh("cpu", (dist.get_world_size(),)), init_device_mesh("cpu", (2, dist.get_world_size() // 2))
 
 
 def small_model() -> nn.Module:
@@ -305,6 +255,42 @@ def a_failing_rank(root: Path) -> None:
         check_same(name, complete(into[name]), emptied(full))
 
 
+def compared(root: Path) -> None:
+    """`compare=True` reads the tensors of trees again, and finds those that are not what was saved, on any rank."""
+    flat, grid = meshes()
+    compare = fsdp_optim.LoadOptions(compare=True, cast=True)
+
+    class Ignoring:
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": numbers(2)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    save(root / "a", {"t": cut(flat, grid), "listed": [numbers(3)], "object": Ignoring()})
+    into = {**emptied(cut(flat, grid, other=True)), "columns": torch.zeros(3, 10).double()}
+    load(root / "a", {"t": into, "listed": [torch.zeros(3)], "object": Ignoring()}, options=compare)
+    check_same("cast", into["columns"], FULL["columns"].double())
+    for rank, name in ((1, "rows"), (0, "listed")):
+        wrong = {"t": emptied(cut(flat, grid, other=True)), "listed": [torch.full((3,), -1.0)], "object": Ignoring()}
+        with mock.patch.object(
+            TreeTargets, "install", _leaving(name) if dist.get_rank() == rank else TreeTargets.install
+        ):
+            refused(
+                lambda wrong=wrong: load(root / "a", wrong, options=compare),
+                fsdp_optim.CheckpointError,
+                f"rank {rank}",
+                "state.listed.0" if name == "listed" else "state.t.rows",
+                "differs from state.safetensors",
+            )
+
+
+def _leaving(name: str) -> Any:
+    """An `install` that forgets some tensors."""
+    install = TreeTargets.install
+    return lambda self, keys: install(self, [key for key in keys if name not in key])
+
+
 def beside_a_model_of_torch(root: Path) -> None:
     """Tensors beside the model in a folder of torch.distributed.checkpoint, cut by its ranks."""
     flat, grid = meshes()
@@ -343,6 +329,7 @@ def on_ranks(root: Path) -> None:
         what_is_refused,
         async_and_managed,
         a_failing_rank,
+        compared,
         beside_a_model_of_torch,
     ):
         case(root / case.__name__)
@@ -412,6 +399,46 @@ class TreesTest(unittest.TestCase):
         save(self.root / "changed", {"tree": changed})
         differing = fsdp_optim.diff(self.root / "0", self.root / "changed").differing
         self.assertEqual([value.name for value in differing], ["state=:tree.ema.w"])
+
+    def test_one_process_compares(self) -> None:
+        save(self.root / "a", {"x": {"w": numbers(6, 4), "n": 1}})
+        compare = fsdp_optim.LoadOptions(compare=True)
+        fsdp_optim.load(
+            self.root / "a", state={"x": {"w": torch.zeros(6, 4).t().contiguous().t(), "n": 0}}, options=compare
+        )
+        for model in (small_model(), None):
+            with mock.patch.object(TreeTargets, "install", _leaving("w")):
+                refused(
+                    lambda model=model: fsdp_optim.load(
+                        self.root / "a", model, state={"x": {"w": torch.zeros(6, 4)}}, options=compare
+                    ),
+                    fsdp_optim.CheckpointError,
+                    "state.x.w",
+                    "differs from state.safetensors",
+                )
+
+    def test_diff_names_plain_values(self) -> None:
+        first = {"x": {"w": numbers(3), "step": 7, "text": "a", "same": (1, "b"), "data": io.BytesIO(b"ab"), "old": 1}}
+        second = {
+            "x": {"w": numbers(3), "step": 8, "text": "b", "same": (1, "b"), "data": io.BytesIO(b"abc"), "new": None}
+        }
+        for number, state in enumerate((first, second)):
+            save(self.root / str(number), state)
+        found = fsdp_optim.diff(self.root / "0", self.root / "1")
+        self.assertEqual(
+            {(value.name, value.a, value.b) for value in found.objects},
+            {
+                ("state=:x.step", "7", "8"),
+                ("state=:x.text", "'a'", "'b'"),
+                ("state=:x.data", "a BytesIO of 2 bytes", "a BytesIO of 3 bytes"),
+            },
+        )
+        self.assertEqual((found.only_in_a, found.only_in_b), (("state=:x.old",), ("state=:x.new",)))
+        self.assertEqual(found.differing, ())
+        self.assertFalse(found.equal)
+        self.assertTrue(fsdp_optim.diff(self.root / "0", self.root / "0").equal)
+        step = fsdp_optim.diff(self.root / "0", self.root / "1", match="state=:x.st*")
+        self.assertEqual([value.name for value in step.objects], ["state=:x.step"])
 
     def test_damage_in_a_tree_is_found(self) -> None:
         save(self.root / "a", {"tree": {"w": numbers(400, 3)}})

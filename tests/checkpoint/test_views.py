@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from kit.cases import expand, some
-from kit.compare import check_same, sorted_state
+from kit.compare import Differs, check_same, sorted_state
 from kit.fused import VIEWS, TrainedFused, Unfused
 from kit.local_parts import local_of
 from kit.optimizers import adam
@@ -69,6 +69,21 @@ def gathered(cases: list[tuple[str, str]]) -> None:
             check_trained(f"{wrapper}, {name}", TrainedFused(wrapper, make, STEPS), FUSED, Oracle(make, STEPS, Unfused))
 
 
+def fingerprinted(wrapper: str) -> None:
+    """On one rank: a fused and an unfused run have one fingerprint, which Views make of elements that lie elsewhere."""
+    with cpu(), fairscale_on_cpu():
+        fused, apart = TrainedFused(wrapper, adam, STEPS), Trained(wrapper, adam, STEPS, Unfused)
+        prints = [
+            fsdp_optim.fingerprint(
+                side.model, side.optim, options=CallOptions(views=views, process_group=side.process_group)
+            )
+            for side, views in ((fused, VIEWS), (apart, []), (fused, VIEWS[1:]))
+        ]
+        check_same(f"{wrapper}, differences", list(prints[0].differences(prints[1])), [])
+        if not prints[0].differences(prints[2]):
+            raise Differs("a fused parameter has the fingerprint of its parts")
+
+
 def saved(folder: str, is_fused: bool, wrapper: str, make: Any = adam) -> None:
     with cpu(), fairscale_on_cpu():
         source = trained(is_fused, wrapper, make, STEPS)
@@ -94,6 +109,10 @@ class TestViews(unittest.TestCase):
     @expand(*some(list(itertools.product(WRAPPERS, (1, 2, 4))), every=4, first=1))
     def test_a_gather_has_the_parts(self, wrapper: str, world_size: int) -> None:
         run_on_ranks(gathered, world_size, [(wrapper, "AdamW")])
+
+    @expand(*some(["FSDP2", "FSDP1 flat", "FSDP2 x TP", "plain"], every=2))
+    def test_fused_and_unfused_have_one_fingerprint(self, wrapper: str) -> None:
+        run_on_ranks(fingerprinted, 2, wrapper)
 
     def test_moments_are_those_of_the_unfused_training(self) -> None:
         """Of every elementwise optimizer of torch; Rprop cannot step on DTensors."""

@@ -13,61 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from kit.compare import check_same, refused
+from kit.cut_trees import complete
+from kit.dcp_trees import AppState, app, everything, nested, trained
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import fsdp_optim
 from fsdp_optim import dcp
 from fsdp_optim.testing import run_on_ranks
 
 WORLD = 4
-
-
-def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
-    for _ in range(2):
-        model(torch.full((2, 5), 1.0 + seed)).sum().backward()
-        optim.step()
-        optim.zero_grad()
-    return model, optim
-
-
-class AppState:
-    """What the field writes around a model and an optimizer."""
-
-    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer) -> None:
-        self.model, self.optim, self.step = model, optim, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optim = get_state_dict(self.model, self.optim)
-        return {"model": model, "optim": optim, "step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        self.step = state["step"]
-
-
-def complete(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: complete(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return list(map(complete, value))
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def everything(model: nn.Module, optim: torch.optim.Optimizer) -> Any:
-    return [complete(tree) for tree in get_state_dict(model, optim)]
-
 
 Save = Callable[..., Any]
 
@@ -82,17 +38,6 @@ def round_trip(path: Path, tree_of: Callable[[nn.Module, Any], dict[str, Any]], 
     if not any(isinstance(value, AppState) for value in into.values()):
         set_state_dict(other, other_optim, model_state_dict=into["model"], optim_state_dict=into["optim"])
     check_same(f"{path.name}", everything(other, other_optim), wanted)
-
-
-def nested(model: nn.Module, optim: Any) -> dict[str, Any]:
-    return dict(zip(("model", "optim"), get_state_dict(model, optim), strict=True)) | {
-        "step": 7,
-        "note": {"a": [1, "b"]},
-    }
-
-
-def app(model: nn.Module, optim: Any) -> dict[str, Any]:
-    return {"app": AppState(model, optim)}
 
 
 def planned_save(tree: dict[str, Any], **options: Any) -> None:
@@ -117,13 +62,10 @@ def trees_of_trainers(root: Path) -> None:
     model_dict, optim_dict = get_state_dict(model, optim)
     for place in ("nested, ours", "app, ours"):
         check_same("other tools open the weights", load_file(root / place / "model.safetensors"), complete(model_dict))
-    stored = load_file(root / "nested, ours" / "state.safetensors")
+    stored = load_file(root / "nested, ours" / "optim.safetensors")
     for fqn, values in optim_dict["state"].items():
         for name, value in values.items():
-            check_same(fqn, stored[f"optim.state.{fqn}.{name}"], complete(value))
-    fresh, _ = trained(seed=2)
-    fsdp_optim.load(root / "nested, ours", fresh, strict=False)
-    check_same("fsdp_optim.load of the weights", complete(fresh.state_dict()), complete(model_dict))
+            check_same(fqn, stored[f"state.{fqn}.{name}"], complete(value))
 
 
 def plain_values_and_identity(root: Path) -> None:

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.compare import check_same
+from kit.cut_trees import FULL, complete, emptied, meshes, numbers
+from kit.cut_trees import cut as cut_over
 from kit.forked import run
 from parameterized import parameterized
 from safetensors.torch import load_file
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_optim
 from fsdp_optim.dcp import Reader, Writer
@@ -35,25 +36,6 @@ from fsdp_optim.testing import run_on_ranks
 WORLD = 4
 
 
-def numbers(*shape: int, first: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Distinct elements, so that one in a wrong place shows."""
-    count = int(numpy.prod(shape, dtype=int))
-    return torch.arange(first, first + count).to(dtype).reshape(shape)
-
-
-FULL = {
-    "rows": numbers(7, 5),
-    "columns": numbers(3, 10, first=100),
-    "short_rows": numbers(50, 6, first=1000, dtype=torch.int64),
-    "grid": numbers(9, 8, first=200),
-    "uneven": numbers(2, 3, first=300),
-    "empty": numbers(0, 4),
-    "copies": numbers(5, first=400),
-    "half": numbers(6, 2, first=500, dtype=torch.bfloat16),
-    "scalar": torch.tensor(7.5),
-    "flags": torch.tensor([True, False, True]),
-    "strided": numbers(4, 6, first=600).t(),
-}
 VALUES = {
     "step": 7,
     "text": "é",
@@ -65,37 +47,8 @@ VALUES = {
 
 
 def cut(*, other: bool = False) -> dict[str, Any]:
-    """Each of FULL, cut over meshes of one and two dimensions; `other`: cut in other ways."""
-    size = dist.get_world_size()
-    flat, grid = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))
-    ways: dict[str, tuple[Any, list[Any]]] = {
-        "rows": (flat, [Shard(1) if other else Shard(0)]),
-        "columns": (grid, [Shard(0), Replicate()] if other else [Replicate(), Shard(1)]),
-        "short_rows": (flat, [Shard(0) if other else Shard(1)]),
-        "grid": (grid, [Shard(1), Shard(0)] if other else [Shard(0), Shard(1)]),
-        "uneven": (flat, [Shard(0)]),
-        "empty": (flat, [Shard(0)]),
-        "half": (flat, [Replicate() if other else Shard(0)]),
-    }
-    return {
-        name: distribute_tensor(full.clone(), *ways[name]) if name in ways else full.clone()
-        for name, full in FULL.items()
-    }
-
-
-def emptied(tree: Any) -> Any:
-    """The same tree with other elements in its tensors, and other values."""
-    if isinstance(tree, torch.Tensor):
-        return tree.logical_not() if tree.dtype is torch.bool else torch.full_like(tree, -1)
-    if isinstance(tree, dict):
-        return {key: emptied(item) for key, item in tree.items()}
-    return [emptied(item) for item in tree] if isinstance(tree, list) else None
-
-
-def complete(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: complete(item) for key, item in tree.items()}
-    return tree.full_tensor() if isinstance(tree, DTensor) else tree
+    """Each of FULL, cut over ranks."""
+    return cut_over(*meshes(), other=other)
 
 
 def check_file(path: Path, wanted: dict[str, torch.Tensor]) -> None:

@@ -119,7 +119,7 @@ class ManifestTest(DamageTest):
 
     def test_a_newer_version_is_refused_by_name(self) -> None:
         cases = {}
-        for version in (5, 7, 2**63, 10**30):
+        for version in (6, 7, 2**63, 10**30):
             folder = self.copy(name=f"{version}")
             seal(folder, read_manifest(folder) | {"version": version, "files": {}})
             cases[str(version)] = (folder, [MANIFEST, "version", str(version), "fsdp_optim"])
@@ -128,7 +128,7 @@ class ManifestTest(DamageTest):
     def test_a_newer_version_whose_checksum_this_one_does_not_know(self) -> None:
         folder = self.copy()
         (folder / MANIFEST).write_text(
-            json.dumps({"checksum": "other", "checkpoint": {"format": "fsdp_optim", "version": 5}})
+            json.dumps({"checksum": "other", "checkpoint": {"format": "fsdp_optim", "version": 6}})
         )
         self.check_refused(folder, MANIFEST, verifies=[True])
 

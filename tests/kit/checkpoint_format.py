@@ -137,14 +137,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_folder(folder: Path) -> list[str]:
     """Raise unless everything in a checkpoint is valid and agrees with its manifest. The names of its safetensors files."""
     checkpoint = read_manifest(folder)
-    if checkpoint["format"] != "fsdp_optim" or checkpoint["version"] not in (1, 2, 3, 4):
+    if checkpoint["format"] != "fsdp_optim" or checkpoint["version"] not in (1, 2, 3, 4, 5):
         raise NotValid(f"{folder}: format {checkpoint['format']!r}, version {checkpoint['version']!r}")
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors"))
-    indexes = [path.name for path in folder.glob("*.index.json")]
-    check_same("files of the manifest", sorted(checkpoint["files"]), sorted([*names, *indexes]))
+    indexes = [str(path.relative_to(folder)) for path in folder.rglob("*.index.json")]
+    beside = [name for name in checkpoint["files"] if name.endswith(".json") and name not in indexes]
+    check_same("files of the manifest", sorted(checkpoint["files"]), sorted([*names, *indexes, *beside]))
+    for name in (*indexes, *beside):
+        header = xxhash.xxh3_64_hexdigest((folder / name).read_bytes())
+        check_same(f"{name}, hash", checkpoint["files"][name]["header_xxh3_64"], header)
     for name in names:
         file, entry, table = read_safetensors(folder / name), checkpoint["files"][name], sums_of(folder / name)
-        if "/" in name:  # has no table
+        if name.startswith("extra/"):  # has no table
             hashes = [xxhash.xxh3_64_hexdigest(part) for part in (file.metadata["json"].encode(), file.data)]
             check_same(f"{name}, hashes", file.metadata["xxh3_64"], "".join(hashes))
         elif table.exists():
@@ -161,8 +165,31 @@ def check_folder(folder: Path) -> list[str]:
     common = folder / "extra" / "common.safetensors"
     values = json.loads(read_safetensors(common).metadata["json"]) if common.exists() else None
     check_same("tensors of trees", sorted(_stored_in(values)), list(tensors_of(folder, "state")) if in_trees else [])
-    check_same("version of tensors in trees", checkpoint["version"] == 4, bool(in_trees))
+    models = checkpoint["model"].get("models", [])
+    version = checkpoint["version"]
+    check_same("version", (version == 5, version == 4), (bool(models), bool(in_trees) and not models))
+    if models:
+        _check_models(folder, checkpoint, models, names)
     return names
+
+
+def _check_models(folder: Path, checkpoint: dict[str, Any], models: list[str], names: list[str]) -> None:
+    """Raise unless the folders of several models have all parameters, each under the name in its model."""
+    places = {name.partition("/")[0] for name in names if "/" in name} - {"extra"}
+    check_same("folders", places <= set(models), True)
+    stored = {f"{model}.{key}" for model in models for key in tensors_of(folder / model, "model")}
+    if checkpoint["model"].get("weights", "all") == "all":
+        check_same("parameters", sorted(checkpoint["model"]["params"]), sorted(stored))
+    described = checkpoint["optim"]["params"] if checkpoint["optim"] is not None else {}
+    keys = [
+        key
+        for param in described.values()
+        for _, how, key in param["values"]
+        if how.partition(" ")[0] in ("tensor", "placed") or how == "scalar tensor"
+    ]
+    in_files = [f"state.{model}.{key[6:]}" for model in models for key in tensors_of(folder / model, "optim")]
+    if checkpoint["has_optim"] and checkpoint["optim"] is not None:
+        check_same("state", sorted(keys), sorted(in_files))
 
 
 def _stored_in(value: Any) -> list[str]:

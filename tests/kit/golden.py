@@ -33,6 +33,16 @@ def check_kept(folder: Path, sha256: str, version: int) -> None:
     check_folder(folder)
 
 
+def check_written_alike(folder: Path, golden: Path, changes: Collection[str]) -> None:
+    """Raise unless two checkpoints have the same files, byte for byte, but for what the manifest says under `changes`."""
+    check_same("manifest", without(changes, read_manifest(folder)), without(changes, read_manifest(golden)))
+    files, kept = all_bytes(folder), all_bytes(golden)
+    check_same("names", sorted(files), sorted(kept))
+    for name in files:
+        if name.endswith(".safetensors"):
+            check_same(name, files[name], kept[name])
+
+
 def make(folder: Path, write: Callable[[Path], object]) -> str:
     """Let `write` make a golden checkpoint. Returns the digest, which the tests must know."""
     if folder.exists():

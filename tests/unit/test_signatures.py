@@ -19,7 +19,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, options
-from fsdp_optim.checkpoint import model_dict
+from fsdp_optim.checkpoint import fingerprinting, model_dict
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.run import resuming
 from fsdp_optim.checkpoint.save import background
@@ -41,6 +41,7 @@ CALLS: list[tuple[str, Any, str, set[str]]] = [
     ("get_shard_from_optim_state_dict", shard, "shard", {"model", "optim", "full"}),
     ("reshard_optim_state_dict", shard, "reshard", {"model", "optim", "sharded"}),
     ("transfer_optim_state", transfer, "transfer", {"src_model", "src_optim", "dst_model", "dst_optim"}),
+    ("fingerprint", fingerprinting, "fingerprint", {"model", "optim"}),
     ("save", save, "save", {"path", "model", "optim"}),
     ("async_save", background, "async_save", {"path", "model", "optim"}),
     ("load", restore, "restore", {"path", "model", "optim"}),

@@ -59,13 +59,21 @@ WRONG: dict[str, dict[str, list[Any]]] = {
     "scatter": {**EVERY_CALL, **MOVES, "source_rank": [None, "0", 7], "param_groups": ["mine"]},
     "transfer": {**EVERY_CALL, **MOVES, "param_groups": ["mine"]},
     "reshard": {**EVERY_CALL, "param_groups": ["mine"]},
-    "save": {**EVERY_CALL, **MOVES, **WRITES},
+    "fingerprint": {
+        **EVERY_CALL,
+        **MOVES,
+        "projections": [-1, 1.5, 1000],
+        "state": [[1]],
+        "on_replica_mismatch": ["ignore"],
+    },
+    "save": {**EVERY_CALL, **MOVES, **WRITES, "fingerprint": ["yes"]},
     "async_save": {**EVERY_CALL, **MOVES, **WRITES},
     "load": {
         **EVERY_CALL,
         **MOVES,
         "path": [object()],
         "compare": ["bits"],
+        "fingerprint": ["bits"],
         "param_groups": ["mine"],
         "keep_hyperparameters": ["lr", 3, [3]],
     },
@@ -77,8 +85,9 @@ OTHER: dict[str, dict[str, tuple[Any, Any]]] = {
     "scatter": {"strict": (True, False)},
     "transfer": {"bucket_nbytes": (64, 128)},
     "reshard": {"strict": (True, False)},
+    "fingerprint": {"projections": (0, 2), "bucket_nbytes": (4096, 8192), "state": (None, {"a": 1})},
     "save": {
-        **dict.fromkeys(("overwrite", "checksums", "durable", "allow_pickle"), (False, True)),
+        **dict.fromkeys(("overwrite", "checksums", "fingerprint", "durable", "allow_pickle"), (False, True)),
         "strategy": ("auto", "in_place"),
         "max_file_size": (1000, 2000),
         "state": (None, {"a": per_rank(1)}),
@@ -141,6 +150,8 @@ class Calls:
                 return fsdp_optim.reshard_optim_state_dict(
                     model, optim, self.sharded, **as_options(fsdp_optim.CallOptions, **given)
                 )
+            case "fingerprint":
+                return fsdp_optim.fingerprint(model, optim, **as_options(fsdp_optim.CallOptions, **given))
             case "save" | "async_save":
                 call: Any = getattr(fsdp_optim, verb)
                 path = given.pop("path", self.folder / str(self.number))

@@ -125,6 +125,11 @@ def _enters_and_says(path: Path) -> Callable[[RankGroup, JobStore], Meeting]:
     return entered
 
 
+def with_fingerprint(calls: Calls) -> None:
+    calls.save(calls.path / "printed", fingerprint=True)
+    fsdp_optim.load(calls.path / "printed", calls.fresh.model, calls.fresh.optim)
+
+
 def refused_load(calls: Calls) -> None:
     fsdp_optim.load(
         calls.path / ("saved" if calls.me else "nowhere"),
@@ -161,6 +166,8 @@ GOOD: dict[str, Callable[[Calls], Any]] = {
     "async_save": lambda calls: fsdp_optim.async_save(
         calls.path / "later", *calls.both, overwrite=True, options=fsdp_optim.SaveOptions(durable=False)
     ).wait(),
+    "fingerprint": lambda calls: fsdp_optim.fingerprint(*calls.both, state={"rank": calls.me}),
+    "save and load with a fingerprint": with_fingerprint,
     "load": lambda calls: fsdp_optim.load(calls.path / "saved", calls.fresh.model, calls.fresh.optim),
     "load, checked": lambda calls: fsdp_optim.load(
         calls.path / "saved", calls.fresh.model, calls.fresh.optim, options=fsdp_optim.LoadOptions(compare=True)

@@ -74,6 +74,14 @@ class ObjectStore(Store):
         other._probe = probe
         return other
 
+    def above(self) -> tuple[ObjectStore, str] | None:
+        prefix, _, name = self.place.prefix.rpartition("/")
+        if not prefix:
+            return None
+        other = copy.copy(self)
+        other.place = ObjectPlace(f"{self.bucket.name}/{prefix}", prefix)
+        return other, name
+
     def begin(self, *, overwrite: bool, durable: bool) -> ObjectStaging:
         """As a Store does. An object store knows no durability: an object is stored when the store has answered."""
         check_not_reserved(self.where, self.where.split("/"))
@@ -116,6 +124,18 @@ class ObjectStore(Store):
         infos = [info for info in map(self.bucket.look, keys) if info is not None]
         self.bucket.delete([info.key for info in infos])
         return sum(info.nbytes for info in infos)
+
+    @property
+    def can_attach(self) -> bool:
+        return True
+
+    def attach(self, opened: Opened, name: str, data: bytes) -> None:
+        if not isinstance(opened, OpenedObjects):
+            raise CheckpointError(f"{self.where}: was not opened as a checkpoint of a bucket, so it cannot be changed")
+        key = opened.files.key(name)
+        if opened.was_replaced():
+            raise self._replaced()
+        self.bucket.put(key, data)
 
     def new_file(self, *, overwrite: bool) -> AbstractContextManager[NewObject]:
         part_nbytes = self.capabilities.part_nbytes or PART_NBYTES

@@ -9,6 +9,7 @@ from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, path_of, store_at
 from fsdp_optim.errors import wrong_use
 from fsdp_optim.formats.base.protocols import Reader
+from fsdp_optim.formats.base.some_models import SomeModels
 from fsdp_optim.formats.own.format import OURS, thinned
 from fsdp_optim.formats.own.reader import Checkpoint
 from fsdp_optim.results import ThinResult
@@ -33,6 +34,10 @@ def _thin(store: Store) -> ThinResult:
 def _own(checkpoint: Reader) -> Checkpoint:
     """Return the reader. Raises CheckpointError for a checkpoint that cannot be thin."""
     where = checkpoint.index.where
+    if isinstance(checkpoint, SomeModels):
+        raise wrong_use(
+            f"{where}: is one of the models of a checkpoint, which thin takes as a whole: give the checkpoint's path"
+        )
     if not isinstance(checkpoint, Checkpoint):
         raise wrong_use(
             f"{where}: is a checkpoint of the format {checkpoint.index.facts.format_name}, and thin changes those of this "

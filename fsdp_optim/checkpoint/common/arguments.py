@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from fsdp_optim.arguments import MAY_DIFFER, check_at_least, check_one_of, check_which_weights, compared_as
+from fsdp_optim.checkpoint.common.optim_trees import ModelTree
 from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.options import (
@@ -18,9 +19,10 @@ from fsdp_optim.options import (
     fields_of,
     text_of_format,
 )
+from fsdp_optim.verbs.named_models import ModelNames, NamedModels
 
 _MOST_STEPS = 1 << 63
-_NOTHING = RunState()
+_NOTHING, _ONE_MODEL = RunState(), ModelNames()
 
 LoadArgumentsT = TypeVar("LoadArgumentsT", bound="LoadArguments")
 
@@ -30,21 +32,28 @@ def call_of(options: CallOptions, **arguments: Any) -> CallArguments:
     return CallArguments(**{option.name: getattr(options, option.name) for option in fields(CallOptions)}, **arguments)
 
 
+def _of_models(named: NamedModels | None) -> dict[str, Any]:
+    return {"models": named.names, "wrong_options": named.wrong} if named is not None else {}
+
+
 @dataclass(frozen=True)
 class SaveArguments(SaveOptions):
-    """The arguments of `save` and `async_save`."""
+    """The arguments of `save` and `async_save`. `tree`: the model is one of a state dict, whose other values are the `state`."""
 
     state: RunState = _NOTHING
+    tree: ModelTree | None = None
     step: int | None = None
     overwrite: bool = False
     weights: WhichWeights = "all"
+    models: ModelNames = _ONE_MODEL
     format: object = field(default="safetensors", metadata=compared_as(text_of_format))
     wrong_options: str = field(default="", metadata=MAY_DIFFER)
 
     @classmethod
-    def of(cls, options: SaveOptions, state: Any, **arguments: Any) -> SaveArguments:
-        """Return the arguments of a call that was given these options."""
-        return cls(**fields_of(SaveOptions, options), state=RunState(state), **arguments)
+    def of(cls, options: SaveOptions, state: Any, named: NamedModels | None = None, **arguments: Any) -> SaveArguments:
+        """Return the arguments of a call that was given these options, and these models if they have names."""
+        given = {**_of_models(named), **fields_of(SaveOptions, options)}
+        return cls(**given, state=RunState(state), **arguments)
 
     @property
     def call(self) -> CallArguments:
@@ -71,12 +80,16 @@ class LoadArguments(LoadOptions):
     strict: bool = True
     allow_unexpected: bool = False
     weights: WhichWeights = "all"
+    models: ModelNames = _ONE_MODEL
     wrong_options: str = field(default="", metadata=MAY_DIFFER)
 
     @classmethod
-    def of(cls: type[LoadArgumentsT], options: LoadOptions, state: Any, **arguments: Any) -> LoadArgumentsT:
-        """Return the arguments of a call that was given these options."""
-        return cls(**fields_of(LoadOptions, options), state=RunState(state), **arguments)
+    def of(
+        cls: type[LoadArgumentsT], options: LoadOptions, state: Any, named: NamedModels | None = None, **arguments: Any
+    ) -> LoadArgumentsT:
+        """Return the arguments of a call that was given these options, and these models if they have names."""
+        given = {**_of_models(named), **fields_of(LoadOptions, options)}
+        return cls(**given, state=RunState(state), **arguments)
 
     @property
     def call(self) -> CallArguments:

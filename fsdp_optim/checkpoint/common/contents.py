@@ -60,16 +60,17 @@ class SavedValue(StateValue, frozen=True, eq=False, gc=False):
     """One tensor of a save. `stored_name`: its name in the checkpoint.
 
     `constant`: its value, if all ranks know it, as they do for scalars. `cast_from`: the dtype of the live tensor, if the value
-    is saved in another dtype.
+    is saved in another dtype. `of_optim`: it is a tensor of a tree, and is stored as one of the optimizer.
     """
 
     stored_name: str = ""
     constant: torch.Tensor | None = None
     cast_from: torch.dtype | None = None
+    of_optim: bool = False
 
     @property
     def half(self) -> Half:
-        return "optim" if self.is_state else "state" if self.name == TREE else "model"
+        return "optim" if self.is_state or self.of_optim else "state" if self.name == TREE else "model"
 
     @property
     def live(self) -> SavedValue:
@@ -90,6 +91,10 @@ class SavedHalf:
     tensors: tuple[SavedValue, ...]
     opaque: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     module_values: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, half: Half) -> SavedHalf:
+        """Return the tensors that are stored in one half."""
+        return replace(self, tensors=tuple(value for value in self.tensors if value.half == half))
 
 
 @dataclass(frozen=True)
@@ -313,7 +318,7 @@ def read_state(
                 if isinstance(scalar.value, torch.Tensor):
                     scalars.append(_tensor(fqn, name, scalar.value.dtype, of_scalars, scalar.value))
     opaque = _opaque(group, local, global_state)
-    return SavedHalf(local, global_state, aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
+    return SavedHalf(local, global_state, aligned(with_distinct_keys([*tensors, *scalars])), opaque)
 
 
 def _tensor(
@@ -351,7 +356,7 @@ def _by_unit(global_state: GlobalState) -> Iterator[str]:
     return (fqn for fqns in _units(global_state) for fqn in fqns)
 
 
-def _with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
+def with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
     """Give different stored names to values whose names have the same text, such as 0 and "0"."""
     if len({tensor.stored_name for tensor in tensors}) == len(tensors):
         return tensors

@@ -58,7 +58,8 @@ def planned_files(
 def written_cut(value: StateValue, placement: Placement, owner: int | None) -> Placement:
     """Return the cut in which the ranks write a value of `placement`: the same, contiguous chunks, or all on `owner`."""
     if owner is not None:
-        return placement if placement.ranks == (owner,) else Whole(placement.shape, (owner,))
+        is_there = placement.ranks == (owner,)
+        return in_rows(placement, value.dtype.itemsize) if is_there else Whole(placement.shape, (owner,))
     if placement.overlapping or has_short_rows(placement, value.dtype.itemsize):
         return in_flat_chunks(placement, placement.first_holders)
     return in_rows(placement, value.dtype.itemsize)

@@ -12,11 +12,13 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Protocol
 
+from fsdp_optim.arguments import is_model_name
 from fsdp_optim.errors import CheckpointError, ReplacedError, wrong_use
 from fsdp_optim.formats.base.beside import BesideOthers
-from fsdp_optim.formats.base.protocols import Format, Reader, WrittenFormat, replaced_error, written
+from fsdp_optim.formats.base.protocols import Format, OpenedAs, Reader, SeenAs, WrittenFormat, replaced_error, written
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own.one_of_several import OneOfSeveral
 from fsdp_optim.registry import (
     BUILT_IN_FORMATS,
     READ_ONLY_FORMATS,
@@ -133,7 +135,7 @@ def format_of(opened: Opened) -> Format | None:
     )
 
 
-def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None) -> Reader:
+def open_checkpoint(store: Store, *, verify: bool, format: OpenedAs = None) -> Reader:
     """Open the checkpoint in a store. `format` None: it is recognised.
 
     Raises CheckpointError that names the damaged file; ReplacedError if another save replaces the checkpoint meanwhile, for
@@ -161,8 +163,11 @@ def _is_replaced(opened: Opened) -> bool:
         return False
 
 
-def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
+def _opened(store: Store, format: OpenedAs) -> tuple[Opened, Format]:
     """Open the files of a store, and find their format. If no format recognises them, the own format names missing files."""
+    if isinstance(format, SeenAs):
+        opened, recognised = _opened(store, None)
+        return opened, format.view(recognised)
     if format is not None:
         return (store.open_any() if format.opens_any else store.open()), format
     try:
@@ -187,6 +192,15 @@ def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
     return other
 
 
+def _one_of_several(store: Store) -> tuple[Opened, Format] | None:
+    """Open the checkpoint in which a place is the folder of one of several models; None if it is not that."""
+    above = store.above()
+    if above is None or not is_model_name(above[1]):
+        return None
+    place, model = above
+    return _recognised(place.open, partial(_if_recognised, OneOfSeveral(model)))
+
+
 def _of_another_format(store: Store) -> tuple[Opened, Format] | None:
     """Open the files of a checkpoint in a format that is not this library's own, and find it; None if none recognises them."""
     for format in other_formats():
@@ -194,7 +208,7 @@ def _of_another_format(store: Store) -> tuple[Opened, Format] | None:
             recognised = _recognised(store.with_probe(format.probe).open, partial(_if_recognised, format))
             if recognised is not None:
                 return recognised
-    return _recognised(store.open_any, format_of)
+    return _one_of_several(store) or _recognised(store.open_any, format_of)
 
 
 def _if_recognised(format: Format, opened: Opened) -> Format | None:

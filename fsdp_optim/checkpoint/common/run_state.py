@@ -146,8 +146,8 @@ def refuse_sharded(where: str, value: Any, depth: int = 0) -> None:
             refuse_sharded(f"{where}[{index}]", item, depth + 1)
     elif not is_plain(value) and _is_cut(value):
         raise StateError(
-            f"{where}: is a {type(value).__name__}, which is cut over ranks: give DTensors without per_rank(), and a sharded "
-            "module with the model, as in model=nn.ModuleDict({'model': model, 'ema': ema})"
+            f"{where}: is a {type(value).__name__}, which is cut over ranks: give sharded tensors without per_rank(), and a "
+            "sharded module with the model, as in model=nn.ModuleDict({'model': model, 'ema': ema})"
         )
 
 

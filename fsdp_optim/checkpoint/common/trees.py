@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import reader_of
-from fsdp_optim.checkpoint.common.arguments import SaveArguments
+from fsdp_optim.adapters.known import is_sharded_value
+from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf, SavedValue, aligned, loadable
 from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.elements import MOST_DEEP
@@ -21,6 +22,7 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.header import DTYPES
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
 from fsdp_optim.memory import dtype_name, is_plain
+from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.transport.agree import all_equal, exchange_reports
@@ -52,8 +54,11 @@ def shown(path: Sequence[Any]) -> str:
 
 
 def is_tree_tensor(value: object) -> bool:
-    """Return whether a value is a tensor that is saved as weights are: any DTensor, and plain tensors with ordinary elements."""
-    if is_dtensor(value):
+    """Return whether a value is a tensor that is saved as weights are.
+
+    DTensors, other tensors that say how they are cut over ranks (ShardedTensor), and plain tensors with ordinary elements.
+    """
+    if is_dtensor(value) or is_sharded_value(value):
         return True
     return (
         isinstance(value, torch.Tensor)
@@ -122,22 +127,22 @@ def local_of(tensors: Mapping[str, torch.Tensor], rank: int, ranks: tuple[int, .
 
 
 def read_trees(
-    group: RankGroup, given: Mapping[str, Any], options: SaveArguments
-) -> tuple[Mapping[str, Any], SavedHalf | None]:
-    """Agree with the other ranks on the values of `state=`. Called by all ranks.
+    group: RankGroup, given: Mapping[str, Any], asked: Arguments, mismatch: OnReplicaMismatch
+) -> tuple[Mapping[str, Any], SavedHalf | None, Mapping[str, torch.Tensor]]:
+    """Agree with the other ranks on the values of `state=`. Called by all ranks, with the arguments `asked` of their call.
 
-    Returns the values of all ranks together, with an `InFile` in the place of each tensor, and the tensors; None if no rank has
-    a tensor. Raises StateError, the same on all ranks, for trees that cannot be joined, and for replicas that differ.
+    Returns the values of all ranks together, with an `InFile` in the place of each tensor; the tensors, None if no rank has one;
+    and those of this rank, by key. Raises StateError, the same on all ranks, for trees that cannot be joined, and for replicas
+    that differ.
     """
     split = SplitTrees.of(given)
     values = _joined(group, split.values)
     if not any(isinstance(leaf, InFile) for _, leaf in leaves_of(values)):
-        return values, None
-    mismatch = options.call.on_replica_mismatch
+        return values, None, {}
     local, global_state = agree_on_state(
         group,
         lambda: loadable(local_of(split.tensors, group.rank, group.ranks), group.rank),
-        options,
+        asked,
         "the tensors of state=",
         with_state=True,
         on_replica_mismatch=mismatch,
@@ -152,7 +157,7 @@ def read_trees(
         tensors += [
             SavedValue(fqn, TREE, dtype, param.placement, False, key_of(fqn)) for dtype in param.summary.dtypes.values()
         ]
-    return values, SavedHalf(local, global_state, aligned(tensors))
+    return values, SavedHalf(local, global_state, aligned(tensors)), split.tensors
 
 
 # ------------------------------------------------------------------------------------------- ranks with different trees

@@ -14,8 +14,10 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.casting import castable
 from fsdp_optim.checkpoint.common.contents import weights_of
+from fsdp_optim.checkpoint.common.trees import key_of
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue, elements_in, read_constants, stored_value
 from fsdp_optim.checkpoint.load.targets import State, Weights
+from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.layout import Boxes, Placement, row_major_strides
@@ -39,11 +41,13 @@ def check_bitwise(
     optim: Optimizers | None,
     group: RankGroup,
     loaded_from: Reader,
+    *,
     weights: Weights,
     state: State | None,
+    trees: TreeTargets | None,
     options: LoadArguments,
 ) -> None:
-    """Read the complete checkpoint again with verification, and compare it with the live model and optimizer.
+    """Read the complete checkpoint again with verification, and compare it with the live model, optimizer and trees.
 
     Called by all ranks. Raises CheckpointError on all ranks if an element differs, or if no rank has it.
     """
@@ -51,16 +55,17 @@ def check_bitwise(
     values: list[StoredValue] = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
     if state is not None:
         values = [value for value in values if not value.is_state or value.fqn not in state.fit.missing]
+    in_trees = [v for v in trees.stored_values() if key_of(v.fqn) not in trees.of_objects] if trees is not None else []
     target, loaded = _CompareEnd(group.rank, {}, frozenset()), None
     with failure:
         if state is not None and optim is not None:
             loaded = read_local(reader, optim, replace(options.call, collect="all"), group.ranks)
-    values = _cut_as_live(group, loaded, values, failure)
+    values = cut_as_live(group, loaded, values, failure)
     with failure:
         checkpoint = loaded_from.verified()
         model = weights_of(reader, group.ranks, options.call)
         live: dict[Key, torch.Tensor | None] = {
-            value.key: _held(model, value) for value in values if not value.is_state
+            value.key: held_part(model, value) for value in values if not value.is_state
         }
         weights.module_values.check(model.module_values)
         state_cast = state.cast if state is not None else frozenset()
@@ -70,11 +75,11 @@ def check_bitwise(
             if (
                 (value.fqn, value.name) in state_cast
                 if value.is_state
-                else _is_cast(model, value, castable_with=options.cast)
+                else is_cast(model, value, castable_with=options.cast)
             )
         )
         if state is not None and loaded is not None:
-            live.update((value.key, _held(loaded, value)) for value in values if value.is_state)
+            live.update((value.key, held_part(loaded, value)) for value in values if value.is_state)
             read_constants(
                 checkpoint, [stored for stored in checkpoint.index.optim_tensors.values() if not stored.shape]
             )
@@ -82,21 +87,49 @@ def check_bitwise(
             _check_opaque(state, loaded)
             _check_groups(state, loaded, options.keep_hyperparameters)
             _check_other_keys(state, loaded)
+        if trees is not None:
+            held = {
+                value.key: trees.held(value.fqn)
+                for value in in_trees
+                if value.placement.shard_of(group.rank) is not None
+            }
+            live |= {value.key: held.get(value.key) for value in in_trees}
+            cast |= _cast_trees(held, in_trees, castable_with=options.cast)
         target = _CompareEnd(group.rank, live, cast)
         budget = group.budget.share(
             4, "what the files have, and the live tensors: windows of them, on the host, and during the comparison"
         )
         source = CheckpointEnd(checkpoint, group.rank, budget, as_needed=True, plans=group.world.plans)
-        move(values, source, target, group, budget, failure)
+        move([*values, *in_trees], source, target, group, budget, failure)
     nbytes_of_ranks = exchange_reports(group, b"%d" % target.nbytes, failure.error)
-    total, expected = sum(map(int, nbytes_of_ranks)), sum(value.nbytes for value in values)
+    total, expected = sum(map(int, nbytes_of_ranks)), sum(value.nbytes for value in (*values, *in_trees))
     if total != expected:
         raise CheckpointError(
-            f"{loaded_from.index.where}: {total} of {expected} bytes were found in the live model and optimizer"
+            f"{loaded_from.index.where}: {total} of {expected} bytes were found in the live model, optimizer and trees"
         )
 
 
-def _cut_as_live(
+def check_trees_alone(loaded_from: Reader, trees: TreeTargets, *, castable: bool) -> None:
+    """Do the same on one rank that has loaded trees by itself. No communication."""
+    parts = trees.read_alone(loaded_from.verified())
+    compared = [part for part in parts if key_of(part.value.fqn) not in trees.of_objects]
+    values = [stored_value(part.value) for part in compared]
+    held = {value.key: trees.held(value.fqn) for value in values}
+    rank = trees.local.view.rank
+    _CompareEnd(rank, held, _cast_trees(held, values, castable_with=castable)).drain(compared)
+
+
+def _cast_trees(
+    held: Mapping[Key, torch.Tensor | None], values: Sequence[StoredValue], *, castable_with: bool
+) -> frozenset[Key]:
+    """Return the tensors of trees that a load has cast. `castable_with`: the `cast` argument of the load."""
+    live = ((value, held.get(value.key)) for value in values)
+    return frozenset(
+        value.key for value, flat in live if castable_with and flat is not None and flat.dtype != value.dtype
+    )
+
+
+def cut_as_live(
     group: RankGroup, loaded: Local | None, values: list[StoredValue], failure: Failure
 ) -> list[StoredValue]:
     """Return the values with the placements of the live optimizer: a DTensor in the state of a plain parameter has its own cut.
@@ -208,7 +241,7 @@ def _first_difference(live: torch.Tensor, saved: torch.Tensor, mask: torch.Tenso
     return int(index[0]) if len(index) else None
 
 
-def _held(local: Local, value: StoredValue) -> torch.Tensor | None:
+def held_part(local: Local, value: StoredValue) -> torch.Tensor | None:
     """Return this rank's part of a value in memory; None if it has none, or no plain tensor."""
     param = _param_of(local, value)
     live = (param.state or {})[value.name] if param is not None else None
@@ -227,7 +260,7 @@ def _param_of(local: Local, value: StoredValue) -> LocalParam | None:
     return param
 
 
-def _is_cast(local: Local, value: StoredValue, *, castable_with: bool) -> bool:
+def is_cast(local: Local, value: StoredValue, *, castable_with: bool) -> bool:
     """Return whether a load may and did cast a weight. `castable_with`: the `cast` argument of the load."""
     param = _param_of(local, value)
     if param is None or param.handle.weights_dtype == value.dtype:

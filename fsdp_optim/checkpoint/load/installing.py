@@ -7,7 +7,7 @@ previous elements are not kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -43,7 +43,7 @@ def install_all(
             before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
             load_on_all(group, optim, shard, keep, before)
             undo.callback(before.put_back)
-        _install_weights(group, weights, reader, trees, objects.in_place if objects is not None else ())
+        _install_weights(group, weights, reader, trees, objects)
         undo.pop_all()
 
 
@@ -84,12 +84,14 @@ def install_values(group: RankGroup, weights: Weights) -> dict[str, Any]:
 
 
 def _install_weights(
-    group: RankGroup, weights: Weights, reader: ModelReader, trees: TreeTargets | None, in_place: Collection[str]
+    group: RankGroup, weights: Weights, reader: ModelReader, trees: TreeTargets | None, objects: LoadedObjects | None
 ) -> None:
     """Write the weights into the model, and the tensors of trees into those of the caller, on all ranks."""
     try:
         if trees is not None:
-            trees.install(in_place)
+            trees.install(objects.in_place if objects is not None else ())
+        if objects is not None:
+            objects.fill_small()
         weights.install()
         reader.reshard()
     except RANK_ERRORS as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,19 +12,20 @@ import torch
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.random_states import check_random_states, set_random_states
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
-from fsdp_optim.checkpoint.load.loaded_trees import LoadedTrees
+from fsdp_optim.checkpoint.load.loaded_trees import LoadedTrees, asked_of
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere, resharded
 from fsdp_optim.checkpoint.load.saved_state import Guarded, SavedState, Unread, complete, key_of
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import Reader
-from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
+from fsdp_optim.formats.base.tree_values import has_tensors, keys_in, with_tensors
 from fsdp_optim.memory import detached_copy
 from fsdp_optim.saying import LoadReceipt
 
 log = logging.getLogger("fsdp_optim")
 
 _MOST_READ_UNASKED = 64 << 20  # bytes of the tensors of one value
+_MOST_NAMED = 20  # names in an error
 
 
 class LoadedObjects:
@@ -98,6 +99,16 @@ class LoadedObjects:
         """The keys of those `targets` that are overwritten. The others only show how new tensors are to be cut."""
         return self._trees.in_place.keys()
 
+    @property
+    def of_objects(self) -> frozenset[str]:
+        """The keys of saved tensors that objects get in their load_state_dict(); the same on all ranks."""
+        named = (name for name, value in self._state.named.items() if is_stateful(_inner(value)))
+        return frozenset(key for name in named for key in keys_in(self._saved.common.get(name)))
+
+    def fill_small(self) -> None:
+        """Fill the tensors here that the checkpoint has among its small values, once all ranks have read everything."""
+        self._trees.fill_small()
+
     def check(self, saved: SavedState, here: RanksHere, where: str) -> SavedState:
         """Raise StateError if the values of the checkpoint do not belong to these objects. Nothing is loaded yet.
 
@@ -118,7 +129,7 @@ class LoadedObjects:
         return saved
 
     def _check_names(self, saved: SavedState) -> None:
-        here, there = [*self._state.named], [*saved.common, *saved.own, *saved.absent]
+        here, there = dict.fromkeys(self._state.named), dict.fromkeys([*saved.common, *saved.own, *saved.absent])
         missing = [name for name in here if name not in there]
         unexpected = [name for name in there if name not in here]
         refused = [] if self._allows_unexpected else unexpected
@@ -126,8 +137,8 @@ class LoadedObjects:
             name = min([*missing, *refused])
             has_it = "this call has it and the checkpoint does not" if name in missing else "only the checkpoint has it"
             raise StateError(
-                f"state[{name!r}]: {has_it}; state has {sorted(here) or 'nothing'} here, and {sorted(there) or 'nothing'} in the "
-                "checkpoint: give the same names, or strict=False to leave these as they are"
+                f"state[{name!r}]: {has_it}; state has {_few(here)} here, and {_few(there)} in the checkpoint: give the same "
+                "names, or strict=False to leave these as they are"
             )
         for name, value in self._state.named.items():
             is_own, was_own = isinstance(value, PerRank), name in saved.own or name in saved.absent
@@ -148,7 +159,8 @@ class LoadedObjects:
             tree = saved.common.get(name)
             if self._allows_unexpected and name in saved.common:
                 self._trees.check_keys(tree, value, (name,))
-            if isinstance(value, PerRank) or not keys_in(tree):
+            has_any = has_tensors(tree) if self._allows_unexpected else keys_in(tree)
+            if isinstance(value, PerRank) or not has_any:
                 continue
             if not is_stateful(value):
                 self._trees.add_tree(name, tree, value)
@@ -168,7 +180,10 @@ class LoadedObjects:
         saved, ready = self._saved, {**tensors, **self._trees.in_place}
         for name, tree in saved.by_name.items():
             given = self._state.named.get(name)
-            value = with_tensors(tree, ready) if name in saved.common else tree
+            if self._allows_unexpected and name not in self._state.named:
+                continue
+            asked = asked_of(tree, given) if self._allows_unexpected else tree
+            value = with_tensors(asked, ready) if name in saved.common else tree
             if keys_in(value):
                 needed = given is not None and is_stateful(_inner(given))
                 if needed or saved.later is None or saved.nbytes_of(value) <= _MOST_READ_UNASKED:
@@ -230,6 +245,10 @@ class LoadedObjects:
         values: Mapping[str, Any] = self.by_name
         for name, target in self._objects():
             yield name, target, values[name]
+
+
+def _few(names: Iterable[str]) -> str:
+    return f"[{shortened(map(repr, sorted(names)), _MOST_NAMED)}]" if names else "nothing"
 
 
 def _inner(value: Any) -> Any:

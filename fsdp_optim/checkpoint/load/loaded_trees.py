@@ -5,19 +5,18 @@ A tree of the caller is filled in place. An object gets a tree of new tensors, c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor, shown
-from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
-from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
 _MOST_NAMED = 20  # differences in one error
 
@@ -40,6 +39,7 @@ class LoadedTrees:
     in_place: dict[str, torch.Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    _small: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # live, saved
     _differences: list[str] = field(default_factory=list)
     _casts: bool = False
 
@@ -55,7 +55,7 @@ class LoadedTrees:
                 continue
             if tuple(tensor.shape) == self.stored[leaf.key].shape:
                 self.targets[leaf.key] = tensor
-            elif is_dtensor(tensor):
+            elif not is_plain(tensor):
                 self._differs(name, path, f"shape {list(self.stored[leaf.key].shape)}", f"{list(tensor.shape)}")
 
     def add_tree(self, name: str, saved: Any, tree: Any) -> None:
@@ -64,9 +64,16 @@ class LoadedTrees:
         if not live:
             return
         saved_at = {path: leaf.key for path, leaf in leaves_of(saved) if isinstance(leaf, InFile)}
-        self.missing += [
-            place for path in live if path not in saved_at and (place := shown((name, *path))) not in self.missing
-        ]
+        small = {path: leaf for path, leaf in leaves_of(saved) if isinstance(leaf, torch.Tensor)}
+        for path, leaf in small.items():
+            if (
+                path in live
+                and is_plain(live[path])
+                and self._fits(name, path, leaf.shape, dtype_name(leaf.dtype), live[path])
+            ):
+                self._small.append((live[path], leaf))
+        lacking = (shown((name, *path)) for path in live if path not in saved_at and path not in small)
+        self.missing += [place for place in lacking if place not in self.missing]
         self.unexpected += [shown((name, *path)) for path in saved_at if path not in live]
         for path, key in saved_at.items():
             if path in live:
@@ -81,22 +88,37 @@ class LoadedTrees:
                     self.missing.append(shown((*path, key)))
                 else:
                     self.check_keys(here[key], item, (*path, key))
+        elif isinstance(tree, (list, tuple)) and isinstance(saved, (list, tuple)) and len(tree) == len(saved):
+            for index, item in enumerate(tree):
+                self.check_keys(saved[index], item, (*path, index))
+
+    def fill_small(self) -> None:
+        """Fill the live tensors that the checkpoint has in memory."""
+        for live, saved in self._small:
+            with torch.no_grad():
+                live.copy_(saved)
 
     def _add_target(self, name: str, path: tuple[Any, ...], key: str, tensor: torch.Tensor) -> None:
-        stored, dtype = self.stored[key], dtype_name(tensor.dtype)
-        if stored.shape != tuple(tensor.shape):
-            self._differs(name, path, f"shape {list(stored.shape)}", f"{list(tensor.shape)}")
-        elif stored.dtype != dtype and not self._is_castable(tensor, stored):
-            self._differs(name, path, stored.dtype, dtype)
-        elif not is_dtensor(tensor) and _shares_elements(tensor):
+        if self._fits(name, path, self.stored[key].shape, self.stored[key].dtype, tensor):
+            self.targets[key] = self.in_place[key] = tensor
+
+    def _fits(self, name: str, path: tuple[Any, ...], shape: Sequence[int], saved: str, tensor: torch.Tensor) -> bool:
+        """Return whether a live tensor can be filled; note why not. `saved`: the name of the saved dtype."""
+        dtype = dtype_name(tensor.dtype)
+        if tuple(shape) != tuple(tensor.shape):
+            self._differs(name, path, f"shape {list(shape)}", f"{list(tensor.shape)}")
+        elif saved != dtype and not self._is_castable(tensor, saved):
+            self._differs(name, path, saved, dtype)
+        elif is_plain(tensor) and _shares_elements(tensor):
             self._differences.append(
                 f"{shown((name, *path))}: its elements share memory (expand), so it cannot be filled"
             )
         else:
-            self.targets[key] = self.in_place[key] = tensor
+            return True
+        return False
 
-    def _is_castable(self, tensor: torch.Tensor, stored: StoredTensor) -> bool:
-        if not (tensor.is_floating_point() and dtype_named(stored.dtype).is_floating_point):
+    def _is_castable(self, tensor: torch.Tensor, saved: str) -> bool:
+        if not (tensor.dtype.is_floating_point and dtype_named(saved).is_floating_point):
             return False
         self._casts = True
         return self.cast
@@ -121,6 +143,15 @@ class LoadedTrees:
                 f"{where} does not fit state=; nothing was loaded. {counted_noun(len(differences), 'difference')}{ways}:\n"
                 + shortened(differences, _MOST_NAMED, "\n")
             )
+
+
+def asked_of(saved: Any, tree: Any) -> Any:
+    """Return the part of a saved tree that a tree of the caller asks for: of its dicts, the keys that these have here."""
+    if isinstance(saved, Mapping) and isinstance(tree, Mapping):
+        return {key: asked_of(saved[key], item) for key, item in tree.items() if key in saved}
+    if isinstance(saved, (list, tuple)) and isinstance(tree, (list, tuple)) and len(saved) == len(tree):
+        return type(saved)([asked_of(item, other) for item, other in zip(saved, tree, strict=True)])
+    return saved
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:

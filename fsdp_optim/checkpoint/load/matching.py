@@ -158,6 +158,11 @@ def why_names_differ(
     """
     if not missing or not unexpected:
         return ""
+    models = index.facts.models
+    if models and not any(name.partition(".")[0] in models for name in missing):
+        return (
+            f"it has the models {', '.join(models)}: give the model by its name, as in model={{{models[0]!r}: model}}"
+        )
     names = reader.stored_names() if not index.facts.names_are_fqns else None
     if names is None:
         return ""

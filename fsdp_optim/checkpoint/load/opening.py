@@ -16,7 +16,7 @@ from typing import NoReturn
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.errors import CheckpointError, ReplacedError
-from fsdp_optim.formats.base.protocols import Format, Reader, replaced_error
+from fsdp_optim.formats.base.protocols import OpenedAs, Reader, replaced_error
 from fsdp_optim.storage.base import VISIBLE_WITHIN, Store
 from fsdp_optim.transport.agree import MeetingResult, agree, all_equal, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
@@ -29,7 +29,7 @@ _FAILED, _REPLACED = b"failed", b"replaced"  # what a rank says that could not o
 log = logging.getLogger("fsdp_optim")
 
 
-def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, format: Format | None) -> Reader:
+def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, format: OpenedAs) -> Reader:
     """Open the same checkpoint on all ranks. Called by all ranks.
 
     `call`: the arguments of the call, which ranks compare. `format` None: it is recognised.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
+from fsdp_optim.checkpoint.load.chosen_models import left_out_models
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.errors import shortened
 from fsdp_optim.formats.base.protocols import Reader, rank_extra_name
@@ -40,7 +41,7 @@ def receipt_of(
     changed = facts.world_size not in (0, here)
     other = facts.wrapper not in ("", wrapper)
     return LoadReceipt(
-        where=str(checkpoint.index.where),
+        where=_place(checkpoint, options),
         ranks=f"{facts.world_size:,} -> {counted(here, 'rank')}" if changed else counted(here, "rank"),
         wrapper=f"{facts.wrapper} -> {wrapper or 'no wrapper'}" if other else wrapper,
         nbytes=nbytes,
@@ -51,6 +52,12 @@ def receipt_of(
         names=tuple(objects.names_loaded),
         num_absent=len(result.absent),
     )
+
+
+def _place(checkpoint: Reader, options: LoadArguments) -> str:
+    """Return the place of a checkpoint, with the names of the models that were loaded if it has others."""
+    where, left_out = checkpoint.index.where, left_out_models(checkpoint, options)
+    return f"{where} ({', '.join(options.models.names)}; not {', '.join(left_out)})" if left_out else where
 
 
 def warn_of_new_ranks(checkpoint: Reader, group: RankGroup, objects: LoadedObjects) -> None:

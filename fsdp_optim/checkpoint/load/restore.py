@@ -13,10 +13,12 @@ from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, common_store, name_of, store_at, with_cache
-from fsdp_optim.checkpoint.load.compare import check_bitwise
+from fsdp_optim.checkpoint.load.chosen_models import chosen_models
+from fsdp_optim.checkpoint.load.compare import check_bitwise, check_trees_alone
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.opening import open_on_all
+from fsdp_optim.checkpoint.load.proving import check_prints
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, nbytes_of
 from fsdp_optim.checkpoint.load.receipt import receipt_of, warn_of_new_ranks
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere
@@ -24,7 +26,7 @@ from fsdp_optim.checkpoint.load.saved_state import SavedState, read_state
 from fsdp_optim.checkpoint.load.targets import State, Weights, check_halves
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import StateError, WrapperError
-from fsdp_optim.formats.base.protocols import Format, Reader
+from fsdp_optim.formats.base.protocols import OpenedAs, Reader
 from fsdp_optim.move import move
 from fsdp_optim.options import Model
 from fsdp_optim.results import LoadResult
@@ -41,7 +43,7 @@ def restore(
     model: Model | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadArguments,
-    format: Format | None = None,
+    format: OpenedAs = None,
     objects: LoadedObjects | None = None,
     *,
     done: str = "loaded",
@@ -66,7 +68,7 @@ def _restore(
     model: Model | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadArguments,
-    format: Format | None,
+    format: OpenedAs,
     objects: LoadedObjects,
     *,
     of_all: bool,
@@ -84,7 +86,7 @@ def _restore(
         pending.settle()
         store = with_cache(common_store(group, path, options.storage_options), options.local_cache)
         opened = open_on_all(group, store, options.compared_text(), verify=options.verify, format=format)
-        checkpoint = stack.enter_context(closing(opened))
+        checkpoint = chosen_models(stack.enter_context(closing(opened)), options)
         check_halves(checkpoint.index, optim, options.weights, has_state=options.state.is_given)
         weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
         state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
@@ -92,7 +94,8 @@ def _restore(
         saved = objects.check(saved, RanksHere(group.position, len(group.ranks)), checkpoint.index.where)
         trees = None
         if objects.has_trees:
-            trees = TreeTargets.agree_on_state(group, objects.targets, checkpoint.index.trees, options)
+            stored = checkpoint.index.trees
+            trees = TreeTargets.agree_on_state(group, objects.targets, stored, options, objects.of_objects)
         objects.remember()
         values = [value for half in (weights, state, trees) if half is not None for value in half.stored_values()]
         total = nbytes_of(values, group.rank)
@@ -112,8 +115,11 @@ def _restore(
         install_all(
             group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects, trees=trees
         )
+        num_proven = 0
+        if options.fingerprint:
+            num_proven = check_prints(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
         if options.compare:
-            check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
+            check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, trees=trees, options=options)
     small = state.small_tensors if state is not None else ()
     num_tensors = len(values) + len(small)
     result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, num_tensors)
@@ -122,11 +128,12 @@ def _restore(
         objects.receipt = receipt_of(
             result, checkpoint, group, options, objects, nbytes=nbytes, begun=begun, wrapper=reader.wrappers
         )
+        objects.receipt = replace(objects.receipt, num_proven=num_proven)
     warn_of_new_ranks(checkpoint, group, objects)
     return replace(result, receipt=objects.receipt)
 
 
-def _restore_alone(path: Place, options: LoadArguments, format: Format | None, objects: LoadedObjects) -> LoadResult:
+def _restore_alone(path: Place, options: LoadArguments, format: OpenedAs, objects: LoadedObjects) -> LoadResult:
     """Load the values of the trainer on this process. No communication."""
     options.validate()
     pending.settle()
@@ -138,12 +145,16 @@ def _restore_alone(path: Place, options: LoadArguments, format: Format | None, o
         saved.warn_of_absent(here.position, checkpoint)
         trees = None
         if objects.targets:
-            trees = TreeTargets.alone(world_here().rank, objects.targets, checkpoint.index.trees)
+            stored = checkpoint.index.trees
+            trees = TreeTargets.alone(world_here().rank, objects.targets, stored, objects.of_objects)
             trees.read_alone(checkpoint)
         objects.fill(checkpoint, trees.tensors(but=objects.in_place) if trees is not None else {})
         install_objects_alone(objects)
         if trees is not None:
             trees.install(objects.in_place)
+            if options.compare:
+                check_trees_alone(checkpoint, trees, castable=options.cast)
+        objects.fill_small()
         return _result(saved, objects, checkpoint)
 
 

@@ -19,7 +19,7 @@ from fsdp_optim.checkpoint.common.run_state import RANDOM, RESERVED
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.codec import Withheld
-from fsdp_optim.formats.base.protocols import COMMON, Format, Reader, StoredTensor, TensorReader, rank_extra_name
+from fsdp_optim.formats.base.protocols import COMMON, OpenedAs, Reader, StoredTensor, TensorReader, rank_extra_name
 from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
 from fsdp_optim.storage.base import Store
 
@@ -146,9 +146,7 @@ def key_of(name: str) -> str:
     return f"state[{name!r}]"
 
 
-def read_state(
-    checkpoint: Reader, store: Store, position: int, options: LoadArguments, format: Format | None
-) -> SavedState:
+def read_state(checkpoint: Reader, store: Store, position: int, options: LoadArguments, format: OpenedAs) -> SavedState:
     """Return the values of the trainer for one rank. `position`: its index among the loading ranks. `store`: for later reads."""
 
     def read(name: str) -> Any:
@@ -200,7 +198,7 @@ class Later(Struct, frozen=True):
     identity: Mapping[str, Any]
     verify: bool
     allow_pickle: bool
-    format: Format | None
+    format: OpenedAs
 
     @contextmanager
     def opened(self) -> Iterator[Reader]:

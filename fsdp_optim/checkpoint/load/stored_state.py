@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
+from fsdp_optim.checkpoint.common.trees import shown
 from fsdp_optim.checkpoint.load.matching import renamed_names
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.index import ReadSmall, SavedOptim, mapped, stored_in
-from fsdp_optim.formats.base.protocols import Reader, StoredTensor
+from fsdp_optim.formats.base.index import CheckpointIndex, ReadSmall, SavedOptim, mapped, stored_in
+from fsdp_optim.formats.base.protocols import COMMON, Reader, StoredTensor
 from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
@@ -25,6 +26,7 @@ from fsdp_optim.state.dicts.dialects import normalize
 from fsdp_optim.state.dicts.flattened import is_flattened
 from fsdp_optim.state.dicts.full import RESERVED_KEYS, FullState, following_params
 from fsdp_optim.state.dicts.names import Names
+from fsdp_optim.state.dicts.torch_trees import places_of_optims
 from fsdp_optim.state.values.kinds import Kind
 
 
@@ -64,7 +66,9 @@ class StoredState:
                 "checkpoint that has its optimizer"
             )
         if index.optim is None:
-            raise StateError(f"{checkpoint.index.where}: was saved without an optimizer: load it without optim=")
+            raise StateError(
+                f"{index.where}: was saved without an optimizer{_optims_in_trees(index) or ': load it without optim='}"
+            )
         saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
         names = renamed_names(names, index, rename, saved.full)
         return cls.resolved(checkpoint.index.where, saved, names, shapes, partial(read_constants, checkpoint), off_mesh)
@@ -108,6 +112,19 @@ class StoredState:
             others, other_keys = _read_in((others, full.other_keys), read)
             state = {fqn: {**values, **others[fqn]} for fqn, values in metas.state.items()}
         return cls(replace(metas, state=state, other_keys=other_keys), tensors)
+
+
+def _optims_in_trees(index: CheckpointIndex) -> str:
+    """Say which values of the trainer are dicts of optimizers; "" if none is."""
+    values = index.extras[COMMON].as_tree(allow_pickle=False) if COMMON in index.extras else None
+    places = places_of_optims(values) if isinstance(values, Mapping) else []
+    if not places:
+        return ""
+    named = " and ".join(map(shown, places))
+    return (
+        f" of its model; {named} among the values of the trainer may be one: dcp.save stores one dict as the model's optimizer, "
+        "with names of parameters that the model's dict has, and without dicts of tensors as their state: load it with dcp.load"
+    )
 
 
 class _IsMoved:

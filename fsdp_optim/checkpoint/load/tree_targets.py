@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from msgspec import Struct
@@ -27,12 +27,16 @@ _BUDGET_ALONE = 64 << 20  # bytes, of copies of device memory on the host
 
 
 class TreeTargets(Struct, frozen=True):
-    """The tensors of this rank that get elements of a checkpoint. `flats`: 1-D tensors with them, by local id."""
+    """The tensors of this rank that get elements of a checkpoint.
+
+    `flats`: 1-D tensors with them, by local id. `of_objects`: the keys of tensors that objects get, which are not overwritten.
+    """
 
     local: Local
     global_state: GlobalState | None
     stored: Mapping[str, StoredTensor]
     flats: Mapping[LocalId, torch.Tensor]
+    of_objects: Collection[str] = ()
 
     @classmethod
     def agree_on_state(
@@ -41,6 +45,7 @@ class TreeTargets(Struct, frozen=True):
         targets: Mapping[str, torch.Tensor],
         trees: Mapping[str, StoredTensor],
         options: LoadArguments,
+        of_objects: Collection[str],
     ) -> TreeTargets:
         """Agree with the other ranks on the tensors to fill, by key. Called by all ranks. `trees`: those of the checkpoint.
 
@@ -54,15 +59,27 @@ class TreeTargets(Struct, frozen=True):
             with_state=False,
             what=ELEMENTS,
         )
-        return cls._of(local, global_state, trees)
+        return cls._of(local, global_state, trees, of_objects)
 
     @classmethod
-    def alone(cls, rank: int, targets: Mapping[str, torch.Tensor], trees: Mapping[str, StoredTensor]) -> TreeTargets:
+    def alone(
+        cls,
+        rank: int,
+        targets: Mapping[str, torch.Tensor],
+        trees: Mapping[str, StoredTensor],
+        of_objects: Collection[str],
+    ) -> TreeTargets:
         """Return the same for this rank alone. No communication."""
-        return cls._of(local_of(targets, rank, (rank,)), None, trees)
+        return cls._of(local_of(targets, rank, (rank,)), None, trees, of_objects)
 
     @classmethod
-    def _of(cls, local: Local, global_state: GlobalState | None, trees: Mapping[str, StoredTensor]) -> TreeTargets:
+    def _of(
+        cls,
+        local: Local,
+        global_state: GlobalState | None,
+        trees: Mapping[str, StoredTensor],
+        of_objects: Collection[str],
+    ) -> TreeTargets:
         memory, flats, rank = Flats(local.view.rank), {}, local.view.rank
         differing = []
         for param in local.optim.params:
@@ -77,7 +94,7 @@ class TreeTargets(Struct, frozen=True):
             raise StateError(
                 f"tensors of state= have other shapes than the saved ones:\n{shortened(differing, 20, chr(10))}"
             )
-        return cls(local, global_state, trees, flats)
+        return cls(local, global_state, trees, flats, of_objects)
 
     def stored_values(self) -> Iterator[StoredValue]:
         """Yield the values to move, the same on all ranks."""
@@ -87,8 +104,13 @@ class TreeTargets(Struct, frozen=True):
             flat = self.flats[local.local_id] if local is not None else None
             yield StoredValue.of(fqn, TREE, self.stored[key_of(fqn)], param.placement, flat, is_state=False)
 
-    def read_alone(self, checkpoint: Reader) -> None:
-        """Read this rank's elements, without the other ranks."""
+    def held(self, fqn: str) -> torch.Tensor | None:
+        """Return this rank's part of a live tensor, as it is now; None if it has none."""
+        param = self.local.by_fqn.get(fqn)
+        return param.handle.held(param.handle.as_value()) if param is not None and not param.handle.skipped else None
+
+    def read_alone(self, checkpoint: Reader) -> Sequence[Slice]:
+        """Read this rank's elements, without the other ranks. Returns them."""
         slices = []
         for param in self.local.optim.params:
             (fqn,) = param.named.fqns
@@ -97,6 +119,7 @@ class TreeTargets(Struct, frozen=True):
             slices.append(Slice(value, placement, flat))
         budget = Budget(_BUDGET_ALONE, "copies of device memory on the host")
         CheckpointEnd(checkpoint, self.local.view.rank, budget, as_needed=True).fill(slices)
+        return slices
 
     def tensors(self, but: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Return new tensors with the elements that were read, cut as the live ones, by key, except those of some keys.

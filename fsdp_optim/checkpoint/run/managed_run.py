@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from fsdp_optim.arguments import Arguments, check_at_least, is_integer
+from fsdp_optim.arguments import Arguments, check_at_least, check_one_of, is_integer
 from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first
 from fsdp_optim.checkpoint.catalog.listing import listed as all_listed
 from fsdp_optim.checkpoint.catalog.retention import (
@@ -32,6 +32,7 @@ from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.checkpoint.common.stores import directory_at, store_at
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.restore import restore
+from fsdp_optim.checkpoint.proof.proving import Prove, Proving
 from fsdp_optim.checkpoint.run.preemption import Signals
 from fsdp_optim.checkpoint.run.resuming import Candidate, candidates_on_all, load_newest, without_thin
 from fsdp_optim.checkpoint.save.background import async_save
@@ -64,9 +65,11 @@ class ManagerArguments(Arguments):
     rules: KeepRules
     every: int | None
     options: ManagerOptions
+    prove: Prove = False
 
     def validate(self) -> None:
         super().validate()
+        check_one_of("prove", self.prove, (False, True, "raise"))
         if self.every is not None:
             check_at_least("every", self.every, 1, " step")
         if self.rules.keep_optim_last is not None and self.saving.weights == "none":
@@ -80,7 +83,7 @@ class ManagerArguments(Arguments):
         signals = sorted(map(int, self.options.signals))
         return (
             f"{self.saving.compared_text()}, {self.rules.compared_text()}, every={self.every!r}, signals={signals}, "
-            f"agree_every={self.options.agree_every!r}"
+            f"agree_every={self.options.agree_every!r}, prove={self.prove!r}"
         )
 
 
@@ -98,7 +101,8 @@ class _Saving(Struct, frozen=True):
 class ManagedRun:
     """The run behind a CheckpointManager. Made by all ranks of the model, which also make every call.
 
-    `should_stop`: whether a signal has come to any rank, and the ranks have agreed on it. `restored`: the result of the last
+    `proving`: the proof of its resumes. `should_stop`: whether a signal has come to any rank, and the ranks have agreed on it.
+    `restored`: the result of the last
     load.
     """
 
@@ -127,6 +131,8 @@ class ManagedRun:
         self._has_resumed = self._has_stepped = self._has_saved = self._is_closed = self.should_stop = False
         self.restored: LoadResult | None = None
         self._signals = Signals(options.options.signals)
+        saving = options.saving
+        self.proving = Proving(model, optim, saving.state, call, saving.storage_options, options.prove)
 
     def __repr__(self) -> str:
         return f"CheckpointManager(root={self._root!r}, step={self._last_step}, every={self._options.every})"
@@ -134,6 +140,7 @@ class ManagedRun:
     def step(self, step: int, metric: object) -> None:
         """The end of a training step."""
         self._has_stepped = True
+        self.proving.write_ready(self._is_saved)
         if not self._must_meet(step):
             self._last_step = step
             return
@@ -151,6 +158,7 @@ class ManagedRun:
             self.should_stop = self.should_stop or must_stop
             if result.flags & _HAS_FAILED:
                 self._settle(group)
+            self.proving.finish(group, step)
         if is_due or must_stop:
             self._save(step, metric)
         if must_stop:
@@ -170,6 +178,7 @@ class ManagedRun:
         """Wait for the save in the background."""
         with self._collective("wait") as group:
             self._settle(group)
+        self.proving.write_ready(self._is_saved)
 
     def close(self) -> None:
         """Wait, and put the signal handlers back, also if an error is raised."""
@@ -180,6 +189,7 @@ class ManagedRun:
         finally:
             self._is_closed = True
             self._signals.put_back()
+            self.proving.stop()
         never_saves = self._has_stepped and not self._has_saved and self._options.every is None
         if never_saves and world_here().rank == self._ranks[0]:
             log.warning("%s: nothing was saved: give the manager every=, or call manager.save(step)", self._root)
@@ -188,6 +198,7 @@ class ManagedRun:
         """Close without the other ranks, because a rank that has failed does not come."""
         self._is_closed = True
         self._signals.put_back()
+        self.proving.stop()
         own = self._saving.handle.error() if self._saving is not None else None
         if own is not None:
             log.error("the save in the background has failed too: %s", own)
@@ -204,7 +215,10 @@ class ManagedRun:
 
         loaded = LoadedObjects.of(options)
 
+        tried: list[str] = []
+
         def load(where: str | Path) -> LoadResult:
+            tried.append(str(where))
             return restore(where, self._model, self._optim, options, objects=loaded)
 
         with checkpoint_errors(self._root):
@@ -215,6 +229,8 @@ class ManagedRun:
                 loaded.install_random()
                 step = restored.step or 0
             agree(group, "random states")
+            if restored is not None:
+                self.proving.begin(group, tried[-1], step, compares=True)
         if loaded.receipt:
             say(f"{'resumed' if to is None else 'rolled back to'} {loaded.receipt}")
         self._has_resumed, self.restored = True, restored
@@ -239,6 +255,8 @@ class ManagedRun:
         if self._is_closed or not is_integer(step) or self._last_step is None or step <= self._last_step:
             return True
         if self._is_due(step):
+            return True
+        if self.proving.is_watching:
             return True
         agrees = bool(self._options.options.signals) or self._options.options.agree_every is not None
         return agrees and step >= self._next_agreement
@@ -268,6 +286,13 @@ class ManagedRun:
                 self._at = saving.step
         agree(group, "waited", failure.error)
 
+    def _is_saved(self, where: str) -> bool:
+        """Whether a checkpoint is complete, as far as this run knows: its own save in the background may be under way."""
+        saving = self._saving
+        if saving is None or where != f"{self._root}/{name_of_step(saving.step)}":
+            return True
+        return saving.handle.done() and not saving.handle.has_failed
+
     def _save(self, step: int, metric: object) -> None:
         step, begun, self._has_saved = int(step), time.monotonic(), True
         with self._collective("save") as group:
@@ -282,6 +307,9 @@ class ManagedRun:
         with checkpoint_errors(place):
             handle = async_save(place, self._model, self._optim, options, managed=managed, begun=begun)
         self._saving = _Saving(step, handle)
+        if self._options.prove:
+            with self._collective("prove") as group:
+                self.proving.begin(group, place, step, compares=False)
 
     def _candidates(self, to: int | None) -> list[Candidate]:
         """Return the checkpoints of a manager in the folder that a load may take, the newest first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
@@ -12,11 +12,14 @@ from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.catalog.retention import Best, KeepRules
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArguments
 from fsdp_optim.checkpoint.common.run_state import RunState
+from fsdp_optim.checkpoint.proof.proving import Prove
+from fsdp_optim.checkpoint.proof.verdict import ResumeProof
 from fsdp_optim.checkpoint.run.managed_run import ManagedRun, ManagerArguments
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions, ManagerOptions, Model, OnDamage, SaveOptions, WhichWeights, fields_of
 from fsdp_optim.results import LoadResult
-from fsdp_optim.verbs.load_state import LoadableOptimizer
+from fsdp_optim.verbs.load_state import LoadableOptimizers
+from fsdp_optim.verbs.named_models import named_models
 
 _MANAGER, _LOAD = ManagerOptions(), LoadOptions()
 
@@ -38,7 +41,7 @@ class CheckpointManager:
 
     Args:
         root: a folder for the checkpoints of one run, or a URL, as in `save`.
-        model, optim: as for `save`.
+        model, optim: as for `save`, also several models and their optimizers by their names.
         state: objects of the trainer and trees of values by name, as for `save`. Each save takes the state of that moment.
             Objects are loaded by `resume` and `rollback`; values are in `restored.state`.
         every: save when a multiple of this number of steps is reached. None: only `save` and signals save.
@@ -51,6 +54,9 @@ class CheckpointManager:
         keep_optim_last: the number of the newest checkpoints that keep their optimizer; the others that stay are thinned, as by
             `fsdp_optim.thin`, also the best ones. A run resumes from the newest with an optimizer. None: all keep it.
         weights: which weights are saved, and loaded again: "all", "trainable" or "none", as for save and load.
+        prove: True: the step after each checkpoint is recorded in `proof.json` beside it, and a run that resumes compares its
+            own next step with the record: `proof` has the verdict, and one line says it. "raise": a step that differs is a
+            StateError of `step`, on all ranks. docs/reliability.md says what is compared, and by which bounds.
         options: a `ManagerOptions`, as in `options=ManagerOptions(durable=False, signals=())`.
 
     Attributes:
@@ -66,8 +72,8 @@ class CheckpointManager:
     def __init__(
         self,
         root: str | os.PathLike[str],
-        model: Model,
-        optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
+        model: Model | Mapping[str, Model],
+        optim: LoadableOptimizers | Mapping[str, LoadableOptimizers] | None = None,
         *,
         state: Mapping[str, Any] | None = None,
         every: int | None = None,
@@ -77,24 +83,33 @@ class CheckpointManager:
         best: Best = "min",
         keep_optim_last: int | None = None,
         weights: WhichWeights = "all",
+        prove: Prove = False,
         options: ManagerOptions = _MANAGER,
     ) -> None:
         is_right = isinstance(options, ManagerOptions)
         self._options = options if is_right else _MANAGER
+        named = named_models(model, optim)
         self._saving = SaveArguments(
             **fields_of(SaveOptions, self._options),
+            models=named.names,
             state=RunState(state, rng=self._options.rng),
             overwrite=True,  # only of checkpoints that a manager made
             weights=weights,
-            wrong_options="" if is_right else fields_of(ManagerOptions, options)["wrong_options"],
+            wrong_options=named.wrong if is_right else fields_of(ManagerOptions, options)["wrong_options"],
         )
         rules = KeepRules(keep_last, keep_every, keep_best, best, keep_optim_last)
-        self._run = ManagedRun(root, model, optim, ManagerArguments(self._saving, rules, every, self._options))
+        arguments = ManagerArguments(self._saving, rules, every, self._options, prove)
+        self._run = ManagedRun(root, named.model, named.optim, arguments)
 
     @property
     def restored(self) -> LoadResult | None:
         """The result of the last `resume` or `rollback`; None before, and where there was nothing to load."""
         return self._run.restored
+
+    @property
+    def proof(self) -> ResumeProof | None:
+        """The verdict about the last resume or rollback, after the step that followed it; None before, and with prove=False."""
+        return self._run.proving.proof
 
     @property
     def should_stop(self) -> bool:
@@ -165,6 +180,21 @@ class CheckpointManager:
         """
         self._run.step(step, metric)
 
+    def observe(self, **values: Any) -> None:
+        """Show what a step has seen, so that a verdict can name it: the batch, the loss, the norm of the gradients, and more.
+
+            manager.observe(batch=batch, loss=loss, grad_norm=norm)
+
+        Call it before `step`, as often as there are forward passes. Does nothing in a step that is not proven. Called by any
+        rank, without communication; what only some ranks show is not compared.
+
+        Args:
+            batch: a tree of tensors, arrays and plain values. Without it, what the model is called with is the batch.
+            values: numbers, or tensors of one element, are compared as numbers: at another world size their mean over the ranks.
+                Other trees are compared bit for bit, at the same world size.
+        """
+        self._run.proving.observe(values)
+
     @public
     @ordinary_tensors()
     def save(self, step: int, *, metric: float | None = None) -> None:
@@ -218,5 +248,6 @@ class CheckpointManager:
             state=self._saving.state,
             strict=strict,
             weights=self._saving.weights,
+            models=self._saving.models,
             on_damage=on_damage,
         )

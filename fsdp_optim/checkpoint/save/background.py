@@ -22,6 +22,7 @@ from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
 from fsdp_optim.checkpoint.save.finish import finish
 from fsdp_optim.checkpoint.save.job import Job, RankReport, abandoned_on_failure, encode_written
+from fsdp_optim.checkpoint.save.prints import add_prints
 from fsdp_optim.checkpoint.save.saved_line import say_saved
 from fsdp_optim.checkpoint.save.trace import BACKGROUND, Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
@@ -68,6 +69,7 @@ def async_save(
                 failure = Failure()
                 writer = job.rank_writer(trace)
                 snapshot: Snapshot = []
+                sums = b""
                 completion: Completion | None = None
 
                 def keep(parts: Sequence[Slice] | Parts) -> None:
@@ -76,6 +78,8 @@ def async_save(
 
                 with failure:
                     completion = held.enter_context(closing(job.completion()))
+                with failure, trace.span("fingerprint"):
+                    sums = add_prints(job, live, failure)
                 with trace.span("copy"):
                     move(job.moved, live, job.target(keep), job.group, job.budget, failure)
                 agree(job.group, "snapshot", failure.error, fatal=failure.fatal)
@@ -88,7 +92,7 @@ def async_save(
     trace.add("stall", begun)
     trace.track = BACKGROUND
     handle = SaveHandle(
-        job.path, lambda: _write(job, writer, snapshot, stall, completion), logs_waits=job.leads, owner=owner
+        job.path, lambda: _write(job, writer, snapshot, stall, completion, sums), logs_waits=job.leads, owner=owner
     )
     try:
         pending.begin(handle)
@@ -100,8 +104,13 @@ def async_save(
     return handle
 
 
-def _write(job: Job, writer: RankWriter, snapshot: Snapshot, stall: float, completion: Completion) -> SaveResult:
-    """Write this rank's part in the background, and wait for the end of the save. `stall`: the seconds that training waited."""
+def _write(
+    job: Job, writer: RankWriter, snapshot: Snapshot, stall: float, completion: Completion, sums: bytes
+) -> SaveResult:
+    """Write this rank's part in the background, and wait for the end of the save.
+
+    `stall`: the seconds that training waited. `sums`: those of fingerprints.
+    """
     reports: list[RankReport] = []
     with closing(completion):
         failed: str | None = None
@@ -114,7 +123,7 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, stall: float, compl
                     writer.write(snapshot.pop(0))
                     progress.up_to(writer.nbytes * num)
                 writer.finish()
-                completion.done(encode_written(job, writer, writer.seconds, writer.trace.spans))
+                completion.done(encode_written(job, writer, writer.seconds, writer.trace.spans, sums))
             except RANK_ERRORS as error:
                 failed = _why(job, error)
                 completion.failed(failed)

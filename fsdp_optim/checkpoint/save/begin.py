@@ -130,7 +130,9 @@ class _Beginning(Struct, frozen=True):
             _warn_of_strategy(self.store.where, strategy, can)
         plan = plan or create_files(agreement.strategy)
         agreement.wait_for_files(self.group)
-        return self._job(agreement, plan, small_files, LeaderSide(prepared, staging, claim))
+        return self._job(
+            agreement, plan, small_files, LeaderSide(prepared, staging, claim, *self.contents.object_prints())
+        )
 
     def follow(self) -> Job:
         """Take part in the save that the leader has begun, on every other rank."""

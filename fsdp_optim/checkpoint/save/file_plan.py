@@ -81,8 +81,9 @@ class FilePlan:
             halves["model"] = weights.tensors
         if state is not None:
             halves["optim"] = state.tensors
-        if trees is not None and trees.tensors:
-            halves["state"] = trees.tensors
+        if trees is not None:
+            listed: dict[Half, Sequence[SavedValue]] = {half: trees.of(half).tensors for half in ("optim", "state")}
+            halves |= {half: tensors for half, tensors in listed.items() if tensors}
         most, num = options.max_file_size, len(ranks)
         if strategy == PER_RANK:
             shares = {half: min(most, _share(writer, half, values, shared, num)) for half, values in halves.items()}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from fsdp_optim.checkpoint.catalog.thinning import thin
 from fsdp_optim.checkpoint.common.stores import options_of
 from fsdp_optim.checkpoint.save.job import Job, RankReport, decode_written
+from fsdp_optim.checkpoint.save.prints import joined_prints
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Stamp, WrittenFiles
 
@@ -37,7 +38,8 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
         wrapper=job.wrapper,
         manager=job.managed.record if job.managed is not None else None,
     )
-    for name, data in job.writer.last(prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp):
+    written_files = WrittenFiles(rows, extras, joined_prints(job, reports) or job.fingerprint)
+    for name, data in job.writer.last(prepared, [file.plan for file in job.files], written_files, stamp):
         if name != job.format.probe.manifest:
             staging.put(name, data, durable=durable)
         else:

@@ -10,6 +10,7 @@ from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.checkpoint.save.begin import begin
 from fsdp_optim.checkpoint.save.finish import finish
 from fsdp_optim.checkpoint.save.job import Job, RankReport, abandoned_on_failure, encode_written
+from fsdp_optim.checkpoint.save.prints import add_prints
 from fsdp_optim.checkpoint.save.saved_line import say_saved
 from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
@@ -67,6 +68,9 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
     try:
         with failure, writer.timed("create"):
             job.start(writer.store_writer)
+        sums = b""
+        with failure, writer.trace.span("fingerprint"):
+            sums = add_prints(job, live, failure)
         with failure, writer.trace.span("transfer"):
             move(job.moved, live, job.target(write), job.group, job.budget, failure)
         with failure:
@@ -74,5 +78,5 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
                 writer.finish()
     finally:
         writer.discard()
-    report = encode_written(job, writer, writer.seconds, writer.trace.spans)
+    report = encode_written(job, writer, writer.seconds, writer.trace.spans, sums)
     return all_gather_bytes(job.group, "written", report, error=failure.error, fatal=failure.fatal)

@@ -19,11 +19,13 @@ from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.formats import listed_formats
+from fsdp_optim.checkpoint.common.printing import Place
 from fsdp_optim.checkpoint.common.stores import path_of
 from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
 from fsdp_optim.checkpoint.save.trace import Span, Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.fingerprints import ValueFingerprint
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.formats.base.protocols import Prepared, Writer, WrittenFormat
 from fsdp_optim.memory import Budget
@@ -41,11 +43,17 @@ log = logging.getLogger("fsdp_optim")
 
 
 class LeaderSide(Struct, frozen=True):
-    """What the lowest rank alone has of a save: the prepared format, the staging in the store, and the claim on the path."""
+    """What the lowest rank alone has of a save: the prepared format, the staging in the store, and the claim on the path.
+
+    `prints`: the fingerprints of values that are not in files, if the save has fingerprints. `names`: the FQNs of the model, each
+    with the name in the checkpoint.
+    """
 
     prepared: Prepared
     staging: Staging
     claim: Claim
+    prints: Mapping[Place, ValueFingerprint] = {}
+    names: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,7 @@ class Job:
     leader: LeaderSide | None = None  # on the lowest rank, which began the save in the store
     managed: ManagedSave | None = None
     wrapper: str = ""  # what wraps the model, for users
+    fingerprint: bytes = b""  # of a conversion: the fingerprints that the source has, as JSON
     begun: float = field(default_factory=time.monotonic, compare=False)
     _sequence: list[int] = field(default_factory=list, compare=False)
 
@@ -150,6 +159,11 @@ class Job:
         """The values that are cast as they are written."""
         return {value.key: value for value in self.values if value.cast_from is not None}
 
+    @cached_property
+    def printed(self) -> Sequence[SavedValue]:
+        """The values with fingerprints: all but those that are cast."""
+        return [value for value in self.values if value.cast_from is None]
+
     @property
     def moved(self) -> Sequence[SavedValue]:
         """The values as they are in the live model and optimizer, which the ranks send to those that write them."""
@@ -199,7 +213,7 @@ class Written(Protocol):
 
 
 class _ReportHeader(Struct, array_like=True, frozen=True):
-    """The header of a report. The receipts and the rows follow it as bytes, in this order.
+    """The header of a report. The receipts, the rows and the sums of fingerprints follow it as bytes, in this order.
 
     `infos`: by small file, what its writer tells the leader about it. `receipts_nbytes`: the length of each receipt.
     `num_rows`: the number of rows of each file. `seconds`: how long the rank has written. `spans`: its timeline, if asked for.
@@ -210,12 +224,13 @@ class _ReportHeader(Struct, array_like=True, frozen=True):
     num_rows: tuple[int, ...]
     seconds: float = 0.0
     spans: tuple[Span, ...] = ()
+    sums_nbytes: int = 0
 
 
 class RankReport(NamedTuple):
     """The report of a rank to the leader about its writes.
 
-    `infos`, `seconds`, `spans`: as in the header. `rows`: the segments of each file.
+    `infos`, `seconds`, `spans`: as in the header. `rows`: the segments of each file. `sums`: those of fingerprints.
     """
 
     receipts: list[bytes]
@@ -223,10 +238,13 @@ class RankReport(NamedTuple):
     rows: dict[str, Rows]
     seconds: float = 0.0
     spans: Sequence[Span] = ()
+    sums: bytes = b""
 
 
-def encode_written(job: Job, writer: Written, seconds: float = 0.0, spans: Sequence[Span] = ()) -> bytes:
-    """Encode the report of this rank for the leader. `seconds`, `spans`: as in `RankReport`."""
+def encode_written(
+    job: Job, writer: Written, seconds: float = 0.0, spans: Sequence[Span] = (), sums: bytes = b""
+) -> bytes:
+    """Encode the report of this rank for the leader. `seconds`, `spans`, `sums`: as in `RankReport`."""
     tables = list(writer.rows.values())
     header = encode(
         _ReportHeader(
@@ -235,11 +253,12 @@ def encode_written(job: Job, writer: Written, seconds: float = 0.0, spans: Seque
             num_rows=tuple(map(len, tables)),
             seconds=seconds,
             spans=tuple(spans),
+            sums_nbytes=len(sums),
         )
     ).encode()
     # Rows are many: as bytes they take a fraction of what JSON takes.
     return b"".join(
-        [len(header).to_bytes(_LENGTH, "little"), header, *writer.receipts, *(rows.tobytes() for rows in tables)]
+        [len(header).to_bytes(_LENGTH, "little"), header, *writer.receipts, *(rows.tobytes() for rows in tables), sums]
     )
 
 
@@ -256,4 +275,5 @@ def decode_written(files: Sequence[File], data: bytes) -> RankReport:
     receipts = [bytes(take(nbytes)) for nbytes in header.receipts_nbytes]
     tables = [rows_from(take(rows_nbytes(num))) for num in header.num_rows]
     by_file = {file.name: rows for file, rows in zip(files, tables, strict=True)}
-    return RankReport(receipts, header.infos, by_file, header.seconds, header.spans)
+    sums = bytes(take(header.sums_nbytes))
+    return RankReport(receipts, header.infos, by_file, header.seconds, header.spans, sums)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
+from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.seen_by_all import check_seen_by_all
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.save import background as async_saving
@@ -28,6 +29,7 @@ from fsdp_optim.storage.posix.small_files import has_file
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure, is_interrupt
+from fsdp_optim.verbs.named_models import named_models
 from fsdp_optim.wire import decode, encode
 
 _SAVE = SaveOptions()
@@ -140,8 +142,10 @@ class TrainerFolder:
         step: int | None = None,
         weights: WhichWeights = "all",
         background: bool = False,
-    ) -> None:
+    ) -> SaveHandle | None:
         """Save the model and the optimizer, and give the folder its name. Called by all ranks of the job, once.
+
+        Returns the handle of the save in the background; None where the folder is complete.
 
         Args:
             model, optim, step, weights: as for `fsdp_optim.save`.
@@ -162,9 +166,13 @@ class TrainerFolder:
                 if self.has_others:
                     self._tell_files(group)
             store = FilledFolder(self.filling, OURS.probe)
-            arguments = SaveArguments.of(self.options, None, step=step, overwrite=True, weights=weights)
+            named = named_models(model, optim)
+            arguments = SaveArguments.of(self.options, None, named, step=step, overwrite=True, weights=weights)
             with checkpoint_errors(self.path):
-                (saving.save if is_waited_for else async_saving.async_save)(store, model, optim, arguments)
+                if not is_waited_for:
+                    return async_saving.async_save(store, named.model, named.optim, arguments)
+                saving.save(store, named.model, named.optim, arguments)
+                return None
         except BaseException:
             self._remove_files()
             raise

@@ -74,8 +74,12 @@ def _verify_all(root: str, infos: Sequence[CheckpointInfo], given: dict[str, Any
 
 def _line(done: VerifyResult) -> str:
     what = f"{counted(done.num_tensors, 'tensor')} ({sized(done.nbytes)})"
+    proven = f"; the fingerprints of {done.num_proven:,} are those of the live values that were saved"
+    proven = proven if done.num_proven else ""
     if done.has_checksums:
-        return f"{done.path}: complete: {what} are as they were saved, by their checksums"
+        return f"{done.path}: complete: {what} are as they were saved, by their checksums{proven}"
+    if done.num_proven == done.num_tensors:
+        return f"{done.path}: complete: {what} are as they were saved, by their fingerprints"
     is_own = done.format == "fsdp_optim"
     why = "it was saved without checksums" if is_own else f"the format {done.format} has no checksums"
-    return f"{done.path}: {what} are there and can be read; changed bytes would not show: {why}"
+    return f"{done.path}: {what} are there and can be read; changed bytes would not show: {why}{proven}"

@@ -336,7 +336,7 @@ class Unpickler:
     def do_build(self, argument: Any) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
-        self._check_copies([state])
+        self._check_copies([state, *state] if type(state) is tuple else [state])
         if type(target) in self._table.build:
             self._table.build[type(target)](target, state)
         elif self._is_stand_in(target) and hasattr(type(target), "__setstate__"):

@@ -6,6 +6,7 @@ the values says what each of them was, by its place. It is in the file under the
 
 from __future__ import annotations
 
+import io
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,8 @@ def _stand_in(value: Any) -> tuple[str, Any]:
         return f"numpy.{value.dtype.name}", value.item()
     if type(value) is bytes and not value:
         return "bytes", bytearray()
+    if type(value) is io.BytesIO and not value.closed:
+        return "BytesIO", (bytearray(value.getvalue()), value.tell())
     if type(value) is range and len(value) <= _MOST_IN_RANGE:
         return "range", (value.start, value.stop, value.step)
     if type(value) is frozenset:
@@ -135,6 +138,7 @@ def _original(value: Any, kind: str) -> Any:
     makers: Mapping[str, Callable[[Any], Any]] = {
         "ndarray": lambda value: value.numpy(),
         "bytes": bytes,
+        "BytesIO": _buffer,
         "range": _range,
         "frozenset": frozenset,
     }
@@ -144,6 +148,13 @@ def _original(value: Any, kind: str) -> Any:
     if dtype.kind not in _NUMBERS or type(value) not in (bool, int, float, complex):
         raise TypeError(f"{kind} is no kind of a {type(value).__name__}")
     return dtype.type(value)
+
+
+def _buffer(saved: tuple[bytearray, int]) -> io.BytesIO:
+    data, position = saved
+    made = io.BytesIO(data)
+    made.seek(position)
+    return made
 
 
 def _range(numbers: Sequence[int]) -> range:

@@ -5,6 +5,7 @@ A tensor becomes whatever `TensorMaker.tensor` makes of its description: no elem
 
 from __future__ import annotations
 
+import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,6 +150,7 @@ def table_of(tensors: TensorMaker) -> Table:
         "builtins.set": _set,
         "builtins.frozenset": lambda items=(): frozenset(_set(items)),
         "copyreg._reconstructor": _reconstructed,
+        "_io.BytesIO": lambda: io.BytesIO(),
     }
     classes: Mapping[str, type] = {
         **{f"builtins.{cls.__name__}": cls for cls in (dict, list, tuple, set, int, float, bool, str)},
@@ -158,7 +160,12 @@ def table_of(tensors: TensorMaker) -> Table:
     }
     known = {name: Known(name, calls.get(name, _no_call(name)), classes.get(name)) for name in {**calls, **classes}}
     known["torch.nn.parameter.Parameter"] = Known("torch.nn.parameter.Parameter", _parameter, torch.nn.Parameter)
-    return Table({**_dtypes(), **_storage_classes(), **NUMPY, **known}, {OrderedDict: _set_metadata, **NUMPY_BUILD})
+    build: Mapping[type, Callable[[Any, Any], None]] = {
+        OrderedDict: _set_metadata,
+        io.BytesIO: _set_buffer,
+        **NUMPY_BUILD,
+    }
+    return Table({**_dtypes(), **_storage_classes(), **NUMPY, **known}, build)
 
 
 @cache
@@ -265,6 +272,15 @@ def _set_metadata(target: OrderedDict[Any, Any], state: Any) -> None:
         raise TypeError("a state that is not a dict")
     if isinstance(state.get("_metadata"), dict):
         vars(target)["_metadata"] = state["_metadata"]
+
+
+def _set_buffer(target: io.BytesIO, state: Any) -> None:
+    """Fill a BytesIO with its bytes, and set its position. Attributes that were added to it are left out."""
+    data, position, _ = state
+    if type(data) is not bytes or not _is_size(position):
+        raise TypeError("a BytesIO without bytes")
+    target.write(data)
+    target.seek(position)
 
 
 def _size(items: Any = ()) -> torch.Size:

@@ -183,7 +183,7 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
                 f"{opened.where}: {key}: has an object of the class {what}, which is not loaded into an optimizer: load the "
                 "checkpoint as it was saved, and save the optimizer without it"
             )
-    summary = _own_summary(opened)
+    summary = own_summary(opened)
 
     def pickled() -> Mapping[str, Any]:
         return extra.pickled() if summary is None else of_ranks(opened.where, extra.pickled())[0]
@@ -217,7 +217,7 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
     )
 
 
-def _own_summary(opened: Opened) -> ManifestSummary | None:
+def own_summary(opened: Opened) -> ManifestSummary | None:
     """Return the summary of a checkpoint that this library has saved."""
     if opened.selected or not opened.has(METADATA):
         return None

@@ -34,7 +34,12 @@ KEYS = "fsdp_optim_keys"
 """The key of the original keys of dicts that have other keys than str, which torch.distributed.checkpoint turns into str."""
 
 _LENGTH = 8  # bytes
-_PLAIN = ("builtins.", "collections.", "numpy.")  # besides the classes that torch.load(weights_only=True) reads
+_PLAIN = (
+    "builtins.",
+    "collections.",
+    "numpy.",
+    "_io.BytesIO",
+)  # besides the classes that torch.load(weights_only=True) reads
 _UNSAFE = ("builtins.eval", "builtins.exec", "builtins.getattr")
 _NUMBERS = "biufc"  # kinds of numpy's dtypes
 

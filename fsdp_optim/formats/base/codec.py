@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import math
 import pickle
 import sys
@@ -128,6 +129,8 @@ class Encoder:
             return {"$stored": value.key}
         if type(value) in (bytes, bytearray):
             return {"$bytes" if type(value) is bytes else "$bytearray": self._binary(value)}
+        if type(value) is io.BytesIO and not value.closed:
+            return {"$bytesio": [self._binary(value.getvalue()), value.tell()]}
         if type(value) is complex:
             return {"$complex": [self.encode(where, value.real), self.encode(where, value.imag)]}
         if type(value) is range:
@@ -294,6 +297,7 @@ class Decoder:
             "$numpy": lambda index: self._tensor(index).numpy()[()],
             "$bytes": self._binary,
             "$bytearray": lambda encoded: bytearray(self._binary(encoded)),
+            "$bytesio": self._buffer,
             "$complex": lambda parts: complex(*self._items(parts)),
             "$range": lambda numbers: range(*self._items(numbers)),
             "$dtype": dtype_named,
@@ -346,6 +350,12 @@ class Decoder:
                 "trust the author of the checkpoint"
             )
         return pickle.loads(self._binary(encoded))
+
+    def _buffer(self, encoded: Any) -> io.BytesIO:
+        data, position = encoded
+        buffer = io.BytesIO(self._binary(data))
+        buffer.seek(position)
+        return buffer
 
     def _binary(self, encoded: Any) -> bytes:
         if type(encoded) is not int:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.records import UNKNOWN_WEIGHTS, SavedWeights, StoredTensor
 from fsdp_optim.layout import Shape
 
@@ -135,6 +136,9 @@ class Facts:
         was_thinned: whether the optimizer was saved, and `thin` has removed it.
         wrapper: what wrapped the model that was saved, for users; empty if unknown, or for a plain model.
         cut: how parameters were flattened and cut, as a writer of the same family of formats takes it; None if unknown.
+        models: the names of several models that were saved together: all FQNs begin with one of them; empty for one model, and
+            where the format does not record them.
+        with_optim: those of `models` that have an optimizer.
         views: the Views through which the save has seen fused parameters, as text. The names in the checkpoint are canonical.
     """
 
@@ -149,7 +153,13 @@ class Facts:
     was_thinned: bool = False
     wrapper: str = ""
     cut: Any = None
+    models: tuple[str, ...] = ()
+    with_optim: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
+
+
+def _no_fingerprint() -> Fingerprint | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,7 @@ class CheckpointIndex:
         left_out: the shapes of those parameters and buffers of the model that a save has left out, for a writer.
         source: the reader of the checkpoint that is converted, of which a writer of the same format may copy files.
         identify: a function that returns the `identity`.
+        read_fingerprint: a function that returns the `fingerprint`.
     """
 
     where: str
@@ -179,6 +190,15 @@ class CheckpointIndex:
     left_out: Mapping[str, Shape] = field(default_factory=dict)
     source: object = None
     identify: Callable[[], Mapping[str, Any]] = field(default=dict, repr=False)
+    read_fingerprint: Callable[[], Fingerprint | None] = field(default=_no_fingerprint, repr=False)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint | None:
+        """The fingerprints of the values, under their names in the checkpoint; None if the save has made none.
+
+        Raises CheckpointError where their file is damaged.
+        """
+        return self.read_fingerprint()
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:

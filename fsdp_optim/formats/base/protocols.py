@@ -26,7 +26,8 @@ elements of each such rank are one range of bytes of one file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.extents import Extent
@@ -57,11 +58,13 @@ __all__ = [
     "Chunks",
     "Format",
     "Half",
+    "OpenedAs",
     "PlannedFile",
     "PlannedTensor",
     "Prepared",
     "Reader",
     "SavedWeights",
+    "SeenAs",
     "Stamp",
     "StoredTensor",
     "TensorReader",
@@ -116,9 +119,11 @@ class Writer(Protocol):
     Attributes:
         writes_trees: whether it gets the tensors of trees (`index.trees`) as the half "state", with an `InFile` in their places
             among the values of the trainer. False: it gets these values with their tensors, which no other rank writes.
+        keeps_fingerprint: whether `last` writes the `fingerprint` that it gets, and the reader's index has it.
     """
 
     writes_trees: ClassVar[bool] = False
+    keeps_fingerprint: ClassVar[bool] = False
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         """Encode all that an index says besides elements. Raises CheckpointError that names a value which cannot be written.
@@ -181,6 +186,17 @@ class Format(Protocol):
 
     def sequence_in(self, opened: Opened) -> int:
         """Return the number of a checkpoint in its folder; 0 if unknown. Raises nothing."""
+
+
+@dataclass(frozen=True)
+class SeenAs:
+    """In the place of a format to open a checkpoint with: that which recognises its files, seen through `view`."""
+
+    view: Callable[[Format], Format]
+
+
+OpenedAs: TypeAlias = "Format | SeenAs | None"
+"""How a checkpoint is opened; None: by the format that recognises its files."""
 
 
 class WrittenFormat(Format, Protocol):

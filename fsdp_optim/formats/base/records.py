@@ -239,7 +239,11 @@ class Stamp:
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The results of all ranks. `rows`: by file, the segments of each rank; `extras`: by file, the results of `info_of`."""
+    """The results of all ranks. `rows`: by file, the segments of each rank; `extras`: by file, the results of `info_of`.
+
+    `fingerprint`: the `Fingerprint` of the values as JSON, for a writer that keeps it; empty if there is none.
+    """
 
     rows: Mapping[str, Sequence[Rows]]
     extras: Mapping[str, Any]
+    fingerprint: bytes = b""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fsdp_optim.errors import CheckpointError
 
 BRANCHES = (dict, OrderedDict, list, tuple)
@@ -48,6 +50,11 @@ def keys_in(tree: Any) -> list[str]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise CheckpointError(f"{twice}: two values of a tree in the checkpoint name this tensor, so it is damaged")
     return keys
+
+
+def has_tensors(tree: Any) -> bool:
+    """Return whether a tree has tensors, in files or in memory."""
+    return any(isinstance(leaf, (InFile, torch.Tensor)) for _, leaf in leaves_of(tree))
 
 
 def with_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:

@@ -17,7 +17,14 @@ from msgspec.structs import replace
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of, join_tables, segment_nbytes, sums_of
-from fsdp_optim.formats.base.description import OptimDescription, decoded, encoded, is_text_alone, to_plain
+from fsdp_optim.formats.base.description import (
+    GroupDescription,
+    OptimDescription,
+    decoded,
+    encoded,
+    is_text_alone,
+    to_plain,
+)
 from fsdp_optim.formats.base.header import Header
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.json_text import check_density, parse_json
@@ -34,7 +41,16 @@ from fsdp_optim.formats.base.protocols import (
 )
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.own.extras import encode_extra, info_of
+from fsdp_optim.formats.own.folders import (
+    check_models,
+    groups_by_model,
+    groups_in,
+    in_folder,
+    shared_text,
+    split_key,
+)
 from fsdp_optim.formats.own.manifest import (
+    FINGERPRINT,
     MODEL,
     MOST_NBYTES,
     NAME,
@@ -62,7 +78,8 @@ class OwnFormat(Format):
 
     Attributes:
         weights_name: how the files of the weights begin, where another library looks for them under a name of its own.
-        beside: small files of another library, by name, that are written with each checkpoint.
+        beside: small files of another library, by name, that are written with each checkpoint; of several models, those of one
+            begin with its name: `actor/config.json`.
     """
 
     weights_name: str = MODEL
@@ -102,6 +119,7 @@ class OwnWriter(Writer):
     beside: tuple[tuple[str, bytes], ...] = ()
 
     writes_trees: ClassVar[bool] = True
+    keeps_fingerprint: ClassVar[bool] = True
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         if isinstance(index.source, Checkpoint):
@@ -109,20 +127,20 @@ class OwnWriter(Writer):
         contents = contents_of(index, allow_pickle=allow_pickle, records=records)
         extras = extras_in(index, allow_pickle=allow_pickle, as_trees=True)
         files = dict(self.small(name, value, allow_pickle=allow_pickle) for name, value in extras)
-        optim, read_back, shared = None, None, ""
+        optim, read_back = None, None
         if contents.optim is not None:
             values, tensors = encoded("optim", contents.optim, allow_pickle=allow_pickle, records=records)
             optim = msgspec.Raw(canonical(values))
             read_back = _read_back(contents.optim, values, tensors, allow_pickle=allow_pickle, records=records)
             if not tensors:
                 _check_text(values, bytes(optim))
-            shared = _plain_groups(contents.optim)
             if tensors:  # JSON in the manifest cannot contain tensors
                 value, optim = to_plain(contents.optim), None
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
         params = {key: ParamInfo(shape) for key, shape in contents.params.items()}
         of_weights = contents.weights, contents.weights_dtype, self.weights_name
-        model = ModelInfo(params, dict(contents.aliases), *of_weights, views=tuple(index.facts.views))
+        model = ModelInfo(params, dict(contents.aliases), *of_weights, index.facts.models, tuple(index.facts.views))
+        check_models("the new checkpoint", model.models, (), params)
         manifest = Manifest(
             files={},
             world_size=contents.world_size,
@@ -132,15 +150,14 @@ class OwnWriter(Writer):
             created_ns=0,
             version=version_for(model, has_trees=bool(index.trees)),
         )
-        return Prepared(contents.content, shared, files, read_back, manifest)
+        return Prepared(contents.content, _shared(contents.optim, model.models), files, read_back, manifest)
 
     def _copied(self, reader: Checkpoint, *, with_optim: bool) -> Prepared:
         """Return the same, with the small files of a checkpoint of this format, which are not decoded.
 
         `with_optim` False: the new checkpoint gets no optimizer.
         """
-        first = min((name for name in reader.files if name.startswith("optim")), default=None)
-        metadata = reader.files[first].header.metadata if first is not None and with_optim else {}
+        shared = _shared_of(reader, with_optim=with_optim)
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
         model = replace(reader.manifest.model, weights_name=self.weights_name)
         version = version_for(model, has_trees=bool(reader.trees))
@@ -150,24 +167,37 @@ class OwnWriter(Writer):
             manifest = replace(manifest, has_optim=False, optim=None)
         manifest = replace(manifest, thinned=None)  # of the checkpoint that was thinned alone
         content = manifest.model.content(has_optim=manifest.has_optim)
-        return Prepared(content, metadata.get("param_groups", ""), files, None, manifest)
+        return Prepared(content, shared, files, None, manifest)
 
     def files(
         self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
-        return [
-            file
-            for half, planned in tensors.items()
-            for file in self._of_half(half, planned, shared, most_nbytes, num_ranks)
-        ]
+        groups = groups_in(shared)
+        planned: list[PlannedFile] = []
+        for half, of_half in tensors.items():
+            if groups is None or half == "state":
+                planned += self._of_half("", half, of_half, "" if groups else shared, (most_nbytes, num_ranks))
+                continue
+            by_model: dict[str, list[PlannedTensor]] = {model: [] for model in groups}
+            for tensor in of_half:
+                by_model[split_key(half, tensor.key)[0]].append(tensor)
+            for model, of_model in by_model.items():
+                if half == "model" or groups[model] is not None:
+                    planned += self._of_half(model, half, of_model, groups[model] or "", (most_nbytes, num_ranks))
+        return planned
 
     def _of_half(
-        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, most_nbytes: int, num_ranks: int
+        self, model: str, half: Half, tensors: Sequence[PlannedTensor], groups: str, limits: tuple[int, int]
     ) -> list[PlannedFile]:
-        """Plan files with the names that Hugging Face uses."""
-        stem = self.weights_name if half == "model" else half
-        metadata = _PLAIN | ({"param_groups": shared} if half == "optim" and shared else {})
-        header = Header.of(((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors), metadata)
+        """Plan files with the names that Hugging Face uses.
+
+        `model`: the name of one of several; else empty. `groups`: its param groups for readers without this library. `limits`:
+        the most bytes of a file, and the number of ranks.
+        """
+        most_nbytes, num_ranks = limits
+        stem = in_folder(model, self.weights_name if half == "model" else half)
+        metadata = _PLAIN | ({"param_groups": groups} if half == "optim" and groups else {})
+        header = Header.of(_entries(model, half, tensors), metadata)
         left = iter(tensors)
         per_file = [list(islice(left, num)) for num in header.files_within(most_nbytes, _PLAIN)]
         per_file.sort(key=_has_no_weight)  # transformers reads the dtype of a model from the first file
@@ -177,10 +207,7 @@ class OwnWriter(Writer):
                 f"{stem}.safetensors" if len(per_file) == 1 else f"{stem}-{number:05}-of-{len(per_file):05}.safetensors"
             )
             if len(per_file) > 1:
-                header = Header.of(
-                    ((tensor.key, tensor.dtype, tensor.shape) for tensor in in_file),
-                    metadata if number == 1 else _PLAIN,
-                )
+                header = Header.of(_entries(model, half, in_file), metadata if number == 1 else _PLAIN)
             planned.append(_planned(name, half, in_file, header, num_ranks))
         return planned
 
@@ -203,10 +230,14 @@ class OwnWriter(Writer):
                 sums = hex_of(data)
             infos[file.name] = FileInfo(file.nbytes, hex_of(file.head), sums)
         beside = list(self.beside)
-        for stem in (self.weights_name, "optim", "state"):
-            split = [file for file in files if file.name.startswith(f"{stem}-")]
-            if split:
-                beside.append((f"{stem}{INDEX}", _index_of(split)))
+        for model in ("", *prepared.document.model.models):
+            for stem in (self.weights_name, "optim", "state"):
+                begin = in_folder(model, stem)
+                split = [file for file in files if file.name.startswith(f"{begin}-")]
+                if split:
+                    beside.append((f"{begin}{INDEX}", _index_of(model, split)))
+        if written.fingerprint:
+            beside.append((FINGERPRINT, written.fingerprint))
         for name, data in beside:
             yield name, data
             infos[name] = FileInfo(len(data), hex_of(data), None)
@@ -289,7 +320,26 @@ def _read_back(
     return dataclasses.replace(read, params={fqn: read.params.get(fqn, param) for fqn, param in optim.params.items()})
 
 
-def _plain_groups(description: OptimDescription) -> str:
+def _shared(optim: OptimDescription | None, models: Sequence[str]) -> str:
+    """Return the string by which every rank plans the files: the param groups and, if there are several, their models."""
+    if not models:
+        return _plain_groups(optim.groups) if optim is not None else ""
+    groups = groups_by_model(optim, models)
+    return shared_text({model: _plain_groups(groups[model]) if model in groups else None for model in models})
+
+
+def _shared_of(reader: Checkpoint, *, with_optim: bool) -> str:
+    """Return the same string, of a checkpoint of this format whose files have the groups."""
+    models, groups = reader.manifest.model.models, dict[str, str | None]()
+    for model in models or ("",):
+        begin = in_folder(model, "optim")
+        first = min((name for name in reader.files if name.startswith((f"{begin}.", f"{begin}-"))), default=None)
+        if first is not None and with_optim:
+            groups[model] = reader.files[first].header.metadata.get("param_groups", "")
+    return shared_text({model: groups.get(model) for model in models}) if models else groups.get("") or ""
+
+
+def _plain_groups(groups: Sequence[GroupDescription]) -> str:
     """Return the param groups as JSON for readers without this library. The exact values are in the manifest."""
 
     def plain(value: Any) -> Any:
@@ -301,14 +351,27 @@ def _plain_groups(description: OptimDescription) -> str:
             return {key if isinstance(key, (str, int, float)) else str(key): named(item) for key, item in value.items()}
         return [named(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    groups = [{**named(dict(group.hyperparameters)), "params": list(group.params)} for group in description.groups]
-    return json.dumps(groups, default=plain)
+    listed = [{**named(dict(group.hyperparameters)), "params": list(group.params)} for group in groups]
+    return json.dumps(listed, default=plain)
 
 
-def _index_of(files: Sequence[PlannedFile]) -> bytes:
-    """Return the index of a split half, as Hugging Face writes it: the file of each tensor."""
+def _entries(model: str, half: Half, tensors: Sequence[PlannedTensor]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield the key in its file, the dtype and the shape of each tensor."""
+    return ((_key_in_file(model, half, tensor.key), tensor.dtype, tensor.shape) for tensor in tensors)
+
+
+def _key_in_file(model: str, half: Half, key: str) -> str:
+    return split_key(half, key)[1] if model else key
+
+
+def _index_of(model: str, files: Sequence[PlannedFile]) -> bytes:
+    """Return the index of a split half, as Hugging Face writes it: the file of each tensor, by names in the folder."""
     index = {
         "metadata": {"total_size": sum(file.nbytes_of_data for file in files)},
-        "weight_map": {tensor.key: file.name for file in files for tensor in file.tensors},
+        "weight_map": {
+            _key_in_file(model, tensor.half, tensor.key): file.name.rpartition("/")[2]
+            for file in files
+            for tensor in file.tensors
+        },
     }
     return json.dumps(index, indent=2).encode() + b"\n"

@@ -17,17 +17,22 @@ from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.json_text import check_density, parse_json
 from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary, content_of
+from fsdp_optim.formats.own.folders import check_models
 from fsdp_optim.storage.base import Opened, Undecided, check_name
 
 NAME = "fsdp_optim.json"
 MOST_NBYTES = 1 << 28  # in a manifest; a parameter needs some hundred
-FORMAT, VERSION = "fsdp_optim", 4
-_VERSION_OF_ALL_WEIGHTS, _VERSION_OF_SOME_WEIGHTS = 2, 3
+FORMAT, VERSION = "fsdp_optim", 5
+_VERSION_OF_ALL_WEIGHTS, _VERSION_OF_SOME_WEIGHTS, _VERSION_OF_TREES = 2, 3, 4
 MODEL = "model"
 """How the names of files with weights begin, unless the manifest says otherwise."""
 
 RANK_EXTRA = "extra/rank-"
 """The beginning of the name of a file with the extra of one rank; five digits follow."""
+
+
+FINGERPRINT = "fingerprint.json"
+"""The file of the fingerprints of all values, if the save has made them."""
 
 
 class NewerVersion(Undecided):
@@ -53,6 +58,7 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
 
     `weights`: which of them the files have: "all", "trainable" or "none". `weights_dtype`: torch's name of the dtype to which
     floating-point weights were cast; None: they were saved as they were. `weights_name`: how the names of their files begin.
+    `models`: the names of several models, each with a folder of its own; all FQNs begin with one of them.
     `views`: the Views through which the save has seen fused parameters, as text: a fact for users, which no load needs.
     """
 
@@ -61,6 +67,7 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
     weights: Literal["all", "trainable", "none"] = "all"
     weights_dtype: str | None = None
     weights_name: str = MODEL
+    models: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
 
     def content(self, *, has_optim: bool) -> str:
@@ -149,8 +156,10 @@ def version_for(model: ModelInfo, *, has_trees: bool) -> int:
 
     `has_trees`: some files have tensors of `state=`.
     """
-    if has_trees:
+    if model.models:
         return VERSION
+    if has_trees:
+        return _VERSION_OF_TREES
     is_plain = (model.weights, model.weights_dtype, model.weights_name) == ("all", None, MODEL)
     return _VERSION_OF_ALL_WEIGHTS if is_plain else _VERSION_OF_SOME_WEIGHTS
 
@@ -200,6 +209,7 @@ def manifest_in(opened: Opened) -> Manifest:
         manifest = msgspec.convert({**document.checkpoint, "checksum": checksum}, Manifest)
         for name in (*manifest.files, *(manifest.thinned.files if manifest.thinned is not None else ())):
             check_name(path, name)
+        check_models(path, manifest.model.models, manifest.files, manifest.model.params)
         for name in manifest.files:
             if name.startswith(RANK_EXTRA) and int(name.removeprefix(RANK_EXTRA)[:5]) >= manifest.world_size:
                 raise ValueError(f"{name} is of a rank beyond the {manifest.world_size} ranks that saved")

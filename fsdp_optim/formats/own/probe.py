@@ -12,14 +12,24 @@ from fsdp_optim.formats.base.summary import MOST_NBYTES, ManifestSummary, summar
 from fsdp_optim.formats.own.manifest import NAME, VERSION, manifest_in
 from fsdp_optim.storage.base import CheckpointStatus, Opened, is_reserved, is_sure_that_not
 
+PROOF_NAME = "proof.json"
+"""The file that a run adds to a checkpoint later: what the step after it led to. The manifest does not name it."""
+
 _FIRST_NBYTES = 4096  # of a manifest, read first for its summary
 _TIMES = 16  # as many bytes are read next, if the summary is longer
+_FOLDER = r"([A-Za-z0-9_-]+/)?"  # of one of several models
 _OWN = re.compile(
-    r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
+    _FOLDER + r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|"
+    r"extra/[a-z]+(-\d{5})?\.safetensors"
 )
-_OF_OPTIM = re.compile(r"optim(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/optim\.safetensors")
+_OF_OPTIM = re.compile(
+    _FOLDER + r"optim(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/optim\.safetensors"
+)
 _TRACE = re.compile(
-    r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors\.sums|optim(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
+    _FOLDER
+    + r"((adapter_)?model|optim|state)(-\d{5}-of-\d{5})?\.safetensors\.sums|"
+    + _FOLDER
+    + r"optim(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
     r"extra/[a-z]+(-\d{5})?\.safetensors"
 )
 
@@ -73,7 +83,7 @@ class OwnProbe(BesideOthers):
                 listed |= {sums_of(name) for name in listed}
 
         def is_own(name: str) -> bool:
-            if name == NAME or (name.startswith(NAME) and is_reserved(name)):
+            if any(name == own or (name.startswith(own) and is_reserved(name)) for own in (NAME, PROOF_NAME)):
                 return True
             if is_thin and is_of_optim(name):  # what a killed thin has left
                 return True

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.bools import BOOL, check_bools
 from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.base.description import decoded
@@ -21,12 +22,13 @@ from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.base.header import Header, HeaderEntry, length_of_header, parse_header
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.json_text import parse_json
-from fsdp_optim.formats.base.protocols import replaced_error
+from fsdp_optim.formats.base.protocols import Half, replaced_error
 from fsdp_optim.formats.base.records import SavedWeights, StoredTensor
 from fsdp_optim.formats.base.saved_optim import saved_optim
 from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
 from fsdp_optim.formats.own.extras import Extra, read_extra
-from fsdp_optim.formats.own.manifest import NAME, FileInfo, Manifest, ModelInfo, manifest_in
+from fsdp_optim.formats.own.folders import folder_of, in_folder, joined_key, models_with_optim, stem_of, stems_of
+from fsdp_optim.formats.own.manifest import FINGERPRINT, NAME, FileInfo, Manifest, ModelInfo, manifest_in
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened, check_name
 
@@ -36,9 +38,6 @@ _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
 _EXTRA, _SUFFIX = "extra/", ".safetensors"
 INDEX = ".safetensors.index.json"
 """The end of the name of an index."""
-
-TREES = "state"
-"""How the names of files with tensors of `state=` begin."""
 
 DESCRIPTION_FILE = "extra/optim.safetensors"
 """The file of the optimizer's description, if the description contains tensors."""
@@ -121,39 +120,40 @@ class Checkpoint:
     def _opened_in(cls, opened: Opened, version: tuple[object, ...] | None, *, verify: bool) -> Checkpoint:
         manifest = manifest_in(opened)
         files: dict[str, StoredFile] = {}
-        weights_name = manifest.model.weights_name
-        halves: dict[str, dict[str, StoredTensor]] = {weights_name: {}, "optim": {}, TREES: {}}
+        halves: dict[Half, dict[str, StoredTensor]] = {"model": {}, "optim": {}, "state": {}}
+        stems = stems_of(manifest.model.models, manifest.model.weights_name)
         for name, info in manifest.files.items():
             if name.startswith("extra/"):
                 continue
             if name.endswith(".json"):
-                if verify and not name.endswith(INDEX):  # an index is compared below
+                # An index is compared below, and fingerprints where they are read.
+                if verify and name != FINGERPRINT and not name.endswith(INDEX):
                     _check_small(opened, name, info)
                 continue
-            stem = name.split("-")[0].split(".")[0]
-            if stem not in halves:
+            folder, half = folder_of(name), stems.get(stem_of(name))
+            if half is None:
                 raise CheckpointError(
                     f"{opened.where}: the manifest names {name}, which is a file of neither the model, nor the optimizer, nor "
                     "the trainer's values"
                 )
             file = files[name] = _open_file(opened, name, info, verify=verify)
-            short, request, tensors = file.short_nbytes, opened.request_nbytes, halves[stem]
+            short, request, tensors = file.short_nbytes, opened.request_nbytes, halves[half]
             for entry in file.header.entries:
-                if entry.key in tensors:
+                key = joined_key(folder, half, entry.key)
+                if key in tensors:
                     raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
-                stored = StoredTensor(
-                    entry.key, entry.dtype, entry.shape, name, entry.start, short, request_nbytes=request
+                tensors[key] = StoredTensor(
+                    key, entry.dtype, entry.shape, name, entry.start, short, request_nbytes=request
                 )
-                tensors[entry.key] = stored
-        for stem, tensors in halves.items():
-            _check_index(opened, stem, manifest, tensors, verify=verify)
+        for stem, half in stems.items():
+            _check_index(opened, stem, half, manifest, halves[half], verify=verify)
         return cls(
             opened=opened,
             manifest=manifest,
             files=files,
-            model=halves[weights_name],
+            model=halves["model"],
             optim=halves["optim"],
-            trees=halves[TREES],
+            trees=halves["state"],
             verifies=verify,
             _manifest_version=version,
         )
@@ -173,6 +173,8 @@ class Checkpoint:
                 about=self._about(),
                 was_thinned=self.manifest.thinned is not None,
                 wrapper=self.manifest.effective_summary.wrapper,
+                models=self.manifest.model.models,
+                with_optim=models_with_optim(self.manifest.model.models, self.files),
                 views=self.manifest.model.views,
             ),
             self.manifest.model.aliases,
@@ -180,7 +182,19 @@ class Checkpoint:
             {name.removeprefix(_EXTRA).removesuffix(_SUFFIX): _LazyExtra(self, name) for name in names},
             trees=self.trees,
             identify=self._identity,
+            read_fingerprint=self._fingerprint,
         )
+
+    def _fingerprint(self) -> Fingerprint | None:
+        if FINGERPRINT not in self.manifest.files:
+            return None
+        info, path = self.manifest.files[FINGERPRINT], self.opened.named(FINGERPRINT)
+        with self._noticing_replacement():
+            data = _check_small(self.opened, FINGERPRINT, info)
+        try:
+            return Fingerprint.from_json(data)
+        except StateError as error:
+            raise CheckpointError(f"{path}: {error} (LoadOptions(fingerprint=False) does not read it)") from error
 
     def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
         where, values = f"{self.where}: the optimizer", self.manifest.optim
@@ -221,6 +235,7 @@ class Checkpoint:
         return {
             "saved by": f"fsdp_optim, version {self.manifest.version} of its format",
             **_about_weights(self.manifest.model),
+            **({"models": ", ".join(self.manifest.model.models)} if self.manifest.model.models else {}),
             **({"optimizer": "removed by thin"} if self.manifest.thinned is not None else {}),
             "saved at": f"{saved:%Y-%m-%d %H:%M:%S} UTC, by the clock of the machine that saved",
         }
@@ -327,11 +342,12 @@ class _LazyExtra(StoredExtra):
         return with_tensors(tree, {key: self.reader.complete(self.reader.trees[key]) for key in keys})
 
 
-def _check_small(opened: Opened, name: str, info: FileInfo) -> None:
-    """Compare a small file of another library, which a save has written, with its checksum."""
+def _check_small(opened: Opened, name: str, info: FileInfo) -> bytes:
+    """Return a small file that a save has written beside the tensors. Raises CheckpointError if its checksum differs."""
     data, path = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES), opened.named(name)
     if (len(data), hex_of(data)) != (info.nbytes, info.header):
         raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
+    return data
 
 
 def _about_weights(model: ModelInfo) -> dict[str, str]:
@@ -364,11 +380,17 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _check_index(
-    opened: Opened, stem: str, manifest: Manifest, tensors: Mapping[str, StoredTensor], *, verify: bool
+    opened: Opened, stem: str, half: Half, manifest: Manifest, tensors: Mapping[str, StoredTensor], *, verify: bool
 ) -> None:
-    """Check that the index of a split half, which other tools read, agrees with the files."""
+    """Check that the index of a split half, which other tools read, agrees with the files.
+
+    `stem`: how the names of the files begin. `tensors`: those of the half, of all models.
+    """
     if not any(name.startswith(f"{stem}-") for name in manifest.files):
         return
+    folder = folder_of(stem)
+    if folder:
+        tensors = {key: stored for key, stored in tensors.items() if folder_of(stored.file) == folder}
     name = f"{stem}{INDEX}"
     path = opened.named(name)
     text = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES)
@@ -376,9 +398,10 @@ def _check_index(
     if verify and (info is None or (len(text), hex_of(text)) != (info.nbytes, info.header)):
         raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
     with as_checkpoint_error(path):
-        weight_map = msgspec.convert(parse_json(path, text), _Index).weight_map
-        for file in weight_map.values():
+        listed = msgspec.convert(parse_json(path, text), _Index).weight_map
+        for file in listed.values():
             check_name(path, file)
+        weight_map = {joined_key(folder, half, key): in_folder(folder, file) for key, file in listed.items()}
     for key in {**weight_map, **tensors}:
         stored = tensors.get(key)
         if stored is None or weight_map.get(key) != stored.file:

@@ -37,7 +37,7 @@ def unflatten(
         fqn, _, name = rest.rpartition(".")
         {"state": state, "param_groups": hyper}.get(section, {}).setdefault(fqn, {})[name] = value
     param_groups = _as_grouped(hyper, groups, canonical)
-    return {"state": state, "param_groups": param_groups if param_groups is not None else _with_equal_options(hyper)}
+    return {"state": state, "param_groups": param_groups if param_groups is not None else with_equal_options(hyper)}
 
 
 def _as_grouped(
@@ -61,7 +61,7 @@ def _as_grouped(
     return param_groups
 
 
-def _with_equal_options(hyper: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_equal_options(hyper: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return param groups of parameters with equal hyperparameters, each where its first parameter is listed."""
     param_groups: list[dict[str, Any]] = []
     candidates_by_key: dict[

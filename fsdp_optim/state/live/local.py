@@ -32,6 +32,21 @@ Optimizers = OptimizerLike | Sequence[OptimizerLike]
 """One optimizer, or several over one model: one per parameter, or one per part of the model."""
 
 
+class OptimizersOfModels(list[OptimizerLike]):
+    """The optimizers of several models that are read as one. `models`: for each optimizer the name of its model.
+
+    Its groups, and the other keys of its dict, are not those of another model.
+    """
+
+    def __init__(self, by_model: Mapping[str, Optimizers]) -> None:
+        super().__init__()
+        self.models: list[str] = []
+        for model, optim in by_model.items():
+            listed = list(optim) if isinstance(optim, (list, tuple)) else [optim]
+            self += listed  # type: ignore[arg-type]
+            self.models += [model] * len(listed)
+
+
 class _ValueTraits(NamedTuple):
     """The visible traits of a state value.
 
@@ -210,6 +225,7 @@ class LocalOptim:
             parameter.
         optimizers: the optimizers that were read as one; empty for a single optimizer.
         classes: the class of each group's optimizer; empty where the call has no optimizer.
+        model: of one of `optimizers`, the name of its model if there are several; else empty.
     """
 
     params: tuple[LocalParam, ...]
@@ -219,6 +235,11 @@ class LocalOptim:
     other_keys: Mapping[str, Any]
     optimizers: tuple[LocalOptim, ...] = ()
     classes: tuple[OptimizerClass, ...] = ()
+    model: str = ""
+
+    def joined_key(self, key: str) -> str:
+        """Return how one of `other_keys` is called in the dict of all optimizers that are read as one."""
+        return f"{self.model}.{key}" if self.model else key
 
     @property
     def values_by_class(self) -> dict[str, frozenset[str]]:

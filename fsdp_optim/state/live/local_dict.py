@@ -345,7 +345,11 @@ def shard_dicts(
         _shard_dict(
             optimizer,
             _groups_of(optimizer, groups),
-            {key: value for key, value in other_keys.items() if key in optimizer.other_keys},
+            {
+                key: other_keys[joined]
+                for key in optimizer.other_keys
+                if (joined := optimizer.joined_key(key)) in other_keys
+            },
             {own_id: values for (owner, own_id), values in by_owner.items() if owner == index},
             fit,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,15 @@ from msgspec import structs
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, RESERVED_KEYS
 from fsdp_optim.state.dicts.packed import LocalId, packed_ids
-from fsdp_optim.state.live.local import LocalOptim, LocalParam, OptimizerLike, Optimizers, is_on_cpu, says_on_cpu
+from fsdp_optim.state.live.local import (
+    LocalOptim,
+    LocalParam,
+    OptimizerLike,
+    Optimizers,
+    OptimizersOfModels,
+    is_on_cpu,
+    says_on_cpu,
+)
 from fsdp_optim.state.values.classes import OptimizerClass
 from fsdp_optim.state.values.same import Incomparable, key_of, same
 from fsdp_optim.state.values.supported import check_supported, check_values, copyable
@@ -31,19 +40,23 @@ def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
             raise WrapperError(
                 "optim is an empty list, which has no state: give the optimizers, or None for a call without optimizer"
             )
-        return _as_one([_read(each, view) for each in optim])
+        models = optim.models if isinstance(optim, OptimizersOfModels) else [""] * len(optim)
+        return _as_one([replace(_read(each, view), model=model) for each, model in zip(optim, models, strict=True)])
     return _read(optim, view)  # type: ignore[arg-type]
 
 
 def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
-    groups: dict[tuple[str, str], tuple[OptimizerClass, Mapping[str, Any], list[LocalParam]]] = {}
+    groups: dict[tuple[str, str, str], tuple[OptimizerClass, Mapping[str, Any], list[LocalParam]]] = {}
     fqns: set[str] = set()
     for index, optimizer in enumerate(optimizers):
         for group_index, hyper in enumerate(optimizer.groups):
             of = optimizer.classes[group_index]
-            *_, members = groups.setdefault((of.name, _key_of_group(hyper, len(groups))), (of, hyper, []))
+            *_, members = groups.setdefault(
+                (optimizer.model, of.name, _key_of_group(hyper, len(groups))), (of, hyper, [])
+            )
             for param in optimizer.params:
                 if param.group_index == group_index:
+                    _check_model(optimizer, param)
                     if param.named.fqns[0] in fqns:
                         raise WrapperError(
                             f"{param.named.fqns[0]} is in two of the {len(optimizers)} optimizers: give each parameter to one"
@@ -58,7 +71,8 @@ def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
         ids.append(tuple(range(first, len(params))))
     other_keys: dict[str, Any] = {}
     for optimizer in optimizers:
-        for key, value in optimizer.other_keys.items():
+        for own_key, value in optimizer.other_keys.items():
+            key = optimizer.joined_key(own_key)
             if key in other_keys and not same(other_keys[key], value):
                 raise WrapperError(
                     f"{key} is {other_keys[key]!r} in one of the {len(optimizers)} optimizers and {value!r} in another: "
@@ -68,6 +82,16 @@ def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
     hypers, classes = tuple(hyper for _, hyper, _ in groups.values()), tuple(of for of, *_ in groups.values())
     unnamed = (None,) * len(hypers)
     return LocalOptim(tuple(params), hypers, tuple(ids), unnamed, other_keys, tuple(optimizers), classes=classes)
+
+
+def _check_model(optimizer: LocalOptim, param: LocalParam) -> None:
+    """Raise WrapperError for a parameter of another model than the one whose optimizer has it."""
+    name = param.named.fqns[0] if param.named.fqns else ""
+    if optimizer.model and name and not name.startswith(f"{optimizer.model}."):
+        raise WrapperError(
+            f"{name}: the optimizer of {optimizer.model!r} has this parameter of another model: give each model its own "
+            "optimizer, or one list of optimizers for all models"
+        )
 
 
 def _key_of_group(hyper: Mapping[str, Any], number: int) -> str:

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 
 from fsdp_optim.errors import CheckpointError, causes_of
 
-_NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.metadata|zero/((?!\.{1,2}/)[^/\0]+/)?[^/\0]+\.pt")
+_NAME = re.compile(
+    r"([A-Za-z0-9_][A-Za-z0-9_-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.metadata|zero/((?!\.{1,2}/)[^/\0]+/)?[^/\0]+\.pt"
+)
 _RESERVED = re.compile(r".*\.(new|saving|old|gone)-[0-9a-f]{16}", re.DOTALL)
 _NUMBERED = re.compile(
     r"(.*[^a-z])?(step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=.]?[0-9]+.*", re.IGNORECASE | re.DOTALL
@@ -38,8 +40,8 @@ def is_sure_that_not(error: BaseException) -> bool:
 
 
 def check_name(where: str, name: object) -> str:
-    """Return a file name that stays inside its checkpoint: no folder but `extra` and the folders of parameters in
-    `zero`, as DeepSpeed names them; no `..`, nothing absolute.
+    """Return a file name that stays inside its checkpoint: in the place itself, or in a folder of a plain name there, or in
+    the folders of parameters in `zero`, as DeepSpeed names them; no `..`, nothing absolute.
 
     Raises CheckpointError for any other name. `where`: the place that gave the name, for the error.
     """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base.changes import ChangesCheckpoint
 from fsdp_optim.storage.base.directory import CheckpointDirectory, CheckpointProbe
 from fsdp_optim.storage.base.opened import Opened
 from fsdp_optim.storage.base.staging import Staging, StoreWriter
@@ -15,7 +16,7 @@ VISIBLE_WITHIN = 30.0
 """Seconds within which a network file system shows files that another machine has written, flushed, closed and announced."""
 
 
-class Store(Protocol):
+class Store(ChangesCheckpoint, Protocol):
     """One place for one checkpoint.
 
     `where`: the name of the place, for errors and for comparing places. `on_file_system`: whether the place is a folder of a file
@@ -24,10 +25,6 @@ class Store(Protocol):
     """
 
     on_file_system: bool = False
-
-    @property
-    def can_shrink(self) -> bool:
-        return False
 
     @property
     def where(self) -> str: ...
@@ -46,6 +43,10 @@ class Store(Protocol):
     def with_probe(self, probe: CheckpointProbe[Any]) -> Store:
         """The same place for checkpoints of another format. A store that asks nothing of the format returns itself."""
         return self
+
+    def above(self) -> tuple[Store, str] | None:
+        """The place around this one, and the name of this one in it, by which the folder of one of several models is read."""
+        return None
 
     def begin(self, *, overwrite: bool, durable: bool) -> Staging:
         """Begin a save, and remove the leftovers of saves that died.
@@ -77,26 +78,6 @@ class Store(Protocol):
         Raises CheckpointError where nothing can be made there.
         """
         return nullcontext(self.where)
-
-    def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
-        """Replace the manifest of a checkpoint that is open, then remove files of it; return the bytes of these files.
-
-        A store may leave it out, with `can_shrink`. The checkpoint is complete at every moment: by its old manifest, with the
-        files, or by the new one. What a killed call has left is removed by the next one, and by a save over the checkpoint. Files
-        that are gone are no error. Who has the checkpoint open reads a removed file, or gets a CheckpointError.
-
-        Args:
-            opened: the checkpoint, opened by this store.
-            manifest: the name of the manifest.
-            data: the content of the new manifest, which does not name the files; None where an earlier call has put it.
-            names: the files to remove, all inside the checkpoint.
-
-        Raises CheckpointError where the checkpoint cannot be changed, or was replaced since it was opened: then what is there
-        stays as it is.
-        """
-        raise CheckpointError(
-            f"{self.where}: this store cannot remove files of a checkpoint: save a new one without them"
-        )
 
     def directory(self) -> CheckpointDirectory[Any]:
         """Return the folder, or the prefix, that this place and its siblings are in."""

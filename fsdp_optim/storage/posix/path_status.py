@@ -94,7 +94,9 @@ def has_lost_manifest(folder: Path, probe: CheckpointProbe[SummaryT]) -> bool:
         return False
     if not any(map(probe.is_trace, [*names, *inside])):
         return False
-    return not any(may_be_there(folder / manifest) for manifest in (probe.manifest, *probe.others))
+    # The folder of one of several models has no manifest: that of their checkpoint names its files.
+    places = [folder / manifest for manifest in (probe.manifest, *probe.others)]
+    return not any(map(may_be_there, [*places, folder.parent / probe.manifest]))
 
 
 def token_of(folder: Path, probe: CheckpointProbe[SummaryT]) -> str | None:

@@ -1,4 +1,6 @@
-"""A checkpoint in a folder loses some of its files: a new manifest without them takes the place of the old one first.
+"""Changes of a checkpoint in a folder: it gets a small file beside its own, or loses some of its files.
+
+Before files go, a new manifest without them takes the place of the old one.
 
 # killed before the rename  | the complete checkpoint, and a file <manifest>.new-<token>, which the next call removes
 # killed after the rename   | the checkpoint without these files; the next call removes those that are left
@@ -29,12 +31,9 @@ def shrink_folder(path: Path, folder: int, manifest: str, data: bytes | None, na
 
     Raises OSError.
     """
-    for name in os.listdir(folder):
-        if name.startswith(f"{manifest}{_NEW}"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
+    _remove_leftovers(folder, manifest)
     if data is not None:
-        _replace(path, folder, manifest, data)
+        replace_file(path, folder, manifest, data)
     # The new manifest is on the disk before a file goes: after a power cut the old one would name files that are gone.
     sync_open_folder(folder)
     freed = sum(_removed(path, folder, name) for name in names)
@@ -43,9 +42,24 @@ def shrink_folder(path: Path, folder: int, manifest: str, data: bytes | None, na
     return freed
 
 
-def _replace(path: Path, folder: int, manifest: str, data: bytes) -> None:
+def _remove_leftovers(folder: int, name: str) -> None:
+    """Remove what killed calls of `replace_file` have left."""
+    for other in os.listdir(folder):
+        if other.startswith(f"{name}{_NEW}"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(other, dir_fd=folder)
+
+
+def attach_file(path: Path, folder: int, name: str, data: bytes) -> None:
+    """Put a file into a folder, in place of an earlier one. Raises OSError."""
+    _remove_leftovers(folder, name)
+    replace_file(path, folder, name, data)
+    sync_open_folder(folder)
+
+
+def replace_file(path: Path, folder: int, name: str, data: bytes) -> None:
     """Give a file new content, at once."""
-    new = f"{manifest}{_NEW}{secrets.token_hex(8)}"
+    new = f"{name}{_NEW}{secrets.token_hex(8)}"
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
     try:
         try:
@@ -53,7 +67,7 @@ def _replace(path: Path, folder: int, manifest: str, data: bytes) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)  # some file systems report a full disk only here
-        os.rename(new, manifest, src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(new, dir_fd=folder)

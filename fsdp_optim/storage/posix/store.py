@@ -20,7 +20,7 @@ from fsdp_optim.storage.posix.filling import Filling
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.leftovers import existing
 from fsdp_optim.storage.posix.opened import OpenFiles, OpenFolder
-from fsdp_optim.storage.posix.shrinking import shrink_folder
+from fsdp_optim.storage.posix.shrinking import attach_file, shrink_folder
 from fsdp_optim.storage.posix.writer import FolderWriter
 
 _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two renames
@@ -60,6 +60,9 @@ class Folder(Store):
     def with_probe(self, probe: CheckpointProbe[Any]) -> Folder:
         return Folder(self.path, probe)
 
+    def above(self) -> tuple[Folder, str] | None:
+        return (Folder(self.path.parent, self._probe), self.path.name) if self.path.name else None
+
     def begin(self, *, overwrite: bool, durable: bool) -> FolderStaging:
         return self.begun(overwrite=overwrite, durable=durable)
 
@@ -91,14 +94,28 @@ class Folder(Store):
     def can_shrink(self) -> bool:
         return True
 
+    @property
+    def can_attach(self) -> bool:
+        return True
+
     def shrink(self, opened: Opened, manifest: str, data: bytes | None, names: Sequence[str]) -> int:
+        with self._to_change(opened, manifest, *names) as (path, folder):
+            return shrink_folder(path, folder, manifest, data, names)
+
+    def attach(self, opened: Opened, name: str, data: bytes) -> None:
+        with self._to_change(opened, name) as (path, folder):
+            attach_file(path, folder, name, data)
+
+    @contextlib.contextmanager
+    def _to_change(self, opened: Opened, *names: str) -> Iterator[tuple[Path, int]]:
+        """Yield the path and the descriptor of a checkpoint's folder. An OSError inside becomes a CheckpointError."""
         if not isinstance(opened, OpenFolder):
             raise CheckpointError(f"{self.where}: was not opened as a folder, so it cannot be changed")
-        for name in (manifest, *names):
+        for name in names:
             check_name(self.where, name)
         try:
             with opened.held() as folder:
-                return shrink_folder(opened.path, folder, manifest, data, names)
+                yield opened.path, folder
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise

@@ -31,10 +31,14 @@ def strangers_in(folder: Path, lock: str, probe: CheckpointProbe[Any]) -> list[s
     is_own = _is_own(folder, probe)
     strangers = []
     for name in sorted(filter(is_lasting, os.listdir(folder))):
-        if name == "extra" and stat.S_ISDIR(os.lstat(folder / name).st_mode):
-            inside = (f"extra/{file}" for file in sorted(filter(is_lasting, os.listdir(folder / name))))
+        if name == lock or is_own(name):
+            continue
+        is_folder = stat.S_ISDIR(os.lstat(folder / name).st_mode)
+        files = sorted(filter(is_lasting, os.listdir(folder / name))) if is_folder else []
+        inside = [f"{name}/{file}" for file in files]
+        if (name == "extra" and is_folder) or any(map(is_own, inside)):  # a folder that a save has made too
             strangers += [path for path in inside if not is_own(path)]
-        elif name != lock and not is_own(name):
+        else:
             strangers.append(name)
     return strangers
 
@@ -58,6 +62,7 @@ def carry_over(old: Path, new: Path, names: list[str]) -> None:
             raise CheckpointError(
                 f"{old / name}: was not written by a save, and the new checkpoint has a file of this name: move {old / name} away"
             )
+        (new / name).parent.mkdir(exist_ok=True)  # a folder that this save has not made
         _carry(old / name, new / name)
 
 

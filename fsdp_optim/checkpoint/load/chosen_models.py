@@ -1,0 +1,49 @@
+"""The models of a checkpoint that a load is asked for by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fsdp_optim.checkpoint.common.arguments import LoadArguments
+from fsdp_optim.checkpoint.load.matching import renamer
+from fsdp_optim.errors import StateError
+from fsdp_optim.formats.base.index import CheckpointIndex
+from fsdp_optim.formats.base.protocols import Reader
+from fsdp_optim.formats.base.some_models import Choice, SomeModels
+
+
+def chosen_models(checkpoint: Reader, options: LoadArguments) -> Reader:
+    """Return the checkpoint with what it says about the models of the call alone; of a call with one model, the same.
+
+    Raises StateError where the checkpoint has none of a name, unless `strict` is False.
+    """
+    asked = options.models
+    if not asked.names:
+        return checkpoint
+    renamed = renamer(options.rename or {})
+    if options.strict:
+        _check_names(checkpoint.index, asked.names, renamed)
+    return SomeModels(checkpoint, Choice(asked.names, asked.with_optim, renamed=renamed))
+
+
+def left_out_models(checkpoint: Reader, options: LoadArguments) -> tuple[str, ...]:
+    """Return the names of the models that a checkpoint has, and that a call with names did not ask for."""
+    asked = options.models.names
+    models = checkpoint.reader.index.facts.models if isinstance(checkpoint, SomeModels) and asked else ()
+    return tuple(model for model in models if model not in asked)
+
+
+def _check_names(index: CheckpointIndex, asked: tuple[str, ...], renamed: Callable[[str], str]) -> None:
+    names = map(str, map(renamed, (*index.weights, *(f"{model}." for model in index.facts.models))))
+    known = tuple(dict.fromkeys(name.partition(".")[0] for name in names if "." in name))
+    missing = [name for name in asked if name not in known]
+    if not missing or not index.weights:
+        return
+    if len(missing) == len(asked) and not index.facts.models:
+        raise StateError(
+            f"{index.where}: has one model, without a name: give it as model=model, not as a dict with {missing[0]!r}"
+        )
+    raise StateError(
+        f"{index.where}: has no model {', '.join(map(repr, missing))}; it has {', '.join(known)}: give models that it has, or "
+        "strict=False, which leaves the others as they are"
+    )

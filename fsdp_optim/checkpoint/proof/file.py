@@ -1,0 +1,49 @@
+"""`proof.json` beside a checkpoint: small, put there after the fact, and never needed to load the checkpoint."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import structs
+
+from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
+from fsdp_optim.checkpoint.proof.record import VERSION, StepRecord
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.formats.own.probe import PROBE, PROOF_NAME
+from fsdp_optim.storage.base import Opened
+from fsdp_optim.wire import decode, encode
+
+_MOST_NBYTES = 1 << 30
+
+
+def write_proof(place: Place, record: StepRecord, storage_options: StorageOptions = None) -> None:
+    """Put a record beside the checkpoint that is at a place. Called by one process.
+
+    Raises CheckpointError where the checkpoint is gone, or cannot get a file.
+    """
+    store = store_at(place, OURS, storage_options)
+    with store.open() as opened:
+        bound = structs.replace(record, checkpoint=PROBE.token_in(opened) or "")
+        store.attach(opened, PROOF_NAME, encode(bound).encode())
+
+
+def read_proof(place: Place, storage_options: StorageOptions = None) -> StepRecord | None:
+    """Return the record beside a checkpoint; None where there is none of this checkpoint, or one of another version.
+
+    Raises CheckpointError where it cannot be read.
+    """
+    with store_at(place, OURS, storage_options).open() as opened:
+        return proof_in(opened)
+
+
+def proof_in(opened: Opened) -> StepRecord | None:
+    """Return the record beside a checkpoint that is open, as `read_proof` does."""
+    if not opened.has(PROOF_NAME):
+        return None
+    data = opened.read_whole(PROOF_NAME, most_nbytes=_MOST_NBYTES)
+    try:
+        record = decode(StepRecord, data)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise CheckpointError(f"{opened.named(PROOF_NAME)}: is damaged: {error}") from error
+    is_of_this = record.checkpoint == (PROBE.token_in(opened) or "")
+    return record if is_of_this and record.version == VERSION else None
