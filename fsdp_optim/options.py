@@ -220,7 +220,8 @@ class LoadOptions(CallOptions):
         verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have no checksums.
         compare: at the end, read the checkpoint again and compare it bit for bit with the live model, optimizer and trees.
         fingerprint: at the end, where the save has kept a fingerprint, compare it with that of the live model and optimizer,
-            without reading anything again. Weights that the load casts, and values of `state=`, are not compared.
+            without reading anything again: weights, the optimizer's state, tensors of `state=` that are loaded in place. What
+            the load casts is not compared.
         allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. With False, the
             model loads, and only the access to a pickled value in `result.state` raises CheckpointError. A pickled value of a
             module (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.

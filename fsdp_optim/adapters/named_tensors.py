@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,22 @@ from torch import nn
 from fsdp_optim.adapters.reader import ModelReader
 from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.memory import is_plain
+
+
+class _WithExtraState(nn.Module):
+    """Stands for a module of which its extra state alone is known."""
+
+    _version = None  # type: ignore[assignment]  # of the code of a class that is not known
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
+
+    def get_extra_state(self) -> Any:
+        return self._value
+
+    def set_extra_state(self, state: Any) -> None:
+        """Do nothing: it is here to say that the state can be loaded."""
 
 
 def reader_of(tensors: Mapping[str, torch.Tensor], rank: int) -> ModelReader:
@@ -24,12 +41,15 @@ def reader_of(tensors: Mapping[str, torch.Tensor], rank: int) -> ModelReader:
     return ModelReader(module, rank)
 
 
-def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+def module_of(tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> nn.Module:
     """Return a module whose parameters have the names and the memory of some tensors, so that these are saved as a model is.
 
-    A tensor that says itself how it is cut over ranks (ShardedTensor) stays the object that it is.
+    A tensor that says itself how it is cut over ranks (ShardedTensor) stays the object that it is. `extra`: the extra state of
+    modules, by its FQN.
     """
-    module = nn.Module()
+    states = {fqn.rpartition(".")[0]: _WithExtraState(value) for fqn, value in extra.items()}
+    module: nn.Module = states.get("", nn.Module())
+    module._modules.update({path: state for path, state in states.items() if path})
     for name, tensor in tensors.items():
         is_ordinary = is_plain(tensor) or is_dtensor(tensor)
         module._parameters[name] = nn.Parameter(tensor.detach(), requires_grad=False) if is_ordinary else tensor  # type: ignore[assignment]

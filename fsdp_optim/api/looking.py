@@ -36,7 +36,8 @@ def diff(
     """Compare two checkpoints of any formats that `load` reads and of any world sizes, value by value. No communication.
 
     Weights, buffers and the optimizer's state are compared by name, also under the other names of tied parameters; besides them
-    the hyperparameters of each parameter's group, and the steps. Each checkpoint is read once, in windows, by several threads.
+    the hyperparameters of each parameter's group, and the steps. Each checkpoint is read once, in windows, by several threads;
+    values whose fingerprints are equal in both (`SaveOptions.fingerprint`) are not read, which `notes` says.
     Random states and other values of the trainer are not compared. Elements of different dtypes are compared as float64, or as
     int64 where both are integers. Sums are float64, and do not depend on the number of threads.
 

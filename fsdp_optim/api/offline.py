@@ -204,7 +204,8 @@ def verify(
     Data with checksums are compared with these checksums: every byte of this library's own checkpoints, unless they were saved
     with `checksums=False`, and every record of a file of `torch.save` that has a CRC32, also in a DCP folder. Other formats have
     no checksums: there everything is read, which finds files that are missing, cut short or in contradiction to each other, but
-    not changed bytes. Nothing is unpickled.
+    not changed bytes. Where a save has kept a fingerprint (`SaveOptions.fingerprint`), the tensors in the files are compared with
+    it too. Nothing is unpickled.
 
     Args:
         path: as for `save`.

@@ -117,7 +117,7 @@ def _load(
     places = Places.in_tree(states, options.rename)
     with checkpoint_errors(path):
         seen = SeenAs(lambda format: TreeFormat(format, places))
-        return restore.restore(path, module_of({}), None, arguments, seen, alone=alone).state
+        return restore.restore(path, module_of({}, {}), None, arguments, seen, alone=alone).state
 
 
 def _filled(live: Any, saved: Any) -> Any:

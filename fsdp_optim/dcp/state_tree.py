@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_optim.adapters import module_of
+from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.dicts.torch_trees import Place, dicts_in
 
 _OF_A_MODEL = ("model", "state_dict", "model_state_dict", "module")
-_EXTRA_STATE = "._extra_state"  # the end of the names of what modules add to their state dicts, after a dot
 
 
 def called(state_dict: Any) -> dict[str, Any]:
@@ -45,6 +45,7 @@ class StateTree:
 
     Attributes:
         weights: the tensors of the model by FQN. They are saved as a model's, so that other tools open them.
+        extra: the extra state of its modules, by FQN, which is saved with them.
         place: the keys that lead to the model's dict; empty where it is the state dict itself.
         rest: all other values by name.
     """
@@ -52,34 +53,37 @@ class StateTree:
     weights: Mapping[str, torch.Tensor]
     place: Place
     rest: Mapping[str, Any]
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> StateTree:
         """Find the model: the dict of tensors that is called as trainers call it, else the tensors at the top level."""
         for place, value in dicts_in(tree):
             if place[-1] in _OF_A_MODEL and _is_of_model(value):
-                weights = {fqn: tensor for fqn, tensor in value.items() if is_tree_tensor(tensor)}
-                others = {fqn: other for fqn, other in value.items() if fqn not in weights}
-                return cls(weights, place, _with(tree, place, others))
-        weights = {fqn: tensor for fqn, tensor in tree.items() if is_tree_tensor(tensor)}
-        return cls(weights, (), {name: value for name, value in tree.items() if name not in weights})
+                weights = {fqn: tensor for fqn, tensor in value.items() if not is_extra_state(fqn)}
+                extra = {fqn: other for fqn, other in value.items() if fqn not in weights}
+                return cls(weights, place, _without(tree, place), extra)
+        weights = {fqn: tensor for fqn, tensor in tree.items() if is_tree_tensor(tensor) and not is_extra_state(fqn)}
+        extra = {fqn: other for fqn, other in tree.items() if weights and is_extra_state(fqn)}
+        rest = {name: value for name, value in tree.items() if name not in weights and name not in extra}
+        return cls(weights, (), rest, extra)
 
     @property
     def module(self) -> nn.Module:
-        """A module that has the weights, sharing their memory."""
-        return module_of(self.weights)
+        """A module that has the weights, sharing their memory, and the extra state."""
+        return module_of(self.weights, self.extra)
 
 
 def _is_of_model(value: Mapping[Any, Any]) -> bool:
     """Return whether a dict is the state dict of a model: tensors by name, and what modules add."""
     named = all(isinstance(key, str) for key in value)
-    others = [key for key, item in value.items() if not is_tree_tensor(item)]
-    return named and len(others) < len(value) and all(f".{key}".endswith(_EXTRA_STATE) for key in others)
+    own = [item for key, item in value.items() if named and not is_extra_state(key)]
+    return bool(own) and all(map(is_tree_tensor, own))
 
 
-def _with(tree: Mapping[str, Any], place: Place, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree with another dict at a place; without the place where the dict is empty."""
+def _without(tree: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Return a tree without the dict at a place."""
     key, *inner = place
     if inner:
-        return {**tree, key: _with(tree[key], tuple(inner), value)}
-    return {**tree, key: value} if value else {name: item for name, item in tree.items() if name != key}
+        return {**tree, key: _without(tree[key], tuple(inner))}
+    return {name: item for name, item in tree.items() if name != key}

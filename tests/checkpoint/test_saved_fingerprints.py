@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from kit.checkpoints import Whole, load, save
 from kit.compare import error_text
+from kit.log_texts import lines_said
 from kit.optimizers import OfModel, two_groups
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import fsdp_optim
-from fsdp_optim import CheckpointError, Fingerprint, LoadOptions, SaveOptions
+from fsdp_optim import CheckpointError, CheckpointManager, Fingerprint, LoadOptions, ManagerOptions, SaveOptions, dcp
 from fsdp_optim.checkpoint.load import installing
 from fsdp_optim.testing import run_on_ranks
 
@@ -208,3 +210,58 @@ class TestAlone(unittest.TestCase):
         fsdp_optim.thin(self.path)
         result = fsdp_optim.load(self.path, self.model, options=LoadOptions(progress=False))
         self.assertIn("4 fingerprints equal", str(result.receipt))
+
+
+def by_dcp(root: Path) -> None:
+    """The calls of torch.distributed.checkpoint, by which moments are tensors of a tree."""
+    with cpu():
+        trained, fresh = (Trained("FSDP2", OPTIMIZER, steps, model=Whole) for steps in (3, 0))
+        tree, into = (
+            {"model": m_sd, "optim": o_sd}
+            for m_sd, o_sd in (get_state_dict(t.model, t.optim) for t in (trained, fresh))
+        )
+        dcp.save(tree, checkpoint_id=root / "dcp", options=SaveOptions(fingerprint=True, durable=False))
+        with lines_said() as lines:
+            dcp.load(into, checkpoint_id=root / "dcp")
+        kept = stored(root / "dcp")
+        assert len(kept.state) >= 2 * len(trained.params), kept
+        num = len(kept.values_of("weights")) + len(kept.values_of("state"))
+        assert dist.get_rank() or f"{num} fingerprints equal to the saved" in "".join(lines), (num, lines)
+
+
+def managed(root: Path) -> None:
+    """A manager keeps fingerprints too, and compares them when it resumes."""
+    options = ManagerOptions(fingerprint=True, durable=False)
+    for steps in (3, 0):
+        trained = Trained("FSDP2", OPTIMIZER, steps, model=Whole)
+        with CheckpointManager(root / "run", trained.model, trained.optim, every=1, options=options) as manager:
+            if not steps:
+                assert manager.resume() == 1
+                assert dist.get_rank() or "fingerprints equal to the saved" in str(manager.restored.receipt)
+            else:
+                manager.step(1)
+
+
+class TestDoors(unittest.TestCase):
+    """What else saves and loads: dcp, a manager, stores of objects."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+
+    def test_dcp_and_a_manager(self) -> None:
+        run_on_ranks(both_doors, 2, self.root)
+
+    def test_in_a_bucket(self) -> None:
+        model = torch.nn.Linear(300, 5)
+        url = f"file://{self.root}/bucket/step"
+        fsdp_optim.save(url, model, options=SaveOptions(fingerprint=True, progress=False))
+        result = fsdp_optim.load(url, model, options=LoadOptions(progress=False))
+        self.assertIn("2 fingerprints equal to the saved", str(result.receipt))
+        self.assertEqual(fsdp_optim.verify(url, progress=False).num_proven, 2)
+
+
+def both_doors(root: Path) -> None:
+    by_dcp(root)
+    managed(root)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.compare import check_same, refused
+from kit.compare import check_same, error_text, refused
 from kit.cut_trees import complete, emptied
 from kit.dcp_trees import AppState, everything, trained
 from parameterized import parameterized
@@ -129,6 +129,22 @@ def partial_loads(root: Path) -> None:
     check_same("the optimizer alone", complete(some), complete({"optim": state, "step": 7}))
 
 
+def in_several_files(root: Path) -> None:
+    """Small files, and a file or more of each rank: the same elements."""
+    model, optim = trained()
+    tree = {**nested(model, optim), "ema": torch.arange(50.0)}
+    for name, more in (("small", {}), ("of ranks", {"strategy": "per_rank_files"})):
+        options = fsdp_optim.SaveOptions(durable=False, max_file_size=600, **more)
+        dcp.save(tree, checkpoint_id=root / name, options=options)
+        assert len(list((root / name).glob("optim-*.safetensors"))) > 1
+        into = emptied(tree)
+        dcp.load(into, checkpoint_id=root / name)
+        check_same(f"{name}: dcp.load", complete(into), complete(tree))
+        other, other_optim = trained(seed=1)
+        fsdp_optim.load(root / name, other, other_optim)
+        check_same(f"{name}: fsdp_optim.load", everything(other, other_optim), everything(model, optim))
+
+
 def renamed(root: Path) -> None:
     """`rename` of a save and of a load maps the names of weights and of state alike."""
     model, optim = trained()
@@ -181,7 +197,7 @@ def what_is_not_the_optimizer(root: Path) -> None:
 
 
 def on_ranks(root: Path) -> None:
-    for case in (each_way, partial_loads, renamed, what_is_not_the_optimizer):
+    for case in (each_way, partial_loads, in_several_files, renamed, what_is_not_the_optimizer):
         case(root / case.__name__)
 
 
@@ -257,6 +273,12 @@ class OptimHalfTest(unittest.TestCase):
             other, other_optim = plain()
             fsdp_optim.load(self.root / str(number), other, other_optim)
             check_same(format, everything(other, other_optim), everything(model, optim))
+        self.assertTrue(fsdp_optim.verify(path).has_checksums)
+        fsdp_optim.thin(path)
+        refused(lambda: fsdp_optim.load(path, *plain()), fsdp_optim.StateError, "was thinned")
+        refused(lambda: dcp.load(into, checkpoint_id=path, no_dist=True), fsdp_optim.StateError, "this call has it")
+        del into["optim" if name == "nested" else "optimizer"]
+        dcp.load(into, checkpoint_id=path, no_dist=True)
 
     @parameterized.expand([("nested",), ("flattened",)])
     def test_values_of_every_kind(self, name: str) -> None:
@@ -288,6 +310,55 @@ class OptimHalfTest(unittest.TestCase):
             check_same(f"dcp.load of {place}", tree, tree_of(model, optim), in_order=False)
             found = [tensor for tensor in leaves(tree) if isinstance(tensor, torch.Tensor)]
             self.assertTrue(all(a is b for a, b in zip(held, found, strict=True)))
+
+    def test_tied_weights_and_extra_state(self) -> None:
+        """Names of one tensor, and what modules add to their state dicts, in the tree of a checkpoint of fsdp_optim.save."""
+
+        class Counting(nn.Linear):
+            seen = 0
+
+            def get_extra_state(self) -> Any:
+                return {"seen": self.seen}
+
+            def set_extra_state(self, state: Any) -> None:
+                self.seen = state["seen"]
+
+        def made(number: float) -> nn.Module:
+            model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+            model[1].weight = model[0].weight
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(number)
+            model[0].seen = int(number)
+            return model
+
+        model = made(5.0)
+        fsdp_optim.save(self.root / "own", model, options=QUIET)
+        dcp.save(
+            {"model": dcp.get_model_state_dict(model)}, checkpoint_id=self.root / "dcp", no_dist=True, options=QUIET
+        )
+        for place in ("own", "dcp"):
+            tree = {"model": dcp.get_model_state_dict(made(0.0))}
+            dcp.load(tree, checkpoint_id=self.root / place, no_dist=True)
+            check_same(place, tree, {"model": dict(dcp.get_model_state_dict(model))}, in_order=False)
+            other = made(0.0)
+            fsdp_optim.load(self.root / place, other)
+            check_same(f"{place}, a live model", other.state_dict(), model.state_dict(), in_order=False)
+            at_top = dict(dcp.get_model_state_dict(made(0.0)))
+            dcp.load(at_top, checkpoint_id=self.root / place, no_dist=True)
+            check_same(f"{place}, at the top", at_top, dict(dcp.get_model_state_dict(model)), in_order=False)
+
+    def test_many_weights_at_the_top(self) -> None:
+        """Ranks compare the names of a long state dict by a digest; an error names few of them."""
+        tree = {f"layers.{number}.weight": torch.full((2,), float(number)) for number in range(2000)}
+        dcp.save(tree, checkpoint_id=self.root / "a", no_dist=True, options=QUIET)
+        into = emptied(tree)
+        dcp.load(into, checkpoint_id=self.root / "a", no_dist=True)
+        check_same("all", into, tree)
+        kind, text = error_text(lambda: dcp.load({**into, "more": 1}, checkpoint_id=self.root / "a", no_dist=True))
+        self.assertEqual(kind, "StateError")
+        self.assertIn("state['more']: this call has it and the checkpoint does not", text)
+        self.assertLess(len(text), 3000)
 
     def test_a_flattened_dict_with_equal_groups(self) -> None:
         """It does not say which groups there were."""

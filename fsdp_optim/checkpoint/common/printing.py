@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf
 from fsdp_optim.checkpoint.common.files import offset_in_storage, stored_on
 from fsdp_optim.errors import StateError
 from fsdp_optim.fingerprints import Fingerprint, ValueFingerprint
-from fsdp_optim.layout import Placement
+from fsdp_optim.layout import STORAGE, Placement
 from fsdp_optim.memory import Budget, dtype_name, flatten, is_plain
 from fsdp_optim.move import End, Key, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans, clip_to_source
@@ -84,6 +84,10 @@ class PrintEnd(End):
 
     def _copies(self, value: StateValue, cut: Placement) -> list[tuple[int, Copy]]:
         """Return the copies from this rank's part of a value to the unsharded value, each with the element where it begins."""
+        shard = cut.shard_of(self.rank)
+        run = cut.run(shard) if shard is not None and cut.num_replicas == 1 and not cut.overlapping else None
+        if run is not None:  # nearly always, and quicker than a plan
+            return [(0, Copy(self.rank, STORAGE, (run.stop - run.start,), run.offset, (1,), run.start, (1,)))]
         replica, stored = value.replica_among(cut), stored_on(cut, value.nbytes)
         key = id(cut), replica, stored.num_shards
         known = self._planned.get(key)

@@ -11,6 +11,7 @@ from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common.random_states import random_states
 from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import StateError
+from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.memory import is_plain
 
 RESERVED = "fsdp_optim."
@@ -20,6 +21,8 @@ RANDOM = f"{RESERVED}rng"
 """The name of a rank's random states among its values."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+_MOST_TEXT = 4096  # characters of the names that ranks compare as they are
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,10 @@ class RunState(Arguments):
             (str(name), "per rank" if isinstance(value, PerRank) else "") for name, value in self.named.items()
         )
         names = [f"{name} ({kind})" if kind else name for name, kind in kinds]
-        return f"state={names if self.is_given else None}, rng={self.rng}"
+        text = str(names if self.is_given else None)
+        if len(text) > _MOST_TEXT:  # a model's weights, each by its name
+            text = f"<{len(names)} names, {hex_of(text.encode())}>"
+        return f"state={text}, rng={self.rng}"
 
     def validate(self) -> None:
         """Raise StateError for a value that is no mapping of names, and for an object that has no complete state."""

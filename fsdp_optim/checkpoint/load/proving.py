@@ -5,18 +5,19 @@ Nothing is read again: the elements are those of the live tensors, as they are c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.checkpoint.common.contents import weights_of
+from fsdp_optim.checkpoint.common.contents import TREE, weights_of
 from fsdp_optim.checkpoint.common.printing import Place, PrintEnd, merged, place_of, print_of, prints_by_key
 from fsdp_optim.checkpoint.load.compare import cut_as_live, held_part
 from fsdp_optim.checkpoint.load.reading import StoredValue
 from fsdp_optim.checkpoint.load.targets import State, Weights
+from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.fingerprints import Difference, ValueFingerprint, summary_of
 from fsdp_optim.formats.base.protocols import Reader
@@ -37,10 +38,13 @@ def check_prints(
     *,
     weights: Weights,
     state: State | None,
+    trees: TreeTargets | None = None,
+    in_place: Collection[str] = (),
     options: LoadArguments,
 ) -> int:
     """Compare what a load has put in place with the fingerprints in the checkpoint. Called by all ranks.
 
+    `in_place`: the keys of the tensors of `trees` that the load has overwritten; the others are in objects of the caller.
     Values that the load has cast have none to compare. Returns the number of values that are equal; 0 where the checkpoint has
     no fingerprints. Raises CheckpointError on all ranks, with the names of values that differ.
     """
@@ -48,7 +52,8 @@ def check_prints(
     if saved is None:
         return 0
     failure, expected = Failure(), prints_by_key(saved)
-    values = [value for half in (weights, state) if half is not None for value in half.stored_values()]
+    values = [value for half in (weights, state, trees) if half is not None for value in half.stored_values()]
+    values = [value for value in values if value.name != TREE or value.stored.key in in_place]
     values = [value for value in values if _key_of(value) in expected and not _is_missing(value, state)]
     model, loaded = None, None
     with failure:
@@ -59,10 +64,14 @@ def check_prints(
     end = PrintEnd(values, group.rank, group.budget.share(2, "rows of elements"), group.world.plans)
     own: dict[Place, ValueFingerprint] = {}
     with failure:
-        if model is not None:
-            own.update(_add_all(end, [value for value in values if not value.is_state], model, group))
+        for half, local in (
+            ("weights", model),
+            ("optim", loaded),
+            ("state", trees.local if trees is not None else None),
+        ):
+            if local is not None:
+                own.update(_add_all(end, [value for value in values if _key_of(value)[0] == half], local, group))
         if loaded is not None and state is not None:
-            own.update(_add_all(end, [value for value in values if value.is_state], loaded, group))
             own.update(_other_constants(state, loaded, expected))
     live = merged(group, end, own, failure)
     wanted = {place_of(value): expected[_key_of(value)] for value in values}
@@ -131,4 +140,4 @@ def _is_missing(value: StoredValue, state: State | None) -> bool:
 
 
 def _key_of(value: StoredValue) -> tuple[str, str]:
-    return "optim" if value.is_state else "weights", value.stored.key
+    return "optim" if value.is_state else "state" if value.name == TREE else "weights", value.stored.key

@@ -117,7 +117,17 @@ def _restore(
         )
         num_proven = 0
         if options.fingerprint:
-            num_proven = check_prints(reader, optim, group, checkpoint, weights=weights, state=state, options=options)
+            num_proven = check_prints(
+                reader,
+                optim,
+                group,
+                checkpoint,
+                weights=weights,
+                state=state,
+                trees=trees,
+                in_place=objects.in_place,
+                options=options,
+            )
         if options.compare:
             check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, trees=trees, options=options)
     small = state.small_tensors if state is not None else ()

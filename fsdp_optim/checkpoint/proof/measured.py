@@ -100,7 +100,7 @@ class ModelMeter:
         options: CallArguments,
         places: Mapping[str, Placement],
     ) -> None:
-        self.models: tuple[nn.Module, ...] = (model,) if isinstance(model, nn.Module) else tuple(model)
+        self.models = _called(model)
         self.optimizers: tuple[Any, ...] = (
             () if optim is None else tuple(optim) if isinstance(optim, (list, tuple)) else (optim,)
         )
@@ -232,6 +232,12 @@ class ModelMeter:
 
 
 _NOTHING = LocalMeasures((), (), (), LocalSums.zeros(0, NUM_PROJECTIONS))
+
+
+def _called(model: Model) -> tuple[nn.Module, ...]:
+    """Return the modules whose forward passes a step makes: of several models in one ModuleDict, each."""
+    models = (model,) if isinstance(model, nn.Module) else tuple(model)
+    return tuple(inner for each in models for inner in (each.values() if isinstance(each, nn.ModuleDict) else (each,)))
 
 
 def _step_sizes(group: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -32,7 +33,6 @@ from fsdp_optim.checkpoint.common.seen_by_all import check_shared
 from fsdp_optim.checkpoint.common.stores import directory_at, store_at
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.proof.proving import Prove, Proving
 from fsdp_optim.checkpoint.run.preemption import Signals
 from fsdp_optim.checkpoint.run.resuming import Candidate, candidates_on_all, load_newest, without_thin
 from fsdp_optim.checkpoint.save.background import async_save
@@ -49,6 +49,9 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import collective_call
 from fsdp_optim.verbs.load_state import LoadableOptimizer
+
+if TYPE_CHECKING:
+    from fsdp_optim.checkpoint.proof.proving import Prove, Proving
 
 _CALL = "CheckpointManager"
 
@@ -101,9 +104,8 @@ class _Saving(Struct, frozen=True):
 class ManagedRun:
     """The run behind a CheckpointManager. Made by all ranks of the model, which also make every call.
 
-    `proving`: the proof of its resumes. `should_stop`: whether a signal has come to any rank, and the ranks have agreed on it.
-    `restored`: the result of the last
-    load.
+    `proving`: the proof of its resumes; None: it proves nothing. `should_stop`: whether a signal has come to any rank, and the
+    ranks have agreed on it. `restored`: the result of the last load.
     """
 
     def __init__(
@@ -132,7 +134,11 @@ class ManagedRun:
         self.restored: LoadResult | None = None
         self._signals = Signals(options.options.signals)
         saving = options.saving
-        self.proving = Proving(model, optim, saving.state, call, saving.storage_options, options.prove)
+        self.proving: Proving | None = None
+        if options.prove:
+            from fsdp_optim.checkpoint.proof.proving import Proving  # of a run that proves nothing, no module is loaded
+
+            self.proving = Proving(model, optim, saving.state, call, saving.storage_options, options.prove)
 
     def __repr__(self) -> str:
         return f"CheckpointManager(root={self._root!r}, step={self._last_step}, every={self._options.every})"
@@ -140,7 +146,8 @@ class ManagedRun:
     def step(self, step: int, metric: object) -> None:
         """The end of a training step."""
         self._has_stepped = True
-        self.proving.write_ready(self._is_saved)
+        if self.proving is not None:
+            self.proving.write_ready(self._is_saved)
         if not self._must_meet(step):
             self._last_step = step
             return
@@ -158,7 +165,8 @@ class ManagedRun:
             self.should_stop = self.should_stop or must_stop
             if result.flags & _HAS_FAILED:
                 self._settle(group)
-            self.proving.finish(group, step)
+            if self.proving is not None:
+                self.proving.finish(group, step)
         if is_due or must_stop:
             self._save(step, metric)
         if must_stop:
@@ -178,7 +186,8 @@ class ManagedRun:
         """Wait for the save in the background."""
         with self._collective("wait") as group:
             self._settle(group)
-        self.proving.write_ready(self._is_saved)
+        if self.proving is not None:
+            self.proving.write_ready(self._is_saved)
 
     def close(self) -> None:
         """Wait, and put the signal handlers back, also if an error is raised."""
@@ -189,7 +198,7 @@ class ManagedRun:
         finally:
             self._is_closed = True
             self._signals.put_back()
-            self.proving.stop()
+            self._stop_proving()
         never_saves = self._has_stepped and not self._has_saved and self._options.every is None
         if never_saves and world_here().rank == self._ranks[0]:
             log.warning("%s: nothing was saved: give the manager every=, or call manager.save(step)", self._root)
@@ -198,7 +207,7 @@ class ManagedRun:
         """Close without the other ranks, because a rank that has failed does not come."""
         self._is_closed = True
         self._signals.put_back()
-        self.proving.stop()
+        self._stop_proving()
         own = self._saving.handle.error() if self._saving is not None else None
         if own is not None:
             log.error("the save in the background has failed too: %s", own)
@@ -229,7 +238,7 @@ class ManagedRun:
                 loaded.install_random()
                 step = restored.step or 0
             agree(group, "random states")
-            if restored is not None:
+            if restored is not None and self.proving is not None:
                 self.proving.begin(group, tried[-1], step, compares=True)
         if loaded.receipt:
             say(f"{'resumed' if to is None else 'rolled back to'} {loaded.receipt}")
@@ -256,7 +265,7 @@ class ManagedRun:
             return True
         if self._is_due(step):
             return True
-        if self.proving.is_watching:
+        if self.proving is not None and self.proving.is_watching:
             return True
         agrees = bool(self._options.options.signals) or self._options.options.agree_every is not None
         return agrees and step >= self._next_agreement
@@ -286,6 +295,10 @@ class ManagedRun:
                 self._at = saving.step
         agree(group, "waited", failure.error)
 
+    def _stop_proving(self) -> None:
+        if self.proving is not None:
+            self.proving.stop()
+
     def _is_saved(self, where: str) -> bool:
         """Whether a checkpoint is complete, as far as this run knows: its own save in the background may be under way."""
         saving = self._saving
@@ -307,7 +320,7 @@ class ManagedRun:
         with checkpoint_errors(place):
             handle = async_save(place, self._model, self._optim, options, managed=managed, begun=begun)
         self._saving = _Saving(step, handle)
-        if self._options.prove:
+        if self.proving is not None:
             with self._collective("prove") as group:
                 self.proving.begin(group, place, step, compares=False)
 

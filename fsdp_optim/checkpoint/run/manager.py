@@ -6,20 +6,22 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.catalog.retention import Best, KeepRules
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArguments
 from fsdp_optim.checkpoint.common.run_state import RunState
-from fsdp_optim.checkpoint.proof.proving import Prove
-from fsdp_optim.checkpoint.proof.verdict import ResumeProof
 from fsdp_optim.checkpoint.run.managed_run import ManagedRun, ManagerArguments
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions, ManagerOptions, Model, OnDamage, SaveOptions, WhichWeights, fields_of
 from fsdp_optim.results import LoadResult
 from fsdp_optim.verbs.load_state import LoadableOptimizers
 from fsdp_optim.verbs.named_models import named_models
+
+if TYPE_CHECKING:
+    from fsdp_optim.checkpoint.proof.proving import Prove
+    from fsdp_optim.checkpoint.proof.verdict import ResumeProof
 
 _MANAGER, _LOAD = ManagerOptions(), LoadOptions()
 
@@ -109,7 +111,7 @@ class CheckpointManager:
     @property
     def proof(self) -> ResumeProof | None:
         """The verdict about the last resume or rollback, after the step that followed it; None before, and with prove=False."""
-        return self._run.proving.proof
+        return self._run.proving.proof if self._run.proving is not None else None
 
     @property
     def should_stop(self) -> bool:
@@ -193,7 +195,8 @@ class CheckpointManager:
             values: numbers, or tensors of one element, are compared as numbers: at another world size their mean over the ranks.
                 Other trees are compared bit for bit, at the same world size.
         """
-        self._run.proving.observe(values)
+        if self._run.proving is not None:
+            self._run.proving.observe(values)
 
     @public
     @ordinary_tensors()

@@ -78,8 +78,8 @@ def async_save(
 
                 with failure:
                     completion = held.enter_context(closing(job.completion()))
-                with failure, trace.span("fingerprint"):
-                    sums = add_prints(job, live, failure)
+                with failure:
+                    sums = add_prints(job, live, trace, failure)
                 with trace.span("copy"):
                     move(job.moved, live, job.target(keep), job.group, job.budget, failure)
                 agree(job.group, "snapshot", failure.error, fatal=failure.fatal)

@@ -59,7 +59,7 @@ def save(
 
 def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> MeetingResult:
     """Write this rank's part, and all-gather the results. If a rank fails, all raise its error when all have stopped."""
-    failure = Failure()
+    failure, sums = Failure(), b""
 
     def write(parts: Sequence[Slice] | Parts) -> None:
         writer.write(writer.extents_of(parts))
@@ -68,9 +68,8 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
     try:
         with failure, writer.timed("create"):
             job.start(writer.store_writer)
-        sums = b""
-        with failure, writer.trace.span("fingerprint"):
-            sums = add_prints(job, live, failure)
+        with failure:
+            sums = add_prints(job, live, writer.trace, failure)
         with failure, writer.trace.span("transfer"):
             move(job.moved, live, job.target(write), job.group, job.budget, failure)
         with failure:

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 
 from fsdp_optim.checkpoint.common.printing import PrintEnd, fingerprint_from, prints_in
 from fsdp_optim.checkpoint.save.job import Job, RankReport
+from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.move import End, move
 from fsdp_optim.prints import LocalSums
 from fsdp_optim.transport.failure import Failure
 
 
-def add_prints(job: Job, live: End, failure: Failure) -> bytes:
+def add_prints(job: Job, live: End, trace: Trace, failure: Failure) -> bytes:
     """Return the sums over this rank's elements for its report; empty if the save has no fingerprints. No communication."""
     if not job.options.fingerprint:
         return b""
     budget = job.group.budget.share(2, "windows of values that are not contiguous, and rows of them")
     end = PrintEnd(job.printed, job.group.rank, budget, job.group.world.plans)
-    move(job.printed, live, end, job.group, budget, failure)
-    return end.sums().to_bytes() if failure.error is None else b""
+    with trace.span("fingerprint"):
+        move(job.printed, live, end, job.group, budget, failure)
+        return end.sums().to_bytes() if failure.error is None else b""
 
 
 def joined_prints(job: Job, reports: Sequence[RankReport]) -> bytes:

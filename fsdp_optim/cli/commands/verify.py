@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @quiet_option
 @storage_options
 def command(path: str, as_json: bool, memory: int, quiet: bool, storage_options: dict[str, Any] | None) -> None:
-    """Read every byte of the checkpoint PATH, and compare what has a checksum with it.
+    """Read every byte of the checkpoint PATH, and compare it with the checksums and the fingerprints that it has.
 
     If PATH is a folder of checkpoints, each of them is verified, the newest first.
     """

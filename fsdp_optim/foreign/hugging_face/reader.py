@@ -27,7 +27,7 @@ from fsdp_optim.formats.base.header import length_of_header, parse_header
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.own.manifest import NAME
-from fsdp_optim.formats.own.reader import MOST_INDEX_NBYTES
+from fsdp_optim.formats.own.small_files import MOST_INDEX_NBYTES
 from fsdp_optim.storage.base import Opened, check_inside
 
 _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"

@@ -22,7 +22,7 @@ from fsdp_optim.formats.base.protocols import COMMON, SavedWeights, StoredTensor
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.base.unread import Unread, unread_in
 from fsdp_optim.formats.own.manifest import NAME
-from fsdp_optim.formats.own.reader import MOST_INDEX_NBYTES
+from fsdp_optim.formats.own.small_files import MOST_INDEX_NBYTES
 from fsdp_optim.storage.base import Opened
 
 _INDEX = ".bin.index.json"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.bools import BOOL, check_bools
 from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
@@ -29,10 +29,10 @@ from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
 from fsdp_optim.formats.own.extras import Extra, read_extra
 from fsdp_optim.formats.own.folders import folder_of, in_folder, joined_key, models_with_optim, stem_of, stems_of
 from fsdp_optim.formats.own.manifest import FINGERPRINT, NAME, FileInfo, Manifest, ModelInfo, manifest_in
+from fsdp_optim.formats.own.small_files import MOST_INDEX_NBYTES, fingerprint_in, read_small
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened, check_name
 
-MOST_INDEX_NBYTES = 1 << 28
 _MOST_TABLES = 4  # of checksums, in memory
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
 _EXTRA, _SUFFIX = "extra/", ".safetensors"
@@ -128,7 +128,7 @@ class Checkpoint:
             if name.endswith(".json"):
                 # An index is compared below, and fingerprints where they are read.
                 if verify and name != FINGERPRINT and not name.endswith(INDEX):
-                    _check_small(opened, name, info)
+                    read_small(opened, name, info)
                 continue
             folder, half = folder_of(name), stems.get(stem_of(name))
             if half is None:
@@ -186,15 +186,8 @@ class Checkpoint:
         )
 
     def _fingerprint(self) -> Fingerprint | None:
-        if FINGERPRINT not in self.manifest.files:
-            return None
-        info, path = self.manifest.files[FINGERPRINT], self.opened.named(FINGERPRINT)
         with self._noticing_replacement():
-            data = _check_small(self.opened, FINGERPRINT, info)
-        try:
-            return Fingerprint.from_json(data)
-        except StateError as error:
-            raise CheckpointError(f"{path}: {error} (LoadOptions(fingerprint=False) does not read it)") from error
+            return fingerprint_in(self.opened, self.manifest)
 
     def _decoded_optim(self, allow_pickle: bool, records: Mapping[str, type]) -> SavedOptim:
         where, values = f"{self.where}: the optimizer", self.manifest.optim
@@ -340,14 +333,6 @@ class _LazyExtra(StoredExtra):
             return tree
         self._check(keys)
         return with_tensors(tree, {key: self.reader.complete(self.reader.trees[key]) for key in keys})
-
-
-def _check_small(opened: Opened, name: str, info: FileInfo) -> bytes:
-    """Return a small file that a save has written beside the tensors. Raises CheckpointError if its checksum differs."""
-    data, path = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES), opened.named(name)
-    if (len(data), hex_of(data)) != (info.nbytes, info.header):
-        raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
-    return data
 
 
 def _about_weights(model: ModelInfo) -> dict[str, str]:
