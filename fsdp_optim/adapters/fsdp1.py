@@ -111,6 +111,15 @@ def _replicas_of(
     group: dist.ProcessGroup, across: dist.ProcessGroup | None, mesh: DeviceMesh | None, is_sharded: bool
 ) -> tuple[Ranks, ...]:
     shard_ranks = dist.get_process_group_ranks(group)
+    if across is None and mesh is not None and mesh.ndim > 1:
+        # Without HYBRID_SHARD the unit is cut over the first dimension. The other ranks of the mesh hold it too, as copies.
+        columns = mesh.mesh.flatten(1).T.sort(1).values.tolist()
+        cut = (
+            [ranks_in_order(column) for column in columns]
+            if is_sharded
+            else [(rank,) for rank in mesh.mesh.flatten().tolist()]
+        )
+        return tuple(sorted(cut, key=lambda ranks: ranks[0]))
     if not is_sharded:
         if across is not None:  # HYBRID_SHARD over one rank becomes NO_SHARD
             shard_ranks = sorted({*shard_ranks, *dist.get_process_group_ranks(across)})
@@ -310,8 +319,11 @@ def chunks_of(model: nn.Module) -> dict[tuple[nn.Module, str], Chunks]:
         if not isinstance(unit, cls) or unit._handle is None:
             continue
         handle = _handle_of(unit)
-        replicas = _replicas_of(handle.process_group, _across(unit), unit._device_mesh, handle.uses_sharded_strategy)
-        chunks = Chunks(replicas, handle.process_group, unit._device_mesh, handle.uses_sharded_strategy)
+        mesh, is_cut = unit._device_mesh, handle.uses_sharded_strategy
+        replicas = _replicas_of(handle.process_group, _across(unit), mesh, is_cut)
+        if mesh is not None and is_cut:  # torch's dicts are cut over the last dimension, whatever the strategy
+            replicas = tuple(map(ranks_in_order, mesh.mesh.flatten(0, -2).tolist())) if mesh.ndim > 1 else replicas
+        chunks = Chunks(replicas, handle.process_group, mesh, is_cut)
         by_place.update(((info.module, info.param_name), chunks) for info in handle.flat_param._param_infos)
     return by_place
 

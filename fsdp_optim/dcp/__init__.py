@@ -4,7 +4,7 @@
 
 Files: `state_tree.py` tells the weights of a state dict from the rest, and a save stores them as a model's, with the optimizer
 (`checkpoint/common/optim_trees.py`). `tree_view.py` lets a load see every checkpoint as one tree. `saving.py` and `loading.py`
-have the calls.
+have the calls; `meta_values.py` gives tensors on the meta device memory to load into.
 
 Storage for torch's own calls: `writer.py` and `reader.py` (`at_path.py`: what both have), for `save(..., storage_writer=)` and
 `load(..., storage_reader=)`. Torch calls, on a save: `set_up_storage_writer` and `prepare_local_plan` on all ranks,

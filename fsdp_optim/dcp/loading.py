@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.adapters import module_of
@@ -12,6 +13,7 @@ from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.checkpoint.load import restore
+from fsdp_optim.dcp.meta_values import with_memory
 from fsdp_optim.dcp.reader import Reader
 from fsdp_optim.dcp.saving import place_of
 from fsdp_optim.dcp.state_tree import called, is_stateful
@@ -32,9 +34,9 @@ _OPTIONS = LoadOptions()
 @ordinary_tensors()
 def load(
     state_dict: dict[str, Any],
+    storage_reader: StorageReader | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
@@ -43,7 +45,8 @@ def load(
     """Load into a tree as torch.distributed.checkpoint.load does: in place. Called by all ranks of `process_group`.
 
     Folders of this library are read, and torch's own. Tensors are filled in place, on any mesh and at any world size; each rank
-    reads the bytes that it needs. Plain values of `state_dict` are replaced by the saved ones. A Stateful object gets what its
+    reads the bytes that it needs. Plain values of `state_dict` are replaced by the saved ones, and tensors on the meta device by
+    tensors that have memory. A Stateful object gets what its
     state_dict() gave, filled, in load_state_dict(). Nothing is changed before all ranks have read all elements. The checkpoint
     may have more than `state_dict`; what it lacks is refused.
 
@@ -65,9 +68,13 @@ def load(
         _load_by_torch(states, checkpoint_id, storage_reader, planner, process_group, no_dist=no_dist)
         loaded = states
     else:
-        saved = _load(place_of(checkpoint_id), states, process_group, options, alone=no_dist)
-        loaded = {name: _filled(state, saved[name]) for name, state in states.items()}
-    for name, state in loaded.items():
+        # An object on the meta device is refused, because its load_state_dict() would pass over the values.
+        ready = {name: state if is_stateful(state_dict[name]) else with_memory(state) for name, state in states.items()}
+        saved = _load(place_of(checkpoint_id), ready, process_group, options, alone=no_dist)
+        loaded = {name: _filled(state, saved[name]) for name, state in ready.items()}
+    for name, state in sorted(
+        loaded.items(), key=itemgetter(0)
+    ):  # as torch: a load_state_dict() may be a collective call
         if is_stateful(state_dict[name]):
             state_dict[name].load_state_dict(state)
         else:
@@ -122,7 +129,7 @@ def _load(
 
 def _filled(live: Any, saved: Any) -> Any:
     """Return a live tree with the plain values of the saved one. Its dicts and lists stay the objects that they are."""
-    if is_tree_tensor(live) and is_tree_tensor(saved):
+    if is_tree_tensor(live) and is_tree_tensor(saved) and not live.is_meta:
         return live
     if isinstance(live, dict) and isinstance(saved, Mapping):
         for key in live:

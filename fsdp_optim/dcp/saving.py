@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
@@ -42,9 +42,9 @@ def place_of(checkpoint_id: str | os.PathLike[str] | None) -> str | os.PathLike[
 @ordinary_tensors()
 def save(
     state_dict: Any,
+    storage_writer: StorageWriter | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
@@ -77,11 +77,8 @@ def save(
     if storage_writer is not None or planner is not None:
         from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
-        if storage_writer is None:
-            storage_writer = Writer(place_of(checkpoint_id))
-            checkpoint_id = None
-        asked: dict[str, Any] = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
-        metadata: Metadata = save_by_torch(state_dict, storage_writer=storage_writer, planner=planner, **asked)
+        asked = _storage_of(storage_writer, checkpoint_id) | {"process_group": process_group, "no_dist": no_dist}
+        metadata: Metadata = save_by_torch(state_dict, planner=planner, **asked)
         return metadata
     path = place_of(checkpoint_id)
     with checkpoint_errors(path):
@@ -95,24 +92,58 @@ def async_save(
     state_dict: Any,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
     process_group: Any = None,
+    async_checkpointer_type: Any = None,
+    async_stager: Any = None,
+    no_dist: bool = False,
     format: str | Format = "safetensors",
     options: SaveOptions = _OPTIONS,
-) -> Future[SaveResult]:
+) -> Future[Any]:
     """Save as `save`, but return when the tensors are copied to host memory. Called by all ranks.
 
     Args:
-        state_dict, checkpoint_id, process_group, format, options: as for `save`.
+        state_dict, checkpoint_id, process_group, no_dist, format, options: as for `save`.
+        storage_writer, planner, async_stager: torch's own `async_save` makes the call, with these.
+        async_checkpointer_type: for torch's call; this library writes in a thread.
 
     Returns:
-        A future of the result. Its error is that of any rank.
+        A future of the `SaveResult`; what torch's call gives where torch makes it. Its error is that of any rank.
+
+    Raises:
+        StateError: `async_checkpointer_type` asks this library for a process. Others: as `save`.
     """
+    if storage_writer is not None or planner is not None or async_stager is not None:
+        from torch.distributed.checkpoint.state_dict_saver import async_save as save_by_torch
+
+        newer = {
+            "async_checkpointer_type": async_checkpointer_type,
+            "async_stager": async_stager,
+            "no_dist": no_dist or None,
+        }
+        asked = _storage_of(storage_writer, checkpoint_id) | {
+            key: value for key, value in newer.items() if value is not None
+        }
+        saving: Any = save_by_torch(state_dict, planner=planner, process_group=process_group, **asked)
+        return cast("Future[Any]", saving)
+    if getattr(async_checkpointer_type, "value", "thread") != "thread":
+        raise StateError(
+            f"async_checkpointer_type={async_checkpointer_type}: fsdp_optim.dcp.async_save writes in a thread: leave it out, or "
+            "give storage_writer=fsdp_optim.dcp.Writer(path), with which torch's own async_save makes the call"
+        )
     path = place_of(checkpoint_id)
     with checkpoint_errors(path):
         tree = _split(called(state_dict), format)
-        return future_of(
-            background.async_save(path, tree.module, None, _arguments(tree, process_group, format, options))
-        )
+        arguments = _arguments(tree, process_group, format, options)
+        return future_of(background.async_save(path, tree.module, None, arguments, alone=no_dist))
+
+
+def _storage_of(writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return the storage for torch's call: a `Writer` of the path where no other one is given."""
+    if writer is None:
+        return {"storage_writer": Writer(place_of(checkpoint_id))}
+    return {"storage_writer": writer, "checkpoint_id": checkpoint_id}
 
 
 def future_of(handle: SaveHandle) -> Future[SaveResult]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,11 +22,16 @@ _OF_A_MODEL = ("model", "state_dict", "model_state_dict", "module")
 def called(state_dict: Any) -> dict[str, Any]:
     """Return a state dict with the states of its Stateful objects in their places. Called by all ranks.
 
+    A state_dict() may be a collective call, so the objects are asked in the order of their names, which all ranks have.
+
     Raises StateError for anything but a dict of names.
     """
     if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
         raise StateError(f"state_dict must be a dict with str as keys, not {_shown(state_dict)}")
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
+    states = {
+        key: value.state_dict() for key, value in sorted(state_dict.items(), key=itemgetter(0)) if is_stateful(value)
+    }
+    return {key: states.get(key, value) for key, value in state_dict.items()}
 
 
 def is_stateful(value: object) -> bool:
@@ -63,7 +69,7 @@ class StateTree:
                 weights = {fqn: tensor for fqn, tensor in value.items() if not is_extra_state(fqn)}
                 extra = {fqn: other for fqn, other in value.items() if fqn not in weights}
                 return cls(weights, place, _without(tree, place), extra)
-        weights = {fqn: tensor for fqn, tensor in tree.items() if is_tree_tensor(tensor) and not is_extra_state(fqn)}
+        weights = {fqn: tensor for fqn, tensor in tree.items() if _is_weight(tensor) and not is_extra_state(fqn)}
         extra = {fqn: other for fqn, other in tree.items() if weights and is_extra_state(fqn)}
         rest = {name: value for name, value in tree.items() if name not in weights and name not in extra}
         return cls(weights, (), rest, extra)
@@ -74,11 +80,16 @@ class StateTree:
         return module_of(self.weights, self.extra)
 
 
+def _is_weight(value: object) -> bool:
+    """Return whether a value can be a weight. One on the meta device is refused as a weight is, on all ranks."""
+    return is_tree_tensor(value) or (isinstance(value, torch.Tensor) and value.is_meta)
+
+
 def _is_of_model(value: Mapping[Any, Any]) -> bool:
     """Return whether a dict is the state dict of a model: tensors by name, and what modules add."""
     named = all(isinstance(key, str) for key in value)
     own = [item for key, item in value.items() if named and not is_extra_state(key)]
-    return bool(own) and all(map(is_tree_tensor, own))
+    return bool(own) and all(map(_is_weight, own))
 
 
 def _without(tree: Mapping[str, Any], place: Place) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class TorchKeys:
         if "paths" in how:
             keys._add_planned(index, tree, how)
         else:
-            for path, leaf in flattened(tree, ()):
+            for path, leaf in flattened(tree, ()) if tree else ():  # an empty dict is a value, but here it has no key
                 keys._add(path, index.trees[leaf.key] if isinstance(leaf, InFile) else leaf)
         of_model, of_optim = _place(model, how.get("model", ["model"])), _place(optim, how.get("optim", ["optimizer"]))
         for fqn, stored in index.weights.items():

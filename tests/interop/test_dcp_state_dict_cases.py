@@ -134,6 +134,39 @@ def other_mesh() -> None:
             check_alike("state", found[1], wanted[1])
 
 
+def stepped(whole: nn.Module) -> dict[str, Any]:
+    """The weights of a copy after one step."""
+    model = copy.deepcopy(whole)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    return dict(model.state_dict())
+
+
+def first_mesh_dim() -> None:
+    """FSDP1 shards over the first dimension of a mesh, and torch's dicts are cut over the last one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import always_wrap_policy
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    mesh = mesh_2d((2, 2))
+    units = {"device_mesh": mesh, "use_orig_params": True, "auto_wrap_policy": always_wrap_policy}
+    model = FullyShardedDataParallel(copy.deepcopy(whole), device_id=torch.device("cpu"), **units)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    weights, state = dcp.get_state_dict(model, optim)
+    check_same("gathered", fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None), stepped(whole))
+    check_alike("as torch's", [weights, state], [*theirs.get_state_dict(model, optim)])
+    model(torch.ones(2, 3)).sum().backward()
+    wanted = copy.deepcopy(weights), copy.deepcopy(state)
+    for loader in (dcp, theirs):
+        optim.step()
+        loader.set_state_dict(model, optim, model_state_dict=weights, optim_state_dict=state)
+        check_alike(f"loaded by {loader.__name__}", [*dcp.get_state_dict(model, optim)], [*wanted])
+
+
 def refusals() -> None:
     """What does not fit is refused on all ranks, by name, before anything changes."""
     target = Trained("FSDP2", adam)
@@ -192,14 +225,14 @@ def meta() -> None:
 FROZEN = Table(frozen, [(2, wrapper) for wrapper in ("plain", "FSDP2", "FSDP1 orig")])
 FRESH = Table(fresh, [(2, wrapper) for wrapper in WRAPPED])
 TIED = Table(tied, [(2, wrapper) for wrapper in WRAPPED])
-CASES = {"refusals": refusals, "meta": meta, "other_mesh": other_mesh}
+CASES = {"refusals": refusals, "meta": meta, "other_mesh": other_mesh, "first_mesh_dim": first_mesh_dim}
 
 
 def other(case: str) -> None:
     CASES[case]()
 
 
-OTHERS = Table(other, [(2, "refusals"), (2, "meta"), (4, "other_mesh")])
+OTHERS = Table(other, [(2, "refusals"), (2, "meta"), (4, "other_mesh"), (4, "first_mesh_dim")])
 
 
 class CasesTest(unittest.TestCase):

@@ -78,8 +78,15 @@ class RunState(Arguments):
 
     @property
     def named(self) -> Mapping[str, Any]:
-        """The objects and values by name, each rank's own as `PerRank`."""
-        return self.given if isinstance(self.given, Mapping) else NOTHING
+        """The objects and values by name, each rank's own as `PerRank`, in the order of their names.
+
+        A state_dict() or load_state_dict() may be a collective call, and the dicts of ranks may have different orders.
+        """
+        return (
+            {name: self.given[name] for name in sorted(self.given, key=str)}
+            if isinstance(self.given, Mapping)
+            else NOTHING
+        )
 
     def compared_text(self) -> str:
         """Return the names. The values may differ between ranks: the lowest rank's values count."""

@@ -14,13 +14,21 @@ step from 4 ranks to 1, 2 and 3: 2e-7 in fp32, 6e-3 in bf16; the smallest real f
 Weights have no such bound, because Adam divides by the root of the second moment: where a gradient is nothing but rounding, the
 step is as large as anywhere. Their bound follows from the second moment v of each element, with the norm G of all gradients:
 
-    sum over the elements of  min(2 lr, lr tolerance G / (sqrt(v) + eps))^2     as a norm, plus one rounding of the weights
+    sum over the elements of  min(2 lr, lr c tolerance G / (sqrt(v) + eps))^2     as a norm, plus one rounding of the weights
+
+where c is the share of a new gradient in the first moment. Masters of weights are bounded alike, and the moment of RMSprop's
+steps, without lr. A step of SGD is linear: lr (1 + momentum) tolerance G. Nothing is known of other optimizers, so that only a
+step of twice the size shows.
+
+Where both runs are cut alike and the optimizer got the same gradients, bit for bit, nothing is explained by rounding any more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,6 +42,15 @@ _COARSEST_SUM = 2.0**-20  # of a dtype whose sums are rounded like its products
 SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")
 """The names of second moments in torch's optimizers, by whose roots a step is divided. The first that is there counts."""
 
+MOMENT_OF_STEPS = "momentum_buffer"
+"""The moment of steps that were divided by a root already: RMSprop's. SGD's, of the same name, is one of gradients."""
+
+MASTERS = frozenset({"master", "master_param", "master_params", "fp32"})
+"""The names of the fp32 values of weights in an optimizer's state."""
+
+LINEAR = frozenset({*SECOND_MOMENTS, "exp_avg", MOMENT_OF_STEPS, "grad_avg"})
+"""The names of moments that follow from a gradient as sums do. Nothing is known of others, such as the step sizes of Rprop."""
+
 
 def rounding_of(dtype: torch.dtype) -> float:
     """Return the relative distance of neighbouring numbers of a floating or complex dtype; 0 for any other."""
@@ -46,10 +63,13 @@ def tolerance_of(rounding: float) -> float:
 
 
 def is_near(then: float, now: float, tolerance: float) -> bool:
-    """Return whether two numbers, such as losses, are within `_PROJECTED` tolerances, in parts of their size or of 1."""
+    """Return whether two numbers, such as losses and norms, are within a tolerance, in parts of their size or of 1.
+
+    Roundings of many elements add little to a mean or a norm, because they have no direction: so one tolerance is wide.
+    """
     if not (math.isfinite(then) and math.isfinite(now)):
         return then == now or (math.isnan(then) and math.isnan(now))
-    return abs(then - now) <= _PROJECTED * tolerance * max(abs(then), abs(now), 1.0)
+    return abs(then - now) <= tolerance * max(abs(then), abs(now), 1.0)
 
 
 def norm_of_all(values: Iterable[Measured]) -> float:
@@ -74,12 +94,41 @@ def rounding_in(value: Measured, rounding: float) -> float:
     return max(rounding, rounding_of(dtype_named(value.dtype)))
 
 
-def spread_of(second: torch.Tensor, lr: float, epsilon: float, tolerance: float, gradients: float) -> float:
+@dataclass(frozen=True)
+class StepSize:
+    """How a step of an optimizer follows from a gradient.
+
+    `lr`: the learning rate. `epsilon`: what is added to the root of the second moment. `share`: of a new gradient in the first
+    moment, with the correction of Adam's for the first steps. `momentum`: of SGD.
+    """
+
+    lr: float
+    epsilon: float
+    share: float
+    momentum: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], state: Mapping[str, Any]) -> StepSize:
+        """Read a param group, and the state of one of its parameters after the step."""
+        betas = group.get("betas")
+        first = float(betas[0]) if isinstance(betas, (list, tuple)) and betas else 0.0
+        step = state.get("step")
+        count = float(step) if isinstance(step, (int, float, torch.Tensor)) else 0.0
+        share = (1 - first) / (1 - first**count) if count >= 1 and 0 < first < 1 else 1 - first
+        lr, epsilon = abs(float(group.get("lr", 1.0))), float(group.get("eps", 1e-8))
+        return cls(lr, epsilon, share, float(group.get("momentum", 0.0)))
+
+    def linear(self, away: float) -> float:
+        """Return how far a step of SGD may be away, where its gradient may be `away`."""
+        return self.lr * (1 + self.momentum) * away
+
+
+def spread_of(second: torch.Tensor, step: StepSize, away: float) -> float:
     """Return the square of how far this rank's elements of a weight may be away, from its second moment.
 
-    `second`: the second moment on this rank, of any shape. `gradients`: the norm of all gradients together. Takes memory for a
-    copy of `second` in fp32, so large ones come in pieces.
+    `second`: the second moment on this rank, of any shape. `away`: how far a gradient may be away. Takes memory for a copy of
+    `second` in fp32, so large ones come in pieces.
     """
-    root = second.to(torch.float32, copy=True).clamp_(min=0).sqrt_().add_(max(epsilon, 1e-30))
-    away = root.reciprocal_().mul_(lr * tolerance * gradients).clamp_(max=2 * abs(lr))
-    return float(away.square_().sum(dtype=torch.float64))
+    root = second.to(torch.float32, copy=True).clamp_(min=0).sqrt_().add_(max(step.epsilon, 1e-30))
+    apart = root.reciprocal_().mul_(step.lr * step.share * away).clamp_(max=2 * step.lr)
+    return float(apart.square_().sum(dtype=torch.float64))

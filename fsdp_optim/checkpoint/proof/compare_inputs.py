@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp_optim.checkpoint.proof.findings import Compared, Finding, Pair
-from fsdp_optim.checkpoint.proof.record import Batch, Measured, StateValues, Values, WentIn
+from fsdp_optim.checkpoint.proof.record import Batch, Groups, Measured, StateValues, Values, WentIn
 from fsdp_optim.errors import shortened
 
 
@@ -24,7 +26,7 @@ def loaded_state(pair: Pair) -> Compared:
 
 def _flat(state: WentIn) -> dict[str, Measured]:
     """Return all values by name, as messages call them."""
-    return {**state.weights, **flat_moments(state.moments)}
+    return {**state.weights, **flat_moments(state.moments), **state.trees}
 
 
 def flat_moments(moments: StateValues) -> dict[str, Measured]:
@@ -67,7 +69,7 @@ def _how_it_differs(name: str, then: Measured, now: Measured, known: Mapping[str
         return f"{then.num_nonfinite} elements were not finite, and {now.num_nonfinite} are now"
     if not then.has_dims:
         return f"was {then.norm:.9g}, and is {now.norm:.9g}"
-    if then.norm == now.norm:
+    if f"{then.norm:.9g}" == f"{now.norm:.9g}":  # whose sums the ranks may have added in another order
         return f"has other bits, with the same norm {then.norm:.9g}"
     return f"had the norm {then.norm:.9g}, and has {now.norm:.9g}"
 
@@ -90,16 +92,28 @@ def _modes(then: WentIn, now: WentIn) -> Iterator[Finding]:
 
 def groups(pair: Pair) -> Compared:
     """Compare the hyperparameters of the param groups in the optimizer's step."""
-    then, now = pair.then.groups, pair.now.groups
-    if len(then) != len(now):
-        return Compared((Finding(f"the optimizer had {len(then)} param groups, and has {len(now)}"),))
-    findings = [
-        Finding(f"{key} of param group {index} was {a.get(key, 'absent')}, and is {b.get(key, 'absent')}")
-        for index, (a, b) in enumerate(zip(then, now, strict=True))
-        for key in {**a, **b}
-        if a.get(key) != b.get(key)
-    ]
+    then, now = pair.then, pair.now
+    if then.has_updated != now.has_updated:
+        return Compared()  # one of the two has none of the optimizer's step
+    findings = [*_groups(then.groups, now.groups, "")]
+    if not pair.has_same_ranks and then.other_groups and now.other_groups:
+        return Compared(tuple(findings), 0, ("the param groups of each rank, which differ from each other",))
+    for rank in {**then.other_groups, **now.other_groups}:
+        before = then.other_groups.get(rank, then.groups)
+        after = now.other_groups.get(rank, now.groups)
+        findings += _groups(before, after, f" of rank {rank}")
     return Compared.of(findings)
+
+
+def _groups(then: Groups, now: Groups, whose: str) -> Iterator[Finding]:
+    if len(then) != len(now):
+        yield Finding(f"the optimizer{whose} had {len(then)} param groups, and has {len(now)}")
+        return
+    for index, (a, b) in enumerate(zip(then, now, strict=True)):
+        for key in {**a, **b}:
+            if a.get(key) != b.get(key):
+                values = f"was {a.get(key, 'absent')}, and is {b.get(key, 'absent')}"
+                yield Finding(f"{key} of param group {index}{whose} {values}")
 
 
 def random_states(pair: Pair) -> Compared:
@@ -126,11 +140,11 @@ def random_states(pair: Pair) -> Compared:
 
 
 def batch_of_all(pair: Pair) -> Compared:
-    """Compare the batches: of each rank at the same world size, else the samples of all ranks together."""
+    """Compare the batches: of each rank where the model is cut alike, else the samples of all ranks together."""
     then, now = pair.then, pair.now
     if not any(then.batches) or not any(now.batches) or then.is_observed != now.is_observed:
         return Compared()
-    if pair.has_same_ranks:
+    if pair.is_alike or pair.has_same_batches:
         return Compared.of(_batches_of_ranks(then.batches, now.batches))
     return _samples(then.batches, now.batches)
 
@@ -154,7 +168,20 @@ def _samples(then: Sequence[Sequence[Batch]], now: Sequence[Sequence[Batch]]) ->
     shapes = {batch.row_shapes for batch in (*before, *after)}
     if len(shapes) != 1 or "" in shapes:
         return Compared.without("the batch, whose samples have other shapes at this world size")
-    old, new = ({row for batch in batches for row in batch.rows} for batches in (before, after))
+    old, new = (_shares(batches) for batches in (before, after))
     if old == new:
         return Compared()
-    return Compared((Finding(f"{len(new - old)} of {len(new)} samples were not in the step of the saving run"),))
+    num_new, num_missing = len(new.keys() - old.keys()), len(old.keys() - new.keys())
+    if num_new:
+        return Compared((Finding(f"{num_new} of {len(new)} samples were not in the step of the saving run"),))
+    if num_missing:
+        return Compared((Finding(f"{num_missing} of {len(old)} samples of the saving run's step are missing"),))
+    num_other = sum(old[row] != new[row] for row in old)
+    return Compared((Finding(f"{num_other} of {len(new)} samples are in the step more or less often than the others"),))
+
+
+def _shares(batches: Sequence[Batch]) -> dict[str, int]:
+    """Return digest of a sample -> how often it was given, without a common factor: ranks of a tensor-parallel group share."""
+    counts = Counter(row for batch in batches for row in batch.rows)
+    factor = math.gcd(*counts.values())
+    return {row: count // factor for row, count in counts.items()}

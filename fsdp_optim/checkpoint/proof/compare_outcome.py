@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from fsdp_optim.checkpoint.proof.bounds import (
+    LINEAR,
+    MASTERS,
     distance,
     is_near,
     is_within,
@@ -19,12 +22,12 @@ from fsdp_optim.checkpoint.proof.findings import Compared, Finding, Pair
 from fsdp_optim.checkpoint.proof.record import Measured, Values
 from fsdp_optim.memory import dtype_named
 
-_LARGEST_NORM_OF_UPDATE = 0.5  # of weights whose bound is unknown, as a part of the norm of all updates
+_LARGEST_PART = 0.5  # of the norm of all, of an update or a moment of which nothing is known
 
 
 def observed(pair: Pair) -> Compared:
     """Compare digests that were observed on each rank."""
-    if not pair.has_same_ranks:
+    if not pair.is_alike:
         return Compared()
     return Compared.of(
         Finding(f"{name} of rank {rank} is another one")
@@ -35,7 +38,7 @@ def observed(pair: Pair) -> Compared:
 
 
 def numbers(pair: Pair) -> Compared:
-    """Compare numbers that were observed: those of each rank at the same world size, else their mean."""
+    """Compare numbers that were observed: those of each rank where the model is cut alike, else their mean."""
     if pair.why_not_outcome:
         return Compared()
     findings = []
@@ -43,12 +46,12 @@ def numbers(pair: Pair) -> Compared:
         after = pair.now.numbers.get(name)
         if after is None:
             continue
-        if not pair.has_same_ranks:
+        if not pair.is_alike:
             before, after = (_mean(before),), (_mean(after),)
         for rank, (a, b) in enumerate(zip(before, after, strict=True)):
             if a == b or (math.isnan(a) and math.isnan(b)):
                 continue
-            who = f"{name} of rank {rank}" if pair.has_same_ranks else f"the mean {name} of all ranks"
+            who = f"{name} of rank {rank}" if pair.is_alike else f"the mean {name} of all ranks"
             batch = ", for the same batch" if any(pair.then.batches) and any(pair.now.batches) else ""
             findings.append(Finding(f"{who} was {a:.9g}, and is {b:.9g}{batch}", not is_near(a, b, pair.tolerance)))
     return Compared.of(findings)
@@ -62,12 +65,19 @@ def _mean(values: Iterable[float]) -> float:
 def gradients(pair: Pair) -> Compared:
     """Compare the gradients that the optimizer got."""
     then, now = pair.then.gradients, pair.now.gradients
+    if pair.then.has_updated != pair.now.has_updated:
+        made = "made no step, and makes one now" if pair.now.has_updated else "made a step, and makes none now"
+        return Compared((Finding(f"the optimizer {made}"),))
     if not then or not now:
         return Compared()
     if pair.why_not_outcome:
         return Compared.without(pair.why_not_outcome)
     total = max(norm_of_all(then.values()), norm_of_all(now.values()))
     findings = list(_in_bounds(then, now, "its gradient", dict.fromkeys(then, total), pair))
+    if not any(finding.is_fault for finding in findings):
+        before, after = norm_of_all(then.values()), norm_of_all(now.values())
+        if abs(before - after) > pair.tolerance * total:  # rounding adds little to a norm: it has no direction
+            findings.append(Finding(f"all gradients together had the norm {before:.9g}, and have {after:.9g}"))
     return Compared.of(findings, len(then))
 
 
@@ -84,11 +94,23 @@ def moments(pair: Pair) -> Compared:
         both = [value for value in (then[name], now.get(name)) if value is not None]
         totals.setdefault(_kind(name), []).append(max(both, key=_norm))
     norms = {kind: norm_of_all(values) for kind, values in totals.items()}
-    findings += _in_bounds(bounded, now, "", {name: norms[_kind(name)] for name in bounded}, pair)
+    more = {name: _more_of_moment(name, norms[_kind(name)], pair) for name in bounded}
+    findings += _in_bounds(bounded, now, "", {name: norms[_kind(name)] for name in bounded}, pair, more)
     findings += [
         Finding(f"{name}: the saving run had no such state after the step") for name in now if name not in then
     ]
     return Compared.of(findings, len(then))
+
+
+def _more_of_moment(name: str, norm: float, pair: Pair) -> float:
+    """Return how far a moment may be away besides what rounding makes of a sum. `norm`: of all moments of its name."""
+    fqn, _, kind = name.rpartition(": ")
+    spreads = [record.came_out.spread for record in (pair.then, pair.now)]
+    if kind in MASTERS and any(fqn in spread for spread in spreads):
+        return max(spread.get(fqn, 0.0) for spread in spreads)
+    if kind in LINEAR:
+        return max(spread.get(name, 0.0) for spread in spreads)
+    return _LARGEST_PART * norm
 
 
 def _kind(name: str) -> str:
@@ -113,9 +135,8 @@ def weights(pair: Pair) -> Compared:
         if after is None:
             findings.append(Finding(f"{name}: the saving run had it after the step, and this run has not"))
         elif before.bits != after.bits and before.dtype == after.dtype:
-            apart = distance(before.projections, after.projections)
-            near = is_within(apart, bounds[name]) and before.num_nonfinite == after.num_nonfinite
-            findings.append(Finding(f"{name}: {_apart(before, after, apart, bounds[name])}", not near))
+            bound = 0.0 if pair.has_same_gradients else bounds[name]
+            findings.append(_away(f"{name}:", before, after, bound))
     return Compared.of(findings, len(then))
 
 
@@ -135,7 +156,7 @@ def _bounds_of_weights(pair: Pair, then: Values, now: Values) -> dict[str, float
         if name in spread or name in other:
             bounds[name] = kept + max(spread.get(name, 0.0), other.get(name, 0.0))
         else:
-            bounds[name] = kept + _LARGEST_NORM_OF_UPDATE * all_updates
+            bounds[name] = kept + _LARGEST_PART * all_updates
     return bounds
 
 
@@ -159,16 +180,30 @@ def objects(pair: Pair) -> Compared:
     findings = [*_texts("", pair.then.came_out.objects, pair.now.came_out.objects, pair)]
     trees, trees_now = pair.then.came_out.trees, pair.now.came_out.trees
     if not pair.why_not_outcome:
-        both = {f"state: {name}": value for name, value in trees.items() if name in trees_now}
-        after = {f"state: {name}": value for name, value in trees_now.items()}
-        findings += _in_bounds(
-            both, after, "", {name: max(value.norm, after[name].norm) for name, value in both.items()}, pair
-        )
+        both = {name: value for name, value in trees.items() if name in trees_now}
+        findings += _trees(both, trees_now, pair)
     if pair.has_same_ranks:
         own = zip(pair.then.came_out.own_objects, pair.now.came_out.own_objects, strict=True)
         for rank, (then, now) in enumerate(own):
             findings += _texts(f" of rank {rank}", then, now, pair)
     return Compared.of(findings)
+
+
+def _trees(then: Values, now: Values, pair: Pair) -> Iterator[Finding]:
+    """Yield the trees with other bits. Such as averages follow the weights, and may be as far away as these."""
+    weights = pair.then.came_out.weights
+    of_weights = _bounds_of_weights(pair, weights, pair.now.came_out.weights)
+    by_numel: dict[int, float] = {}
+    for name, weight in weights.items():
+        by_numel[weight.numel] = max(by_numel.get(weight.numel, 0.0), of_weights[name])
+    for name, before in then.items():
+        after = now[name]
+        if before.bits != after.bits:
+            fqn = next((fqn for fqn in weights if name.endswith(f".{fqn}")), None)
+            away = of_weights[fqn] if fqn is not None else by_numel.get(before.numel, 0.0)
+            rounding = max(rounding_in(before, pair.rounding), rounding_in(after, pair.rounding))
+            bound = away + tolerance_of(rounding) * max(before.norm, after.norm)
+            yield _away(f"{name}:", before, after, 0.0 if pair.has_same_gradients else bound)
 
 
 def _texts(
@@ -212,8 +247,18 @@ def _exact(then: Values, now: Values) -> Iterator[Finding]:
             yield Finding(f"{name}: was {before.norm:.9g}, and is {after.norm:.9g}")
 
 
-def _in_bounds(then: Values, now: Values, what: str, norms: Mapping[str, float], pair: Pair) -> Iterator[Finding]:
-    """Yield the values with other bits. `norms`: the norm in whose parts each may differ."""
+def _in_bounds(
+    then: Values,
+    now: Values,
+    what: str,
+    norms: Mapping[str, float],
+    pair: Pair,
+    more: Mapping[str, float] = MappingProxyType({}),
+) -> Iterator[Finding]:
+    """Yield the values with other bits.
+
+    `norms`: the norm in whose parts each may differ. `more`: how far each may be away besides.
+    """
     for name, before in then.items():
         after = now.get(name)
         where = f"{name}: {what}" if what else f"{name}:"
@@ -221,16 +266,19 @@ def _in_bounds(then: Values, now: Values, what: str, norms: Mapping[str, float],
             yield Finding(f"{where} is absent now".replace(": is", ": it is"))
         elif before.bits != after.bits:
             rounding = max(rounding_in(before, pair.rounding), rounding_in(after, pair.rounding))
-            bound = tolerance_of(rounding) * norms[name]
-            apart = distance(before.projections, after.projections)
-            near = is_within(apart, bound) and before.num_nonfinite == after.num_nonfinite
-            yield Finding(f"{where} {_apart(before, after, apart, bound)}", not near)
+            bound = tolerance_of(rounding) * norms[name] + more.get(name, 0.0)
+            yield _away(where, before, after, 0.0 if pair.has_same_gradients and not what else bound)
+
+
+def _away(where: str, before: Measured, after: Measured, bound: float) -> Finding:
+    """Return the finding about a value with other bits. `bound`: as a norm; 0 where none can be explained."""
+    apart = distance(before.projections, after.projections)
+    near = bound > 0 and is_within(apart, bound) and before.num_nonfinite == after.num_nonfinite
+    return Finding(f"{where} {_apart(before, after, apart, bound)}", not near)
 
 
 def _apart(before: Measured, after: Measured, apart: float, bound: float) -> str:
     if before.num_nonfinite != after.num_nonfinite:
         return f"had {before.num_nonfinite} elements that are not finite, and has {after.num_nonfinite}"
-    return (
-        f"had the norm {before.norm:.9g}, and has {after.norm:.9g}; the difference is about {apart:.3g}, and rounding explains "
-        f"{bound:.3g}"
-    )
+    explained = f"rounding explains {bound:.3g}" if bound else "the gradients are the same, bit for bit"
+    return f"had the norm {before.norm:.9g}, and has {after.norm:.9g}; the difference is about {apart:.3g}, and {explained}"

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from fsdp_optim.checkpoint.proof.bounds import tolerance_of
 from fsdp_optim.checkpoint.proof.record import StepRecord
 
+RESULTS = "the results of the step"
+"""The beginning of the note that what the step led to could not be compared."""
+
 
 class Finding(NamedTuple):
     """One difference, in words with both numbers. `is_fault`: rounding does not explain it."""
@@ -52,6 +55,11 @@ class Pair:
         return self.then.world_size == self.now.world_size
 
     @cached_property
+    def has_same_batches(self) -> bool:
+        """Whether each rank was given what it was given then."""
+        return self.has_same_ranks and self.then.batches == self.now.batches
+
+    @cached_property
     def rounding(self) -> float:
         return max(self.then.rounding, self.now.rounding)
 
@@ -60,15 +68,24 @@ class Pair:
         return tolerance_of(self.rounding)
 
     @cached_property
+    def has_same_gradients(self) -> bool:
+        """Whether the optimizer got the same gradients, bit for bit, in the same shards, and so makes the same of them."""
+        then, now = self.then.gradients, self.now.gradients
+        is_seen = self.is_alike and then and now and self.then.has_updated and self.now.has_updated
+        return bool(is_seen) and {name: value.bits for name, value in then.items()} == {
+            name: value.bits for name, value in now.items()
+        }
+
+    @cached_property
     def why_not_outcome(self) -> str:
         """Why the results of the two steps cannot be compared; empty where they can."""
         if self.is_alike:
             return ""
         reason = self.then.depends_on_ranks or self.now.depends_on_ranks
-        if reason and not self.has_same_ranks:
-            return f"the results of the step, because {reason}"
-        if not self.has_same_ranks and any(
+        if reason and not self.has_same_batches:
+            return f"{RESULTS}, because {reason}"
+        if not self.has_same_batches and any(
             random.drawn_inside for record in (self.then, self.now) for random in record.random
         ):
-            return "the results of the step, because it draws random numbers (dropout, say), and each rank has its own"
+            return f"{RESULTS}, because it draws random numbers (dropout, say), and each rank has its own"
         return ""

@@ -12,6 +12,7 @@ from fsdp_optim.checkpoint.proof.measured import Key, LocalMeasures, ModelMarks,
 from fsdp_optim.checkpoint.proof.record import (
     Batch,
     CameOut,
+    Groups,
     Measured,
     Random,
     StateValues,
@@ -30,10 +31,12 @@ class RankStep(NamedTuple):
     """What one rank saw of a step. None: its hooks were not called."""
 
     before: tuple[LocalMeasures, LocalMeasures, ModelMarks] | None  # weights and moments
+    trees_before: LocalMeasures
     gradients: LocalMeasures | None
     after: tuple[LocalMeasures, LocalMeasures]
     marks: ModelMarks
-    groups: tuple[Mapping[str, str], ...]
+    groups: Groups
+    has_updated: bool
     random: Random
     batches: tuple[Batch, ...]
     is_observed: bool
@@ -75,6 +78,7 @@ def _record(ranks: Sequence[RankStep], saved_step: int, step: int) -> StepRecord
             frozen=_union(before[2].frozen for before in befores if before is not None),
             evaluated=_union(before[2].evaluated for before in befores if before is not None),
             aliases=_merged(before[2].aliases for before in befores if before is not None),
+            trees=_values(rank.trees_before for rank in ranks),
         )
     gradients = [rank.gradients for rank in ranks if rank.gradients is not None]
     spreads: dict[str, float] = {}
@@ -90,6 +94,8 @@ def _record(ranks: Sequence[RankStep], saved_step: int, step: int) -> StepRecord
         rounding=max(rank.rounding for rank in ranks),
         went_in=went_in,
         groups=first.groups,
+        other_groups={index: rank.groups for index, rank in enumerate(ranks) if rank.groups != first.groups},
+        has_updated=any(rank.has_updated for rank in ranks),
         random=tuple(rank.random for rank in ranks),
         batches=tuple(rank.batches for rank in ranks),
         is_observed=any(rank.is_observed for rank in ranks),
@@ -140,6 +146,7 @@ class _Values(NamedTuple):
     keys: tuple[Key, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    owners: tuple[int, ...]
 
 
 class _Part(NamedTuple):
@@ -149,6 +156,7 @@ class _Part(NamedTuple):
     row: int
     dtype: str
     shape: tuple[int, ...]
+    owner: int
 
 
 def _added(measures: Iterable[LocalMeasures]) -> dict[Key, Measured]:
@@ -156,20 +164,22 @@ def _added(measures: Iterable[LocalMeasures]) -> dict[Key, Measured]:
     alike: dict[_Values, LocalSums] = {}
     own: dict[Key, Measured] = {}
     for measure in measures:
-        values = _Values(measure.keys, measure.dtypes, measure.shapes)
+        values = _Values(measure.keys, measure.dtypes, measure.shapes, measure.owners)
         alike[values] = alike[values] + measure.sums if values in alike else measure.sums
         own = {**measure.own, **own}  # of the lowest rank that has it
     parts: dict[Key, list[_Part]] = {}
     for values, sums in alike.items():
-        for index, (key, dtype, shape) in enumerate(zip(*values, strict=True)):
-            parts.setdefault(key, []).append(_Part(sums, index, dtype, shape))
+        for index, (key, dtype, shape, owner) in enumerate(zip(*values, strict=True)):
+            parts.setdefault(key, []).append(_Part(sums, index, dtype, shape, owner))
     return {**{key: _measured(listed) for key, listed in parts.items()}, **own}
 
 
 def _measured(parts: Sequence[_Part]) -> Measured:
-    """Return the value of which some ranks have parts."""
-    total = _single(parts[0])
-    for part in parts[1:]:
+    """Return the value of which some ranks have parts, and others perhaps replicas."""
+    owner = min(part.owner for part in parts)
+    first, *others = [part for part in parts if part.owner == owner]
+    total = _single(first)
+    for part in others:
         total += _single(part)
     return measured_of(
         ValueFingerprint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.contents import TREE, WEIGHT, is_buffer, weights_of
 from fsdp_optim.checkpoint.common.printing import PrintEnd, print_of
 from fsdp_optim.checkpoint.common.trees import local_of
-from fsdp_optim.checkpoint.proof.bounds import SECOND_MOMENTS, spread_of
+from fsdp_optim.checkpoint.proof.bounds import MOMENT_OF_STEPS, SECOND_MOMENTS, StepSize, spread_of
 from fsdp_optim.checkpoint.proof.observed import evaluated_in, hyperparameters_of, why_ranks_matter
 from fsdp_optim.checkpoint.proof.record import Measured
 from fsdp_optim.errors import StateError
@@ -62,6 +62,8 @@ class LocalMeasures:
     Attributes:
         keys: the values that this rank has elements of, or could have.
         dtypes, shapes: torch's name of the dtype of each, and its unsharded shape.
+        owners: of each, the lowest of the ranks that have it together, as this rank knows: those of its part of the mesh. Ranks
+            with another owner have a replica. -1: each rank has a part of its own.
         sums: in the order of `keys`.
         own: values that are no elements of a tensor, and that every rank has alike: step counts.
     """
@@ -69,8 +71,12 @@ class LocalMeasures:
     keys: tuple[Key, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    owners: tuple[int, ...]
     sums: LocalSums
     own: Mapping[Key, Measured] = field(default_factory=dict)
+
+
+NO_MEASURES = LocalMeasures((), (), (), (), LocalSums.zeros(0, NUM_PROJECTIONS))
 
 
 class ModelMarks(Struct, frozen=True):
@@ -111,17 +117,21 @@ class ModelMeter:
         return ModelReader(self._model, self._group.rank)
 
     def weights(self) -> LocalMeasures:
-        """Return the sums of the parameters and buffers."""
-        return self._measured(weights_of(self.reader(), self._group.ranks, self._options))
+        """Return the sums of the parameters and buffers; without buffers where ranks may have different ones."""
+        local = weights_of(self.reader(), self._group.ranks, self._options)
+        if self._options.on_replica_mismatch != "lowest_rank":
+            return self._measured(local)
+        params = [param for param in local.optim.params if not is_buffer(param.handle.param)]
+        return self._measured(Local(local.view, replace(local.optim, params=tuple(params))))
 
     def moments(self) -> LocalMeasures:
         """Return the sums of the optimizer's state."""
-        return self._measured(self.local_state()) if self._optim is not None else _NOTHING
+        return self._measured(self.local_state()) if self._optim is not None else NO_MEASURES
 
     def gradients(self) -> LocalMeasures:
         """Return the sums of the gradients, as the optimizer finds them."""
         if self._optim is None:
-            return _NOTHING
+            return NO_MEASURES
         local = self.local_state()
         params = [structs.replace(param, state=_gradient_of(param)) for param in local.optim.params]
         of_gradients = LocalOptim(
@@ -157,7 +167,10 @@ class ModelMeter:
         sums = self._sums(local, values)
         keys = tuple((value.fqn, _name(value.name)) for value in values)
         dtypes = tuple(dtype_name(value.dtype) for value in values)
-        return LocalMeasures(keys, dtypes, tuple(value.placement.shape for value in values), sums, own)
+        shapes = tuple(value.placement.shape for value in values)
+        owner_of: dict[int, int] = {}
+        owners = tuple(_owner(value.placement, owner_of) for value in values)
+        return LocalMeasures(keys, dtypes, shapes, owners, sums, own)
 
     def _values_of(self, param: LocalParam, name: str, value: torch.Tensor, kind: Kind) -> Iterator[StateValue]:
         if kind is Kind.PLACED:
@@ -171,30 +184,50 @@ class ModelMeter:
     def trees(self, tensors: Mapping[str, torch.Tensor]) -> LocalMeasures:
         """Return the sums of tensors in trees of `state=`, by key."""
         if not tensors:
-            return _NOTHING
+            return NO_MEASURES
         return self._measured(local_of(tensors, self._group.rank, self._group.ranks))
 
     def spreads(self, tolerance: float, gradients: float) -> dict[str, float]:
         """Return FQN -> the square of how far this rank's elements of a weight may be away: see `bounds.py`.
 
-        `gradients`: the norm of all gradients together. Replicas share the square between them.
+        Where the optimizer has the moment of its own steps, "FQN: momentum_buffer" -> the square for that. `gradients`: the norm
+        of all gradients together. Replicas share the square between them.
         """
         squares: dict[str, float] = {}
         local = self.local_state() if self._optim is not None and gradients else None
-        ranges = LocalRanges(self._group.rank)
         for param in local.optim.params if local is not None else ():
-            name = next((name for name in SECOND_MOMENTS if name in (param.state or {})), None)
-            held = param.handle.held(param.state[name]) if name is not None and param.state is not None else None
-            if held is None or local is None:
-                continue
-            lr, epsilon, share = _step_sizes(local.optim.groups[param.group_index])
-            for fqn, placement in param.named.placements.items():
-                start, stop = ranges.of(placement)
-                for first in range(start, stop, _MOST_NUMEL):
-                    piece = flat_slice(held, first, min(first + _MOST_NUMEL, stop))
-                    square = spread_of(piece, lr * share, epsilon, tolerance, gradients)
-                    squares[fqn] = squares.get(fqn, 0.0) + square / max(placement.num_replicas, 1)
+            if local is not None:
+                group, names = local.optim.groups[param.group_index], local.optim.classes[param.group_index].names
+                for key, square in self._spread(param, group, names, tolerance * gradients):
+                    squares[key] = squares.get(key, 0.0) + square
         return squares
+
+    def _spread(
+        self, param: LocalParam, group: Mapping[str, Any], names: Sequence[str], away: float
+    ) -> Iterator[tuple[str, float]]:
+        """Yield the squares of one parameter. `away`: the norm of how far its gradient may be away."""
+        state = param.state or {}
+        second = next((name for name in SECOND_MOMENTS if name in state), None)
+        held = param.handle.held(state[second]) if second is not None else None
+        is_linear = names[:1] == ("SGD",)
+        if held is None and not is_linear:
+            return
+        step = StepSize.of(group, state)
+        ranges = LocalRanges(self._group.rank)
+        for fqn, placement in param.named.placements.items():
+            start, stop = ranges.of(placement)
+            share = 1.0 / max(placement.num_replicas, 1)
+            if held is None:
+                part = (stop - start) / max(math.prod(placement.shape), 1)
+                yield fqn, share * part * step.linear(away) ** 2
+                continue
+            pieces = (
+                flat_slice(held, first, min(first + _MOST_NUMEL, stop)) for first in range(start, stop, _MOST_NUMEL)
+            )
+            square = share * sum(spread_of(piece, step, away) for piece in pieces)
+            yield fqn, square
+            if MOMENT_OF_STEPS in state and step.lr:
+                yield f"{fqn}: {MOMENT_OF_STEPS}", square / step.lr**2
 
     def marks(self) -> ModelMarks:
         """Return what the model is besides its elements."""
@@ -231,20 +264,17 @@ class ModelMeter:
         return end.sums()
 
 
-_NOTHING = LocalMeasures((), (), (), LocalSums.zeros(0, NUM_PROJECTIONS))
-
-
 def _called(model: Model) -> tuple[nn.Module, ...]:
     """Return the modules whose forward passes a step makes: of several models in one ModuleDict, each."""
     models = (model,) if isinstance(model, nn.Module) else tuple(model)
     return tuple(inner for each in models for inner in (each.values() if isinstance(each, nn.ModuleDict) else (each,)))
 
 
-def _step_sizes(group: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return a group's learning rate, its epsilon, and the share of a new gradient in its first moment."""
-    betas = group.get("betas")
-    share = 1.0 - float(betas[0]) if isinstance(betas, (list, tuple)) and betas else 1.0
-    return abs(float(group.get("lr", 1.0))), float(group.get("eps", 1e-8)), share
+def _owner(placement: Placement, known: dict[int, int]) -> int:
+    """Return the lowest rank of a placement; -1 where others list their own shards. `known`: by id, for placements that stay."""
+    if id(placement) not in known:
+        known[id(placement)] = -1 if placement.is_open else min(placement.ranks, default=-1)
+    return known[id(placement)]
 
 
 def _name(name: str) -> str:

@@ -7,11 +7,12 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+import torch
 from msgspec import Struct
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.contents import weights_of
-from fsdp_optim.checkpoint.common.run_state import RANDOM, RunState
+from fsdp_optim.checkpoint.common.run_state import RANDOM, PerRank, RunState, is_stateful
 from fsdp_optim.checkpoint.common.stores import StorageOptions
 from fsdp_optim.checkpoint.common.trees import SplitTrees
 from fsdp_optim.checkpoint.proof.bounds import tolerance_of
@@ -91,7 +92,7 @@ class Proving:
             return
         is_staged = isinstance(self._model, (list, tuple))
         meter = ModelMeter(self._model, self._optim, group, self._options, self._open_places(group))
-        watch = StepWatch(meter, watches_batches=not is_staged, at_end=at_end)
+        watch = StepWatch(meter, self._plain_tensors, watches_batches=not is_staged, at_end=at_end)
         self._open = _Open(watch, where, saved_step, compares)
 
     def stop(self) -> None:
@@ -158,6 +159,12 @@ class Proving:
         figures = [pickle.loads(report.content_of(rank)) for rank in group.ranks]
         return sum(square for square, _ in figures) ** 0.5, max(rounding for _, rounding in figures)
 
+    def _plain_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors in values of `state=` that are no objects, whose `state_dict()` might communicate."""
+        named = self._state.named
+        plain = {name: value for name, value in named.items() if not (isinstance(value, PerRank) or is_stateful(value))}
+        return SplitTrees.of(plain).tensors
+
     def _seen(self, watch: StepWatch, gradients: float, rounding: float) -> RankStep:
         meter = watch.meter
         values, own = self._state.saved()
@@ -166,10 +173,12 @@ class Proving:
         own_objects = {name: texts_of(value) for name, value in (own or {}).items() if name != RANDOM}
         return RankStep(
             before=watch.went_in,
+            trees_before=watch.trees,
             gradients=watch.gradients,
             after=(meter.weights(), meter.moments()),
             marks=meter.marks(),
             groups=watch.groups if watch.groups is not None else meter.groups(),
+            has_updated=watch.has_updated,
             random=watch.random,
             batches=tuple(watch.batches),
             is_observed=watch.is_observed,

@@ -38,6 +38,10 @@ StateValues = Mapping[str, Mapping[str, Measured]]
 """FQN -> name -> the value of the optimizer's state."""
 
 
+Groups = tuple[Mapping[str, str], ...]
+"""For each param group: name -> hyperparameter, as text."""
+
+
 class Random(Struct, frozen=True, array_like=True):
     """The digests of the random states of one rank, by the name of the generator.
 
@@ -80,7 +84,7 @@ class WentIn(Struct, frozen=True, kw_only=True):
     """The state that went into the step, as it was before the first forward pass.
 
     `frozen`, `evaluated`: the FQNs of parameters that require no gradient, and of modules in eval mode. `aliases`: other FQNs of
-    tied parameters.
+    tied parameters. `trees`: the tensors in plain values of `state=`, by key; those of objects would need their `state_dict()`.
     """
 
     weights: Values
@@ -88,6 +92,7 @@ class WentIn(Struct, frozen=True, kw_only=True):
     frozen: tuple[str, ...] = ()
     evaluated: tuple[str, ...] = ()
     aliases: Mapping[str, str] = {}
+    trees: Values = {}
 
 
 class CameOut(Struct, frozen=True, kw_only=True):
@@ -124,7 +129,9 @@ class StepRecord(Struct, frozen=True, kw_only=True):
         structure: a digest of how everything is cut over ranks: with an equal one the arithmetic is the same.
         rounding: the coarsest relative rounding of a floating dtype in the forward pass: see `bounds.py`.
         went_in: None where no hook saw the step.
-        groups: the hyperparameters of each param group in the optimizer's step, as text.
+        groups: the hyperparameters of each param group in the optimizer's step, as text, on the lowest rank.
+        other_groups: the same for the ranks that have others, by their place among the ranks.
+        has_updated: whether a hook saw the optimizer's step; one that is left out for an overflow, say, is not seen.
         random: of each rank.
         batches: of each rank, one for each forward pass; empty where nothing was seen.
         is_observed: whether the batches were given to `observe`, instead of being seen by a hook.
@@ -143,7 +150,9 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     structure: str
     rounding: float
     went_in: WentIn | None
-    groups: tuple[Mapping[str, str], ...]
+    groups: Groups
+    other_groups: Mapping[int, Groups] = {}
+    has_updated: bool = True
     random: tuple[Random, ...]
     batches: tuple[tuple[Batch, ...], ...]
     is_observed: bool = False

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from fsdp_optim.checkpoint.proof.compare_inputs import batch_of_all, groups, loaded_state, random_states
 from fsdp_optim.checkpoint.proof.compare_outcome import buffers, gradients, moments, numbers, objects, observed, weights
-from fsdp_optim.checkpoint.proof.findings import Compared, Finding, Pair
+from fsdp_optim.checkpoint.proof.findings import RESULTS, Compared, Finding, Pair
 from fsdp_optim.checkpoint.proof.record import StepRecord
 from fsdp_optim.errors import counted_noun
 
@@ -58,7 +58,9 @@ class ResumeProof:
         values = counted_noun(self.num_values, "value")
         notes = f"; not compared: {'; '.join(self.not_compared)}" if self.not_compared else ""
         if self.outcome == "identical":
-            return f"resume proven: step {self.step} is bit-identical ({values}){notes}"
+            is_whole = not any(note.startswith(RESULTS) for note in self.not_compared)
+            what = f"step {self.step} is" if is_whole else f"what goes into step {self.step} is"
+            return f"resume proven: {what} bit-identical ({values}){notes}"
         if self.outcome == "rounding":
             return f"resume proven: step {self.step} is equal within rounding ({values}; {self.reason}){notes}"
         if self.outcome == "different":
@@ -113,4 +115,7 @@ def _why_rounding(pair: Pair, first: Finding | None) -> str:
         return f"sums of {pair.then.world_size} ranks are made by {pair.now.world_size} now"
     if not pair.is_alike:
         return "the model is cut in another way now"
+    if pair.then.rounding != pair.now.rounding:
+        then, now = pair.then.rounding, pair.now.rounding
+        return f"the forward pass rounded to {then:.2g}, and rounds to {now:.2g} now: {first.text}"
     return f"not bit-repeatable: {first.text}"

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fsdp_optim.checkpoint.proof.bounds import rounding_of
-from fsdp_optim.checkpoint.proof.measured import LocalMeasures, ModelMarks, ModelMeter
+from fsdp_optim.checkpoint.proof.measured import NO_MEASURES, LocalMeasures, ModelMarks, ModelMeter
 from fsdp_optim.checkpoint.proof.observed import (
     batch_of,
     digest_of,
@@ -29,7 +29,7 @@ from fsdp_optim.checkpoint.proof.observed import (
     rounding_behind,
     stepping,
 )
-from fsdp_optim.checkpoint.proof.record import Batch, Random
+from fsdp_optim.checkpoint.proof.record import Batch, Groups, Random
 
 log = logging.getLogger("fsdp_optim")
 
@@ -45,8 +45,10 @@ class StepWatch:
 
     Attributes:
         went_in: the weights, the moments and the marks of the model before the step; None until a hook was called.
+        trees: the tensors in plain values of `state=` before the step.
         gradients: those that the optimizer gets; None until then.
-        groups: the hyperparameters of the optimizer's step; None until then.
+        groups: the hyperparameters of the optimizer's step, or before the step where it made none; None until a hook was called.
+        has_updated: whether the optimizer has begun its step.
         batches: one for each forward pass.
         is_observed: whether `observe` gave the batches.
         numbers, observed: what else `observe` gave.
@@ -55,18 +57,25 @@ class StepWatch:
     """
 
     def __init__(
-        self, meter: ModelMeter, *, watches_batches: bool = True, at_end: Callable[[], None] | None = None
+        self,
+        meter: ModelMeter,
+        trees: Callable[[], Mapping[str, torch.Tensor]],
+        *,
+        watches_batches: bool = True,
+        at_end: Callable[[], None] | None = None,
     ) -> None:
         """Register the hooks.
 
         Args:
+            trees: gives the tensors in plain values of `state=`, by key, without communication.
             watches_batches: digests of what the model gets are made. False where that is no batch, as in pipeline stages.
             at_end: called once, when each optimizer has made its first step.
         """
-        self.meter = meter
+        self.meter, self._trees = meter, trees
+        self.trees, self.has_updated = NO_MEASURES, False
         self.went_in: tuple[LocalMeasures, LocalMeasures, ModelMarks] | None = None
         self.gradients: LocalMeasures | None = None
-        self.groups: tuple[Mapping[str, str], ...] | None = None
+        self.groups: Groups | None = None
         self.batches: list[Batch] = []
         self.is_observed = False
         self.numbers: dict[str, float] = {}
@@ -134,7 +143,7 @@ class StepWatch:
         with self._without_errors():
             if self.went_in is None:  # the forward pass was compiled, or is not a call of the model
                 self._take_state()
-            self._at_update = random_digests()
+            self._at_update, self.has_updated = random_digests(), True
             self.groups = self.meter.groups()
             self.gradients = self.meter.gradients()
 
@@ -147,6 +156,7 @@ class StepWatch:
     def _take_state(self) -> None:
         self._at_forward = random_digests()
         self.went_in = self.meter.weights(), self.meter.moments(), self.meter.marks()
+        self.trees, self.groups = self.meter.trees(self._trees()), self.meter.groups()
 
     def _without_errors(self) -> _Quietly:
         return _Quietly(self)

@@ -52,16 +52,21 @@ def async_save(
     managed: ManagedSave | None = None,
     *,
     begun: float | None = None,
+    alone: bool = False,
 ) -> SaveHandle:
     """Copy the state, start the writing thread, and return. Called by all ranks of the model.
 
     `format` None: the format of the options. `managed`: the additions of a CheckpointManager. `begun`: the time of
-    `time.monotonic` since which the training waits; None: since now.
+    `time.monotonic` since which the training waits; None: since now. `alone`: this rank makes the call by itself, for a model
+    without a wrapper.
     """
     begun = time.monotonic() if begun is None else begun
     # The completion is opened before the ranks agree, so that no rank returns while another one cannot announce its end.
     with ExitStack() as held:
-        with collective_call("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), group):
+        with collective_call("async_save", [model], options, options.call, all_of_plain=not alone) as (
+            (reader,),
+            group,
+        ):
             trace = Trace(options.trace)
             with trace.span("plan"):
                 job, live = begin(path, reader, group, optim, options, format=format, managed=managed)
