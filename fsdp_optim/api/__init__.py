@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fsdp_optim.checkpoint.run.manager import CheckpointManager
     from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
     from fsdp_optim.fingerprints import Difference, Fingerprint, ValueFingerprint
+    from fsdp_optim.layout.views import View
     from fsdp_optim.merges import AdapterMergeResult
     from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
     from fsdp_optim.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement
@@ -90,6 +91,7 @@ __all__ = [
     "ValueFingerprint",
     "ValueStatistics",
     "VerifyResult",
+    "View",
     "async_save",
     "average",
     "checkpoints",
@@ -148,6 +150,7 @@ _PLACES = {
     "fsdp_optim.checkpoint.run.manager": "CheckpointManager",
     "fsdp_optim.differences": "DiffResult HyperparameterDiff ObjectDiff ShapeDiff ValueDiff ValueStatistics",
     "fsdp_optim.fingerprints": "Difference Fingerprint ValueFingerprint",
+    "fsdp_optim.layout.views": "View",
     "fsdp_optim.merges": "AdapterMergeResult",
     "fsdp_optim.options": "CallOptions ConvertOptions LoadOptions ManagerOptions SaveOptions",
     "fsdp_optim.rank_maps": "EmptyRanks PlacementResult RankRun TensorPlacement",
