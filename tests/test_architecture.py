@@ -127,7 +127,7 @@ dcp: adapters arguments boundary checkpoint.catalog checkpoint.common checkpoint
 cli: (top) api errors registry speed
 cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
-testing: adapters api buckets.objects errors formats.base layout memory options plan storage.base transport view
+testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
 __main__: cli
 integrations: (top) plugins
 """

@@ -7,23 +7,21 @@ import pickle
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, not re-exported
 
 from fsdp_optim.api import CheckpointManager, ManagerOptions, ResumeProof
 from fsdp_optim.errors import FsdpOptimError, StateError
-from fsdp_optim.options import BUCKET_NBYTES
 from fsdp_optim.testing.ranks import RanksFailed, WorkerDied, run_on_ranks
-from fsdp_optim.transport.agree import all_gather_bytes, all_hear, in_turn
-from fsdp_optim.transport.world import world_here
 
-_MOST_SECONDS = 4 * 3600.0  # for which other processes of torchrun wait
+_PATIENCE = timedelta(hours=4)  # of other processes of torchrun
 _NEVER = 1_000_000_000  # steps: this saves by save() alone
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -117,11 +115,10 @@ def prove_resume(
     if not worlds or not names or steps < 1:
         raise StateError("prove_resume needs at least one world, one wrapper and one step")
     runs = _Runs(make_job, tuple(worlds), tuple(wrappers), steps, timeout, backend)
-    with _one_of_torchrun() as (leads, share):
-        results = share(runs.results() if leads else ())
-        table = _table(results)
-        if leads:
-            print(table)
+    results = _once_of_torchrun(runs.results)
+    table = _table(results)
+    if os.environ.get("RANK", "0") == "0":
+        print(table)
     wrong = [result for result in results if not result.is_proven]
     if wrong:
         raise ResumeDiffers(f"{len(wrong)} of {len(results)} resumes are not proven\n{table}", results)
@@ -247,26 +244,26 @@ def _table(results: Sequence[ProvenResume]) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def _one_of_torchrun() -> Iterator[tuple[bool, Callable[[tuple[ProvenResume, ...]], tuple[ProvenResume, ...]]]]:
-    """Yield whether this process does the work, and a function that gives its results to the others of torchrun."""
-    if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield True, lambda results: results
-        return
-    is_ours = not dist.is_initialized()
-    if is_ours:
-        dist.init_process_group("gloo")
-    world = world_here()
-    group = world.group("prove_resume", range(world.size), None, _MOST_SECONDS, BUCKET_NBYTES)
-
-    def share(results: tuple[ProvenResume, ...]) -> tuple[ProvenResume, ...]:
-        content = pickle.dumps(results) if world.rank == 0 else b""
-        shared: tuple[ProvenResume, ...] = pickle.loads(all_gather_bytes(group, "results", content).content_of(0))
-        return shared
-
-    try:
-        with in_turn(group), all_hear(group):  # an error of rank 0 is raised on all of them
-            yield world.rank == 0, share
-    finally:
-        if is_ours:
-            dist.destroy_process_group()
+def _once_of_torchrun(make: Callable[[], tuple[ProvenResume, ...]]) -> tuple[ProvenResume, ...]:
+    """Return the results of `make`, which rank 0 of torchrun calls alone; its error is raised on all ranks."""
+    if not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
+        return make()
+    rank = os.environ["RANK"]
+    is_master = rank == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_master, timeout=_PATIENCE)
+    key = f"prove_resume/result/{store.add(f'prove_resume/calls/{rank}', 1)}"  # which ranks make equally often
+    if rank == "0":
+        outcome: Any = FsdpOptimError("rank 0 ended before it had results")
+        try:
+            outcome = make()
+        except Exception as error:
+            outcome = FsdpOptimError(f"rank 0: {type(error).__name__}: {error}")
+            raise
+        finally:
+            store.set(key, pickle.dumps(outcome).hex())
+    else:
+        outcome = pickle.loads(bytes.fromhex(store.get(key).decode()))
+        if isinstance(outcome, FsdpOptimError):
+            raise outcome
+    results: tuple[ProvenResume, ...] = outcome
+    return results

@@ -125,13 +125,14 @@ def random_states(pair: Pair) -> Compared:
     for rank, (before, after) in enumerate(zip(then, now, strict=True)):
         names = [name for name in before.at_forward if before.at_forward[name] != after.at_forward.get(name)]
         for name in names:
-            moved = name in before.drawn_before or name in after.drawn_before
+            was_restored = before.at_start.get(name) == after.at_start.get(name)
             is_used = name in before.drawn_inside or name in after.drawn_inside
-            who = "the saving run" if name in before.drawn_before else "this run"
             text = f"the generator {name!r} of rank {rank} is in another state"
-            if moved:
-                text += f": {who} drew numbers between the {'save' if who != 'this run' else 'resume'} and the step"
-            if is_used or not moved:
+            if was_restored:
+                here = name in after.drawn_before
+                text += f": {'this run drew' if here else 'the saving run drew'} numbers between the "
+                text += f"{'resume' if here else 'save'} and the step"
+            if is_used or not was_restored:
                 findings.append(Finding(text))
             else:
                 notes.append(f"{text}, and the step draws none")

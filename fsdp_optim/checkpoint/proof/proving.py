@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from msgspec import Struct
 
+from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.common.contents import weights_of
 from fsdp_optim.checkpoint.common.run_state import RANDOM, PerRank, RunState, is_stateful
 from fsdp_optim.checkpoint.common.stores import StorageOptions
 from fsdp_optim.checkpoint.common.trees import SplitTrees
@@ -22,12 +24,14 @@ from fsdp_optim.checkpoint.proof.record import StepRecord
 from fsdp_optim.checkpoint.proof.verdict import ResumeProof, verdict
 from fsdp_optim.checkpoint.proof.watch import StepWatch
 from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.layout import Placement
 from fsdp_optim.options import CallArguments, Model
 from fsdp_optim.saying import say
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.verbs.call import agree_on_state
 
 log = logging.getLogger("fsdp_optim")
 
@@ -79,7 +83,7 @@ class Proving:
         compares: bool,
         at_end: Callable[[], None] | None = None,
     ) -> None:
-        """Watch the next step. Called by all ranks, after a save was begun, or after a resume. No communication.
+        """Watch the next step. Called by all ranks, after a save was begun, or after a resume.
 
         `at_end`: called when the optimizers have made their step.
         """
@@ -87,7 +91,7 @@ class Proving:
         if not self._prove:
             return
         is_staged = isinstance(self._model, (list, tuple))
-        meter = ModelMeter(self._model, self._optim, group, self._options, {})
+        meter = ModelMeter(self._model, self._optim, group, self._options, self._open_places(group))
         watch = StepWatch(meter, self._plain_tensors, watches_batches=not is_staged, at_end=at_end)
         self._open = _Open(watch, where, saved_step, compares)
 
@@ -137,6 +141,16 @@ class Proving:
             log.warning("%s: what the step after it led to cannot be recorded: %s", where, error)
 
     # -------------------------------------------------------------------------------------------- inside
+
+    def _open_places(self, group: RankGroup) -> dict[str, Placement]:
+        """Return the placements of weights of which an adapter knows this rank's part alone, as all ranks know them."""
+        reader = ModelReader(self._model, group.rank)
+        local = weights_of(reader, group.ranks, self._options)
+        own = [fqn for param in local.optim.params for fqn, place in param.named.placements.items() if place.is_open]
+        if not all_gather_bytes(group, "parts", b"", flags=int(bool(own))).flags:
+            return {}
+        _, merged = agree_on_state(group, lambda: local, self._options, "the step to prove", with_state=False)
+        return {fqn: merged.params[fqn].placement for fqn in own if fqn in merged.params}
 
     def _total_gradient(self, group: RankGroup, watch: StepWatch, failure: Failure) -> tuple[float, float]:
         """Return the norm of all gradients of all ranks together, and the coarsest rounding of any rank."""

@@ -307,7 +307,9 @@ class ManagedRun:
         with checkpoint_errors(place):
             handle = async_save(place, self._model, self._optim, options, managed=managed, begun=begun)
         self._saving = _Saving(step, handle)
-        self.proving.begin(group, place, step, compares=False)
+        if self._options.prove:
+            with self._collective("prove") as group:
+                self.proving.begin(group, place, step, compares=False)
 
     def _candidates(self, to: int | None) -> list[Candidate]:
         """Return the checkpoints of a manager in the folder that a load may take, the newest first."""

@@ -1,0 +1,242 @@
+"""`CheckpointManager(prove=...)`: the record beside a checkpoint, the verdict of a run that resumes, and what must not change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from kit.compare import check_same
+from kit.folders import SharedFolder
+from kit.wraps import WRAPPERS
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim import CheckpointManager, ManagerOptions, ResumeProof, StateError
+from fsdp_optim.testing import RanksFailed, run_on_ranks
+
+QUICK = ManagerOptions(durable=False, signals=(), progress=False)
+
+
+def batch_of(step: int) -> torch.Tensor:
+    samples = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+    return samples.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Sliced(nn.Module):
+    """Each rank has its rows of a stack of experts, and the same samples of every batch go through all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows, rank = 4 // dist.get_world_size(), dist.get_rank()
+        full = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+        self.experts = nn.Parameter(full[rank * rows : (rank + 1) * rows].clone())
+        fsdp_optim.declare_slice(self, "experts", global_shape=full.shape, offset=(rank * rows, 0))
+
+    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+        share = (
+            len(self.experts) / 4
+        ) ** 0.5  # the mean of squares is that of all experts then, on any number of ranks
+        return samples[:1] * 0 + self.experts.tanh() * share
+
+
+class Run:
+    """A training with a manager, on each rank."""
+
+    def __init__(self, root: Path, wrapper: str = "FSDP2", prove: Any = True, every: int = 2) -> None:
+        torch.manual_seed(3)
+        plain = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+        self.model = Sliced() if wrapper == "slices" else WRAPPERS[wrapper](plain)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optim, 2, 0.5)
+        root.mkdir(parents=True, exist_ok=True)
+        self.manager = CheckpointManager(
+            root, self.model, self.optim, state={"scheduler": self.scheduler}, every=every, prove=prove, options=QUICK
+        )
+
+    def step(self, number: int) -> None:
+        loss = self.model(batch_of(number)).square().mean()
+        loss.backward()
+        self.optim.step()
+        self.optim.zero_grad()
+        self.scheduler.step()
+        if not isinstance(self.model, Sliced):  # whose losses are those of each rank's experts
+            self.manager.observe(loss=loss)
+        self.manager.step(number)
+
+    def train(self, last: int) -> Run:
+        for number in range(self.manager.resume() + 1, last + 1):
+            self.step(number)
+        self.manager.close()
+        return self
+
+    @property
+    def proof(self) -> ResumeProof | None:
+        return self.manager.proof
+
+    @property
+    def everything(self) -> dict[str, Any]:
+        return {
+            "weights": fsdp_optim.gather_full_model_state_dict(self.model, recipient_rank=None),
+            "state": fsdp_optim.gather_full_optim_state_dict(self.model, self.optim, recipient_rank=None),
+            "random": torch.get_rng_state(),
+            "hooks": (len(self.model._forward_pre_hooks), len(self.optim._optimizer_step_pre_hooks)),  # type: ignore[attr-defined]
+        }
+
+
+def train(root: Path, last: int, wrapper: str = "FSDP2", prove: Any = True) -> tuple[str, str]:
+    proof = Run(root, wrapper, prove).train(last).proof
+    return (proof.outcome, str(proof)) if proof is not None else ("none", "")
+
+
+def records(root: Path) -> list[str]:
+    return sorted(path.parent.name for path in root.glob("*/proof.json"))
+
+
+# ------------------------------------------------------------------------------------------ cases
+
+
+def proving_changes_nothing(root: Path) -> None:
+    with_proofs = Run(root / "proven").train(5).everything
+    without = Run(root / "not", prove=False).train(5).everything
+    check_same("a run with proofs", with_proofs, without)
+    if dist.get_rank() == 0:
+        check_same(
+            "records", (records(root / "proven"), records(root / "not")), (["step-00000002", "step-00000004"], [])
+        )
+
+
+def stale(root: Path) -> list[str]:
+    """A record of a checkpoint that another one has replaced is not that one's."""
+    first = Run(root).train(3)
+    assert first.proof is None
+    again = Run(root)
+    again.manager.resume()
+    again.manager.rollback(2)
+    for number in (3, 4):
+        again.step(number)
+    again.manager.close()
+    verdicts = [str(again.proof)]
+    copied = root / "step-00000004"
+    if dist.get_rank() == 0:
+        (copied / "proof.json").write_bytes((root / "step-00000002/proof.json").read_bytes())
+    dist.barrier()
+    after = Run(root).train(5)
+    return [*verdicts, str(after.proof)]
+
+
+def raised(root: Path) -> str:
+    Run(root).train(3)
+    run = Run(root, prove="raise")
+    run.manager.resume()
+    run.optim.param_groups[0]["lr"] = 1.0
+    try:
+        run.step(3)
+    except StateError as error:
+        run.manager.close()
+        return str(error)
+    return ""
+
+
+def ends_with_a_hook_that_fails(root: Path) -> tuple[bool, list[str]]:
+    """A value that cannot be read must not stop the training."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_optim").addHandler(handler)
+    run = Run(root)
+    run.manager.resume()
+    run.step(1)
+    run.step(2)
+    with mock.patch("fsdp_optim.checkpoint.proof.watch.batch_of", side_effect=RuntimeError("no dims here")):
+        run.step(3)
+    run.manager.close()
+    logging.getLogger("fsdp_optim").removeHandler(handler)
+    return not records(root), lines
+
+
+def evaluates_between(root: Path) -> str:
+    """An evaluation without gradients before the step is no batch of it."""
+    run = Run(root)
+    run.manager.resume()
+    for number in (1, 2):
+        run.step(number)
+    run.model.eval()
+    with torch.no_grad():
+        run.model(batch_of(77))
+    run.model.train()
+    run.step(3)
+    run.manager.close()
+    return str(Run(root).train(3).proof)
+
+
+class ManagerProofTest(SharedFolder):
+    def test_the_same_run_is_bit_identical(self) -> None:
+        root = self.root / "same"
+        self.assertEqual(run_on_ranks(train, 2, root, 3), [("none", "")] * 2)
+        self.assertEqual(records(root), ["step-00000002"])
+        for outcome, line in run_on_ranks(train, 2, root, 5):
+            self.assertEqual(outcome, "identical", line)
+            self.assertRegex(line, r"resume proven: step 3 is bit-identical \(\d+ values\)")
+        self.assertEqual(records(root), ["step-00000002", "step-00000004"])
+        record = json.loads((root / "step-00000004/proof.json").read_text())
+        self.assertEqual((record["saved_step"], record["step"], record["world_size"]), (4, 5, 2))
+        self.assertTrue(fsdp_optim.verify(root / "step-00000004").has_checksums)
+
+    def test_other_world_sizes_and_wrappers(self) -> None:
+        root = self.root / "others"
+        run_on_ranks(train, 4, root, 3)
+        for world_size, wrapper in ((2, "FSDP2"), (3, "DDP"), (2, "FSDP1 flat"), (1, "plain")):
+            outcome, line = run_on_ranks(train, world_size, root, 3, wrapper)[0]
+            self.assertEqual(outcome, "rounding", f"{wrapper} on {world_size}: {line}")
+
+    def test_parameters_of_which_each_rank_knows_its_own_part(self) -> None:
+        root = self.root / "slices"
+        run_on_ranks(train, 2, root, 3, "slices")
+        self.assertEqual(run_on_ranks(train, 2, root, 3, "slices")[0][0], "identical")
+        outcome, line = run_on_ranks(train, 1, root, 3, "slices")[0]
+        self.assertIn(outcome, ("identical", "rounding"), line)
+
+    def test_a_run_without_a_record_says_so(self) -> None:
+        root = self.root / "none"
+        run_on_ranks(train, 2, root, 2)
+        self.assertEqual(records(root), [])
+        outcome, line = run_on_ranks(train, 2, root, 3)[0]
+        self.assertEqual(outcome, "unknown")
+        self.assertIn("the saving run has recorded no step after this checkpoint; this run has now", line)
+        self.assertEqual(records(root), ["step-00000002"])
+        self.assertEqual(run_on_ranks(train, 2, root, 3)[0][0], "identical")
+
+    def test_proving_changes_nothing(self) -> None:
+        run_on_ranks(proving_changes_nothing, 2, self.root / "nothing")
+
+    def test_the_record_of_another_checkpoint_does_not_count(self) -> None:
+        first, second = run_on_ranks(stale, 2, self.root / "stale")[0]
+        self.assertIn("bit-identical", first)
+        self.assertIn("recorded no step after this checkpoint", second)
+
+    def test_raise_stops_all_ranks(self) -> None:
+        for text in run_on_ranks(raised, 2, self.root / "raise"):
+            self.assertIn("the param groups: lr of param group 0 was 0.005, and is 1.0", text)
+            self.assertIn("prove=True says so without an error", text)
+
+    def test_a_hook_that_fails_does_not_stop_the_training(self) -> None:
+        for is_unproven, lines in run_on_ranks(ends_with_a_hook_that_fails, 2, self.root / "hook"):
+            self.assertTrue(is_unproven)
+            self.assertTrue([line for line in lines if "cannot be watched" in line and "no dims here" in line], lines)
+
+    def test_an_evaluation_between_save_and_step(self) -> None:
+        self.assertIn("bit-identical", run_on_ranks(evaluates_between, 2, self.root / "evaluation")[0])
+
+    def test_wrong_values(self) -> None:
+        with self.assertRaisesRegex(RanksFailed, "prove must be False, True or 'raise', not 'yes'"):
+            run_on_ranks(train, 2, self.root / "wrong", 1, "FSDP2", "yes")
+
+
+if __name__ == "__main__":
+    unittest.main()
