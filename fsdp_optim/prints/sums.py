@@ -20,9 +20,9 @@ from fsdp_optim.prints.coefficients import (
     signs_on,
 )
 
-_MOST_ROWS = 1024  # of one product: 2 MiB
+_MOST_ROWS, _MOST_ROWS_ON_DEVICES = 1024, 8192  # of one product
 _LEAST_ROWS = 32  # of one product; cuBLAS refuses 16
-_NUMEL_TOGETHER = 1 << 18  # elements that are made float64 on a CPU
+_MOST_NUMEL, _MOST_NUMEL_ON_DEVICES = 1 << 18, 1 << 20  # elements that are made float64 together
 _EXACT = 1024  # products of two int8, whose sum float32 has exactly
 _HALF_MASK = (1 << 64) - 1
 
@@ -83,17 +83,24 @@ class LocalSums:
 
 
 class RowSums:
-    """The sums of some values over rows on one device."""
+    """The sums of some values over rows on one device. `most_nbytes`: of temporary memory, but for at least 32 rows."""
 
-    def __init__(self, num_values: int, device: torch.device, num_projections: int = 0) -> None:
+    def __init__(
+        self, num_values: int, device: torch.device, num_projections: int = 0, most_nbytes: int = 16 << 20
+    ) -> None:
         self._device, self._num_projections = device, num_projections
         self._bits = torch.zeros((num_values, NUM_HALVES), dtype=torch.int64, device=device)
         self._squares = torch.zeros(num_values, dtype=torch.float64, device=device)
         self._num_nonfinite = torch.zeros(num_values, dtype=torch.int64, device=device)
         self._projections = torch.zeros((num_values, num_projections), dtype=torch.float64, device=device)
         is_cpu = device.type == "cpu"
+        most_rows, most_numel = (_MOST_ROWS, _MOST_NUMEL) if is_cpu else (_MOST_ROWS_ON_DEVICES, _MOST_NUMEL_ON_DEVICES)
+        self._most_rows = max(min(most_rows, most_nbytes // (4 * ROW_NBYTES)), _LEAST_ROWS)
+        self._numel = max(
+            min(most_numel, most_nbytes // 32), ROW_NBYTES
+        )  # two float64 for each, and what is made of them
         self._numbers = (
-            torch.empty(2 * _NUMEL_TOGETHER, dtype=torch.float64) if is_cpu else None
+            torch.empty(2 * self._numel, dtype=torch.float64) if is_cpu else None
         )  # twice: of complex elements
 
     def add(self, rows: torch.Tensor, numbers: torch.Tensor, dtype: torch.dtype, owners: torch.Tensor) -> None:
@@ -105,10 +112,10 @@ class RowSums:
             dtype: that of the elements in the rows.
             owners: int64 [m]: the index of the value of each row; or int64 [1], of all rows.
         """
-        for start, stop in _chunks(len(rows)):
+        for start, stop in _chunks(len(rows), self._most_rows):
             sums = _joined(rows[start:stop]) * rows_at(numbers[start:stop])
             self._add_to(self._bits, sums, owners, slice(start, stop))
-        step = _NUMEL_TOGETHER * dtype.itemsize // ROW_NBYTES if self._device.type == "cpu" else _MOST_ROWS
+        step = max(self._numel * dtype.itemsize // ROW_NBYTES, 1)
         if dtype.itemsize == 1 and dtype.is_floating_point and len(owners) == 1 and not self._num_projections:
             self._add_small_floats(rows, dtype, owners)
             return
@@ -187,12 +194,12 @@ class RowSums:
         return LocalSums(*(array.cpu().numpy() for array in arrays))
 
 
-def _chunks(num: int) -> list[tuple[int, int]]:
-    """Return ranges of rows whose lengths are few different ones: libraries compile a product for each shape."""
+def _chunks(num: int, most: int) -> list[tuple[int, int]]:
+    """Return ranges of at most `most` rows, of few different lengths: libraries compile a product for each shape."""
     chunks, start = [], 0
     while start < num:
         left = num - start
-        length = min(1 << (left.bit_length() - 1), _MOST_ROWS) if left >= _LEAST_ROWS else left
+        length = min(1 << (left.bit_length() - 1), most) if left >= _LEAST_ROWS else left
         chunks.append((start, start + length))
         start += length
     return chunks

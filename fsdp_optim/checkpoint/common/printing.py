@@ -77,8 +77,8 @@ class PrintEnd(End):
 
     def _rows_on(self, device: torch.device) -> RowsOfValues:
         if device not in self._by_device:
-            sums = RowSums(len(self.values), device, self.num_projections)
-            share = self.budget.share(8, "rows, and what they are multiplied into")
+            half, share = self.budget.share(2, "numbers in rows, and products"), self.budget.share(8, "rows with zeros")
+            sums = RowSums(len(self.values), device, self.num_projections, half.nbytes)
             self._by_device[device] = sums, RowsOfValues(sums, device, share.nbytes)
         return self._by_device[device][1]
 

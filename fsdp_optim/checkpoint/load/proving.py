@@ -5,7 +5,7 @@ Nothing is read again: the elements are those of the live tensors, as they are c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.contents import TREE, weights_of
 from fsdp_optim.checkpoint.common.printing import Place, PrintEnd, merged, place_of, print_of, prints_by_key
 from fsdp_optim.checkpoint.load.compare import cut_as_live, held_part
+from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.reading import StoredValue
 from fsdp_optim.checkpoint.load.targets import State, Weights
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
@@ -35,25 +36,25 @@ def check_prints(
     optim: Optimizers | None,
     group: RankGroup,
     checkpoint: Reader,
+    options: LoadArguments,
     *,
     weights: Weights,
     state: State | None,
-    trees: TreeTargets | None = None,
-    in_place: Collection[str] = (),
-    options: LoadArguments,
+    trees: TreeTargets | None,
+    objects: LoadedObjects,
 ) -> int:
     """Compare what a load has put in place with the fingerprints in the checkpoint. Called by all ranks.
 
-    `in_place`: the keys of the tensors of `trees` that the load has overwritten; the others are in objects of the caller.
+    Of the tensors in `trees`, those that the load has overwritten are compared; the others are in objects of the caller.
     Values that the load has cast have none to compare. Returns the number of values that are equal; 0 where the checkpoint has
-    no fingerprints. Raises CheckpointError on all ranks, with the names of values that differ.
+    no fingerprints, or the options leave them out. Raises CheckpointError on all ranks, with the names of values that differ.
     """
-    saved = checkpoint.index.fingerprint
+    saved = checkpoint.index.fingerprint if options.fingerprint else None
     if saved is None:
         return 0
     failure, expected = Failure(), prints_by_key(saved)
     values = [value for half in (weights, state, trees) if half is not None for value in half.stored_values()]
-    values = [value for value in values if value.name != TREE or value.stored.key in in_place]
+    values = [value for value in values if value.name != TREE or value.stored.key in objects.in_place]
     values = [value for value in values if _key_of(value) in expected and not _is_missing(value, state)]
     model, loaded = None, None
     with failure:

@@ -115,19 +115,9 @@ def _restore(
         install_all(
             group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects, trees=trees
         )
-        num_proven = 0
-        if options.fingerprint:
-            num_proven = check_prints(
-                reader,
-                optim,
-                group,
-                checkpoint,
-                weights=weights,
-                state=state,
-                trees=trees,
-                in_place=objects.in_place,
-                options=options,
-            )
+        num_proven = check_prints(
+            reader, optim, group, checkpoint, options, weights=weights, state=state, trees=trees, objects=objects
+        )
         if options.compare:
             check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, trees=trees, options=options)
     small = state.small_tensors if state is not None else ()
