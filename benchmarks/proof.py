@@ -4,8 +4,8 @@
     python benchmarks/proof.py cost [--width 1024]                    # of a step, by the state that the ranks have
 
 "faults" prints a table for docs/reliability.md: for each fault, whether the proof of a step catches it, which cause it names, and
-the largest difference of the losses of the next 20 steps from the honest resume's, at the number of ranks that saved: what a
-tolerance on the curve sees.
+the largest difference of the losses of the next 20 steps from the honest resume's, in one process: what a tolerance on the curve
+sees. A fault of one rank is one of the only rank there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from kit.proof_faults import FAULTS, saved, verdicts
+from kit.proof_faults import FAULTS, curves, saved, verdicts
 from kit.proof_jobs import NEVER
 from kit.wraps import WRAPPERS
 from measure import table
@@ -37,45 +37,61 @@ NUM_AFTER = 20
 TOLERANCES = (0.01, 0.05)
 
 
-def all_verdicts(root: Any, names: list[str], num_after: int) -> dict[str, Any]:
+def all_verdicts(root: Any, names: list[str]) -> dict[str, Any]:
     """Runs on every rank."""
     logging.getLogger("fsdp_optim").disabled = True  # its lines would be among the table's
-    return verdicts(root, names, num_after)
+    return verdicts(root, names)
+
+
+def all_curves(root: Any, names: list[str]) -> dict[str, list[float]]:
+    logging.getLogger("fsdp_optim").disabled = True
+    return curves(root, names, NUM_AFTER)
+
+
+def losses_apart() -> dict[str, float]:
+    """Fault -> the largest difference of a loss, in parts of the honest one."""
+    with tempfile.TemporaryDirectory() as root:
+        losses = run_on_ranks(all_curves, 1, root, [fault.name for fault in FAULTS], timeout=1800.0)[0]
+    return {
+        fault.name: apart(losses[fault.name], losses[str(replace(fault.kind, wrapper="plain"))]) for fault in FAULTS
+    }
 
 
 def faults(saved_by: int, worlds: list[int]) -> None:
-    kinds = dict.fromkeys(replace(fault.kind, tied=True) for fault in FAULTS)
-    results: dict[tuple[str, int], Any] = {}
-    for kind in kinds:
+    away = losses_apart()
+    by_loss = {tolerance: sum(value > tolerance for value in away.values()) for tolerance in TOLERANCES}
+    for tolerance, number in by_loss.items():
+        print(
+            f"a tolerance of {tolerance:.0%} on the losses of {NUM_AFTER + 1} steps: {number} of {len(FAULTS)} caught"
+        )
+    results = proofs(saved_by, worlds)
+    rows, figures = [], {world: [0, 0, 0] for world in worlds}
+    for fault in FAULTS:
+        cells = []
+        for world in worlds:
+            proof, cause = results[fault.name, world], fault.at_same if world == saved_by else fault.at_other
+            if world != saved_by and world < fault.fewest:
+                cause = ""
+            caught = bool(cause) and proof.outcome == "different", bool(cause) and proof.cause == cause
+            figures[world] = [a + int(b) for a, b in zip(figures[world], (bool(cause), *caught), strict=True)]
+            cells.append(proof.cause or (f"missed: {proof.outcome}" if cause else "no fault there"))
+        rows.append([fault.name, *cells, f"{away[fault.name]:.2%}"])
+    print(table(["fault", *(f"{saved_by} to {world} ranks" for world in worlds), "losses"], rows))
+    for world, (injected, caught_there, named) in figures.items():
+        print(f"{saved_by} to {world}: {injected} faults, {caught_there} caught, cause named of {named}")
+
+
+def proofs(saved_by: int, worlds: list[int]) -> dict[tuple[str, int], Any]:
+    """(fault, world) -> the verdict."""
+    results = {}
+    for kind in dict.fromkeys(replace(fault.kind, tied=True) for fault in FAULTS):
         names = [fault.name for fault in FAULTS if replace(fault.kind, tied=True) == kind]
         with tempfile.TemporaryDirectory() as root:
             run_on_ranks(saved, saved_by, root, kind)
             for world in worlds:
-                num_after = NUM_AFTER if world == saved_by else 0
-                by_name = run_on_ranks(all_verdicts, world, root, ["", *names], num_after, timeout=1800.0)[0]
-                for name in names:
-                    proof, losses = by_name[name]
-                    results[name, world] = proof, apart(losses, by_name[""][1])
-    rows, caught, named, by_loss = [], dict.fromkeys(worlds, 0), dict.fromkeys(worlds, 0), dict.fromkeys(TOLERANCES, 0)
-    injected = dict.fromkeys(worlds, 0)
-    for fault in FAULTS:
-        cells = []
-        for world in worlds:
-            proof, _ = results[fault.name, world]
-            cause = fault.at_same if world == saved_by else fault.at_other if world >= fault.fewest else ""
-            injected[world] += bool(cause)
-            caught[world] += bool(cause) and proof.outcome == "different"
-            named[world] += bool(cause) and proof.cause == cause
-            cells.append(proof.cause or (f"({proof.outcome})" if cause else "no fault there"))
-        largest = results[fault.name, saved_by][1]
-        for tolerance in TOLERANCES:
-            by_loss[tolerance] += largest > tolerance
-        rows.append([fault.name, *cells, f"{largest:.2%}"])
-    print(table(["fault", *(f"{saved_by} -> {world} ranks" for world in worlds), "loss, 20 steps"], rows))
-    for world in worlds:
-        print(f"{saved_by} -> {world}: {injected[world]} faults, {caught[world]} caught, cause named {named[world]}")
-    for tolerance, number in by_loss.items():
-        print(f"a tolerance of {tolerance:.0%} on the loss, {saved_by} -> {saved_by}: {number} of {len(FAULTS)} caught")
+                by_name = run_on_ranks(all_verdicts, world, root, names, timeout=1800.0)[0]
+                results |= {(name, world): by_name[name][0] for name in names}
+    return results
 
 
 def apart(losses: list[float], honest: list[float]) -> float:

@@ -47,6 +47,12 @@ class TestTrials(unittest.TestCase):
         assert isinstance(proofs, list), proofs
         return [getattr(proof, "outcome", proof) for proof in proofs]
 
+    def test_masters(self) -> None:
+        assert self.outcomes("masters") == ["identical", "different"]
+        faulty = _sequences()["masters"][1]
+        assert faulty.cause == "the loaded state", faulty
+        assert ": fp32: " in faulty.reason, faulty
+
     def test_nothing_is_changed(self) -> None:
         assert self.outcomes("untouched") == [True] * 5
 

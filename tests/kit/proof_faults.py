@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ HARMLESS = ""
 
 PLAIN = Kind()
 DROPOUT, BATCH_NORM, MIXED = Kind(dropout=0.2), Kind(batch_norm=True), Kind(precision="mixed")
-REPLICAS, SGD, AUTOCAST = Kind("DDP"), Kind(optim="plain sgd"), Kind("DDP", precision="mixed")
+REPLICAS, SGD = Kind("DDP"), Kind(optim="plain sgd")
 
 
 @dataclass(frozen=True)
@@ -489,24 +490,39 @@ def older(root: Any, kind: Kind) -> Snapshot:
         return Snapshot.of(job)
 
 
-def verdicts(root: Any, names: list[str], num_after: int = 0) -> dict[str, tuple[Any, list[float]]]:
-    """Runs on every rank: resume with each fault of these names, which share a kind but for ties. "": without one.
+def verdicts(root: Any, names: list[str]) -> dict[str, tuple[Any, list[float]]]:
+    """Runs on every rank: resume with each fault of these names, which share a kind but for ties. "": without a fault.
 
-    Returns the verdict, and the losses of the step and of `num_after` steps after it.
+    Returns the verdict, and the loss of the step.
     """
-    faults = {fault.name: fault for fault in FAULTS}
-    kind = next((faults[name].kind for name in names if name), PLAIN)
+    kind = next((BY_NAME[name].kind for name in names if name), PLAIN)
     old = older(root, replace(kind, tied=True))
-    results = {}
+    return {name: _resumed(root, name, BY_NAME[name].kind if name else kind, old) for name in names}
+
+
+def curves(root: Any, names: list[str], num_after: int) -> dict[str, list[float]]:
+    """Runs on one rank, without a wrapper: the losses of the step after a resume with each fault, and of the steps after it."""
+    losses = {}
     for name in names:
-        job = Job(root, faults[name].kind if name else kind, seed=5)
-        with job.manager:
-            number = job.manager.resume(strict=job.kind.tied)
-            if name:
-                faults[name].do(job, old)
-            losses = job.run(number + 1, number + 1)
-            proof = job.manager.proof
-            job.wrong = Wrong()
-            losses += [job.step() for _ in range(num_after)]
-        results[name] = proof, losses
-    return results
+        kind = replace(BY_NAME[name].kind, wrapper="plain")
+        where = Path(root) / str(replace(kind, tied=True))
+        if not where.exists():
+            saved(where, kind)
+            losses[str(kind)] = _resumed(where, "", replace(kind, tied=True), None, num_after)[1]
+        losses[name] = _resumed(where, name, kind, older(where, replace(kind, tied=True)), num_after)[1]
+    return losses
+
+
+def _resumed(root: Any, name: str, kind: Kind, old: Snapshot | None, num_after: int = 0) -> tuple[Any, list[float]]:
+    job = Job(root, kind, seed=5)
+    with job.manager:
+        number = job.manager.resume(strict=job.kind.tied)
+        if name and old is not None:
+            BY_NAME[name].do(job, old)
+        losses = job.run(number + 1, number + 1)
+        job.wrong = Wrong()
+        losses += [job.step() for _ in range(num_after)]
+        return job.manager.proof, losses
+
+
+BY_NAME = {fault.name: fault for fault in FAULTS}

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_optim
 from fsdp_optim import CheckpointManager, ManagerOptions, ResumeProof
+from fsdp_optim.adapters import use_adapters
 from fsdp_optim.state.values.same import same
+from kit.masters import MasterOptimizer, Mixed, MixedAdapter
 from kit.wraps import WRAPPERS
 
 NEVER = 1_000_000_000
@@ -367,6 +369,35 @@ def every_step(root: Path) -> list[Any]:
     return proofs
 
 
+class Masters(Trial):
+    """bf16 weights, and fp32 masters that the optimizer cuts over the ranks."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = Mixed(Net())
+        self.call, self.optim = self.model, MasterOptimizer(self.model)
+
+    def step(self, number: int) -> None:
+        self.model.zero_grad()
+        self.model(batch(number).bfloat16()).float().square().mean().backward()
+        for param in self.model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
+        self.optim.step()
+
+
+def rounded(trial: Trial) -> None:
+    """A fault: the masters are made from the bf16 weights."""
+    trial.optim.master.data.copy_(trial.optim.master.data.bfloat16().float())
+
+
+def masters(root: Path) -> list[Any]:
+    """Masters that are restored, and masters that are made anew."""
+    with use_adapters([MixedAdapter()]):
+        trained(root, Masters(0))
+        return [resumed(root, Masters(1)), resumed(root, Masters(1), rounded)]
+
+
 def untouched(root: Path) -> list[Any]:
     """Whether a manager leaves weights, moments, gradients, groups and random states as they are, and no hooks at the end."""
     trial = OnFsdp2(0)
@@ -450,7 +481,7 @@ def killed_before_the_record(root: Path) -> list[Any]:
     dist.barrier()  # rank 0 writes it last
     content = record.read_bytes()
     proofs: list[Any] = []
-    for text in (None, content.replace(b'"checkpoint":"', b'"checkpoint":"x'), content[:100], content):
+    for text in (None, content.replace(b'"checkpoint": "', b'"checkpoint": "x'), content[:100], content):
         if dist.get_rank() == 0:
             record.unlink(missing_ok=True)
             if text is not None:
@@ -481,7 +512,7 @@ def observed_digests(root: Path) -> list[Any]:
     return proofs[1:]
 
 
-_SEQUENCES = (untouched, every_step, no_step, two_managers, observed_digests, killed_before_the_record)
+_SEQUENCES = (masters, untouched, every_step, no_step, two_managers, observed_digests, killed_before_the_record)
 
 
 def sequences(root: Path) -> dict[str, Any]:

@@ -206,19 +206,21 @@ class Proving:
 
     def _compared(self, opened: _Open, record: StepRecord | None) -> ResumeProof | None:
         """Compare on the lowest rank. What is to be written beside the checkpoint: a first record, or that it was proven."""
-        then, damage = None, ""
+        then, unreadable = None, ""
         try:
             then = read_proof(opened.where, self._storage_options) if opened.compares else None
-        except CheckpointError as error:  # without a record the run continues as without a proof
-            damage = str(error)
-        if record is not None and then is None:
+        except CheckpointError as error:  # which must not stop the training
+            unreadable = f"the record of the saving run cannot be read: {error}"
+        if record is not None and then is None and not unreadable:
             self._ready = opened.where, record
         if not opened.compares:
             return None
         if record is None:
             reason = "this run could not watch it"
+        elif unreadable:
+            reason = unreadable
         elif then is None:
-            reason = damage or "the saving run has recorded no step after this checkpoint; this run has now"
+            reason = "the saving run has recorded no step after this checkpoint; this run has now"
         else:
             proof = verdict(then, record)
             if proof.outcome in ("identical", "rounding") and then.proven != proof.outcome:
