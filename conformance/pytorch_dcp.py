@@ -1,11 +1,12 @@
-"""PyTorch's own tests of torch.distributed.checkpoint's state dicts, run against `fsdp_optim.dcp`.
+"""PyTorch's own tests of torch.distributed.checkpoint, run against `fsdp_optim.dcp`.
 
-    python -m conformance.pytorch_dcp CHECKOUT            # a checkout of pytorch; nothing is fetched
-    python -m conformance.pytorch_dcp CHECKOUT --only shared_weight --errors
+    python -m conformance.pytorch_dcp CHECKOUT            # a checkout of pytorch; nothing is fetched; needs expecttest
+    python -m conformance.pytorch_dcp CHECKOUT --files test_state_dict.py --only shared_weight --errors
 
-Each file is copied into a temporary folder, with the CPU and gloo in the place of GPUs, and runs twice: with torch's own
-functions, which shows the cases that cannot pass here, and with this library's. Both runs use the torch that is installed. The
-last lines are the table of docs/coming-from-dcp.md.
+Each file is copied into a temporary folder, with the CPU and gloo in the place of GPUs (`on_the_cpu.py`), and runs three times,
+with the torch that is installed (`replaced.py`): with torch's own functions, which shows the cases that cannot pass here; with
+this library's functions; and with torch's calls and this library's storage. The last lines are the table of
+docs/coming-from-dcp.md.
 """
 
 from __future__ import annotations
@@ -14,92 +15,42 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import types
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+from conformance.on_the_cpu import on_the_cpu
+from conformance.replaced import LIBRARIES, LIBRARY
 
 FILES = (
+    "test_save_load_api.py",
+    "test_checkpoint.py",
+    "test_compatibility.py",
+    "test_dtensor_checkpoint.py",
+    "test_dtensor_resharding.py",
+    "test_file_system_checkpoint.py",
+    "test_file_system_checkpoint_cpu.py",
+    "test_format_utils.py",
+    "test_fsdp_model_state.py",
+    "test_fsdp_optim_state.py",
+    "test_fsdp_tp_checkpoint_conversion.py",
+    "test_hsdp_checkpoint.py",
+    "test_planner.py",
+    "test_tp_checkpoint.py",
     "test_state_dict.py",
-    "fsdp/test_fsdp_dsd.py",
-    "e2e/test_pipeline.py",
-    "e2e/test_fsdp_ep.py",
-    "e2e/test_fine_tuning.py",
     "e2e/test_e2e_save_and_load.py",
+    "e2e/test_fine_tuning.py",
+    "e2e/test_fsdp_ep.py",
+    "e2e/test_pipeline.py",
+    "fsdp/test_fsdp_dsd.py",
 )
-"""The files of test/distributed/checkpoint that use these functions."""
+"""The files of test/distributed/checkpoint that save, load, or make state dicts."""
 
-NAMES = (
-    *("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict"),
-    *("set_model_state_dict", "set_optimizer_state_dict", "set_state_dict"),
-)
-_SWITCH = "FSDP_OPTIM_CONFORMANCE"
+_EIGHT_RANKS = ("e2e/test_fsdp_ep.py",)
 _HERE = Path(__file__).resolve().parents[1]
-_ON_THE_CPU = (
-    (r"^ *@(skip_if_lt_x_gpu|requires_nccl|requires_accelerator\w*|skip_unless_torch_gpu)\b.*\n", ""),
-    (r"torch\.cuda\.device_count\(\)", "NUM_RANKS"),
-    (r"\.cuda\(\)", ""),
-    (r'"cpu:gloo,cuda:nccl"|"cuda:nccl,cpu:gloo"|"nccl"', '"gloo"'),
-    (r"torch\.cuda\.set_device\([^)]*\)", "None"),
-    (r'"cuda(:\d)?"', '"cpu"'),
-    (r"'cuda'", "'cpu'"),
-    (r'f"cuda:\{[^}]*\}"', '"cpu"'),
-)
-
-
-def use_ours(namespace: dict[str, Any]) -> None:
-    """Replace torch's functions in a test file, where the run asks for that. Called at the end of the copy of the file."""
-    import torch.multiprocessing
-    import torch.testing._internal.distributed.common_state_dict as mixin
-    from torch.testing._internal.common_distributed import MultiProcessTestCase
-
-    def forked(case: Any) -> None:
-        """Start the ranks without importing torch in each of them."""
-        case._start_processes(torch.multiprocessing.get_context("fork").Process)
-
-    MultiProcessTestCase._spawn_processes = forked  # type: ignore[method-assign]
-    _let_fsdp1_be_on_the_cpu()
-    if os.environ.get(_SWITCH) != "ours":
-        return
-
-    from fsdp_optim import dcp
-
-    ours = {name: getattr(dcp, name) for name in NAMES}
-    for name in NAMES:
-        if name in namespace:
-            namespace[name] = ours[name]
-        if hasattr(mixin, name):
-            setattr(mixin, name, ours[name])
-    for name, value in list(namespace.items()):
-        if isinstance(value, types.ModuleType) and value.__name__ == "torch.distributed.checkpoint.state_dict":
-            namespace[name] = types.SimpleNamespace(**{**vars(value), **ours})
-
-
-def _let_fsdp1_be_on_the_cpu() -> None:
-    """Give FSDP1 the CPU as its device, without which it asks for an accelerator, and its tests as many devices as they need."""
-    import torch
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    made = FullyShardedDataParallel.__init__
-
-    def on_cpu(unit: Any, *args: Any, **kwargs: Any) -> None:
-        made(unit, *args, **{"device_id": torch.device("cpu"), **kwargs})
-
-    FullyShardedDataParallel.__init__ = on_cpu  # type: ignore[method-assign]
-    torch.accelerator.device_count = lambda: 64
-
-
-def on_the_cpu(text: str, num_ranks: int) -> str:
-    """Return a test file for the CPU, which asks `use_ours` when it is imported."""
-    for pattern, replacement in _ON_THE_CPU:
-        text = re.sub(pattern, replacement.replace("NUM_RANKS", str(num_ranks)), text, flags=re.MULTILINE)
-    asks = "\nfrom conformance.pytorch_dcp import use_ours as _use_ours\n\n_use_ours(globals())\n\n\n"
-    body, main, rest = text.partition('if __name__ == "__main__":')
-    return body + asks + main + rest
 
 
 @dataclass
@@ -113,9 +64,12 @@ class Outcomes:
 _RUNNER = """
 import json, sys, unittest
 module, only, report = sys.argv[1:]
-cases = [case for group in unittest.defaultTestLoader.loadTestsFromName(module) for case in group if only in case.id()]
+groups, cases = [unittest.defaultTestLoader.loadTestsFromName(module)], []
+while groups:
+    each = groups.pop()
+    (groups.extend if isinstance(each, unittest.TestSuite) else cases.append)(each)
 found = {"of_case": {}, "texts": {}}
-for case in cases:
+for case in sorted((case for case in cases if only in case.id()), key=lambda case: case.id()):
     result = unittest.TestResult()
     case.run(result)
     name = case.id().split(".", 1)[1]
@@ -129,28 +83,62 @@ for case in cases:
 """Writes its report after each case, so that a case which hangs loses only the cases after it."""
 
 
-def run(file: Path, ours: bool, only: str, seconds: int) -> Outcomes:
+def run(file: Path, library: str, only: str, seconds: int) -> Outcomes:
     """Run a copy of a test file in processes of its own."""
-    report = file.with_suffix(".ours.json" if ours else ".torch.json")
+    report = file.with_suffix(f".{library}.json")
+    own = file.parent / f"files-with-{library}"
+    own.mkdir()
     environment = {
         **os.environ,
-        _SWITCH: "ours" if ours else "torch",
-        "PYTHONPATH": os.pathsep.join([str(_HERE), str(file.parent)]),
+        LIBRARY: library,
+        "TMPDIR": str(own),
+        "PYTHONPATH": os.pathsep.join([str(_HERE), str(file.parent), os.environ.get("PYTHONPATH", "")]),
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONWARNINGS": "ignore",
-        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120",
+        "OMP_NUM_THREADS": "1",
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(seconds),
     }
     command = [sys.executable, "-c", _RUNNER, file.stem, only, str(report)]
-    log, late = "", ""
+    log, late = "", f"no case was through in {seconds} s"
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
-            command, env=environment, cwd=file.parent, capture_output=True, text=True, timeout=seconds, check=False
+            command, env=environment, cwd=file.parent, capture_output=True, text=True, timeout=4 * seconds, check=False
         )
-        log = done.stdout + done.stderr
-        late = "" if done.returncode == 0 else f"ended with {done.returncode}"
+        log, late = done.stdout + done.stderr, f"ended with {done.returncode}"
     if not report.exists():
-        return Outcomes({"the file": "failed"}, {"the file": log or late or f"no case was through in {seconds} s"})
+        return Outcomes({"the file": "failed"}, {"the file": log[-3000:] or late})
     return Outcomes(**json.loads(report.read_text()))
+
+
+def _has_storage(text: str) -> bool:
+    """Return whether a test file saves or loads: otherwise "storage" would be the run with torch again."""
+    return any(word in text for word in ("FileSystemWriter", "FileSystemReader", "checkpoint_id"))
+
+
+def counted(outcomes: Outcomes | None, of_torch: Outcomes | None) -> str:
+    """Return how many cases of a file passed, and how many of the others fail with torch too, or were skipped."""
+    if outcomes is None:
+        return ""
+    words = list(outcomes.of_case.values())
+    text = f"{words.count('passed')} of {len(words)}"
+    failed = [case for case, word in outcomes.of_case.items() if word == "failed"]
+    too = sum(of_torch.of_case.get(case) != "passed" for case in failed) if of_torch is not None else 0
+    notes = (
+        f"{too} fail with torch too" if too else "",
+        f"{words.count('skipped')} skipped" if "skipped" in words else "",
+    )
+    return text + "".join(f", {note}" for note in notes if note)
+
+
+def show(name: str, outcomes: Mapping[str, Outcomes], errors: bool) -> None:
+    """Print the outcome of each case, and why it failed where torch's passes."""
+    cases = dict.fromkeys(case for each in outcomes.values() for case in each.of_case)
+    for case in cases:
+        each = {library: outcome.of_case.get(case, "not run") for library, outcome in outcomes.items()}
+        print(f"{name}: {case}: {', '.join(f'{library} {word}' for library, word in each.items())}", flush=True)
+        for library, outcome in outcomes.items():
+            if errors and case in outcome.texts and (library != "torch" or set(each.values()) == {"failed"}):
+                print(f"--- {library}\n{outcome.texts[case][-3000:]}", flush=True)
 
 
 def main() -> None:
@@ -159,28 +147,31 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="the root of a checkout of pytorch")
     parser.add_argument("--files", nargs="*", default=FILES, help="files below test/distributed/checkpoint")
     parser.add_argument("--only", default="", help="the cases whose names contain this")
+    parser.add_argument("--libraries", nargs="*", default=LIBRARIES, choices=LIBRARIES, help="what to run them with")
+    parser.add_argument("--errors", action="store_true", help="print the errors")
     parser.add_argument(
-        "--errors", action="store_true", help="print the error of each case that fails with this library alone"
+        "--ranks", type=int, default=4, help="the ranks of the cases that take as many as there are GPUs"
     )
-    parser.add_argument("--ranks", type=int, default=4, help="the ranks of each case")
-    parser.add_argument("--seconds", type=int, default=1800, help="the most time for a file")
+    parser.add_argument("--seconds", type=int, default=900, help="the most time for a case")
+    parser.add_argument("--report", type=Path, help="a JSON file for all outcomes")
     given = parser.parse_args()
-    rows = [("file", "cases", "passed", "failed", "failed with torch too", "skipped")]
+    rows = [("file", *given.libraries), *[("---",) * (1 + len(given.libraries))]]
+    report: dict[str, dict[str, object]] = {}
     for name in given.files:
         source = given.checkout / "test" / "distributed" / "checkpoint" / name
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder) / source.name
-            copy.write_text(on_the_cpu(source.read_text(), given.ranks))
-            theirs, ours = (run(copy, which, given.only, given.seconds) for which in (False, True))
-        both = {case for case, outcome in theirs.of_case.items() if outcome == "failed"}
-        alone = [case for case, outcome in ours.of_case.items() if outcome == "failed" and case not in both]
-        for case, outcome in ours.of_case.items():
-            print(f"{name}: {case}: {outcome} ({theirs.of_case.get(case)} with torch)", flush=True)
-            if given.errors and case in alone:
-                print(ours.texts[case][-3000:])
-        counts = {word: sum(outcome == word for outcome in ours.of_case.values()) for word in ("passed", "skipped")}
-        failed_too = sum(ours.of_case.get(case) == "failed" for case in both)
-        rows.append((name, *map(str, (len(ours.of_case), counts["passed"], len(alone), failed_too, counts["skipped"]))))
+            copy.write_text(on_the_cpu(source.read_text(), 8 if name in _EIGHT_RANKS else given.ranks))
+            asked = [library for library in given.libraries if library != "storage" or _has_storage(copy.read_text())]
+            outcomes = {library: run(copy, library, given.only, given.seconds) for library in asked}
+        show(name, outcomes, given.errors)
+        of_torch = outcomes.get("torch")
+        rows.append(
+            (name.removesuffix(".py"), *(counted(outcomes.get(library), of_torch) for library in given.libraries))
+        )
+        report[name] = {library: asdict(each) for library, each in outcomes.items()}
+        if given.report:
+            given.report.write_text(json.dumps(report, indent=1))
     for row in rows:
         print("| " + " | ".join(row) + " |")
 
