@@ -16,11 +16,21 @@ def with_memory(tree: Any) -> Any:
 
     A DTensor gets memory on the device of its mesh, another tensor on that of the meshes in the tree, else on torch's default.
     """
-    tensors = list(_tensors_in(tree))
-    if not any(tensor.is_meta for tensor in tensors):
+    if not has_meta_tensors(tree):
         return tree
+    tensors = list(_tensors_in(tree))
     meshes = [tensor.device_mesh.device_type for tensor in tensors if is_dtensor(tensor)]
     return _replaced(tree, torch.device(meshes[0]) if meshes else torch.get_default_device())
+
+
+def has_meta_tensors(tree: Any) -> bool:
+    """Return whether a tree has tensors without memory."""
+    return any(map(is_on_meta, _tensors_in(tree)))
+
+
+def is_on_meta(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no memory. A ShardedTensor has some, and knows few operations."""
+    return not hasattr(tensor, "local_shards") and tensor.is_meta
 
 
 def _tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
@@ -33,7 +43,7 @@ def _tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 def _replaced(tree: Any, device: torch.device, depth: int = 0) -> Any:
     if isinstance(tree, torch.Tensor):
-        return _made(tree, device) if tree.is_meta else tree
+        return _made(tree, device) if is_on_meta(tree) else tree
     if depth == MOST_DEEP:  # the load refuses such trees
         return tree
     if isinstance(tree, dict):
