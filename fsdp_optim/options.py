@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from os import PathLike
 from types import NoneType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from fsdp_optim.arguments import (
     seconds_of,
 )
 from fsdp_optim.errors import CheckpointError, StateError
+
+if TYPE_CHECKING:
+    from fsdp_optim.layout.views import View
 
 BUCKET_NBYTES = 64 << 20
 """Bytes that a rank may hold for temporary buffers while a call moves data."""
@@ -79,6 +83,22 @@ def text_of_format(format: object) -> str:
     return f"{type(format).__module__}.{type(format).__qualname__}"
 
 
+def text_of_views(views: Sequence[View]) -> str:
+    """Return a short text that is equal only for equal Views, whose own texts are long."""
+    listed = [repr(view) for view in views] if isinstance(views, (list, tuple)) else [repr(views)]
+    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})" if listed else ""
+
+
+def check_views(views: object) -> None:
+    """Raise an error for a value that is no list of Views."""
+    if views == ():
+        return
+    from fsdp_optim.layout.views import View  # here, so that the command line does not load it
+
+    if not isinstance(views, (list, tuple)) or not all(isinstance(view, View) for view in views):
+        raise StateError(f"views must be a list of Views, as in views=[View(...)], not {views!r}")
+
+
 @dataclass(frozen=True)
 class CallOptions(Arguments):
     """Options of every call in which ranks take part.
@@ -96,6 +116,11 @@ class CallOptions(Arguments):
             to tensor parallel layers, which no wrapper keeps equal: "error", or "lowest_rank", which uses the state of the
             lowest rank and logs a warning. For a save it also counts for weights and buffers, BatchNorm statistics included. A
             load replaces all replicas, whatever this option says.
+        views: Views (`fsdp_optim.View`) of live parameters that trainers have fused, stacked or interleaved. The call sees their
+            canonical parts in their place: weights, moments and every other value of the parameter's shape under the names of
+            the parts; scalars, such as `step`, in every part, which must have equal ones when they are loaded. A value of
+            another shape is an error that names it. A View of a name that a model does not have changes nothing, if the model
+            has the parts; one that names nothing on any rank is an error.
     """
 
     process_group: dist.ProcessGroup | None = field(default=None, metadata=compared_as(name_of_group))
@@ -103,11 +128,13 @@ class CallOptions(Arguments):
     bucket_nbytes: int = BUCKET_NBYTES  # equal on all ranks: both ends of a message derive the message's size from it
     name_of: NameOf | None = field(default=None, metadata=MAY_DIFFER)
     on_replica_mismatch: OnReplicaMismatch = "error"
+    views: Sequence[View] = field(default=(), metadata=compared_as(text_of_views))
 
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""
         check_one_of("on_replica_mismatch", self.on_replica_mismatch, ("error", "lowest_rank"))
         check_callable("name_of", self.name_of)
+        check_views(self.views)
         check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_BUCKET_NBYTES, " bytes")
         seconds_of(self.timeout)
 

@@ -49,6 +49,7 @@ class Handle:
         cast_by_wrapper: True where the wrapper casts it in the first forward pass, so the present dtype says little (buffers).
         master: for a master (`Adapter.masters`), the name of the state value that has the elements in the optimizer's own
             state_dict(), and from which load_state_dict() restores them.
+        fused: the names of live parameters of which Views have made some of the originals (`fsdp_optim.canonical`).
     """
 
     param: torch.Tensor
@@ -63,6 +64,7 @@ class Handle:
     skipped: bool = False
     cast_by_wrapper: bool = False
     master: str | None = None
+    fused: tuple[str, ...] = ()
 
     def weights(self) -> torch.Tensor:
         """Return the parameter's elements on this rank, in the local shape; shares the parameter's memory."""
@@ -274,6 +276,7 @@ class ModelView:
         ranks: the global ranks that share the model, sorted; this rank alone for a plain module.
         rank: this global rank.
         given_names: FQN on this rank -> the name from `name_of`; empty without `name_of`.
+        unmatched: the Views, as text, that name nothing of this rank's model.
         wrapper_parts: name components that wrappers insert, and that are not part of an FQN.
         mixed: for each module from which the wrapper took only some parameters, the FQNs of the parameters that it took and of
             the parameters that it left. The order between the two groups is lost; `order` has the taken parameters first.
@@ -289,6 +292,7 @@ class ModelView:
     mixed: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
     wrapper_parts: frozenset[str] = frozenset()
     given_names: Mapping[str, str] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks:

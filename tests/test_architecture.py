@@ -59,6 +59,7 @@ differences: errors results
 fingerprints: errors
 elements: errors
 layout: errors
+layout.views: errors layout
 rank_maps: errors
 registry: errors
 saying: errors speed
@@ -66,7 +67,7 @@ results: errors saying
 storage.base: errors
 transport.job: errors machine
 buckets.objects: errors storage.base wire
-options: arguments errors
+options: arguments errors layout.views
 plan: errors layout
 storage.posix: errors machine storage.base
 buckets.fsspec: buckets.objects errors storage.base
@@ -79,6 +80,7 @@ transport: errors layout memory options plan transport.job wire
 formats.base: dtensors elements errors fingerprints layout memory registry storage.base
 move: errors layout memory plan transport
 view: dtensors errors layout memory
+canonical: errors layout.views view
 adapters: arguments dtensors elements errors layout memory options registry view
 foreign: errors formats.base storage.base
 formats.own: arguments errors fingerprints formats.base memory registry storage.base
@@ -88,19 +90,19 @@ state.dicts: dtensors elements errors layout memory options state.values view
 foreign.dcp: elements errors foreign foreign.archive formats.base layout memory registry storage.base
 state.live: errors layout memory options plan state.dicts state.values view
 foreign.hugging_face: errors foreign foreign.dcp formats.base formats.own storage.base
-state.merged: errors layout memory options state.dicts state.live state.values view
+state.merged: errors layout layout.views memory options state.dicts state.live state.values view
 foreign.torch: arguments errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory options
     registry storage.base
-verbs: adapters arguments dtensors elements errors layout memory move options results speed state.dicts state.live
-    state.merged state.values transport view
-checkpoint.common: adapters arguments boundary dtensors elements errors fingerprints formats.base formats.own layout memory
-    move options plan prints registry results speed state.dicts state.live state.merged state.values storage.base
-    storage.posix transport verbs view
+verbs: adapters arguments canonical dtensors elements errors layout layout.views memory move options results speed
+    state.dicts state.live state.merged state.values transport view
+checkpoint.common: adapters arguments boundary canonical dtensors elements errors fingerprints formats.base formats.own
+    layout layout.views memory move options plan prints registry results speed state.dicts state.live state.merged
+    state.values storage.base storage.posix transport verbs view
 foreign.deepspeed: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own registry results storage.base storage.posix
-checkpoint.load: adapters checkpoint.common dtensors elements errors fingerprints formats.base layout memory move options
-    plan results saying speed state.dicts state.live state.merged state.values storage.base transport verbs view
+checkpoint.load: adapters checkpoint.common dtensors elements errors fingerprints formats.base layout layout.views memory
+    move options plan results saying speed state.dicts state.live state.merged state.values storage.base transport verbs view
 checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerprints formats.base layout memory move options
     results state.live state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
@@ -115,8 +117,8 @@ offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load
     fingerprints foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan prints
     rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix transport wire
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.run
-    checkpoint.save differences fingerprints formats.base memory merges options rank_maps registry results state.dicts
-    state.live storage.posix transport verbs
+    checkpoint.save differences fingerprints formats.base layout.views memory merges options rank_maps registry results
+    state.dicts state.live storage.posix transport verbs
 plugins: adapters buckets.objects checkpoint.common checkpoint.proof checkpoint.trainers errors foreign.dcp
     foreign.deepspeed foreign.per_rank foreign.torch formats.base formats.own layout memory options registry saying
     state.live storage.base storage.posix view

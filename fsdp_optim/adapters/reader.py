@@ -157,6 +157,11 @@ class ModelReader:
         """Return the persistent buffers, as a wrapper has cut them, else complete on the ranks with the nearest parameters."""
         return read_buffers(self._tree, self._adapters, view, _renamed_by(name_of))
 
+    @property
+    def buffer_fqns(self) -> tuple[str, ...]:
+        """The FQNs of the persistent buffers."""
+        return tuple(fqn for fqn, _, _ in self._tree.buffers())
+
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers with persistent=False by FQN, which no checkpoint has."""
         return self._tree.unsaved_buffers()

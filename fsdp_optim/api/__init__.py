@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         scatter_full_optim_state_dict,
         transfer_optim_state,
     )
-    from fsdp_optim.api.proving import fingerprint
+    from fsdp_optim.api.proving import fingerprint, proof_of
     from fsdp_optim.api.save_load import async_save, load, save
     from fsdp_optim.api.slices import declare_slice
     from fsdp_optim.checkpoint.common.pending import SaveHandle
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fsdp_optim.checkpoint.run.manager import CheckpointManager
     from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
     from fsdp_optim.fingerprints import Difference, Fingerprint, ValueFingerprint
+    from fsdp_optim.layout.views import View
     from fsdp_optim.merges import AdapterMergeResult
     from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
     from fsdp_optim.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement
@@ -90,6 +91,7 @@ __all__ = [
     "ValueFingerprint",
     "ValueStatistics",
     "VerifyResult",
+    "View",
     "async_save",
     "average",
     "checkpoints",
@@ -113,6 +115,7 @@ __all__ = [
     "merge_adapter",
     "per_rank",
     "placement",
+    "proof_of",
     "prune",
     "rekey_optim_state_dict",
     "reshard_optim_state_dict",
@@ -138,7 +141,7 @@ _PLACES = {
         "gather_full_optim_state_dict get_shard_from_optim_state_dict get_shard_without_optimizer iter_full_optim_state "
         "load_optim_state_dict rekey_optim_state_dict reshard_optim_state_dict scatter_full_optim_state_dict transfer_optim_state"
     ),
-    "fsdp_optim.api.proving": "fingerprint",
+    "fsdp_optim.api.proving": "fingerprint proof_of",
     "fsdp_optim.api.save_load": "async_save load save",
     "fsdp_optim.api.slices": "declare_slice",
     "fsdp_optim.checkpoint.common.pending": "SaveHandle",
@@ -147,6 +150,7 @@ _PLACES = {
     "fsdp_optim.checkpoint.run.manager": "CheckpointManager",
     "fsdp_optim.differences": "DiffResult HyperparameterDiff ObjectDiff ShapeDiff ValueDiff ValueStatistics",
     "fsdp_optim.fingerprints": "Difference Fingerprint ValueFingerprint",
+    "fsdp_optim.layout.views": "View",
     "fsdp_optim.merges": "AdapterMergeResult",
     "fsdp_optim.options": "CallOptions ConvertOptions LoadOptions ManagerOptions SaveOptions",
     "fsdp_optim.rank_maps": "EmptyRanks PlacementResult RankRun TensorPlacement",

@@ -1,13 +1,15 @@
-"""The call that gives a model and an optimizer a fingerprint."""
+"""The calls that prove: the fingerprint of a model and an optimizer, and what is known about resumes from a checkpoint."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint import fingerprinting
 from fsdp_optim.checkpoint.common.run_state import RunState
+from fsdp_optim.checkpoint.proof import file as proof_file
 from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CallArguments, CallOptions, Model
@@ -55,3 +57,21 @@ def fingerprint(
     """
     arguments = fingerprinting.FingerprintArguments(CallArguments.of(options), RunState(state), projections)
     return fingerprinting.fingerprint(model, optim, arguments)
+
+
+@public
+def proof_of(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return what `CheckpointManager(prove=...)` knows about resumes from a checkpoint. No communication.
+
+    Args:
+        path: the folder of a checkpoint, or its URL.
+        storage_options: the options of a URL, as for `SaveOptions`.
+
+    Returns:
+        "identical" or "rounding": the verdict of the last run that has resumed from it, where it was proven. "recorded": the step
+        after it is recorded, and no run has been proven yet. "": nothing is recorded.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    return proof_file.proof_of(path, storage_options)

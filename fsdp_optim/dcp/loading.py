@@ -13,11 +13,12 @@ from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.dcp.meta_values import has_meta_tensors, is_on_meta, with_memory
+from fsdp_optim.dcp.meta_values import with_memory
 from fsdp_optim.dcp.reader import Reader
 from fsdp_optim.dcp.saving import place_of
 from fsdp_optim.dcp.state_tree import called, is_stateful
 from fsdp_optim.dcp.tree_view import Places, TreeFormat
+from fsdp_optim.elements import is_on_meta
 from fsdp_optim.formats.base.protocols import SeenAs
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions
@@ -68,10 +69,9 @@ def load(
         _load_by_torch(states, checkpoint_id, storage_reader, planner, process_group, no_dist=no_dist)
         loaded = states
     else:
-        objects = {name for name in states if is_stateful(state_dict[name])}
-        ready = {name: state if name in objects else with_memory(state) for name, state in states.items()}
-        wrong = next((name for name in sorted(objects) if has_meta_tensors(states[name])), None)
-        saved = _load(place_of(checkpoint_id), ready, process_group, options, alone=no_dist, on_meta=wrong)
+        # An object on the meta device is refused, because its load_state_dict() would pass over the values.
+        ready = {name: state if is_stateful(state_dict[name]) else with_memory(state) for name, state in states.items()}
+        saved = _load(place_of(checkpoint_id), ready, process_group, options, alone=no_dist)
         loaded = {name: _filled(state, saved[name]) for name, state in states.items()}
     for name, state in sorted(
         loaded.items(), key=itemgetter(0)
@@ -114,16 +114,13 @@ def _load(
     options: LoadOptions,
     *,
     alone: bool,
-    on_meta: str | None,
 ) -> Mapping[str, Any]:
-    """Load the tensors in place. Returns the states with the saved values. `on_meta`: an object whose tensors have no memory."""
-    why = "has tensors on the meta device, which its load_state_dict() would pass over: give it memory first (to_empty)"
+    """Load the tensors in place. Returns the states with the saved values."""
     arguments = LoadArguments.of(
         options if process_group is None else replace(options, process_group=process_group),
         dict(states),
         allow_unexpected=True,
         weights="none",
-        wrong_options="" if on_meta is None else f"state[{on_meta!r}]: {why}",
     )
     places = Places.in_tree(states, options.rename)
     with checkpoint_errors(path):

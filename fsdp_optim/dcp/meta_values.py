@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.dtensors import dtensor_cut_like, is_dtensor, local_of
-from fsdp_optim.elements import MOST_DEEP
+from fsdp_optim.elements import MOST_DEEP, is_on_meta
 
 
 def with_memory(tree: Any) -> Any:
@@ -16,21 +16,11 @@ def with_memory(tree: Any) -> Any:
 
     A DTensor gets memory on the device of its mesh, another tensor on that of the meshes in the tree, else on torch's default.
     """
-    if not has_meta_tensors(tree):
-        return tree
     tensors = list(_tensors_in(tree))
+    if not any(map(is_on_meta, tensors)):
+        return tree
     meshes = [tensor.device_mesh.device_type for tensor in tensors if is_dtensor(tensor)]
     return _replaced(tree, torch.device(meshes[0]) if meshes else torch.get_default_device())
-
-
-def has_meta_tensors(tree: Any) -> bool:
-    """Return whether a tree has tensors without memory."""
-    return any(map(is_on_meta, _tensors_in(tree)))
-
-
-def is_on_meta(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no memory. A ShardedTensor has some, and knows few operations."""
-    return not hasattr(tensor, "local_shards") and tensor.is_meta
 
 
 def _tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -90,17 +90,22 @@ class BoxTable:
         return self if index is None else BoxTable(self.columns[:, :, index], self.bases[index])
 
     def are_runs(self, shape: Columns) -> Mask:
-        """Return whether each Box of a parameter is a run: all dimensions after the first one with several elements are full.
+        """Return whether each Box of a parameter is a run, there and locally.
+
+        All dimensions after the first one with several elements are full, and the local strides are those of contiguous rows.
 
         `shape`: the shape of the parameter; or by dimension and row, where the rows are Boxes of several parameters.
         """
         sizes = self.highs - self.lows
         are_runs = behind = numpy.ones(len(self), bool)  # `behind`: the dimensions behind the current one are full
+        are_contiguous, row = numpy.ones(len(self), bool), numpy.ones(len(self), numpy.int64)
         for dim in range(len(shape) - 1, -1, -1):
             are_runs = are_runs & (sizes[dim] == 1) | behind
+            are_contiguous &= (sizes[dim] == 1) | (self.strides[dim] == row)
             if dim:
                 behind = behind & (sizes[dim] == shape[dim])
-        return are_runs
+                row = row * sizes[dim]
+        return are_runs & are_contiguous
 
     def as_runs(self, shape: Columns) -> BoxTable:
         """Return Boxes that are runs as runs. `shape`: as for `are_runs`."""

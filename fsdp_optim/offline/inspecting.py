@@ -32,7 +32,7 @@ def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointS
         return CheckpointSummary(
             path=index.where,
             format=index.facts.format_name,
-            about=index.facts.about,
+            about={**index.facts.about, **({"views": "\n".join(views)} if (views := index.facts.views) else {})},
             world_size=index.facts.world_size,
             step=index.facts.step,
             weights=index.facts.weights.which,

@@ -208,7 +208,7 @@ def _common(pairs: Pairs, left: BoxTable, right: BoxTable) -> Found:
     lows = numpy.maximum(left.lows, right.lows)
     sizes = numpy.minimum(left.highs, right.highs) - lows
     (rows,) = (sizes > 0).all(axis=0).nonzero()
-    is_run = left.num_dims == 1
+    is_run = left.num_dims == 1 and bool((left.strides == 1).all() and (right.strides == 1).all())
     ends = [(table.bases + (lows[0] if is_run else along(lows, table.strides)))[None] for table in (left, right)]
     strides = [] if is_run else [left.strides, right.strides]  # the strides of runs are 1
     columns = numpy.concatenate([pairs.columns[3:], *ends, sizes, *strides])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -88,6 +89,7 @@ def _reversed(copy: Copy) -> Copy:
 
 def _clipped(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
     """Yield the parts of a copy with target elements in [start, stop): in each dimension part of a row, full rows, a rest."""
+    copy = _outermost_first(copy)
     size, inner = copy.sizes[0], copy.sizes[1:]
     stride, first = copy.target_strides[0], copy.target_offset
     span = 1 + sum((n - 1) * step for n, step in zip(inner, copy.target_strides[1:], strict=True))  # length of one row
@@ -99,6 +101,18 @@ def _clipped(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
         yield _rows(copy, low, high, whole=True)
     if low <= high < size and first + high * stride < stop:
         yield from _clipped(_rows(copy, high, high + 1, whole=False), start, stop)
+
+
+def _outermost_first(copy: Copy) -> Copy:
+    """Return the copy with its dimensions in the order of the target's strides: a transposed part has another order."""
+    strides = copy.target_strides
+    if all(a >= b for a, b in itertools.pairwise(strides)):
+        return copy
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    sizes, source, target = (
+        tuple(numbers[dim] for dim in order) for numbers in (copy.sizes, copy.source_strides, strides)
+    )
+    return replace(copy, sizes=sizes, source_strides=source, target_strides=target)
 
 
 def _rows(copy: Copy, low: int, high: int, *, whole: bool) -> Copy:

@@ -203,7 +203,7 @@ def _joined(rows: torch.Tensor) -> torch.Tensor:
     table, join, columns = coefficients_on(rows.device)
     signed = rows.view(torch.int8)
     if len(rows) >= _LEAST_ROWS:
-        way = _way_on(rows.device.type)
+        way = _way_on(rows.device)
         if way == "int8":
             return (torch._int_mm(signed, table).to(torch.int64)[:, None] * join).sum(-1)
         if way == "float32":
@@ -220,13 +220,12 @@ def _by_columns(signed: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=8)
-def _way_on(device_type: str) -> str:
+def _way_on(device: torch.device) -> str:
     """Return how products of int8 matrices are made on a device: "int8", "float32", or "" for 64-bit arithmetic.
 
     Only what is exact here for the largest sums is used.
     """
-    device = torch.device(device_type)
-    if device_type == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+    if device.type == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return "float32"  # the product of int8 is not vectorised
     table = coefficients_on(device).table
     low = torch.full((_LEAST_ROWS, ROW_NBYTES), -128, dtype=torch.int8, device=device)
@@ -237,6 +236,6 @@ def _way_on(device_type: str) -> str:
             return "int8"
     except (AttributeError, RuntimeError, NotImplementedError):
         pass
-    if device_type == "cpu":
+    if device.type == "cpu":
         return "float32"
     return ""

@@ -15,14 +15,17 @@ from msgspec import structs
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.arguments import Arguments
+from fsdp_optim.canonical import seen_through
 from fsdp_optim.elements import check_no_fake_mode
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
+from fsdp_optim.layout.views import live_placement
 from fsdp_optim.options import CallArguments, Model, OnReplicaMismatch
 from fsdp_optim.speed import speed_of
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.dicts.order import Counted, OrderedParam, count
 from fsdp_optim.state.live.fitting import LiveOptimizer
+from fsdp_optim.state.live.fused import check_follows
 from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.live.optimizer_reader import read_optimizer
 from fsdp_optim.state.merged.global_state import GlobalState
@@ -100,7 +103,7 @@ class Local:
 
 
 def _on_mesh(places: Mapping[str, Placement]) -> frozenset[str]:
-    return frozenset(fqn for fqn, place in places.items() if isinstance(place, OnMesh))
+    return frozenset(fqn for fqn, place in places.items() if isinstance(live_placement(place), OnMesh))
 
 
 def read_local(
@@ -110,6 +113,7 @@ def read_local(
     check_optimizers(optim)
     view = reader.read(ranks, options.name_of, optim)
     check_materialized(view.handles, view.rank)
+    view = seen_through(view, options.views, reader.buffer_fqns if options.views else ())
     if options.collect == "all":
         view = replace(view, handles=tuple([named.with_all_collected() for named in view.handles]))
     return Local(view, read_optimizer(optim, view))
@@ -293,6 +297,8 @@ def _report(
 ) -> RankReport:
     optim = local.optim
     summaries = optim.summaries if with_state else (None,) * len(optim.params)
+    for param, summary in zip(optim.params, summaries, strict=True):
+        check_follows(param, summary)
     prints = _Prints(group, what, every_replica=every_replica) if with_state and len(group.ranks) > 1 else None
     params = [_live_param(param, summary, prints, what) for param, summary in zip(optim.params, summaries, strict=True)]
     return RankReport(
@@ -313,6 +319,7 @@ def _report(
         stateless=() if with_state else local.stateless,
         module_values=_module_values(local.module_values, group, with_state=with_state),
         extra_state_loaders=tuple(local.module_values.extra_state_loaders),
+        unmatched=local.view.unmatched,
     )
 
 

@@ -64,14 +64,15 @@ class CopyTest(SharedFolder):
         shutil.copytree(self.root / "bare", source)
         (source / "tokenizer.json").write_bytes(os.urandom(3_000_000))
         (source / "empty.txt").write_bytes(b"")
-        (source / "logs").mkdir()
+        (source / "logs" / "old").mkdir(parents=True)
         (source / "logs" / "events").write_text("x")
+        (source / "logs" / "old" / "events").write_text("y")
         with self.assertLogs("fsdp_optim", "WARNING") as logged:
             done = fsdp_optim.copy(source, self.to, bucket_nbytes=16 << 20)
-        self.assertIn("logs/events", logged.output[0])
-        self.assertEqual(done.left_out, ("logs/events",))
+        self.assertIn("logs/old/events", logged.output[0])
+        self.assertEqual(done.left_out, ("logs/old/events",))
         wanted = content_of(source)
-        del wanted["logs/events"]
+        del wanted["logs/old/events"]
         self.assertEqual(content_of(self.to), wanted)
 
     @parameterized.expand(

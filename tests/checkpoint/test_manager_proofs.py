@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.wraps import WRAPPERS
@@ -18,6 +19,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointManager, ManagerOptions, ResumeProof, StateError
+from fsdp_optim.cli.commands import ls
 from fsdp_optim.testing import RanksFailed, run_on_ranks
 
 QUICK = ManagerOptions(durable=False, signals=(), progress=False)
@@ -180,6 +182,7 @@ class ManagerProofTest(SharedFolder):
         root = self.root / "same"
         self.assertEqual(run_on_ranks(train, 2, root, 3), [("none", "")] * 2)
         self.assertEqual(records(root), ["step-00000002"])
+        self.assertEqual(fsdp_optim.proof_of(root / "step-00000002"), "recorded")
         for outcome, line in run_on_ranks(train, 2, root, 5):
             self.assertEqual(outcome, "identical", line)
             self.assertRegex(line, r"resume proven: step 3 is bit-identical \(\d+ values\)")
@@ -187,6 +190,23 @@ class ManagerProofTest(SharedFolder):
         record = json.loads((root / "step-00000004/proof.json").read_text())
         self.assertEqual((record["saved_step"], record["step"], record["world_size"]), (4, 5, 2))
         self.assertTrue(fsdp_optim.verify(root / "step-00000004").has_checksums)
+        listed = CliRunner().invoke(ls.command, [str(root)]).output.splitlines()
+        self.assertEqual([line.split("  ")[-1] for line in listed[-2:]], ["ok, not proven yet", "ok, proven"])
+        self.assertEqual(
+            [fsdp_optim.proof_of(root / f"step-0000000{step}") for step in (2, 4)], ["identical", "recorded"]
+        )
+
+    def test_a_damaged_record_stops_nothing(self) -> None:
+        root = self.root / "damaged"
+        run_on_ranks(train, 2, root, 3)
+        path = root / "step-00000002/proof.json"
+        for text in ("{", '{"version": 1}', path.read_text().replace('"step": 3', '"step": "three"')):
+            path.write_text(text)
+            self.assertEqual(fsdp_optim.proof_of(root / "step-00000002"), "recorded" if "three" in text else "")
+            outcome, line = run_on_ranks(train, 2, root, 3)[0]
+            self.assertEqual(outcome, "unknown")
+            self.assertIn("proof.json: is damaged", line)
+        self.assertEqual(fsdp_optim.load(root / "step-00000002").step, 2)
 
     def test_other_world_sizes_and_wrappers(self) -> None:
         root = self.root / "others"

@@ -6,7 +6,7 @@ The second half draws random Layouts. A tensor's elements are known by their row
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -25,6 +25,7 @@ from fsdp_optim.layout import (
     StridedBoxes,
     Whole,
 )
+from fsdp_optim.layout.views import Part, PlacedPart
 from fsdp_optim.plan import Copy
 from kit.layouts import Layout, NamedCopy
 
@@ -73,17 +74,32 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
                         taken.append((i - first) // chunk == coordinate[mesh_dim])
                     local = local.compress(taken, axis=dim)
                 tensors[rank] = dict(enumerate(local.ravel().tolist()))
+    elif isinstance(placement, PlacedPart):
+        part_of = {live: element for element, live in enumerate(live_elements(placement.part))}
+        for rank, mine in held(placement.live).items():
+            tensors[rank] = {place: part_of[live] for place, live in mine.items() if live in part_of}
     else:
         assert isinstance(placement, Boxes)
         for rank, blocks in placement.by_rank:
             tensors[rank] = {
-                block.offset + i: element
+                place: element
                 for block in blocks
-                for i, element in enumerate(elements_of_box(placement.shape, block.box))
+                for place, element in zip(
+                    addresses_of_block(block), elements_of_box(placement.shape, block.box), strict=True
+                )
             }
             numel = sum(prod(block.box.sizes) for block in blocks)
             assert len(tensors[rank]) == numel, "blocks on top of each other"
     return tensors
+
+
+def live_elements(part: Part) -> list[int]:
+    """The element of the live parameter that is each element of a part, in the part's order."""
+    factors = [size for dim in part.factors for size in dim]
+    numbers = np.arange(prod(factors)).reshape(factors)
+    taken = numbers[tuple(slice(low, low + size) for low, size in zip(part.lows, part.sizes, strict=True))]
+    order = [factor for dim in part.dims for factor in dim]
+    return taken.transpose([*order, *(set(range(len(factors))) - set(order))]).ravel().tolist()
 
 
 def addresses_of_block(block: Block) -> list[int]:
@@ -267,7 +283,46 @@ def whole_placements(shape: Shape) -> st.SearchStrategy[Whole]:
 
 
 @st.composite
+def parts(draw: st.DrawFn, shape: Shape) -> Part:
+    """A part of this shape: factors of its dimensions in any order, beside ranges of other parts, in any dimensions."""
+    dims, sizes = list[list[int]](), list[int]()
+    for length in shape:
+        factors = [length]
+        for size in (2, 3):
+            if length % size == 0 and length and draw(st.booleans()):
+                factors = [size, length // size] if draw(st.booleans()) else [length // size, size]
+        dims.append(list(range(len(sizes), len(sizes) + len(factors))))
+        sizes += factors
+    for _ in range(draw(st.integers(0, 1))):
+        sizes.append(1)  # an index, of an axis that the part does not have
+    before = [draw(st.sampled_from([0, 0, 0, 1, 2])) for _ in sizes]
+    after = [draw(st.sampled_from([0, 0, 0, 1])) for _ in sizes]
+    order = draw(st.permutations(range(len(sizes)))) if draw(st.booleans()) else list(range(len(sizes)))
+    cuts = sorted(draw(st.sets(st.integers(1, max(len(sizes) - 1, 1)))) | {0, len(sizes)})
+    live = [order[a:b] for a, b in pairwise(cuts) if order[a:b]]
+    place = {factor: number for number, factor in enumerate(order)}
+    return Part(
+        tuple(tuple(before[f] + sizes[f] + after[f] for f in factors) for factors in live),
+        tuple(before[f] for f in order),
+        tuple(sizes[f] for f in order),
+        tuple(tuple(place[f] for f in dim) for dim in dims),
+    )
+
+
+@st.composite
+def placed_parts(draw: st.DrawFn, shape: Shape) -> PlacedPart:
+    """A part of a parameter that is placed in any way but this one."""
+    part = draw(parts(shape))
+    kinds = [whole_placements, mesh_placements, strided_placements, boxes_placements, split_placements]
+    if draw(st.booleans()):
+        return PlacedPart(draw(flat_groups({"before": (3,), "w": part.live_shape}))["w"], part)
+    return PlacedPart(draw(draw(st.sampled_from(kinds))(part.live_shape)), part)
+
+
+@st.composite
 def placements(draw: st.DrawFn, shape: Shape) -> Placement:
+    if draw(st.sampled_from([False, False, True])):
+        return draw(placed_parts(shape))
     kinds = [whole_placements, mesh_placements, strided_placements, boxes_placements, split_placements]
     if draw(st.booleans()):
         return draw(draw(st.sampled_from(kinds))(shape))
@@ -281,6 +336,7 @@ def layouts(draw: st.DrawFn, of: Mapping[str, Shape]) -> Layout:
     kinds = {"boxes": boxes_placements, "mesh": mesh_placements, "strided": strided_placements}
     kinds["whole"] = whole_placements
     kinds["split"] = split_placements
+    kinds["part"] = placed_parts
     kind = {fqn: draw(st.sampled_from(["flat", *kinds])) for fqn in of}
     flat = draw(flat_groups({fqn: shape for fqn, shape in of.items() if kind[fqn] == "flat"}))
     return Layout({fqn: flat[fqn] if fqn in flat else draw(kinds[kind[fqn]](of[fqn])) for fqn in of})

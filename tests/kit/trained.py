@@ -85,7 +85,7 @@ class Trained:
         if prepare is not None:
             prepare(unwrapped)
         self.by_torch = by_torch
-        self.numbers = Numbers(unwrapped)
+        self.numbers = self.numbers_of(unwrapped)
         self.numbers.give(unwrapped)
         wrapper = WRAPPERS[wrap] if isinstance(wrap, str) else wrap
         self.adopt(wrapper(unwrapped), make)
@@ -95,6 +95,7 @@ class Trained:
         self.step(range(steps), unused)
 
     by_torch = False
+    numbers_of: Callable[[nn.Module], Numbers] = Numbers
 
     def adopt(self, model: Any, make: Any) -> None:
         """Take a wrapped model whose values are still `self.numbers`."""

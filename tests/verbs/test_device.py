@@ -17,6 +17,7 @@ from kit.optimizers import adam, sgd
 import fsdp_optim
 from fsdp_optim import memory
 from fsdp_optim.adapters import use_adapters
+from fsdp_optim.prints.coefficients import coefficients_on, signs_on
 from fsdp_optim.state.values import fingerprint_of
 from fsdp_optim.state.values.same import same as same_values
 from fsdp_optim.testing import run_on_threads
@@ -85,13 +86,18 @@ def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> Non
         else:
             if verb == "save":
                 fsdp_optim.save(
-                    path, run.model, run.optim, options=fsdp_optim.SaveOptions(durable=False, bucket_nbytes=100)
+                    path,
+                    run.model,
+                    run.optim,
+                    options=fsdp_optim.SaveOptions(durable=False, bucket_nbytes=100, fingerprint=True),
                 )
             else:
                 fsdp_optim.async_save(path, run.model, run.optim, options=fsdp_optim.SaveOptions(durable=False)).wait()
             fsdp_optim.load(
                 path, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True, bucket_nbytes=100)
             )
+            prints = [fsdp_optim.fingerprint(one.model, one.optim, projections=2) for one in (run, target)]
+            check_same("fingerprints", prints[1].differences(prints[0]), ())
             for mine, theirs in zip(target.model.parameters(), wanted.model.parameters(), strict=True):
                 check_same("weights", on_host(mine), on_host(theirs))
         got, right = (on_host(one.optim.state_dict()["state"]) for one in (target, wanted))
@@ -99,6 +105,8 @@ def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> Non
 
 
 def run_verb(verb: str, cut: str = "rows", make: str = "Adam", size: int = 2) -> None:
+    for cached in (coefficients_on, signs_on):
+        cached.cache_clear()  # each test has a device of its own
     with tempfile.TemporaryDirectory() as folder:
         run_on_threads(one_verb, size, Device(), verb, cut, make, folder, timeout=60.0)
 

@@ -12,6 +12,7 @@ import torch
 from fsdp_optim.checkpoint.common.contents import SavedValue, is_buffer
 from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.layout import Block
 from fsdp_optim.memory import dtype_name, dtype_named, flatten
 from fsdp_optim.move import Slice
 from fsdp_optim.state.dicts.packed import LocalId
@@ -74,8 +75,13 @@ def merged(
             continue
         flat = flats[stored[fqn].dtype]
         for block in placement.blocks(shard):
-            held[block.offset : block.end] = flat[block.offset : block.end]
+            _elements_of(held, block).copy_(_elements_of(flat, block))
     return held
+
+
+def _elements_of(flat: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return the elements of a Block of a 1-D local tensor, in whose memory they are."""
+    return flat.as_strided(block.box.sizes, block.local_strides, flat.storage_offset() + block.offset)
 
 
 def state_dtype(

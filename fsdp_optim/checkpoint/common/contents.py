@@ -12,12 +12,14 @@ from msgspec import structs
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.buffers import StageCopiesHandle
 from fsdp_optim.arguments import Arguments
+from fsdp_optim.canonical import seen_through
 from fsdp_optim.checkpoint.common import module_values
 from fsdp_optim.elements import check_weight
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base.bools import check_bools_of
 from fsdp_optim.formats.base.protocols import Half, PlannedTensor
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, StridedBoxes, Whole
+from fsdp_optim.layout.views import PlacedPart
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.options import CAST_DTYPES, CallArguments, WhichWeights
@@ -142,6 +144,7 @@ def weights_of(
     handles = tuple([named.with_all_collected() for named in (*view.handles, *buffers.handles)])
     order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
     everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
+    everything = seen_through(everything, options.views)
     values = reader.module_values(view, options.name_of) if which != "none" else ModuleValues()
     optim = _as_optimizer(everything, which)
     for param in optim.params:
@@ -235,7 +238,7 @@ def read_weights(
             )
         placement = param.placement
         if fqn in buffers and placement.num_shards == 1:  # a buffer is small, so one rank writes it
-            placement = Whole(placement.shape, (placement.ranks[0],))
+            placement = _on_one_rank(placement)
         for name, dtype in dtypes.items():
             value = SavedValue(fqn, name, dtype, placement, False, fqn)
             if saved_as not in (None, dtype) and dtype in CAST_DTYPES:
@@ -247,6 +250,12 @@ def read_weights(
         aligned(tensors),
         module_values=module_values.collect(group, local.module_values, global_state),
     )
+
+
+def _on_one_rank(placement: Placement) -> Placement:
+    if isinstance(placement, PlacedPart):
+        return placement.on_lowest_ranks()
+    return Whole(placement.shape, (placement.ranks[0],))
 
 
 def _check_trains(global_state: GlobalState) -> None:

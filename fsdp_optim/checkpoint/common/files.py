@@ -10,9 +10,11 @@ from msgspec import Struct
 from fsdp_optim.checkpoint.common.contents import SavedValue, planned
 from fsdp_optim.formats.base.protocols import Half, PlannedFile, Writer
 from fsdp_optim.layout import STORAGE, FlatChunks, OnMesh, Placement, Whole
+from fsdp_optim.layout.views import PlacedPart
 from fsdp_optim.move import StateValue
 
 _SHORT_NBYTES = 128 << 10  # a shorter strided row is not written by itself
+_FEW_ROWS = 16  # of a part of a fused parameter; a rank writes or reads as many by themselves, however short they are
 _MOST_PARTS = 1024
 WRITTEN_TOGETHER = 256 << 10
 """A range of a file, in bytes. One rank writes all small replicated values in such a range."""
@@ -56,10 +58,26 @@ def planned_files(
 def written_cut(value: StateValue, placement: Placement, owner: int | None) -> Placement:
     """Return the cut in which the ranks write a value of `placement`: the same, contiguous chunks, or all on `owner`."""
     if owner is not None:
-        return placement if placement.ranks == (owner,) else Whole(placement.shape, (owner,))
+        is_there = placement.ranks == (owner,)
+        return in_rows(placement, value.dtype.itemsize) if is_there else Whole(placement.shape, (owner,))
     if placement.overlapping or has_short_rows(placement, value.dtype.itemsize):
         return in_flat_chunks(placement, placement.first_holders)
-    return placement
+    return in_rows(placement, value.dtype.itemsize)
+
+
+def in_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> Placement:
+    """Return the cut in which a rank writes or reads its elements: side by side in memory, if they lie in short rows.
+
+    A part of a fused parameter may lie element by element between those of another one, and be long rows of the file.
+    """
+    if not isinstance(placement, PlacedPart) or not _are_short(placement, itemsize, short_nbytes, in_memory=True):
+        return placement
+    return placement.in_memory_of_its_own()
+
+
+def _are_short(part: PlacedPart, itemsize: int, short_nbytes: int, *, in_memory: bool) -> bool:
+    numel, rows = part.rows(in_memory=in_memory)
+    return rows > _FEW_ROWS and numel // rows * itemsize < short_nbytes
 
 
 def in_flat_chunks(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
@@ -69,6 +87,8 @@ def in_flat_chunks(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
 
 def has_short_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> bool:
     """Return whether the elements of a rank are short rows of the full parameter, with fewer than `short_nbytes` bytes each."""
+    if isinstance(placement, PlacedPart):
+        return _are_short(placement, itemsize, short_nbytes, in_memory=False)
     if not isinstance(placement, OnMesh) or not placement.numel:
         return False
     sizes, shape = placement.blocks(0)[0].box.sizes, placement.shape

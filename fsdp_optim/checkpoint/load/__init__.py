@@ -2,6 +2,7 @@
 
 restore.py                    the call
 opening.py                    all ranks open the same checkpoint
+chosen_models.py              of several models, those that the call names
 targets.py, matching.py       which stored tensor goes where, checked before memory is allocated
 stored_state.py               the optimizer of a checkpoint as a `FullState`
 reading.py                    the bytes that each rank reads

@@ -20,9 +20,11 @@ from fsdp_optim.checkpoint.load.targets import State, Weights
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Reader
-from fsdp_optim.layout import Placement
+from fsdp_optim.layout import Boxes, Placement, row_major_strides
+from fsdp_optim.layout.views import PlacedPart
 from fsdp_optim.memory import dtype_name, flat_slice
 from fsdp_optim.move import End, Key, Slice, move
+from fsdp_optim.plan import Copy, clip_to_target
 from fsdp_optim.state.live.local import LocalParam, Optimizers
 from fsdp_optim.state.live.local_dict import opaque_values
 from fsdp_optim.state.values.kinds import is_scalar
@@ -176,11 +178,12 @@ class _CompareEnd(End):
                     f"but was saved as {dtype_name(part.value.dtype)}"
                 )
             live = flat_slice(held, part.start, part.start + part.flat.numel()).cpu()
-            differs = _first_difference(live, part.flat)
+            mask = _mask_of(part.cut, shard, part.start, part.flat.numel())
+            differs = _first_difference(live, part.flat, mask)
             if differs is not None:
                 self._refuse(part, part.start + differs)
             if part.cut.holders(shard)[0] == self.rank:
-                self.nbytes += part.flat.nbytes
+                self.nbytes += part.flat.nbytes if mask is None else int(mask.sum()) * part.flat.itemsize
 
     def _refuse(self, part: Slice, index: int) -> NoReturn:
         """Raise CheckpointError for the element at `index` of this rank's part."""
@@ -202,14 +205,40 @@ class _CompareEnd(End):
         )
 
 
-def _first_difference(live: torch.Tensor, saved: torch.Tensor) -> int | None:
-    """Return the index of the first element that differs in any bit or, after a cast, in its value; None if there is none."""
+def _mask_of(cut: Placement, shard: int, start: int, numel: int) -> torch.Tensor | None:
+    """Return which elements of a window of a local tensor are of the value; None where all are.
+
+    Between the elements of a part of a fused parameter lie those of other parts.
+    """
+    blocks = cut.blocks(shard) if isinstance(cut, (PlacedPart, Boxes)) else ()
+    if all(block.strides is None for block in blocks) and len(blocks) < 2:
+        return None
+    mask = torch.zeros(numel, dtype=torch.bool)
+    for block in blocks:
+        sizes, strides = block.box.sizes or (1,), block.local_strides or (1,)
+        every = Copy(0, 0, sizes, 0, row_major_strides(sizes), block.offset, strides)
+        for piece in clip_to_target(every, start, start + numel):
+            mask.as_strided(piece.sizes, piece.target_strides, piece.target_offset).fill_(True)
+    return mask
+
+
+def _first_difference(live: torch.Tensor, saved: torch.Tensor, mask: torch.Tensor | None) -> int | None:
+    """Return the index of the first element that differs in any bit or, after a cast, in its value; None if there is none.
+
+    `mask`: the elements that are compared; None: all of them.
+    """
     if live.dtype == saved.dtype:
         a, b = (flat.contiguous().view(torch.uint8) for flat in (live, saved))
-        return None if torch.equal(a, b) else int((a != b).nonzero()[0]) // live.itemsize
-    cast = saved.to(live.dtype)
-    differs = ((live != cast) & ~(live.isnan() & cast.isnan())).nonzero()
-    return int(differs[0]) if len(differs) else None
+        if torch.equal(a, b):
+            return None
+        unequal = (a != b).view(-1, live.itemsize).any(1)
+    else:
+        cast = saved.to(live.dtype)
+        unequal = (live != cast) & ~(live.isnan() & cast.isnan())
+    if mask is not None:
+        unequal &= mask
+    index = unequal.nonzero()
+    return int(index[0]) if len(index) else None
 
 
 def held_part(local: Local, value: StoredValue) -> torch.Tensor | None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor, shown
-from fsdp_optim.elements import MOST_DEEP
-from fsdp_optim.errors import StateError, counted_noun, shortened
+from fsdp_optim.elements import MOST_DEEP, is_on_meta
+from fsdp_optim.errors import StateError, WrapperError, counted_noun, shortened
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
@@ -48,6 +48,7 @@ class LoadedTrees:
 
         A tensor of another shape than the saved one, or that the object does not have yet, is given to it completely.
         """
+        _check_memory(name, state)
         live = dict(_tensors_of(state))
         for path, leaf in leaves_of(saved):
             tensor = live.get(path) if isinstance(leaf, InFile) else None
@@ -60,6 +61,7 @@ class LoadedTrees:
 
     def add_tree(self, name: str, saved: Any, tree: Any) -> None:
         """Pair the tensors of a tree of the caller, which are overwritten. A tree without tensors is only a name."""
+        _check_memory(name, tree)
         live = dict(_tensors_of(tree))
         if not live:
             return
@@ -165,3 +167,13 @@ def _tensors_of(tree: Any, depth: int = 0) -> list[tuple[tuple[Any, ...], torch.
     if type(tree) not in BRANCHES or depth > MOST_DEEP:
         return []
     return [((key, *path), tensor) for key, item in items_of(tree) for path, tensor in _tensors_of(item, depth + 1)]
+
+
+def _check_memory(name: str, tree: Any) -> None:
+    """Raise WrapperError for a tensor on the meta device: it cannot be filled, and an object would pass its values over."""
+    for path, leaf in leaves_of(tree):
+        if isinstance(leaf, torch.Tensor) and is_on_meta(leaf):
+            raise WrapperError(
+                f"{shown((name, *path))}: this tensor is on the meta device and has no memory to load into: give it memory "
+                "first, a module by to_empty(device=...)"
+            )

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fsdp_optim.checkpoint.common import local_extents
-from fsdp_optim.checkpoint.common.files import has_short_rows, in_flat_chunks
+from fsdp_optim.checkpoint.common.files import has_short_rows, in_flat_chunks, in_rows
 from fsdp_optim.checkpoint.common.local_extents import LocalExtent, LocalMemory, in_host_memory, ranges_of
 from fsdp_optim.checkpoint.load.short_ranges import SHORT_NBYTES, ShortRanges
 from fsdp_optim.errors import CheckpointError
@@ -93,7 +93,9 @@ class CheckpointEnd(End):
     nbytes: int = 0
     plans: Plans = field(default_factory=Plans)
 
-    _as_they_are: dict[tuple[int, torch.dtype, int, int], tuple[Placement, bool]] = field(default_factory=dict)
+    _as_they_are: dict[tuple[int, torch.dtype, int, int], tuple[Placement, Placement | None]] = field(
+        default_factory=dict
+    )
     _planned: dict[tuple[int, int], tuple[Placement, Placement, Sequence[Copy]]] = field(default_factory=dict)
 
     is_stored = True
@@ -110,9 +112,10 @@ class CheckpointEnd(End):
             is_short = has_short_rows(other, value.dtype.itemsize, stored.short_nbytes)
             is_long = len(other.ranks) * stored.request_nbytes <= value.nbytes
             as_it_is = not value.nbytes or (not is_shared and not is_short and is_long)
-            known = self._as_they_are[key] = other, as_it_is  # keeps the id unique
-        if known[1]:
-            return other
+            as_read = in_rows(other, value.dtype.itemsize, stored.short_nbytes) if as_it_is else None
+            known = self._as_they_are[key] = other, as_read  # keeps the id unique
+        if known[1] is not None:
+            return known[1]
         ranks = other.ranks
         together = max(_CUT_FROM, _REQUESTS_TOGETHER * stored.request_nbytes)
         # One rank reads adjacent tensors. Equal layers are equally far apart, so that a remainder could give all to one rank.

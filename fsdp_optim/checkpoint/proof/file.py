@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 from msgspec import structs
 
@@ -14,6 +16,8 @@ from fsdp_optim.storage.base import Opened
 from fsdp_optim.wire import decode, encode
 
 _MOST_NBYTES = 1 << 30
+_HEAD_NBYTES = 512  # of a record, which have its first fields
+_HEAD = re.compile(rb'\{"version": (\d+), "checkpoint": "([^"]*)", "proven": "([a-z]*)"')
 
 
 def write_proof(place: Place, record: StepRecord, storage_options: StorageOptions = None) -> None:
@@ -47,3 +51,19 @@ def proof_in(opened: Opened) -> StepRecord | None:
         raise CheckpointError(f"{opened.named(PROOF_NAME)}: is damaged: {error}") from error
     is_of_this = record.checkpoint == (PROBE.token_in(opened) or "")
     return record if is_of_this and record.version == VERSION else None
+
+
+def proof_of(place: Place, storage_options: StorageOptions = None) -> str:
+    """Return what is known about resumes from a checkpoint, without reading the record.
+
+    "identical", "rounding": a run that resumed was proven so. "recorded": no run has been proven yet. "": there is no record.
+    Raises CheckpointError where there is no checkpoint.
+    """
+    with store_at(place, OURS, storage_options).open() as opened:
+        if not opened.has(PROOF_NAME):
+            return ""
+        head = opened.read(PROOF_NAME, 0, min(_HEAD_NBYTES, opened.size_of(PROOF_NAME)))
+        fields = _HEAD.match(head)
+        if fields is None or fields[1] != b"%d" % VERSION or fields[2].decode() != (PROBE.token_in(opened) or ""):
+            return ""
+        return fields[3].decode() or "recorded"

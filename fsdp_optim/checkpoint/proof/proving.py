@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.contents import weights_of
@@ -205,8 +205,12 @@ class Proving:
         return proof if isinstance(proof, ResumeProof) else None
 
     def _compared(self, opened: _Open, record: StepRecord | None) -> ResumeProof | None:
-        """Compare on the lowest rank, and keep the record for a checkpoint that has none."""
-        then = read_proof(opened.where, self._storage_options) if opened.compares else None
+        """Compare on the lowest rank. What is to be written beside the checkpoint: a first record, or that it was proven."""
+        then, damage = None, ""
+        try:
+            then = read_proof(opened.where, self._storage_options) if opened.compares else None
+        except CheckpointError as error:  # without a record the run continues as without a proof
+            damage = str(error)
         if record is not None and then is None:
             self._ready = opened.where, record
         if not opened.compares:
@@ -214,9 +218,12 @@ class Proving:
         if record is None:
             reason = "this run could not watch it"
         elif then is None:
-            reason = "the saving run has recorded no step after this checkpoint; this run has now"
+            reason = damage or "the saving run has recorded no step after this checkpoint; this run has now"
         else:
-            return verdict(then, record)
+            proof = verdict(then, record)
+            if proof.outcome in ("identical", "rounding") and then.proven != proof.outcome:
+                self._ready = opened.where, structs.replace(then, proven=proof.outcome)
+            return proof
         return ResumeProof(opened.saved_step + 1, opened.saved_step, "unknown", reason=reason)
 
     @staticmethod

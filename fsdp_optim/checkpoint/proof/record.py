@@ -123,6 +123,8 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     Attributes:
         version: of this form.
         checkpoint: the token of the checkpoint; empty until the record is written.
+        proven: "identical" or "rounding": the verdict of the last run that resumed from the checkpoint and made this step. It
+            stands at the beginning of the file, so that it can be read alone.
         saved_step: the step of the checkpoint.
         step: the number of this step.
         world_size: the number of ranks.
@@ -144,6 +146,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
 
     version: int = VERSION
     checkpoint: str = ""
+    proven: str = ""
     saved_step: int
     step: int
     world_size: int

@@ -141,7 +141,7 @@ class CheckpointManager:
             on_damage: as for `fsdp_optim.resume`: a damaged newest checkpoint is an error that names it, unless "previous".
             strict: as for `load`, also for the names in `state`.
             options: a `LoadOptions`. What it leaves at its default is the manager's, where the manager has such an option
-                (`process_group`, `timeout`, `bucket_nbytes`, `name_of`, `allow_pickle`, `progress`, `storage_options`).
+                (`process_group`, `timeout`, `bucket_nbytes`, `name_of`, `views`, `allow_pickle`, `progress`, `storage_options`).
         """
         return self._run.load(None, self._arguments(options, strict, on_damage))
 

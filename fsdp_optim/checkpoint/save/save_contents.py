@@ -173,7 +173,14 @@ class SaveContents(Struct, frozen=True):
         index = CheckpointIndex(
             where="the new checkpoint",
             weights=stored_tensors(self.weights),
-            facts=Facts("", world_size, self.options.step, which, models=self.options.models.names),
+            facts=Facts(
+                "",
+                world_size,
+                self.options.step,
+                which,
+                models=self.options.models.names,
+                views=tuple(map(repr, self.options.call.views)),
+            ),
             aliases={**aliases, **local.module_values.aliases},
             optim=optim,
             extras=extras,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ from fsdp_optim.cli.options import PATH, json_option, storage_options
 from fsdp_optim.cli.output import end_broken, plain, print_json, print_table
 from fsdp_optim.cli.roots import name_of, reason_of
 from fsdp_optim.cli.units import aged, sized
-from fsdp_optim.errors import wrong_use
+from fsdp_optim.errors import CheckpointError, wrong_use
 
 if TYPE_CHECKING:
     from fsdp_optim.api import CheckpointInfo
 
+_PROOFS = {"identical": ", proven", "rounding": ", proven within rounding", "recorded": ", not proven yet"}
 _COLUMNS = ("name", "step", "age", "size", "ranks", "wrapper", "metric", "state")
 
 
@@ -26,8 +28,9 @@ _COLUMNS = ("name", "step", "age", "size", "ranks", "wrapper", "metric", "state"
 def command(root: str, as_json: bool, storage_options: dict[str, Any] | None) -> None:
     """List the checkpoints in the folder ROOT, the newest first, with damaged and unfinished ones.
 
-    The state says whether all files are there in their sizes; `fsdp-optim verify ROOT` compares their bytes. The exit code is 1
-    if a checkpoint is damaged, or a save unfinished.
+    The state says whether all files are there in their sizes; `fsdp-optim verify ROOT` compares their bytes. In a folder it also
+    says whether a run that resumed from the checkpoint was proven (`CheckpointManager(prove=True)`). The exit code is 1 if a
+    checkpoint is damaged, or a save unfinished.
     """
     from fsdp_optim import api
 
@@ -61,5 +64,16 @@ def _columns(info: CheckpointInfo, now: float) -> list[str]:
 
 def _state(info: CheckpointInfo) -> str:
     if info.complete:
-        return "ok, without optimizer (thinned)" if info.thinned else "ok"
+        return ("ok, without optimizer (thinned)" if info.thinned else "ok") + _proof(info)
     return f"damaged: {reason_of(info)}"
+
+
+def _proof(info: CheckpointInfo) -> str:
+    """Return what is known about resumes, of a checkpoint in a folder: under a URL each look would be a request."""
+    from fsdp_optim import api
+
+    if isinstance(info.path, str):
+        return ""
+    with contextlib.suppress(CheckpointError):  # it was removed meanwhile
+        return _PROOFS.get(api.proof_of(info.path), "")
+    return ""

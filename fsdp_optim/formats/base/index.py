@@ -139,6 +139,7 @@ class Facts:
         models: the names of several models that were saved together: all FQNs begin with one of them; empty for one model, and
             where the format does not record them.
         with_optim: those of `models` that have an optimizer.
+        views: the Views through which the save has seen fused parameters, as text. The names in the checkpoint are canonical.
     """
 
     format_name: str
@@ -154,6 +155,7 @@ class Facts:
     cut: Any = None
     models: tuple[str, ...] = ()
     with_optim: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
 
 
 def _no_fingerprint() -> Fingerprint | None:

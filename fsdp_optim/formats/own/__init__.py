@@ -2,6 +2,7 @@
 
 probe.py       is there a complete checkpoint? Asked before anything is read, replaced or removed
 reader.py      the manifest, and the place of every tensor
+folders.py     the folders of several models, and the names of tensors in them; one_of_several.py opens one by its path
 extras.py      values of the trainer, as JSON and tensors
 format.py      the Format, and its writer
 """

@@ -139,7 +139,7 @@ class OwnWriter(Writer):
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
         params = {key: ParamInfo(shape) for key, shape in contents.params.items()}
         of_weights = contents.weights, contents.weights_dtype, self.weights_name
-        model = ModelInfo(params, dict(contents.aliases), *of_weights, index.facts.models)
+        model = ModelInfo(params, dict(contents.aliases), *of_weights, index.facts.models, tuple(index.facts.views))
         check_models("the new checkpoint", model.models, (), params)
         manifest = Manifest(
             files={},

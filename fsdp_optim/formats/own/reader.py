@@ -175,6 +175,7 @@ class Checkpoint:
                 wrapper=self.manifest.effective_summary.wrapper,
                 models=self.manifest.model.models,
                 with_optim=models_with_optim(self.manifest.model.models, self.files),
+                views=self.manifest.model.views,
             ),
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,

@@ -107,9 +107,9 @@ def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | Non
         if group != groups[0]:
             first, other = (f"group {g}" if g is not None else "no group" for g in (groups[0], group))
             raise StateError(
-                f"{fqns[0]} is in {first} of the full dict and {fqn} is in {other}, and both lie in one flat parameter of this "
-                "model, which can be in one group only: wrap the two in different units, or without flattening, or call "
-                "get_shard_from_optim_state_dict(model, optim, full, param_groups='live')"
+                f"{fqns[0]} is in {first} of the full dict and {fqn} is in {other}, and both lie in one flat or fused parameter "
+                "of this model, which can be in one group only: give param_groups='live', which leaves the live groups as they "
+                "are, or wrap the two in different units, or without flattening"
             )
     return groups[0] if groups else None
 

@@ -15,6 +15,7 @@ from fsdp_optim.plan import copies_into
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, FullState
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
+from fsdp_optim.state.live.fused import check_follows, why_together
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.values.kinds import Evidence, Kind
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
@@ -80,25 +81,24 @@ def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str]
     agree with the other originals' summary.
     """
     if not missing and len(param.named.fqns) == 1:
-        return summaries.get(param.named.fqns[0])  # nearly always
+        summary = summaries.get(param.named.fqns[0])  # nearly always
+        check_follows(param, summary)
+        return summary
     kept = param.summary(live) if missing and not missing.isdisjoint(param.named.fqns) else None
     by_original = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]
+    for _, each in by_original if param.handle.fused else ():
+        check_follows(param, each)
     (first, summary), *others = by_original
     for fqn, other in others:
-        _check_equal(first, summary, fqn, other)
+        _check_equal(first, summary, fqn, other, why_together(param))
     return summary
 
 
-_FLAT = "they lie in one flat parameter of this model, which has one value for both"
-
-
-def _check_equal(first: str, a: Summary | None, other: str, b: Summary | None) -> None:
+def _check_equal(first: str, a: Summary | None, other: str, b: Summary | None, why: str) -> None:
     if a is None or b is None:
         if a is not b:
             has, lacks = (first, other) if b is None else (other, first)
-            raise StateError(
-                f"{has} has state and {lacks} has none, and {_FLAT}: wrap the two in different units, or without flattening"
-            )
+            raise StateError(f"{has} has state and {lacks} has none, and {why}")
         return
     # The opaque values of a flat parameter are in the state of the first original only.
     of_first, of_other = (
@@ -112,8 +112,7 @@ def _check_equal(first: str, a: Summary | None, other: str, b: Summary | None) -
     for name in {**of_first, **of_other}:
         if of_first.get(name) != of_other.get(name):
             raise StateError(
-                f"{name} is {of_first.get(name, 'absent')} for {first} and {of_other.get(name, 'absent')} for {other}, and "
-                f"{_FLAT}: wrap the two in different units, or without flattening"
+                f"{name} is {of_first.get(name, 'absent')} for {first} and {of_other.get(name, 'absent')} for {other}, and {why}"
             )
 
 

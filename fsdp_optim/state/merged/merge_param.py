@@ -10,6 +10,7 @@ from msgspec import structs
 
 from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.layout import Block, Boxes, Placement, RankSet, Whole
+from fsdp_optim.layout.views import PlacedPart, live_placement, placement_of_part
 from fsdp_optim.state.merged.global_state import Param
 from fsdp_optim.state.merged.replicas import ELEMENTS, NAME_OF, STATE, format_ranks, not_replicas
 from fsdp_optim.state.merged.reports import LiveParam
@@ -49,7 +50,12 @@ def of_single_report(reports: list[ReportedParam], ranks: RankSet) -> Param | No
 def on_reporting_ranks(reports: list[ReportedParam]) -> list[ReportedParam]:
     """Give a parameter without a wrapper (of a pipeline stage, say) a placement on the ranks whose models have it."""
     ranks = tuple(sorted(rank for item in reports for rank in item.ranks))
-    return [item._replace(placement=Whole(item.placement.shape, ranks)) for item in reports]
+    return [item._replace(placement=_whole_on(item.placement, ranks)) for item in reports]
+
+
+def _whole_on(placement: Placement, ranks: tuple[int, ...]) -> Placement:
+    live = Whole(live_placement(placement).shape, ranks)
+    return placement_of_part(live, placement.part) if isinstance(placement, PlacedPart) else live
 
 
 def all_listed(fqn: str, reports: list[ReportedParam]) -> list[ReportedParam]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_optim.errors import RankError, StateError, counted_noun, only_differing
 from fsdp_optim.layout import RankSet, Whole
+from fsdp_optim.layout.views import live_placement
 from fsdp_optim.state.dicts.order import merge_lists
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.merge_param import (
@@ -30,6 +31,7 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
     """
     _check_calls(reports)
     _check_groups(reports)
+    _check_views(reports)
     values: dict[str, frozenset[str]] = {}
     for report, _ in reports:
         for name, names_of_values in report.values:
@@ -80,7 +82,7 @@ def _is_complete(item: ReportedParam) -> bool:
 
     ZeRO-1 by hand does that: each rank gives its optimizer some of the parameters, and has their complete state.
     """
-    return isinstance(item.placement, Whole)
+    return isinstance(live_placement(item.placement), Whole)
 
 
 def _merge_module_values(
@@ -113,6 +115,16 @@ def _check_calls(reports: ReportsByRanks) -> None:
         calls = only_differing([report.call for report, _ in reports])
         lines = "; ".join(f"{format_ranks(ranks)}: {call}" for call, (_, ranks) in zip(calls, reports, strict=True))
         raise RankError(f"all ranks must make the same call, but they differ: {lines}")
+
+
+def _check_views(reports: ReportsByRanks) -> None:
+    """Refuse a View that names nothing on any rank."""
+    nowhere = set.intersection(*(set(report.unmatched) for report, _ in reports))
+    if nowhere:
+        raise StateError(
+            f"{min(nowhere)}: no parameter or buffer of the model has its name, or the name of one of its parts, on any rank: "
+            "compare it with the names of model.named_parameters(), without the parts of wrappers, or leave the View out"
+        )
 
 
 def _check_groups(reports: ReportsByRanks) -> None:

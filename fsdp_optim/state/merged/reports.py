@@ -60,6 +60,7 @@ class RankReport:
         module_values: FQN -> fingerprint (where the call needs it) of the entries of state_dict() that are neither parameters
             nor buffers.
         extra_state_loaders: paths of modules that may load such entries without having them.
+        unmatched: the Views that name nothing of this rank's model, as text.
     """
 
     call: str
@@ -74,6 +75,7 @@ class RankReport:
     stateless: tuple[str, ...] = ()
     module_values: tuple[tuple[str, str], ...] = ()
     extra_state_loaders: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Return a text that is equal only for equal reports. Placements and summaries that parameters share are written once."""

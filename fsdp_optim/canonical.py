@@ -1,0 +1,126 @@
+"""A model seen through Views: each live parameter that a View names is replaced by its canonical parts, where it stands.
+
+A part has a Placement in the local tensor of the live parameter, as an original of a flat parameter has. So what reads, moves,
+saves and loads the originals of flat parameters does so with parts, and writes into the storage of the live parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.layout.views import BoundView, View, placement_of_part
+from fsdp_optim.view import ModelView, NamedHandle, Original
+
+
+def seen_through(view: ModelView, views: Sequence[View], others: Collection[str] = ()) -> ModelView:
+    """Return a model as it is seen through Views. No communication; nothing of the model is touched.
+
+    Views that name neither a live parameter nor a part of this rank's model are `unmatched`: they may match on other ranks.
+
+    Args:
+        others: names of the model that are not in `view`, such as buffers, for which there may be Views too.
+
+    Raises:
+        LayoutError: a View does not fit the shape of a parameter.
+        WrapperError: two parameters would have one name; two Views are of one parameter; a part would be tied.
+    """
+    if not views:
+        return view
+    bound: dict[str, BoundView] = {}
+    handles = tuple([_split(named, views, bound) for named in view.handles])
+    _check_names(handles, bound)
+    return replace(
+        view,
+        handles=handles,
+        order=tuple(_parts_of(view.order, bound)),
+        aliases=_aliases(view.aliases, views, bound),
+        unit_order=tuple(_parts_of(view.unit_order, bound)) if view.unit_order is not None else None,
+        mixed=tuple((tuple(_parts_of(taken, bound)), tuple(_parts_of(left, bound))) for taken, left in view.mixed),
+        unmatched=tuple(repr(each) for each in views if not _matches(each, (*view.order, *view.aliases, *others))),
+    )
+
+
+def _split(named: NamedHandle, views: Sequence[View], bound: dict[str, BoundView]) -> NamedHandle:
+    """Return a live parameter with the parts of those originals that Views name. Adds these to `bound`."""
+    originals, fqns, fused = list[Original](), list[str](), list[str]()
+    for fqn, original in zip(named.fqns, named.handle.originals, strict=True):
+        view = _view_of(fqn, views)
+        if view is None:
+            originals.append(original)
+            fqns.append(fqn)
+            continue
+        bound[fqn] = view.bind(fqn, original.placement.shape)
+        fused.append(fqn)
+        for name, part in bound[fqn].parts:
+            originals.append(replace(original, placement=placement_of_part(original.placement, part)))
+            fqns.append(name)
+    if not fused:
+        return named
+    handle = replace(named.handle, originals=tuple(originals), aliases=(), fused=tuple(fused))
+    return replace(named, handle=handle, fqns=tuple(fqns))
+
+
+def _view_of(fqn: str, views: Sequence[View]) -> View | None:
+    """Return the View of a name; None where there is none."""
+    matching = [view for view in views if view.matches(fqn)]
+    if len(matching) > 1:
+        raise WrapperError(
+            f"{fqn}: two Views are of this parameter, {matching[0]} and {matching[1]}: give one of them names that the other "
+            "does not have"
+        )
+    return matching[0] if matching else None
+
+
+def _parts_of(fqns: Iterable[str], bound: Mapping[str, BoundView]) -> Iterable[str]:
+    """Return names with the parts in place of their live parameters, in the order of the parts."""
+    return chain.from_iterable(bound[fqn].names if fqn in bound else (fqn,) for fqn in fqns)
+
+
+def _matches(view: View, names: Collection[str]) -> bool:
+    return any(view.matches(name) or view.has_part(name) for name in names)
+
+
+def _check_names(handles: Sequence[NamedHandle], bound: Mapping[str, BoundView]) -> None:
+    """Refuse two parameters of one name, of which at least one is a part."""
+    known: dict[str, str] = {}
+    for named in handles:
+        for fqn in named.fqns:
+            parts_of = [live for live in named.handle.fused if fqn in bound[live].names]
+            what = f"a part of {parts_of[0]}" if parts_of else "a parameter of the model"
+            if fqn in known:
+                raise WrapperError(
+                    f"{fqn}: two parameters would have this name, {known[fqn]} and {what}: give the parts of the View other names"
+                )
+            known[fqn] = what
+
+
+def _aliases(aliases: Mapping[str, str], views: Sequence[View], bound: Mapping[str, BoundView]) -> dict[str, str]:
+    """Return the other names of parameters. Those of a live parameter become those of its parts, in their order."""
+    seen: dict[str, str] = {}
+    for alias, fqn in aliases.items():
+        view = _view_of(alias, views)
+        if fqn not in bound and view is None:
+            seen[alias] = fqn
+            continue
+        if fqn not in bound or view is None:
+            lacking, other = (fqn, alias) if fqn not in bound else (alias, fqn)
+            raise WrapperError(
+                f"{alias} and {fqn} are one tied parameter, and no View is of {lacking}, while one is of {other}: "
+                "give a View whose name fits both, or one for each"
+            )
+        shape = _live_shape(bound[fqn])
+        parts = view.bind(alias, shape).parts
+        if [part for _, part in parts] != [part for _, part in bound[fqn].parts]:
+            raise WrapperError(
+                f"{alias} and {fqn} are one tied parameter, and their Views have different parts, {list(view.parts)} and "
+                f"{list(bound[fqn].view.parts)}: give both the same axes"
+            )
+        seen |= {other: name for (other, _), name in zip(parts, bound[fqn].names, strict=True) if other != name}
+    return seen
+
+
+def _live_shape(seen: BoundView) -> tuple[int, ...]:
+    return seen.parts[0][1].live_shape

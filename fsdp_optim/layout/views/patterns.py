@@ -1,0 +1,63 @@
+"""Patterns of names: `{i}` stands for a part of a name between dots, `*` for any text."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+
+from fsdp_optim.errors import LayoutError
+
+_FIELD = re.compile(r"\{(\w+)\}|(\*)")
+
+Bindings = Mapping[str, str]
+"""What the placeholders of a pattern stand for in a name. The stars are called `*0`, `*1`, ..."""
+
+
+def fields_of(pattern: str) -> tuple[str, ...]:
+    """Return the placeholders of a pattern, each once, in their order."""
+    names, stars = list[str](), 0
+    for field in _FIELD.finditer(pattern):
+        names.append(field[1] or f"*{stars}")
+        stars += field[2] is not None
+    return tuple(dict.fromkeys(names))
+
+
+def check_pattern(what: str, pattern: object) -> str:
+    """Return a pattern. Raises LayoutError, which begins with `what`, for a value that is none."""
+    if not isinstance(pattern, str) or not pattern:
+        raise LayoutError(f"{what} must be a name, such as 'layers.{{i}}.wq.weight', not {pattern!r}")
+    left = _FIELD.sub("", pattern)
+    if "{" in left or "}" in left:
+        raise LayoutError(f"{what} {pattern!r}: a placeholder is a word in braces, such as {{i}}")
+    return pattern
+
+
+def match(pattern: str, name: str) -> Bindings | None:
+    """Return what the placeholders stand for in a name; None for a name that does not have this pattern."""
+    compiled, fields = _compiled(pattern)
+    matched = compiled.fullmatch(name)
+    return dict(zip(fields, matched.groups(), strict=True)) if matched is not None else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
+    text, at, fields = "", 0, list[str]()
+    stars = 0
+    for field in _FIELD.finditer(pattern):
+        name = field[1] or f"*{stars}"
+        stars += field[2] is not None
+        text += re.escape(pattern[at : field.start()])
+        if name in fields:
+            text += f"(?:\\{fields.index(name) + 1})"
+        else:
+            text += "([^.]+)" if field[1] else "(.*)"
+            fields.append(name)
+        at = field.end()
+    return re.compile(text + re.escape(pattern[at:])), tuple(fields)
+
+
+def fill(pattern: str, bindings: Bindings) -> str:
+    """Return the name in which the placeholders of a pattern stand for these texts."""
+    stars = iter(range(pattern.count("*")))
+    return _FIELD.sub(lambda field: bindings[field[1] or f"*{next(stars)}"], pattern)
