@@ -95,6 +95,11 @@ def is_lazy(value: object) -> bool:
     return isinstance(value, UninitializedTensorMixin)
 
 
+def is_on_meta(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no memory. A ShardedTensor has some, and knows few operations."""
+    return not hasattr(tensor, "local_shards") and tensor.is_meta
+
+
 def is_fake(value: object) -> bool:
     """Return whether a value is a tensor of FakeTensorMode, without importing that."""
     module = sys.modules.get(_FAKE)

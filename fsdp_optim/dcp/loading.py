@@ -18,6 +18,7 @@ from fsdp_optim.dcp.reader import Reader
 from fsdp_optim.dcp.saving import place_of
 from fsdp_optim.dcp.state_tree import called, is_stateful
 from fsdp_optim.dcp.tree_view import Places, TreeFormat
+from fsdp_optim.elements import is_on_meta
 from fsdp_optim.formats.base.protocols import SeenAs
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions
@@ -129,7 +130,7 @@ def _load(
 
 def _filled(live: Any, saved: Any) -> Any:
     """Return a live tree with the plain values of the saved one. Its dicts and lists stay the objects that they are."""
-    if is_tree_tensor(live) and is_tree_tensor(saved) and not live.is_meta:
+    if is_tree_tensor(live) and is_tree_tensor(saved) and not is_on_meta(live):
         return live
     if isinstance(live, dict) and isinstance(saved, Mapping):
         for key in live:

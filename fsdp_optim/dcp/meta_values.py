@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.dtensors import dtensor_cut_like, is_dtensor, local_of
-from fsdp_optim.elements import MOST_DEEP
+from fsdp_optim.elements import MOST_DEEP, is_on_meta
 
 
 def with_memory(tree: Any) -> Any:
@@ -17,7 +17,7 @@ def with_memory(tree: Any) -> Any:
     A DTensor gets memory on the device of its mesh, another tensor on that of the meshes in the tree, else on torch's default.
     """
     tensors = list(_tensors_in(tree))
-    if not any(tensor.is_meta for tensor in tensors):
+    if not any(map(is_on_meta, tensors)):
         return tree
     meshes = [tensor.device_mesh.device_type for tensor in tensors if is_dtensor(tensor)]
     return _replaced(tree, torch.device(meshes[0]) if meshes else torch.get_default_device())
@@ -33,7 +33,7 @@ def _tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 def _replaced(tree: Any, device: torch.device, depth: int = 0) -> Any:
     if isinstance(tree, torch.Tensor):
-        return _made(tree, device) if tree.is_meta else tree
+        return _made(tree, device) if is_on_meta(tree) else tree
     if depth == MOST_DEEP:  # the load refuses such trees
         return tree
     if isinstance(tree, dict):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
-from fsdp_optim.checkpoint.common.optim_trees import ModelTree
 from fsdp_optim.checkpoint.common.pending import SaveHandle
+from fsdp_optim.checkpoint.common.run_state import ModelTree
 from fsdp_optim.checkpoint.save import background, foreground
 from fsdp_optim.dcp.state_tree import StateTree, called
 from fsdp_optim.dcp.writer import Writer

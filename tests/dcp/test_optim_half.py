@@ -258,6 +258,8 @@ class OptimHalfTest(unittest.TestCase):
         fsdp_optim.save(self.root / "own", model, optim, state={"step": 7}, options=QUIET)
         found = fsdp_optim.diff(self.root / "own", path)
         self.assertTrue(found.equal, found)
+        proven = [fsdp_optim.load(place, *plain()).receipt.num_proven for place in (self.root / "own", path)]
+        self.assertEqual(proven[1], proven[0])
         into = emptied(tree)
         dcp.load(into, checkpoint_id=path, no_dist=True)
         check_same("the tree", into, tree)
@@ -347,6 +349,18 @@ class OptimHalfTest(unittest.TestCase):
             at_top = dict(dcp.get_model_state_dict(made(0.0)))
             dcp.load(at_top, checkpoint_id=self.root / place, no_dist=True)
             check_same(f"{place}, at the top", at_top, dict(dcp.get_model_state_dict(model)), in_order=False)
+
+    def test_keys_that_fall_together(self) -> None:
+        """A weight, and a tensor of another dict, whose names joined by dots are equal."""
+        tree = {
+            "model": {"ema.w": torch.arange(3.0)},
+            "ema": {"w": torch.arange(4.0)},
+            "model.ema": {"w": torch.ones(2)},
+        }
+        dcp.save(tree, checkpoint_id=self.root / "a", no_dist=True, options=QUIET)
+        into = emptied(tree)
+        dcp.load(into, checkpoint_id=self.root / "a", no_dist=True)
+        check_same("each its own", into, tree)
 
     def test_many_weights_at_the_top(self) -> None:
         """Ranks compare the names of a long state dict by a digest; an error names few of them."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from fsdp_optim.arguments import MAY_DIFFER, check_at_least, check_one_of, check_which_weights, compared_as
-from fsdp_optim.checkpoint.common.optim_trees import ModelTree
-from fsdp_optim.checkpoint.common.run_state import RunState
+from fsdp_optim.checkpoint.common.run_state import ModelTree, RunState
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.options import (
     CallArguments,

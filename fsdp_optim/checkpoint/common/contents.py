@@ -60,17 +60,19 @@ class SavedValue(StateValue, frozen=True, eq=False, gc=False):
     """One tensor of a save. `stored_name`: its name in the checkpoint.
 
     `constant`: its value, if all ranks know it, as they do for scalars. `cast_from`: the dtype of the live tensor, if the value
-    is saved in another dtype. `of_optim`: it is a tensor of a tree, and is stored as one of the optimizer.
+    is saved in another dtype. `of_optim`: of a tensor of a tree that is
+    stored as one of the optimizer, the FQN and the name.
     """
 
     stored_name: str = ""
     constant: torch.Tensor | None = None
     cast_from: torch.dtype | None = None
-    of_optim: bool = False
+    of_optim: tuple[str, str] | None = None
 
     @property
     def half(self) -> Half:
-        return "optim" if self.is_state or self.of_optim else "state" if self.name == TREE else "model"
+        is_of_optim = self.is_state or self.of_optim is not None
+        return "optim" if is_of_optim else "state" if self.name == TREE else "model"
 
     @property
     def live(self) -> SavedValue:

@@ -25,13 +25,6 @@ from fsdp_optim.state.values.kinds import Evidence, Kind, infer_kind, observatio
 
 
 @dataclass(frozen=True)
-class ModelTree:
-    """A state dict of torch.distributed.checkpoint that is saved. `place`: the keys that lead to the model's dict in it."""
-
-    place: Place
-
-
-@dataclass(frozen=True)
 class OptimTree:
     """The optimizer in the trees of a save. It is the same on all ranks, but for `tensors`.
 
@@ -88,7 +81,7 @@ class OptimTree:
         if not all(isinstance(by_key[key].placement, Whole) for key in inside):
             return None
         named = [
-            structs.replace(value, stored_name=f"{STATE}.{renamed(fqn)}.{name}", of_optim=True)
+            structs.replace(value, stored_name=f"{STATE}.{renamed(fqn)}.{name}", of_optim=(fqn, str(name)))
             for (fqn, name), value in in_files.items()
         ]
         listed = {fqn: tuple(shapes[fqn]) for _, fqns in optim.hypers for fqn in fqns}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf
+from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf, SavedValue
 from fsdp_optim.checkpoint.common.files import offset_in_storage, stored_on
 from fsdp_optim.errors import StateError
 from fsdp_optim.fingerprints import Fingerprint, ValueFingerprint
@@ -34,6 +34,8 @@ def place_of(value: StateValue) -> Place:
     """Return the place of a tensor in a fingerprint."""
     if value.is_state:
         return "optim", value.fqn, str(value.name)
+    if isinstance(value, SavedValue) and value.of_optim is not None:
+        return "optim", *value.of_optim
     return ("state", value.fqn.removeprefix("state."), "") if value.name == TREE else ("weights", value.fqn, "")
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import Struct
+
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common.random_states import random_states
 from fsdp_optim.elements import MOST_DEEP
@@ -23,6 +25,12 @@ RANDOM = f"{RESERVED}rng"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _MOST_TEXT = 4096  # characters of the names that ranks compare as they are
+
+
+class ModelTree(Struct, frozen=True):
+    """A state dict of torch.distributed.checkpoint that is saved. `place`: the keys that lead to the model's dict in it."""
+
+    place: tuple[str, ...]
 
 
 @dataclass(frozen=True)

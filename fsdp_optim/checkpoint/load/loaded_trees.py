@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor, shown
-from fsdp_optim.elements import MOST_DEEP
+from fsdp_optim.elements import MOST_DEEP, is_on_meta
 from fsdp_optim.errors import StateError, WrapperError, counted_noun, shortened
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
@@ -172,7 +172,7 @@ def _tensors_of(tree: Any, depth: int = 0) -> list[tuple[tuple[Any, ...], torch.
 def _check_memory(name: str, tree: Any) -> None:
     """Raise WrapperError for a tensor on the meta device: it cannot be filled, and an object would pass its values over."""
     for path, leaf in leaves_of(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        if isinstance(leaf, torch.Tensor) and is_on_meta(leaf):
             raise WrapperError(
                 f"{shown((name, *path))}: this tensor is on the meta device and has no memory to load into: give it memory "
                 "first, a module by to_empty(device=...)"

@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import NamedTuple
 
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.pending import pending
@@ -32,6 +34,7 @@ from fsdp_optim.options import Model
 from fsdp_optim.results import LoadResult
 from fsdp_optim.saying import say
 from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import collective_call
@@ -115,11 +118,8 @@ def _restore(
         install_all(
             group, weights, reader, optim, shard=shard, keep=options.keep_hyperparameters, objects=objects, trees=trees
         )
-        num_proven = check_prints(
-            reader, optim, group, checkpoint, options, weights=weights, state=state, trees=trees, objects=objects
-        )
-        if options.compare:
-            check_bitwise(reader, optim, group, checkpoint, weights=weights, state=state, trees=trees, options=options)
+        halves = _Halves(weights, state, trees)
+        num_proven = _check_loaded(reader, optim, group, checkpoint, options, halves=halves, objects=objects)
     small = state.small_tensors if state is not None else ()
     num_tensors = len(values) + len(small)
     result = _summarized(_result(saved, objects, checkpoint), weights, state, source.nbytes, num_tensors)
@@ -131,6 +131,34 @@ def _restore(
         objects.receipt = replace(objects.receipt, num_proven=num_proven)
     warn_of_new_ranks(checkpoint, group, objects)
     return replace(result, receipt=objects.receipt)
+
+
+class _Halves(NamedTuple):
+    """What a load has read."""
+
+    weights: Weights
+    state: State | None
+    trees: TreeTargets | None
+
+
+def _check_loaded(
+    reader: ModelReader,
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
+    group: RankGroup,
+    checkpoint: Reader,
+    options: LoadArguments,
+    *,
+    halves: _Halves,
+    objects: LoadedObjects,
+) -> int:
+    """Compare what was loaded with the fingerprints, and with the files, as the options ask for it. Called by all ranks.
+
+    Returns the number of values that fingerprints prove.
+    """
+    num_proven = check_prints(reader, optim, group, checkpoint, options, **halves._asdict(), objects=objects)
+    if options.compare:
+        check_bitwise(reader, optim, group, checkpoint, **halves._asdict(), options=options)
+    return num_proven
 
 
 def _restore_alone(path: Place, options: LoadArguments, format: OpenedAs, objects: LoadedObjects) -> LoadResult:

@@ -26,7 +26,6 @@ from fsdp_optim.state.dicts.dialects import normalize
 from fsdp_optim.state.dicts.flattened import is_flattened
 from fsdp_optim.state.dicts.full import RESERVED_KEYS, FullState, following_params
 from fsdp_optim.state.dicts.names import Names
-from fsdp_optim.state.dicts.torch_trees import places_of_optims
 from fsdp_optim.state.values.kinds import Kind
 
 
@@ -116,6 +115,8 @@ class StoredState:
 
 def _optims_in_trees(index: CheckpointIndex) -> str:
     """Say which values of the trainer are dicts of optimizers; "" if none is."""
+    from fsdp_optim.state.dicts.torch_trees import places_of_optims  # for an error alone
+
     values = index.extras[COMMON].as_tree(allow_pickle=False) if COMMON in index.extras else None
     places = places_of_optims(values) if isinstance(values, Mapping) else []
     if not places:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -11,7 +11,6 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
-from fsdp_optim.checkpoint.common.optim_trees import OptimTree
 from fsdp_optim.checkpoint.common.printing import Place, objects_of, scalars_of
 from fsdp_optim.checkpoint.common.run_state import refuse_sharded
 from fsdp_optim.checkpoint.common.trees import read_trees
@@ -29,6 +28,9 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.ends import LiveEnd
+
+if TYPE_CHECKING:
+    from fsdp_optim.checkpoint.common.optim_trees import OptimTree
 
 
 class SaveContents(Struct, frozen=True):
@@ -77,6 +79,8 @@ class SaveContents(Struct, frozen=True):
         if options.state.is_given and writer.writes_trees:  # the same on all ranks
             common, trees, tensors = read_trees(group, common, options, options.call.on_replica_mismatch)
             if options.tree is not None and trees is not None and weights.tensors:
+                from fsdp_optim.checkpoint.common.optim_trees import OptimTree  # other saves load no module for it
+
                 shapes = {value.fqn: value.placement.shape for value in weights.tensors}
                 optim_tree = OptimTree.of(common, trees, tensors, shapes, names)
             if optim_tree is not None and trees is not None:

@@ -26,8 +26,9 @@ elements of each such rank are one range of bytes of one file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
+
+from msgspec import Struct
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.extents import Extent
@@ -188,8 +189,7 @@ class Format(Protocol):
         """Return the number of a checkpoint in its folder; 0 if unknown. Raises nothing."""
 
 
-@dataclass(frozen=True)
-class SeenAs:
+class SeenAs(Struct, frozen=True):
     """In the place of a format to open a checkpoint with: that which recognises its files, seen through `view`."""
 
     view: Callable[[Format], Format]
