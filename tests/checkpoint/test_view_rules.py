@@ -333,6 +333,24 @@ def some_missing(folder: str) -> None:
         check_same("weights", dict(sorted(now.items())), dict(sorted(wanted.items())))
 
 
+def of_two_dtypes(folder: str) -> None:
+    """Parts of one fused parameter, interleaved in memory, that were saved in two dtypes."""
+    with cpu():
+        values = Oracle(adam, 2, Unfused).values()
+        gates = nn.Module()
+        gates.ff = nn.ModuleDict({name: nn.Module() for name in ("w1", "w3")})
+        gates.ff["w1"].weight = nn.Parameter(values["ff.w1.weight"].to(torch.float64))
+        gates.ff["w3"].weight = nn.Parameter(values["ff.w3.weight"])
+        options = SaveOptions(process_group=torch.distributed.group.WORLD)
+        fsdp_optim.save(f"{folder}/two", gates, options=options)
+        fused = TrainedFused("FSDP2", adam, 0)
+        load = LoadOptions(views=VIEWS, cast=True)
+        fsdp_optim.load(f"{folder}/two", fused.model, strict=False, options=load)
+        now = fsdp_optim.gather_full_model_state_dict(fused.model, None, options=CALL)
+        wanted = Oracle(adam, 0, Unfused).values() | {name: values[name] for name in ("ff.w1.weight", "ff.w3.weight")}
+        check_same("weights", dict(sorted(now.items())), dict(sorted(wanted.items())))
+
+
 class TestRefusals(unittest.TestCase):
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -384,6 +402,9 @@ class TestCalls(unittest.TestCase):
         for wrapper in ("FSDP2", "FSDP1 flat", "plain"):
             run_on_ranks(large, 2, self.folder, wrapper)
         run_on_ranks(large, 1, f"{self.folder}/one", "plain")
+
+    def test_parts_of_two_dtypes(self) -> None:
+        run_on_ranks(of_two_dtypes, 2, self.folder)
 
     def test_parts_that_a_checkpoint_lacks(self) -> None:
         run_on_ranks(some_missing, 2, self.folder)

@@ -68,7 +68,9 @@ def merged(
     param: LocalParam, flats: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], rank: int
 ) -> torch.Tensor:
     """Merge this rank's elements of a live parameter whose originals were saved in several dtypes, or not all saved."""
-    held = flatten(param.handle.weights()).clone()
+    weights = param.handle.weights()
+    local = param.handle.local(weights)
+    held = (flatten(weights) if local is None else local).clone()
     for fqn, placement in param.named.placements.items():
         shard = placement.shard_of(rank)
         if fqn not in stored or shard is None:
