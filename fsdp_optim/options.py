@@ -55,6 +55,7 @@ ParamGroups = Literal["saved", "live"]
 KeyBy = Literal["id", "name"]
 Strategy = Literal["auto", "in_place", "per_rank_files"]
 OnDamage = Literal["error", "previous"]
+Best = Literal["min", "max"]
 WhichWeights = Literal["all", "trainable", "none"]
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
@@ -311,6 +312,7 @@ class ManagerOptions(SaveOptions):
         agree_every: the number of steps after which the ranks agree whether any of them has received a signal, or its save has
             failed. None: the lowest rank chooses the number, so that they agree about once a second, and with more than 20 ranks
             less often, at most every 10 s. The ranks also agree at a step that saves.
+        best: whether the lowest ("min") or the highest ("max") metric is the best, for `keep_best`.
     """
 
     rng: bool = True
@@ -318,6 +320,7 @@ class ManagerOptions(SaveOptions):
         default=(signal.SIGTERM,), metadata=compared_as(lambda numbers: sorted(map(int, numbers)))
     )
     agree_every: int | None = None
+    best: Best = "min"
 
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""
@@ -328,6 +331,7 @@ class ManagerOptions(SaveOptions):
                     f"{name}={getattr(self, name)!r} cannot be an option of a CheckpointManager: leave it out"
                 )
         check_switch("rng", self.rng)
+        check_one_of("best", self.best, ("min", "max"))
         if self.agree_every is not None:
             check_at_least("agree_every", self.agree_every, 1, " step")
         known = {int(number) for number in signal.Signals}

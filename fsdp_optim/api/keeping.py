@@ -8,9 +8,9 @@ from typing import Any
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
-from fsdp_optim.checkpoint.catalog.retention import Best, KeepRules
+from fsdp_optim.checkpoint.catalog.retention import KeepRules
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import CONVERT_NBYTES
+from fsdp_optim.options import CONVERT_NBYTES, Best
 from fsdp_optim.registry import COPY, DIAGNOSE, PRUNE, named
 from fsdp_optim.results import CopyResult, Diagnosis, PruneResult
 from fsdp_optim.storage.posix.files import checkpoint_errors

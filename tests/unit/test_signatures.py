@@ -198,7 +198,7 @@ class OtherDoorsTest(unittest.TestCase):
             for field in dataclasses.fields(kind)
         }
         settings = {field.name: field.default for field in dataclasses.fields(Settings)}
-        self.assertEqual(settings.pop("background"), False)
+        self.assertEqual([settings.pop("background"), settings.pop("prove")], [False, False])
         for name, default in settings.items():
             self.assertEqual(default, known[name], name)
 

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -16,9 +15,8 @@ from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary
 from fsdp_optim.formats.own.probe import is_of_optim
+from fsdp_optim.options import Best
 from fsdp_optim.storage.base import CheckpointDirectory, Store
-
-Best: TypeAlias = Literal["min", "max"]
 
 _NAME = re.compile(r"step-([0-9]{8,})")
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.boundary import public
-from fsdp_optim.checkpoint.catalog.retention import Best, KeepRules
+from fsdp_optim.checkpoint.catalog.retention import KeepRules
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArguments
 from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.run.managed_run import ManagedRun, ManagerArguments
@@ -51,8 +51,7 @@ class CheckpointManager:
             newest always stays; without a rule all stay. Only checkpoints that a manager made count and are removed: the manifest
             says so, and the name is the one of the step.
         keep_every: checkpoints whose step is a multiple of this number stay.
-        keep_best: the number of checkpoints with the best metrics that stay.
-        best: whether the lowest ("min") or the highest ("max") metric is the best.
+        keep_best: the number of checkpoints with the best metrics that stay (`ManagerOptions(best=...)`: the lowest or the highest).
         keep_optim_last: the number of the newest checkpoints that keep their optimizer; the others that stay are thinned, as by
             `fsdp_optim.thin`, also the best ones. A run resumes from the newest with an optimizer. None: all keep it.
         weights: which weights are saved, and loaded again: "all", "trainable" or "none", as for save and load.
@@ -82,7 +81,6 @@ class CheckpointManager:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | None = None,
-        best: Best = "min",
         keep_optim_last: int | None = None,
         weights: WhichWeights = "all",
         prove: Prove = False,
@@ -99,7 +97,7 @@ class CheckpointManager:
             weights=weights,
             wrong_options=named.wrong if is_right else fields_of(ManagerOptions, options)["wrong_options"],
         )
-        rules = KeepRules(keep_last, keep_every, keep_best, best, keep_optim_last)
+        rules = KeepRules(keep_last, keep_every, keep_best, self._options.best, keep_optim_last)
         arguments = ManagerArguments(self._saving, rules, every, self._options, prove)
         self._run = ManagedRun(root, named.model, named.optim, arguments)
 
