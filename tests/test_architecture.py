@@ -100,7 +100,8 @@ checkpoint.common: adapters arguments boundary canonical dtensors elements error
     state.values storage.base storage.posix transport verbs view
 foreign.deepspeed: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
-checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own options registry results storage.base storage.posix
+checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own options registry results storage.base
+    storage.posix
 checkpoint.load: adapters checkpoint.common dtensors elements errors fingerprints formats.base layout layout.views memory
     move options plan results saying speed state.dicts state.live state.merged state.values storage.base transport verbs view
 checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerprints formats.base layout memory move options

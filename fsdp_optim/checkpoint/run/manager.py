@@ -51,7 +51,7 @@ class CheckpointManager:
             newest always stays; without a rule all stay. Only checkpoints that a manager made count and are removed: the manifest
             says so, and the name is the one of the step.
         keep_every: checkpoints whose step is a multiple of this number stay.
-        keep_best: the number of checkpoints with the best metrics that stay (`ManagerOptions(best=...)`: the lowest or the highest).
+        keep_best: the number of checkpoints with the best metrics that stay; `ManagerOptions(best=)` says which are the best.
         keep_optim_last: the number of the newest checkpoints that keep their optimizer; the others that stay are thinned, as by
             `fsdp_optim.thin`, also the best ones. A run resumes from the newest with an optimizer. None: all keep it.
         weights: which weights are saved, and loaded again: "all", "trainable" or "none", as for save and load.
