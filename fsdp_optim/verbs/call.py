@@ -39,6 +39,7 @@ from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
+from fsdp_optim.verbs.joint_steps import warn_of_joint_steps
 from fsdp_optim.view import Handle, ModelView, ModuleValues, NamedHandle, check_materialized
 
 log = logging.getLogger("fsdp_optim")
@@ -116,16 +117,15 @@ def read_local(
     view = seen_through(view, options.views, reader.buffer_fqns if options.views else ())
     if options.collect == "all":
         view = replace(view, handles=tuple([named.with_all_collected() for named in view.handles]))
-    return Local(view, read_optimizer(optim, view))
+    local = Local(view, read_optimizer(optim, view))
+    warn_of_joint_steps(local.optim, leads=bool(options.views) and view.rank == view.ranks[0])
+    return local
 
 
 def log_summary(
     done: str, summaries: Mapping[str, Summary | None], values: Mapping[Any, object], begun: float, rank: int
 ) -> None:
-    """Log one line about a call: parameters, tensors and bytes on this rank, the time and the speed, parameters without state.
-
-    `begun`: the time of `time.monotonic` at which the call began.
-    """
+    """Log one line about a call that began at `begun` of `time.monotonic`: parameters, tensors, bytes on this rank, the speed."""
     tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
     absent = [fqn for fqn, summary in summaries.items() if summary is None]
     nbytes = sum(tensor.nbytes for tensor in tensors)

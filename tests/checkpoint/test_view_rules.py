@@ -408,3 +408,24 @@ class TestCalls(unittest.TestCase):
 
     def test_parts_that_a_checkpoint_lacks(self) -> None:
         run_on_ranks(some_missing, 2, self.folder)
+
+
+class Muon(torch.optim.SGD):
+    """Named as an optimizer that steps a matrix as a whole."""
+
+
+class TestWarning(unittest.TestCase):
+    def test_an_optimizer_that_steps_a_matrix_as_a_whole(self) -> None:
+        """The state is cut exactly, and one warning of the process says what that means."""
+        model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4, 3)), "other": nn.Parameter(torch.ones(3))})
+        optim = Muon(model.parameters(), lr=0.1, momentum=0.9)
+        model["w"].sum().backward()
+        optim.step()
+        with tempfile.TemporaryDirectory() as root, self.assertLogs("fsdp_optim", "WARNING") as logged:
+            for step in (1, 2):
+                fsdp_optim.save(f"{root}/{step}", model, optim, options=SaveOptions(views=[HALVES]))
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            fsdp_optim.save(f"{root}/3", model, sgd, options=SaveOptions(views=[HALVES]))
+        said = [line for line in logged.output if "steps the fused parameter as one matrix" in line]
+        self.assertEqual(len(said), 1, logged.output)
+        self.assertIn("a.w: Muon", said[0])
