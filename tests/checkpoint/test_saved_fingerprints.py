@@ -167,8 +167,10 @@ class TestAlone(unittest.TestCase):
             fsdp_optim.verify(self.path, progress=False)
 
     def test_cast_weights(self) -> None:
-        """A save that casts keeps no fingerprints of what it casts; a load that casts compares what it does not cast."""
-        self.save(weights_dtype=torch.bfloat16)
+        """A save that casts keeps no fingerprints of what it casts; a load that casts compares what it does not. Both say so."""
+        with self.assertLogs("fsdp_optim", "WARNING") as saved:
+            self.save(weights_dtype=torch.bfloat16)
+        self.assertIn("no fingerprints are kept of 4 weights that the save casts: 0.bias, ", "".join(saved.output))
         kept = stored(self.path)
         self.assertEqual(kept.weights, {})
         self.assertEqual(len(kept.values_of("optim")), 12)
@@ -176,9 +178,12 @@ class TestAlone(unittest.TestCase):
         self.save()
         self.model.bfloat16()
         self.optim = torch.optim.Adam(self.model.parameters())
+        with self.assertLogs("fsdp_optim", "WARNING") as loaded:
+            receipt = self.load(cast=True).receipt
+        self.assertIn("4 fingerprints equal", str(receipt))  # the steps; moments follow the weights
         self.assertIn(
-            "4 fingerprints equal", str(self.load(cast=True).receipt)
-        )  # the steps; moments follow the weights
+            "the fingerprints of 4 values that the load casts are not compared: 0.bias, ", "".join(loaded.output)
+        )
 
     def test_formats_that_keep_none(self) -> None:
         with self.assertRaisesRegex(

@@ -5,6 +5,7 @@ Nothing is read again: the elements are those of the live tensors, as they are c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.checkpoint.load.reading import StoredValue
 from fsdp_optim.checkpoint.load.targets import State, Weights
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
-from fsdp_optim.errors import CheckpointError, counted_noun
+from fsdp_optim.errors import CheckpointError, counted_noun, shortened
 from fsdp_optim.fingerprints import Difference, ValueFingerprint, summary_of
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.memory import dtype_name, flat_slice
@@ -30,6 +31,8 @@ from fsdp_optim.state.values.kinds import is_scalar
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, read_local
+
+log = logging.getLogger("fsdp_optim")
 
 
 def check_prints(
@@ -87,6 +90,10 @@ def check_prints(
             f"optimizer are not what was saved, by their fingerprints (here: live, there: saved): {summary_of(differing)}: load "
             "another checkpoint, and run fsdp-optim verify on this one"
         )
+    cast = sorted({place[1] for place, got, want in pairs if got.dtype != want.dtype})
+    if cast and group.rank == group.ranks[0]:
+        noun = counted_noun(len(cast), "value")
+        log.warning("the fingerprints of %s that the load casts are not compared: %s", noun, shortened(cast))
     return len(compared)
 
 

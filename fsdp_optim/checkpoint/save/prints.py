@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from fsdp_optim.checkpoint.common.printing import PrintEnd, fingerprint_from, prints_in
 from fsdp_optim.checkpoint.save.job import Job, RankReport
 from fsdp_optim.checkpoint.save.trace import Trace
+from fsdp_optim.errors import counted_noun, shortened
 from fsdp_optim.move import End, move
 from fsdp_optim.prints import LocalSums
 from fsdp_optim.transport.failure import Failure
+
+log = logging.getLogger("fsdp_optim")
 
 
 def add_prints(job: Job, live: End, trace: Trace, failure: Failure) -> bytes:
@@ -27,6 +31,11 @@ def joined_prints(job: Job, reports: Sequence[RankReport]) -> bytes:
     """Return the fingerprints as JSON, on the leader; empty if the save has none."""
     if not job.options.fingerprint or job.leader is None:
         return b""
+    if job.cast:
+        cast = sorted({value.fqn for value in job.cast.values()})
+        log.warning(
+            "no fingerprints are kept of %s that the save casts: %s", counted_noun(len(cast), "weight"), shortened(cast)
+        )
     total = LocalSums.zeros(len(job.printed), 0)
     for report in reports:
         total += LocalSums.from_bytes(report.sums, len(job.printed), 0)
