@@ -233,3 +233,12 @@ def test_the_badges_are_those_of_the_package() -> None:
 
     assert badges.FILE.read_text(encoding="utf-8") == badges.drawn(badges.badges()), "run: python -m demo.badges"
     assert [label for label, _ in badges.badges()] == ["version", "Python", "torch", "system", "license"]
+
+
+def test_the_picture_of_names_is_that_of_real_views() -> None:
+    from demo import names
+
+    assert names.FILE.read_text(encoding="utf-8") == names.drawn(), "run: python -m demo.names"
+    for layout in names.LAYOUTS:
+        numbers = sorted(int(number) for part in names.parts_of(layout).values() for number in part.flatten())
+        assert numbers == list(range(len(numbers))), layout.title  # each element has one place
