@@ -61,8 +61,7 @@ NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
 
 Rename = Callable[[str], str] | Mapping[str, str]
-"""A function from a name to its replacement: at a load from the checkpoint's name to the model's, at a save the reverse. Or
-prefixes of such names, each with its replacement."""
+"""A function from a name to its replacement, or prefixes with theirs: at a load from the checkpoint's name to the model's."""
 
 CAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that `weights_dtype` takes, and that are cast. Smaller floating dtypes mean nothing without their scales."""
@@ -304,14 +303,13 @@ class ManagerOptions(SaveOptions):
     `rename` and `weights_dtype` stay at their defaults, because a manager's checkpoints are for its own resume.
 
     Attributes:
-        rng: save and load the random states of each rank: of Python, numpy, torch and the current accelerator. A rank that had
-            none at the save keeps its own, and a warning says so.
+        rng: save and load the random states of each rank: of Python, numpy, torch and the accelerator. New ranks keep their own.
         signals: if any rank has received one of these signals, the ranks save at the end of a step and wait for the save, and
             `should_stop` is True. The handlers, which only the main thread can install, call the previous handlers, and `close`
             restores these. (): no handlers.
         agree_every: the number of steps after which the ranks agree whether any of them has received a signal, or its save has
-            failed. None: the lowest rank chooses the number, so that they agree about once a second, and with more than 20 ranks
-            less often, at most every 10 s. The ranks also agree at a step that saves.
+            failed. None: the lowest rank chooses it: about once a second, with more than 20 ranks at most every 10 s. They agree
+            at a step that saves in any case.
         best: whether the lowest ("min") or the highest ("max") metric is the best, for `keep_best`.
     """
 

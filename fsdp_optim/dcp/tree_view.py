@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
+from fsdp_optim.checkpoint.common.printing import prints_by_key
 from fsdp_optim.checkpoint.load.matching import renamer
 from fsdp_optim.dcp.state_tree import StateTree
 from fsdp_optim.errors import StateError, shortened
+from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.foreign.dcp.reader import DCP, DCP_TREES, own_summary
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.extents import Extent
@@ -110,7 +112,16 @@ class TreeReader:
         extras = {name: extra for name, extra in index.extras.items() if name != MODULES}
         extras[COMMON] = _WholeTree(self.inner, self.places, weights)
         facts = replace(index.facts, wrapper="")  # nothing is wrapped in what is loaded
-        return replace(index, facts=facts, weights={}, aliases={}, optim=None, trees=trees, extras=extras)
+        return replace(
+            index,
+            facts=facts,
+            weights={},
+            aliases={},
+            optim=None,
+            trees=trees,
+            extras=extras,
+            read_fingerprint=partial(_fingerprint_of, index),
+        )
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
@@ -125,6 +136,23 @@ class TreeReader:
 
     def close(self) -> None:
         self.inner.close()
+
+
+def _fingerprint_of(index: CheckpointIndex) -> Fingerprint | None:
+    """Return the fingerprints of a checkpoint under the keys that its tensors have in the tree."""
+    saved = index.fingerprint
+    if saved is None:
+        return None
+    prefixes = {"weights": _WEIGHTS, "optim": _OPTIM}
+    prints = prints_by_key(saved)
+    prints |= {
+        ("weights", alias): prints["weights", fqn] for alias, fqn in index.aliases.items() if ("weights", fqn) in prints
+    }
+    in_tree = {
+        key if half == "state" else _key(prefixes[half], key, index.trees): value
+        for (half, key), value in prints.items()
+    }
+    return Fingerprint(state=in_tree)
 
 
 def _under(prefix: str, tensors: Mapping[str, StoredTensor], taken: Mapping[str, object]) -> dict[str, StoredTensor]:

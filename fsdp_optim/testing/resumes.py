@@ -51,7 +51,13 @@ MakeJob = Callable[[Wrap], ResumeJob]
 
 @dataclass(frozen=True)
 class ProvenResume:
-    """One resume: where, and the verdict about its first step."""
+    """One resume, and the verdict about its first step.
+
+    Attributes:
+        world_size: the number of ranks.
+        wrapper: the name of the wrapper.
+        proof: the verdict.
+    """
 
     world_size: int
     wrapper: str
@@ -64,7 +70,12 @@ class ProvenResume:
 
 
 class ResumeDiffers(FsdpOptimError, AssertionError):
-    """A resume does not continue as the run that saved. `results`: all of them."""
+    """A resume does not continue as the run that saved.
+
+    Args:
+        message: the table of all resumes.
+        results: all resumes.
+    """
 
     def __init__(self, message: str, results: Sequence[ProvenResume] = ()) -> None:
         super().__init__(message)

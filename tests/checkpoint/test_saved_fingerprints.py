@@ -229,8 +229,8 @@ def by_dcp(root: Path) -> None:
         with lines_said() as lines:
             dcp.load(into, checkpoint_id=root / "dcp")
         kept = stored(root / "dcp")
-        assert len(kept.state) >= 2 * len(trained.params), kept
-        num = len(kept.values_of("weights")) + len(kept.values_of("state"))
+        assert len(kept.values_of("optim")) >= 2 * len(trained.params), kept
+        num = len(kept.values_of("weights")) + len(kept.values_of("optim"))
         assert dist.get_rank() or f"{num} fingerprints equal to the saved" in "".join(lines), (num, lines)
 
 

@@ -14,6 +14,7 @@ import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.pending import Pending, SaveHandle
 from fsdp_optim.results import SaveResult
+from fsdp_optim.transport import Completion
 
 
 def failing_in(root: Path) -> mock._patch[object]:
@@ -24,9 +25,10 @@ def failing_in(root: Path) -> mock._patch[object]:
 
     def broken(job: object, *args: object) -> SaveResult:
         if str(job.path).startswith(str(root)):  # type: ignore[attr-defined]
-            args[-1].failed("no space left")  # type: ignore[attr-defined]
+            completion = next(arg for arg in args if isinstance(arg, Completion))
+            completion.failed("no space left")
             background._clean_up(job)  # type: ignore[arg-type]
-            args[-1].close()  # type: ignore[attr-defined]
+            completion.close()
             raise CheckpointError(f"{job.path}: no space left")  # type: ignore[attr-defined]
         return write(job, *args)  # type: ignore[arg-type]
 

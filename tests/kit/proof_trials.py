@@ -480,6 +480,7 @@ def killed_before_the_record(root: Path) -> list[Any]:
     record = root / "step-00000002" / "proof.json"
     dist.barrier()  # rank 0 writes it last
     content = record.read_bytes()
+    dist.barrier()  # before rank 0 removes it
     proofs: list[Any] = []
     for text in (None, content.replace(b'"checkpoint": "', b'"checkpoint": "x'), content[:100], content):
         if dist.get_rank() == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -86,15 +86,16 @@ class RunState(Arguments):
 
     @property
     def named(self) -> Mapping[str, Any]:
-        """The objects and values by name, each rank's own as `PerRank`, in the order of their names.
+        """The objects and values by name, each rank's own as `PerRank`."""
+        return self.given if isinstance(self.given, Mapping) else NOTHING
+
+    @property
+    def in_turn(self) -> Iterator[tuple[str, Any]]:
+        """The same in the order of their names, in which all ranks call objects.
 
         A state_dict() or load_state_dict() may be a collective call, and the dicts of ranks may have different orders.
         """
-        return (
-            {name: self.given[name] for name in sorted(self.given, key=str)}
-            if isinstance(self.given, Mapping)
-            else NOTHING
-        )
+        return iter([(name, self.named[name]) for name in sorted(self.named, key=str)])
 
     def compared_text(self) -> str:
         """Return the names. The values may differ between ranks: the lowest rank's values count."""
@@ -129,7 +130,8 @@ class RunState(Arguments):
 
         All ranks call this method, because a state_dict() may be a collective call.
         """
-        values = {name: _state_of(f"state[{name!r}]", value) for name, value in self.named.items()}
+        states = {name: _state_of(f"state[{name!r}]", value) for name, value in self.in_turn}
+        values = {name: states[name] for name in self.named}
         own = {name: value.value for name, value in values.items() if isinstance(value, PerRank)}
         for name, value in own.items():
             refuse_sharded(f"state[{name!r}]", value)

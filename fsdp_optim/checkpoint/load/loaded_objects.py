@@ -66,7 +66,8 @@ class LoadedObjects:
     @property
     def names_loaded(self) -> list[str]:
         """The names of the objects whose states a load replaces on this rank."""
-        return [name for name, _ in self._objects()]
+        loaded = {name for name, _ in self._objects()}
+        return [name for name in self._state.named if name in loaded]
 
     @property
     def own_names(self) -> list[str]:
@@ -155,7 +156,7 @@ class LoadedObjects:
         self.unexpected_keys = tuple(map(key_of, unexpected))
 
     def _check_trees(self, saved: SavedState, where: str) -> None:
-        for name, value in self._state.named.items():
+        for name, value in self._state.in_turn:
             tree = saved.common.get(name)
             if self._allows_unexpected and name in saved.common:
                 self._trees.check_keys(tree, value, (name,))
@@ -236,7 +237,7 @@ class LoadedObjects:
     def _objects(self) -> Iterator[tuple[str, Any]]:
         """Yield the objects that get a saved state, with their names."""
         saved = self._saved
-        for name, value in self._state.named.items():
+        for name, value in self._state.in_turn:
             if is_stateful(_inner(value)) and (name in saved.common or name in saved.own):
                 yield name, _inner(value)
 

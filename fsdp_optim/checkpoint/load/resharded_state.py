@@ -77,7 +77,7 @@ class _WithoutReshardError(_CannotReshardError):
 
 def _own_objects(saved: SavedState, state: RunState) -> Iterator[tuple[str, Any]]:
     """Yield the objects of `per_rank` that the checkpoint has states of each rank for: name, object."""
-    for name, value in state.named.items():
+    for name, value in state.in_turn:
         if isinstance(value, PerRank) and is_stateful(value.value) and (name in saved.own or name in saved.absent):
             yield name, value.value
 

@@ -65,9 +65,10 @@ class StoredState:
                 "checkpoint that has its optimizer"
             )
         if index.optim is None:
-            raise StateError(
-                f"{index.where}: was saved without an optimizer{_optims_in_trees(index) or ': load it without optim='}"
-            )
+            in_trees = _optims_in_trees(index)
+            if in_trees:
+                raise StateError(f"{index.where}: was saved without an optimizer{in_trees}")
+            raise StateError(f"{index.where}: was saved without an optimizer: load it without optim=")
         saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
         names = renamed_names(names, index, rename, saved.full)
         return cls.resolved(checkpoint.index.where, saved, names, shapes, partial(read_constants, checkpoint), off_mesh)
