@@ -129,6 +129,37 @@ class ExpertsTest(InFolder):
             torch.testing.assert_close(found[1][name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
+class ProveTest(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ("an honest job", (), 0, ["bit-identical", "within rounding", "within rounding"]),
+            ("a job with a fault", ("--fault", "scheduler"), 3, ["the param groups: lr"] * 3),
+        ]
+    )
+    def test_prove_resume(self, _: str, arguments: tuple[str, ...], num_wrong: int, verdicts: list[str]) -> None:
+        program = [
+            sys.executable,
+            str(ROOT / "examples" / "prove_resume.py"),
+            "--worlds",
+            "2",
+            "1",
+            "--wrappers",
+            "fsdp2",
+            "plain",
+        ]
+        done = subprocess.run(
+            [*program, *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        self.assertEqual(done.returncode, num_wrong, done.stderr)
+        for line, verdict in zip(done.stdout.splitlines()[1:], verdicts, strict=True):
+            self.assertIn(verdict, line)
+
+
 class FairscaleTest(InFolder):
     def test_one_file_goes_on_at_another_world_size_and_without_fairscale(self) -> None:
         file = self.root / "full.pt"
