@@ -177,6 +177,24 @@ def evaluates_between(root: Path) -> str:
     return str(Run(root).train(3).proof)
 
 
+def with_critic(root: Path, fault: bool = False) -> ResumeProof | None:
+    """Two models and their optimizers in one checkpoint, trained until the step after it."""
+    torch.manual_seed(0)
+    models = {"actor": nn.Linear(4, 4), "critic": nn.Linear(4, 1)}
+    optims = {name: torch.optim.AdamW(model.parameters(), lr=0.1) for name, model in models.items()}
+    with CheckpointManager(root, models, optims, every=2, prove=True, options=QUICK) as manager:
+        for number in range(manager.resume() + 1, 4):
+            if fault:
+                optims["critic"].state[models["critic"].weight]["exp_avg"].zero_()
+            samples = torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+            models["critic"](models["actor"](samples)).square().mean().backward()
+            for optim in optims.values():
+                optim.step()
+                optim.zero_grad()
+            manager.step(number)
+        return manager.proof
+
+
 class ManagerProofTest(SharedFolder):
     def test_the_same_run_is_bit_identical(self) -> None:
         root = self.root / "same"
@@ -252,6 +270,14 @@ class ManagerProofTest(SharedFolder):
 
     def test_an_evaluation_between_save_and_step(self) -> None:
         self.assertIn("bit-identical", run_on_ranks(evaluates_between, 2, self.root / "evaluation")[0])
+
+    def test_several_models(self) -> None:
+        root = self.root / "several"
+        root.mkdir()
+        self.assertIsNone(with_critic(root))
+        proof, broken = with_critic(root), with_critic(root, fault=True)
+        self.assertEqual(proof.outcome if proof is not None else "", "identical")
+        self.assertIn("the loaded state: critic.weight: exp_avg: had the norm", str(broken))
 
     def test_wrong_values(self) -> None:
         with self.assertRaisesRegex(RanksFailed, "prove must be False, True or 'raise', not 'yes'"):
