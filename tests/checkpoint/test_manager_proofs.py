@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.wraps import WRAPPERS
+from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
@@ -145,7 +146,7 @@ def raised(root: Path) -> str:
     return ""
 
 
-def ends_with_a_hook_that_fails(root: Path) -> tuple[bool, list[str]]:
+def ends_with_a_hook_that_fails(root: Path, place: str) -> tuple[bool, list[str]]:
     """A value that cannot be read must not stop the training."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -155,7 +156,7 @@ def ends_with_a_hook_that_fails(root: Path) -> tuple[bool, list[str]]:
     run.manager.resume()
     run.step(1)
     run.step(2)
-    with mock.patch("fsdp_optim.checkpoint.proof.watch.batch_of", side_effect=RuntimeError("no dims here")):
+    with mock.patch(f"fsdp_optim.checkpoint.proof.{place}", side_effect=RuntimeError("no dims here")):
         run.step(3)
     run.manager.close()
     logging.getLogger("fsdp_optim").removeHandler(handler)
@@ -263,8 +264,9 @@ class ManagerProofTest(SharedFolder):
             self.assertIn("the param groups: lr of param group 0 was 0.005, and is 1.0", text)
             self.assertIn("prove=True says so without an error", text)
 
-    def test_a_hook_that_fails_does_not_stop_the_training(self) -> None:
-        for is_unproven, lines in run_on_ranks(ends_with_a_hook_that_fails, 2, self.root / "hook"):
+    @parameterized.expand([("watch.batch_of",), ("proving.texts_of",)])
+    def test_what_fails_inside_does_not_stop_the_training(self, place: str) -> None:
+        for is_unproven, lines in run_on_ranks(ends_with_a_hook_that_fails, 2, self.root / place, place):
             self.assertTrue(is_unproven)
             self.assertTrue([line for line in lines if "cannot be watched" in line and "no dims here" in line], lines)
 

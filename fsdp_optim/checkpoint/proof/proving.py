@@ -115,12 +115,14 @@ class Proving:
         if opened is None:
             return
         opened.watch.close()
-        failure = Failure()
         seen = None
-        gradients, rounding = self._total_gradient(group, opened.watch, failure)
-        with failure:
-            seen = self._seen(opened.watch, gradients, rounding) if not opened.watch.has_failed else None
-        record = joined(group, seen, failure, opened.saved_step, step)
+        gradients, rounding = self._total_gradient(group, opened.watch)
+        if not opened.watch.has_failed:
+            try:
+                seen = self._seen(opened.watch, gradients, rounding)
+            except Exception as error:  # a proof must not stop the training
+                opened.watch.fail(error)
+        record = joined(group, seen, Failure(), opened.saved_step, step)
         proof = self._judged(group, opened, record)
         if proof is None:
             return
@@ -152,10 +154,10 @@ class Proving:
         _, merged = agree_on_state(group, lambda: local, self._options, "the step to prove", with_state=False)
         return {fqn: merged.params[fqn].placement for fqn in own if fqn in merged.params}
 
-    def _total_gradient(self, group: RankGroup, watch: StepWatch, failure: Failure) -> tuple[float, float]:
+    def _total_gradient(self, group: RankGroup, watch: StepWatch) -> tuple[float, float]:
         """Return the norm of all gradients of all ranks together, and the coarsest rounding of any rank."""
         own = float(watch.gradients.sums.squares.sum()) if watch.gradients is not None else 0.0
-        report = all_gather_bytes(group, "gradients", pickle.dumps((own, watch.rounding)), error=failure.error)
+        report = all_gather_bytes(group, "gradients", pickle.dumps((own, watch.rounding)))
         figures = [pickle.loads(report.content_of(rank)) for rank in group.ranks]
         return sum(square for square, _ in figures) ** 0.5, max(rounding for _, rounding in figures)
 
