@@ -116,7 +116,7 @@ def _one_does_not_come(absent: int) -> list[Error]:
     if world.rank != absent:
         found = [error_of(lambda: agree(_group(timeout=_SHORT), "alone"))]
     else:
-        time.sleep(_SHORT + 2 * _PAUSE)
+        time.sleep(_SHORT + 4 * _PAUSE)
     return [*found, error_of(lambda: agree(_group(), "together")), error_of(lambda: agree(_group(), "still"))]
 
 
@@ -125,9 +125,9 @@ def _comes_too_late() -> list[Error]:
     world = world_here()
     late = world.rank == world.size - 1
     agree(_group(), "all are here")
-    time.sleep(_SHORT + 2 * _PAUSE if late else 0.0)
+    time.sleep(_SHORT + 4 * _PAUSE if late else 0.0)
     found = error_of(lambda: agree(_group(timeout=_SHORT), "alone"))
-    time.sleep(0.0 if late else 4 * _PAUSE)
+    time.sleep(0.0 if late else 6 * _PAUSE)
     agree(_group(), "afterwards")
     return [found]
 
