@@ -84,7 +84,7 @@ def _matches(view: View, names: Collection[str]) -> bool:
 
 
 def _check_names(handles: Sequence[NamedHandle], bound: Mapping[str, BoundView]) -> None:
-    """Refuse two parameters of one name, of which at least one is a part."""
+    """Refuse a part that has the name of another part or parameter."""
     known: dict[str, str] = {}
     for named in handles:
         for fqn in named.fqns:

@@ -14,7 +14,7 @@ from fsdp_optim.memory import is_plain
 
 
 class _WithExtraState(nn.Module):
-    """Stands for a module of which its extra state alone is known."""
+    """Stands for a module when only its extra state is known."""
 
     _version = None  # type: ignore[assignment]  # of the code of a class that is not known
 

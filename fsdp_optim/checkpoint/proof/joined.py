@@ -175,7 +175,7 @@ def _added(measures: Iterable[LocalMeasures]) -> dict[Key, Measured]:
 
 
 def _measured(parts: Sequence[_Part]) -> Measured:
-    """Return the value of which some ranks have parts, and others perhaps replicas."""
+    """Add the sums of the ranks that hold parts of one value; replicas may be among them."""
     owner = min(part.owner for part in parts)
     first, *others = [part for part in parts if part.owner == owner]
     total = _single(first)

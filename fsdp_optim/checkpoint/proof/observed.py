@@ -19,7 +19,7 @@ from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of
 
-_MOST_ROWS = 1 << 16  # samples of one rank, of which each has a digest of 16 letters
+_MOST_ROWS = 1 << 16  # samples of one rank; each has a digest of 16 letters
 _MOST_NODES = 1_000_000  # of the graph of one forward pass
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _MOST_LETTERS, _SHOWN = 160, 80  # of a value in a message
@@ -177,9 +177,3 @@ def rounding_behind(output: object) -> float:
                 seen.add(following)
                 nodes.append(following)
     return max((rounding_of(dtype) for dtype in dtypes), default=0.0)
-
-
-def stepping(optim: Any) -> Any:
-    """Return the optimizer whose `step` a wrapper around an optimizer calls, which is where hooks are called."""
-    inner = getattr(optim, "optimizer", None)
-    return stepping(inner) if isinstance(inner, torch.optim.Optimizer) and inner is not optim else optim

@@ -12,12 +12,12 @@ from fsdp_optim.arguments import Arguments, check_at_least, check_one_of
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import RunState
-from fsdp_optim.checkpoint.proof.observed import stepping
 from fsdp_optim.checkpoint.proof.proving import Prove, Proving
 from fsdp_optim.checkpoint.proof.verdict import ResumeProof
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CallArguments, CallOptions, Model
 from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.state.values.classes import innermost
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import collective_call
 
@@ -148,9 +148,9 @@ class ResumeProver:
 
 
 def _optimizers(optim: Optimizers | None) -> Sequence[Any]:
-    """Return the optimizers of which hooks tell when a step was made."""
+    """Return the optimizers whose hooks are called after a step."""
     listed = () if optim is None else tuple(optim) if isinstance(optim, (list, tuple)) else (optim,)
-    return tuple(each for each in listed if callable(getattr(stepping(each), "register_step_post_hook", None)))
+    return tuple(each for each in listed if callable(getattr(innermost(each), "register_step_post_hook", None)))
 
 
 def _write_when_saved(proving: Proving, handle: SaveHandle | None) -> None:

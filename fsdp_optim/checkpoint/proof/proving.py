@@ -145,7 +145,7 @@ class Proving:
     # -------------------------------------------------------------------------------------------- inside
 
     def _open_places(self, group: RankGroup) -> dict[str, Placement]:
-        """Return the placements of weights of which an adapter knows this rank's part alone, as all ranks know them."""
+        """Return the placements on all ranks of weights whose adapter knows only the part of this rank."""
         reader = ModelReader(self._model, group.rank)
         local = weights_of(reader, group.ranks, self._options)
         own = [fqn for param in local.optim.params for fqn, place in param.named.placements.items() if place.is_open]

@@ -27,9 +27,9 @@ from fsdp_optim.checkpoint.proof.observed import (
     number_of,
     random_digests,
     rounding_behind,
-    stepping,
 )
 from fsdp_optim.checkpoint.proof.record import Batch, Groups, Random
+from fsdp_optim.state.values.classes import innermost
 
 log = logging.getLogger("fsdp_optim")
 
@@ -84,7 +84,7 @@ class StepWatch:
         self._watches_batches, self.has_failed = watches_batches, False
         self._at_start, self._at_forward, self._at_update = random_digests(), dict[str, str](), dict[str, str]()
         self._hooks: list[_Removable] = []
-        optims = [stepping(optim) for optim in meter.optimizers]
+        optims = [innermost(optim) for optim in meter.optimizers]
         self._waits_for, self._at_end = {id(optim) for optim in optims}, at_end
         for model in meter.models:
             self._hooks.append(model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
