@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from kit.checkpoints import Whole, load, save
 from kit.compare import error_text
+from kit.folders import SharedFolder
 from kit.log_texts import lines_said
 from kit.optimizers import OfModel, two_groups
 from kit.trained import Trained
@@ -87,16 +88,11 @@ def load_all(root: Path, wrapper: str) -> None:
                 load(path, Trained(wrapper, OPTIMIZER, 0, model=Whole), fingerprint=False)
 
 
-class TestSavesAndLoads(unittest.TestCase):
+class TestSavesAndLoads(SharedFolder):
     """One folder with the checkpoints of several wrappers, which others load."""
 
-    root: Path
-
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         for size in (2, 4):
             run_on_ranks(save_all, size, cls.root, [wrapper for wrapper, of in SOURCES if of == size])
 

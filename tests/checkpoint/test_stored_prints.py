@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import tempfile
-import unittest
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from kit.commands import called
+from kit.folders import SharedFolder
 from parameterized import parameterized
 
 import fsdp_optim
@@ -33,14 +32,9 @@ class Model(torch.nn.Module):
         self.register_buffer("nan", torch.tensor([1.0, torch.nan]))
 
 
-class OfflineTest(unittest.TestCase):
-    root: Path
-
+class OfflineTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         cls.model = Model()
         cls.optim = torch.optim.Adam(cls.model.parameters())
         for param in cls.model.parameters():
