@@ -20,8 +20,9 @@ from kit.cases import expand
 from kit.compare import check_same, error_text, refused
 from kit.forked import TRAINING, run
 from kit.hugging_face import enabled, on_cpu
-from kit.pretrained import transformers
+from kit.pretrained import CUT_VIEWS, cut, transformers
 from parameterized import parameterized
+from safetensors.torch import load_file
 from torch import nn
 
 import fsdp_optim
@@ -292,6 +293,22 @@ WRONG: list[dict[str, Any]] = [
     {"load_options": LoadOptions(rename={"": "model."})},
     {"load_options": {"cast": True}},
 ]
+
+
+class ViewsTest(unittest.TestCase):
+    def test_views_of_the_options_name_what_is_saved(self) -> None:
+        settings = {
+            "save_options": SaveOptions(durable=False, progress=False, views=CUT_VIEWS),
+            "load_options": LoadOptions(views=CUT_VIEWS),
+            "prove": "raise",
+        }
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        saved = run_on_ranks(run_through, 2, "FSDP2", folder, settings, False)[0]
+        stored = dict(sorted(load_file(Path(folder, "model.safetensors")).items()))
+        check_same("the file", stored, cut(saved["third"]["weights"]))
+        for kind, num_ranks, num_steps in (("FSDP2", 2, 2), ("DDP", 3, 0)):  # three ranks have other batches
+            for resumed in run_on_ranks(load_and_go_on, num_ranks, kind, folder, settings, False, num_steps):
+                check_same(kind, resumed["third"], saved["third"])
 
 
 class EnableTest(unittest.TestCase):
