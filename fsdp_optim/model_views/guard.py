@@ -31,6 +31,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
         """By tensor, whether it has, or was computed from, numbers."""
         self._written: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
+        self.trace: list[tuple[str, tuple[object, ...]]] = []
+        """The operations in their order, each with its arguments that are no tensors."""
         self._live = {id(tensor): name for name, tensor in live.items()}
         self._memory = {at: name for name, tensor in live.items() if (at := _memory_of(tensor))}
 
@@ -51,7 +53,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
             raise Forbidden(f"it makes a collective call, {func}, which the other ranks would not make")
-        taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        taken = [value for value in leaves if isinstance(value, torch.Tensor)]
         for tensor in taken:
             name = self._live_name(tensor)
             if name is not None:
@@ -64,6 +67,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         raise Forbidden(f"it writes into a tensor that is not in the dict: {func}")
                     if isinstance(tensor, torch.Tensor):
                         self._written[tensor] = True
+        self.trace.append((str(func), tuple(value for value in leaves if not isinstance(value, torch.Tensor))))
         result = func(*args, **kwargs)
         is_computed = any(self._known.get(tensor, False) for tensor in taken)
         for tensor in tree_leaves(result):

@@ -27,12 +27,14 @@ class Run:
         given: the tensors that the hooks got, by name.
         state: the dict as the hooks of state_dict() left it.
         guard: the mode in which they were run.
+        trace: the operations that they made, each with its arguments that are no tensors.
     """
 
     unit: HookedUnit
     given: Mapping[str, torch.Tensor]
     state: dict[str, Any]
     guard: Guard
+    trace: tuple[tuple[str, tuple[object, ...]], ...]
 
     @property
     def touched(self) -> list[str]:
@@ -63,7 +65,7 @@ def run_save(unit: HookedUnit, given: Mapping[str, torch.Tensor]) -> Run:
                     taken = result
         if hooked is unit.outermost and not hooked.path:  # torch returns what the root's hooks return, and only that
             state = taken
-    return Run(unit, dict(given), dict(state), guard)
+    return Run(unit, dict(given), dict(state), guard, tuple(guard.trace))
 
 
 def run_load(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Views of parameters too large to number: learned from two small twins, whose dimensions are multiples of 3 and of 5.
 
+Hooks could do otherwise at another size, so the operations that they make of the full shapes, on the meta device, must be those
+that they make of both twins, with the same arguments where these do not depend on sizes.
+
 A dimension that the hooks divide by attributes of the module (heads, say) becomes a small multiple of what they divide by; one
 that has a fixed length stays. Both twins must have one View, which must give the shapes that the hooks make of the full ones.
 """
@@ -51,6 +54,7 @@ class Twins:
     def views(self) -> list[View]:
         """Return the Views of both twins. Raises WrapperError where they are two, or the twins are too large."""
         unit = self.full.unit
+        self._check_operations()
         made: list[tuple[dict[str, View], dict[str, Shape]]] = []
         for times in _TIMES:
             shapes = self._shrunk({size: times * base for size, base in self._bases.items()})
@@ -80,6 +84,22 @@ class Twins:
                     break
         return bases
 
+    def _check_operations(self) -> None:
+        """Refuse hooks that do other operations at full size than at the sizes of the twins."""
+        runs = [self._run(self._shrunk({size: times * base for size, base in self._bases.items()})) for times in _TIMES]
+        for (name, full), *small in zip(self.full.trace, *(run.trace for run in runs), strict=True):
+            (_, first), (_, second) = small
+            is_other = len(full) != len(first) or len(full) != len(second)
+            for at_full, *at_small in zip(full, first, second, strict=False):
+                if is_other or at_small[0] == at_small[1] != at_full:
+                    raise refusal(
+                        self.full.unit, f"they do {name} with {at_full}, and with {at_small[0]} at smaller sizes", self.touched
+                    )
+
+    def _run(self, shapes: Mapping[str, Shape]) -> Run:
+        given = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
+        return run_save(self.full.unit, given)
+
     def _shrunk(self, sizes: Mapping[int, int]) -> dict[str, Shape]:
         return {name: tuple(sizes.get(size, size) for size in shape) for name, shape in self._shapes.items()}
 
@@ -87,13 +107,13 @@ class Twins:
         """Return whether the hooks make the same tensors of shapes with other sizes, and can load them again."""
         shapes, unit = self._shrunk(sizes), self.full.unit
         try:
-            run = run_save(
-                unit, {n: torch.empty(shape, dtype=torch.int64, device="meta") for n, shape in shapes.items()}
-            )
+            run = self._run(shapes)
             loaded = run_load(run, run.state)
         except HookFailed:
             return False
         if run.state.keys() != self.full.state.keys() or run.touched != self.touched:
+            return False
+        if [name for name, _ in run.trace] != [name for name, _ in self.full.trace]:
             return False
         has_load = any(hooked.load for hooked in unit.hooked)
         if has_load and any(_shape_of(loaded.get(name)) not in (None, shapes[name]) for name in self.touched):
