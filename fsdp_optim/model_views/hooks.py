@@ -96,12 +96,14 @@ def _parts_by_owner(run: Run, numbering: Numbering) -> dict[str, dict[str, Numbe
         is_computed = run.guard.is_computed(value)
         if value.dtype != torch.int64 or type(value) is not torch.Tensor:
             if is_computed:
-                raise refusal(run.unit, f"they compute {key}, of {value.dtype}, from weights", [key])
+                raise refusal(run.unit, f"they compute {key}, of {value.dtype}, from weights", list(numbering.shapes))
             continue
         numbers = value.detach().cpu().numpy()
         owners = numbering.owners(numbers)
         if owners is None or (not owners and numbers.size and is_computed):
-            raise refusal(run.unit, f"they compute {key}, whose values are no elements of parameters", [key])
+            raise refusal(
+                run.unit, f"they compute {key}, whose values are no elements of parameters", list(numbering.shapes)
+            )
         if len(owners) > 1:
             raise refusal(run.unit, f"{key} has elements of {' and of '.join(owners)}", owners)
         if owners:

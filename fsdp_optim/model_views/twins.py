@@ -9,8 +9,10 @@ that has a fixed length stays. Both twins must have one View, which must give th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 
@@ -93,7 +95,9 @@ class Twins:
             for at_full, *at_small in zip(full, first, second, strict=False):
                 if is_other or at_small[0] == at_small[1] != at_full:
                     raise refusal(
-                        self.full.unit, f"they do {name} with {at_full}, and with {at_small[0]} at smaller sizes", self.touched
+                        self.full.unit,
+                        f"they do {name} with {at_full}, and with {at_small[0]} at smaller sizes",
+                        self.touched,
                     )
 
     def _run(self, shapes: Mapping[str, Shape]) -> Run:
@@ -120,7 +124,7 @@ class Twins:
             return False
         of_full = {name: _shape_of(value) for name, value in self.full.state.items()}
         made = {name: _shape_of(value) for name, value in run.state.items()}
-        return all(_are_alike(made[name], of_full[name]) for name in made)
+        return all(_are_alike(made[name], of_full[name], sizes) for name in made)
 
     def _general(self, name: str, twins: Sequence[tuple[View, Shape]]) -> View:
         """Return the View that both twins have, for the full shape."""
@@ -159,5 +163,13 @@ def _shape_of(value: object) -> Shape | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def _are_alike(made: Shape | None, full: Shape | None) -> bool:
-    return (made is None) == (full is None) and (made is None or full is None or len(made) == len(full))
+def _are_alike(made: Shape | None, full: Shape | None, sizes: Mapping[int, int]) -> bool:
+    """Return whether each dimension is as long as at full size, or shorter by what the sizes of dimensions are."""
+    if made is None or full is None:
+        return made is full
+    scales = {Fraction(small, size) for size, small in sizes.items()} | {Fraction(1)}
+    scales = {scale * other for scale, other in itertools.product(scales, scales)}
+    return len(made) == len(full) and all(
+        length == small == 0 or (length > 0 and Fraction(small, length) in scales)
+        for small, length in zip(made, full, strict=True)
+    )
