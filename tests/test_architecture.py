@@ -53,8 +53,9 @@ storage:
 wire:
 merges:
 arguments: errors
-boundary: collector errors
+boundary: collector errors heap
 collector:
+heap:
 differences: errors results
 fingerprints: errors
 elements: errors
