@@ -1,0 +1,16 @@
+"""Views that are learned from a model: from the hooks of its modules, and by what is known of its kind.
+
+    ModelReader.hooked_units(view)           # adapters: the modules with hooks of their own
+      kind_of(unit)                          # kinds.py: equal units are learned once
+      learned_views(unit)                    # hooks.py: on numbers (numbering.py) in place of weights, or on twins.py
+        run_save, run_load                   # running.py: as state_dict() and load_state_dict() run the hooks
+          Guard, untouched                   # guard.py: no collective calls, and no live tensors
+    joined(views, names)                     # patterns.py: one View for all layers
+
+No rank asks another, and nothing of the model is changed. This room is imported when `views="hooks"` or `views_for` ask for it.
+"""
+
+from fsdp_optim.model_views.known import known_views
+from fsdp_optim.model_views.of_hooks import views_of_hooks
+
+__all__ = ["known_views", "views_of_hooks"]
