@@ -32,7 +32,7 @@ from fsdp_optim.arguments import (
 from fsdp_optim.errors import CheckpointError, StateError
 
 if TYPE_CHECKING:
-    from fsdp_optim.layout.views import View
+    from fsdp_optim.layout.views import InverseView, View
 
 BUCKET_NBYTES = 64 << 20
 """Bytes that a rank may hold for temporary buffers while a call moves data."""
@@ -83,20 +83,32 @@ def text_of_format(format: object) -> str:
     return f"{type(format).__module__}.{type(format).__qualname__}"
 
 
-def text_of_views(views: Sequence[View]) -> str:
+def text_of_views(views: Sequence[View | InverseView]) -> str:
     """Return a short text that is equal only for equal Views, whose own texts are long."""
     listed = [repr(view) for view in views] if isinstance(views, (list, tuple)) else [repr(views)]
     return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})" if listed else ""
 
 
-def check_views(views: object) -> None:
-    """Raise an error for a value that is no list of Views."""
+def check_views(views: object, *, of_checkpoints: bool = False) -> None:
+    """Raise an error for a value that is no list of Views. `of_checkpoints`: it may have inverse ones."""
     if views == ():
         return
-    from fsdp_optim.layout.views import View  # here, so that the command line does not load it
+    from fsdp_optim.layout.views import InverseView, View  # here, so that the command line does not load it
 
-    if not isinstance(views, (list, tuple)) or not all(isinstance(view, View) for view in views):
-        raise StateError(f"views must be a list of Views, as in views=[View(...)], not {views!r}")
+    kinds = (View, InverseView) if of_checkpoints else (View,)
+    if isinstance(views, (list, tuple)) and all(isinstance(view, kinds) for view in views):
+        return
+    inverse = (
+        next((view for view in views if isinstance(view, InverseView)), None)
+        if isinstance(views, (list, tuple))
+        else None
+    )
+    if inverse is not None:
+        raise StateError(
+            f"{inverse!r} is for checkpoints alone, in convert and diff: a live model is seen through the View itself, without "
+            ".inverse, and has the parts if it is not fused"
+        )
+    raise StateError(f"views must be a list of Views, as in views=[View(...)], not {views!r}")
 
 
 @dataclass(frozen=True)
@@ -271,6 +283,9 @@ class ConvertOptions(Arguments):
         max_file_size: the most bytes of a file with tensors, as for `SaveOptions`.
         allow_pickle: read and write values that need pickle, which can run any code of the author of the source.
         progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
+        views: Views (`fsdp_optim.View`) of fused parameters in the source, which the new checkpoint has as their parts; or
+            inverse ones (`View.inverse`) of parts in the source, which it has as the parameter that they make: weights,
+            state and param groups. For `convert` alone. A View that changes nothing is an error.
         storage_options: the options of a URL, as for `SaveOptions`, for both places that are URLs.
     """
 
@@ -282,11 +297,13 @@ class ConvertOptions(Arguments):
     max_file_size: int = 4_000_000_000
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
+    views: Sequence[View | InverseView] = field(default=(), metadata=compared_as(text_of_views))
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""
         seconds_of(self.timeout)
+        check_views(self.views, of_checkpoints=True)
         check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
         names = self.param_names if isinstance(self.param_names, (list, tuple, NoneType)) else [None]
@@ -351,11 +368,15 @@ def fields_of(kind: type[Arguments], options: object) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CallArguments(CallOptions):
-    """The options of a call with the arguments that say how it treats parameters and groups."""
+    """The options of a call with the arguments that say how it treats parameters and groups.
+
+    `fused`: names that the Views are of in the checkpoint that the call reads.
+    """
 
     collect: Collect = "wrapper"
     strict: bool = True
     param_groups: ParamGroups = "saved"
+    fused: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
     wrong_options: str = field(default="", metadata=MAY_DIFFER)
 
     @classmethod

@@ -144,7 +144,7 @@ def weights_of(
     handles = tuple([named.with_all_collected() for named in (*view.handles, *buffers.handles)])
     order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
     everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
-    everything = seen_through(everything, options.views)
+    everything = seen_through(everything, options.views, options.fused)
     values = reader.module_values(view, options.name_of) if which != "none" else ModuleValues()
     optim = _as_optimizer(everything, which)
     for param in optim.params:

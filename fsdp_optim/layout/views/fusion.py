@@ -11,8 +11,10 @@ from functools import cached_property
 from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
 from fsdp_optim.layout.views.axes import Dims, Factor, axes_of, axes_text, read_axes, size_of, sizes_for
+from fsdp_optim.layout.views.inverse import InverseView
 from fsdp_optim.layout.views.part import Part
 from fsdp_optim.layout.views.patterns import Bindings, check_pattern, fields_of, fill, match
+from fsdp_optim.layout.views.rows import row_blocks_of
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -213,6 +215,27 @@ class View:
             name: a canonical name.
         """
         return any(match(part, name) is not None for part, _ in self.parts)
+
+    @property
+    def inverse(self) -> InverseView:
+        """The same, read the other way, for checkpoints: `convert` and `diff` see the parts as the parameter that they make."""
+        return InverseView(self)
+
+    def row_blocks(self, shape: Shape) -> tuple[tuple[str, int], ...]:
+        """Return which part the rows of a live matrix belong to, as blocks of rows: those that an optimizer must not mix.
+
+        An optimizer that updates a matrix as a whole, such as Muon, does so for each part where its split sizes are these.
+
+        Args:
+            shape: the unsharded shape of the live parameter.
+
+        Returns:
+            The name of a part, as the View has it, and a number of rows, for each block in the order of the rows.
+
+        Raises:
+            LayoutError: the shape is none that the axes can have; a part has some columns of a row and not others.
+        """
+        return row_blocks_of(self, tuple(shape))
 
     def bind(self, name: str, shape: Shape) -> BoundView:
         """Return the parts of a live parameter, each with its name and shape.
