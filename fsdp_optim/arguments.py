@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from datetime import timedelta
@@ -22,6 +23,12 @@ MAY_DIFFER: Mapping[str, Any] = MappingProxyType({"compared_as": None})
 def compared_as(function: Callable[[Any], object]) -> Mapping[str, Any]:
     """Return the `metadata` of a field of `Arguments` that ranks compare by `function(value)` in place of the value's `repr`."""
     return {"compared_as": function}
+
+
+def text_of_list(values: Sequence[object]) -> str:
+    """Return a short text that is equal only for lists of values with equal `repr`s, which are long."""
+    listed = [repr(value) for value in values] if isinstance(values, (list, tuple)) else [repr(values)]
+    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})" if listed else ""
 
 
 @dataclass(frozen=True)

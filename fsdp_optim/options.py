@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -28,6 +27,7 @@ from fsdp_optim.arguments import (
     compared_as,
     is_integer,
     seconds_of,
+    text_of_list,
 )
 from fsdp_optim.errors import CheckpointError, StateError
 
@@ -83,32 +83,12 @@ def text_of_format(format: object) -> str:
     return f"{type(format).__module__}.{type(format).__qualname__}"
 
 
-def text_of_views(views: Sequence[View | InverseView]) -> str:
-    """Return a short text that is equal only for equal Views, whose own texts are long."""
-    listed = [repr(view) for view in views] if isinstance(views, (list, tuple)) else [repr(views)]
-    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})" if listed else ""
-
-
 def check_views(views: object, *, of_checkpoints: bool = False) -> None:
     """Raise an error for a value that is no list of Views. `of_checkpoints`: it may have inverse ones."""
-    if views == ():
-        return
-    from fsdp_optim.layout.views import InverseView, View  # here, so that the command line does not load it
+    if views != ():
+        from fsdp_optim.layout.views.given import check_given  # here, so that the command line does not load it
 
-    kinds = (View, InverseView) if of_checkpoints else (View,)
-    if isinstance(views, (list, tuple)) and all(isinstance(view, kinds) for view in views):
-        return
-    inverse = (
-        next((view for view in views if isinstance(view, InverseView)), None)
-        if isinstance(views, (list, tuple))
-        else None
-    )
-    if inverse is not None:
-        raise StateError(
-            f"{inverse!r} is for checkpoints alone, in convert and diff: a live model is seen through the View itself, without "
-            ".inverse, and has the parts if it is not fused"
-        )
-    raise StateError(f"views must be a list of Views, as in views=[View(...)], not {views!r}")
+        check_given(views, of_checkpoints=of_checkpoints)
 
 
 @dataclass(frozen=True)
@@ -140,7 +120,7 @@ class CallOptions(Arguments):
     bucket_nbytes: int = BUCKET_NBYTES  # equal on all ranks: both ends of a message derive the message's size from it
     name_of: NameOf | None = field(default=None, metadata=MAY_DIFFER)
     on_replica_mismatch: OnReplicaMismatch = "error"
-    views: Sequence[View] = field(default=(), metadata=compared_as(text_of_views))
+    views: Sequence[View] = field(default=(), metadata=compared_as(text_of_list))
 
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""
@@ -297,7 +277,7 @@ class ConvertOptions(Arguments):
     max_file_size: int = 4_000_000_000
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
-    views: Sequence[View | InverseView] = field(default=(), metadata=compared_as(text_of_views))
+    views: Sequence[View | InverseView] = field(default=(), metadata=compared_as(text_of_list))
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:
@@ -368,10 +348,7 @@ def fields_of(kind: type[Arguments], options: object) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CallArguments(CallOptions):
-    """The options of a call with the arguments that say how it treats parameters and groups.
-
-    `fused`: names that the Views are of in the checkpoint that the call reads.
-    """
+    """The options of a call, and how it treats parameters. `fused`: the names in the checkpoint that it reads through Views."""
 
     collect: Collect = "wrapper"
     strict: bool = True

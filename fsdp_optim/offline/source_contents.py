@@ -14,7 +14,6 @@ from fsdp_optim.adapters.known import wrapper_parts
 from fsdp_optim.checkpoint.common.contents import RECORDS, TREE, SavedValue
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.checkpoint.load.stored_state import StoredState
-from fsdp_optim.checkpoint.views import SeenReader
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
@@ -33,6 +32,7 @@ from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.group_order import by_group
+from fsdp_optim.offline.seen_index import index_of
 from fsdp_optim.options import Model, WhichWeights
 from fsdp_optim.state.dicts.full import FullState, names_in, num_listed
 from fsdp_optim.state.dicts.names import Names, cut
@@ -125,7 +125,7 @@ def name_source(
 
     Raises as `describe_source`.
     """
-    index = _index_of(checkpoint, allow_pickle=allow_pickle) if with_optim else replace(checkpoint.index, optim=None)
+    index = index_of(checkpoint, allow_pickle=allow_pickle) if with_optim else replace(checkpoint.index, optim=None)
     if not index.weights and index.optim is None and not index.trees:
         raise CheckpointError(f"{index.where}: has neither weights nor an optimizer: there is nothing to convert")
     parts = None if index.facts.names_are_fqns else wrapper_parts()
@@ -150,13 +150,6 @@ def name_source(
         **{(False, key, TREE): tensor for key, tensor in new.trees.items()},
     }
     return NamedSource(new, optim.values, stored, left_out)
-
-
-def _index_of(checkpoint: Reader, *, allow_pickle: bool) -> CheckpointIndex:
-    """Return the index of a checkpoint. Where Views see it and it records names, its optimizer is as they see it."""
-    if isinstance(checkpoint, SeenReader) and checkpoint.index.facts.names_are_fqns:
-        return checkpoint.recorded(partial(read_constants, checkpoint), allow_pickle=allow_pickle)
-    return checkpoint.index
 
 
 @dataclass(frozen=True)

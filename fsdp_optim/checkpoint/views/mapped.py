@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeAlias
 
@@ -105,7 +105,7 @@ class MappedFiles:
     ) -> StoredTensor:
         file = f"{like.file} seen through Views"
         start = -(-self._ends.get(file, 0) // _ALIGNMENT) * _ALIGNMENT
-        stored = StoredTensor(key, like.dtype, shape, file, start, like.short_nbytes, like.request_nbytes)
+        stored = replace(like, key=key, shape=shape, file=file, start=start, chunks=None)
         mapped = Mapped(stored, sources, is_joined)
         self._tensors.setdefault(file, []).append(mapped)
         self._starts.setdefault(file, []).append(start)
@@ -150,9 +150,7 @@ class MappedFiles:
 
 def _moved(stored: StoredTensor, key: str, shape: Shape, start: int) -> StoredTensor:
     """Return a tensor whose elements are as another's, from some byte of its file on."""
-    return StoredTensor(
-        key, stored.dtype, shape, stored.file, start, stored.short_nbytes, stored.request_nbytes, stored.chunks
-    )
+    return replace(stored, key=key, shape=shape, start=start)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
-from fsdp_optim.layout.views import BoundView, InverseView, View
+from fsdp_optim.layout.views import BoundView, InverseView, SomeView, View
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Seen:
     def shapes(self) -> dict[str, Shape]:
         """The shapes that parameters get, by the names that they get."""
         of_parts = {name: shape for bound in self.split.values() for name, shape in bound.shapes.items()}
-        return of_parts | {live: bound.parts[0][1].live_shape for live, bound in self.joined.items()}
+        return of_parts | {live: bound.live_shape for live, bound in self.joined.items()}
 
     def order(self, names: Iterable[str]) -> Iterator[str]:
         """Yield names with parts in place of a fused one, in their order; and a joined one in place of its first part."""
@@ -79,7 +79,7 @@ class Seen:
                     "give a View whose name fits both, or one for each"
                 )
             bound = self.split[name]
-            parts = view.bind(alias, bound.parts[0][1].live_shape).parts
+            parts = view.bind(alias, bound.live_shape).parts
             if [part for _, part in parts] != [part for _, part in bound.parts]:
                 raise StateError(
                     f"{where}: {alias} and {name} are one tied parameter, and their Views have different parts, "
@@ -150,7 +150,7 @@ class Through:
 
     def unused(self, seen: Iterable[Seen]) -> tuple[View | InverseView, ...]:
         """Return the Views that none of these has used."""
-        used = list[View | InverseView]()
+        used = list[SomeView | InverseView]()
         for each in seen:
             used += [bound.view for bound in each.split.values()]
             used += [bound.view.inverse for bound in each.joined.values()]

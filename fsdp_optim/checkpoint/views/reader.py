@@ -55,8 +55,8 @@ def reader_inside(reader: Reader) -> Reader:
 def check_used(*readers: Reader) -> None:
     """Raise StateError for a View of a call that has changed nothing in any of these checkpoints, when all was looked at."""
     of_views = [reader for reader in readers if isinstance(reader, SeenReader)]
-    found = [names for reader in of_views for names in (reader.names, *reader.seen_at)]
-    unused = of_views[0].through.unused(found) if of_views else ()
+    names = [names for reader in of_views for names in (reader.names, *reader.seen_at)]
+    unused = of_views[0].through.unused(names) if of_views else ()
     if unused:
         where = " or ".join(dict.fromkeys(reader.index.where for reader in of_views))
         raise StateError(
@@ -69,7 +69,7 @@ def check_used(*readers: Reader) -> None:
 class SeenReader(Reader):
     """An open checkpoint that is seen through Views. It closes the checkpoint with itself.
 
-    `seen_at`: what was found, as often as it was looked for.
+    `seen_at`: what was names, as often as it was looked for.
     """
 
     reader: Reader
@@ -116,9 +116,9 @@ class SeenReader(Reader):
     @cached_property
     def names(self) -> Seen:
         """Which weights change."""
-        found = self.through.find(self._where, self._shapes)
-        self.seen_at.append(found)
-        return found
+        names = self.through.find(self._where, self._shapes)
+        self.seen_at.append(names)
+        return names
 
     @cached_property
     def index(self) -> CheckpointIndex:
@@ -186,7 +186,7 @@ class SeenReader(Reader):
                 self._names[part] not in index.weights for part in self.names.joined[joined].names
             ):
                 done.add(joined)
-                yield joined, self.names.joined[joined].parts[0][1].live_shape
+                yield joined, self.names.joined[joined].live_shape
 
     def _aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
         changed = self.names.aliases(self._where, aliases, self.through)
@@ -214,13 +214,13 @@ class SeenReader(Reader):
         renamed = SeenState.named(full, self._name_of)
         known = {**{self._name_of(fqn): shape for fqn, shape in shapes.items()}, **self._shapes}
         state = SeenState(self._where, renamed, known, self.files, read)
-        found = self.through.find(self._where, state.shapes)
-        self.seen_at.append(found)
-        return state.seen(found) if not found.is_empty else full
+        names = self.through.find(self._where, state.shapes)
+        self.seen_at.append(names)
+        return state.seen(names) if not names.is_empty else full
 
     def names_in(self, names: Names, full: Mapping[str, Any]) -> Names:
         """Return the names by which a full dict is read, before it is seen through the Views."""
-        found = self.names
+        changed = self.names
         if is_flattened(full):
             stored: dict[str, Shape] = {}
             for key, value in full.items():
@@ -228,8 +228,8 @@ class SeenReader(Reader):
                     fqn = str(key).partition(".")[2].rpartition(".")[0]
                     name = self._name_of(self.through.named(names.canonical(fqn)))
                     stored[name] = max(stored.get(name, ()), value.shape, key=prod)
-            found = self.through.find(self._where, {**stored, **self._shapes})
-        return names_before(self._where, names, full, found, list(self._names))
+            changed = self.through.find(self._where, {**stored, **self._shapes})
+        return names_before(self._where, names, full, changed, list(self._names))
 
     def _name_of(self, fqn: str) -> str:
         """Return the name that Views have for a name in the optimizer's dict."""

@@ -110,7 +110,7 @@ class SeenState:
         """Add the state of the parts of a fused parameter."""
         values, words = self.full.state.get(bound.name), self.full.kinds.get(bound.name)
         new_words = dict(words) if words is not None else None
-        shape = bound.parts[0][1].live_shape
+        shape = bound.live_shape
         cut = [name for name, value in (values or {}).items() if self._is_cut(bound, name, value, shape, words)]
         if new_words is not None:
             new_words.update(dict.fromkeys(cut, _SHARDED))

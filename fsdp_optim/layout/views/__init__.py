@@ -10,8 +10,8 @@ A `Part` (part.py) is arithmetic: the Blocks of a part are found from the Blocks
 row of axes that lie apart, however long the rows are.
 """
 
-from fsdp_optim.layout.views.fusion import BoundView, View
-from fsdp_optim.layout.views.inverse import InverseView
+from fsdp_optim.layout.views.fusion import View
+from fsdp_optim.layout.views.inverse import BoundView, InverseView, SomeView
 from fsdp_optim.layout.views.part import Part
 from fsdp_optim.layout.views.placed_part import PlacedPart, live_placement, placed_part, placement_of_part
 from fsdp_optim.layout.views.tiles import Tile, run_in_live, tiles_of_live, tiles_of_part
@@ -21,6 +21,7 @@ __all__ = [
     "InverseView",
     "Part",
     "PlacedPart",
+    "SomeView",
     "Tile",
     "View",
     "live_placement",

@@ -11,7 +11,7 @@ from functools import cached_property
 from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
 from fsdp_optim.layout.views.axes import Dims, Factor, axes_of, axes_text, read_axes, size_of, sizes_for
-from fsdp_optim.layout.views.inverse import InverseView
+from fsdp_optim.layout.views.inverse import BoundView, InverseView
 from fsdp_optim.layout.views.part import Part
 from fsdp_optim.layout.views.patterns import Bindings, check_pattern, fields_of, fill, match
 from fsdp_optim.layout.views.rows import row_blocks_of
@@ -293,22 +293,3 @@ def _part_text(where: str, part: str, text: str) -> str:
                     "all of them by one axis where they stay together"
                 )
     return axes_text(dims)
-
-
-@dataclass(frozen=True)
-class BoundView:
-    """The canonical parts of one live parameter, by name, in the order of its View."""
-
-    view: View
-    name: str
-    parts: tuple[tuple[str, Part], ...]
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names of the parts."""
-        return tuple(name for name, _ in self.parts)
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """The shapes of the parts by name."""
-        return {name: part.shape for name, part in self.parts}

@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Shape, row_major_strides
+from fsdp_optim.layout.views.inverse import SomeView
 from fsdp_optim.layout.views.part import Part
 from fsdp_optim.layout.views.patterns import fields_of, fill, match
 
-if TYPE_CHECKING:
-    from fsdp_optim.layout.views.fusion import View
 
-
-def row_blocks_of(view: View, shape: Shape) -> tuple[tuple[str, int], ...]:
+def row_blocks_of(view: SomeView, shape: Shape) -> tuple[tuple[str, int], ...]:
     """Return as `View.row_blocks`."""
     bound = view.bind(fill(view.name, dict.fromkeys(fields_of(view.name), "0")), shape)
     blocks: list[tuple[int, int, str]] = []
