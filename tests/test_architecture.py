@@ -105,7 +105,8 @@ checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own 
 checkpoint.views: adapters checkpoint.common errors fingerprints formats.base layout layout.views memory plan state.dicts
     state.values
 checkpoint.load: adapters checkpoint.common checkpoint.views dtensors elements errors fingerprints formats.base layout
-    layout.views memory move options plan results saying speed state.dicts state.live state.merged state.values storage.base transport verbs view
+    layout.views memory move options plan results saying speed state.dicts state.live state.merged state.values storage.base
+    transport verbs view
 checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerprints formats.base layout memory move options
     results state.live state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
@@ -118,7 +119,8 @@ checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory
     transport verbs wire
 offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save checkpoint.views differences
     errors fingerprints foreign.archive foreign.torch formats.base formats.own layout layout.views memory merges
-    move options plan prints rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix transport wire
+    move options plan prints rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix
+    transport wire
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.run
     checkpoint.save differences fingerprints formats.base layout.views memory merges options rank_maps registry results
     state.dicts state.live storage.posix transport verbs

@@ -243,9 +243,7 @@ class SeenReader(Reader):
 
     def _may_change(self, name: str) -> bool:
         through = self.through
-        return through.view_of(self._where, name) is not None or any(
-            each.view.has_part(name) for each in through.inverses
-        )
+        return through.view_of(self._where, name) is not None or any(each.has_part(name) for each in through.inverses)
 
     def recorded(self, read: ReadSmall, *, allow_pickle: bool) -> CheckpointIndex:
         """Return the index with an optimizer that is seen through the Views, of a checkpoint that records names and kinds.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -250,18 +251,36 @@ class View:
         bindings = match(self.name, name)
         if bindings is None:
             raise LayoutError(f"{self._where}: {name} has another name")
-        where = f"{name}: {self._where}"
-        sizes = sizes_for(where, self._dims, tuple(shape), dict(self.sizes))
+        try:
+            listed = _parts_for(self, tuple(shape))
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from None
         parts: dict[str, Part] = {}
-        for pattern, _ in self.parts:
-            for filled, part in self._parts_of(pattern, bindings, sizes):
-                if filled in parts:
-                    raise LayoutError(f"{where}: two of its parts are called {filled}")
-                parts[filled] = part
+        for pattern, texts, part in listed:
+            filled = fill(pattern, {**bindings, **texts})
+            if filled in parts:
+                raise LayoutError(f"{name}: {self._where}: two of its parts are called {filled}")
+            parts[filled] = part
         return BoundView(self, name, tuple(parts.items()))
 
-    def _parts_of(self, pattern: str, bindings: Bindings, sizes: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
-        """Yield the parts with one pattern, each with its name: one for each index of the axes in it."""
+    def parts_for(self, shape: Shape) -> Iterator[tuple[str, Bindings, Part]]:
+        """Yield the parts of any live parameter of a shape.
+
+        Args:
+            shape: its unsharded shape.
+
+        Yields:
+            The name of a part, as the View has it; what stands for the axes in it; the part.
+
+        Raises:
+            LayoutError: the shape is none that the axes can have.
+        """
+        sizes = sizes_for(self._where, self._dims, shape, dict(self.sizes))
+        for pattern, _ in self.parts:
+            yield from ((pattern, texts, part) for texts, part in self._parts_of(pattern, sizes))
+
+    def _parts_of(self, pattern: str, sizes: Mapping[str, int]) -> Iterator[tuple[Bindings, Part]]:
+        """Yield the parts with one pattern: one for each index of the axes in it."""
         has, indexed = self._has(pattern), self._indexed(pattern)
         factors = [factor for dim in self._dims for factor in dim]
         places: dict[str, int] = {axis: number for number, factor in enumerate(factors) for axis in factor}
@@ -279,7 +298,13 @@ class View:
                 lows.append(before + at.get(axis, 0))
                 taken.append(1 if axis in at else sizes[axis])
             texts = {axis: str(number) for axis, number in at.items()}
-            yield fill(pattern, {**bindings, **texts}), Part(shapes, tuple(lows), tuple(taken), dims)
+            yield texts, Part(shapes, tuple(lows), tuple(taken), dims)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts_for(view: View, shape: Shape) -> tuple[tuple[str, Bindings, Part], ...]:
+    """Return `view.parts_for(shape)`. Cached, because layers are equal."""
+    return tuple(view.parts_for(shape))
 
 
 def _part_text(where: str, part: str, text: str) -> str:

@@ -31,6 +31,9 @@ class SomeView(Protocol):
     def bind(self, name: str, shape: Shape) -> BoundView:
         """Return the parts of a live parameter."""
 
+    def parts_for(self, shape: Shape) -> Iterator[tuple[str, Bindings, Part]]:
+        """Yield the parts of any live parameter of a shape."""
+
 
 @dataclass(frozen=True)
 class BoundView:

@@ -10,15 +10,12 @@ from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Shape, row_major_strides
 from fsdp_optim.layout.views.inverse import SomeView
 from fsdp_optim.layout.views.part import Part
-from fsdp_optim.layout.views.patterns import fields_of, fill, match
 
 
 def row_blocks_of(view: SomeView, shape: Shape) -> tuple[tuple[str, int], ...]:
     """Return as `View.row_blocks`."""
-    bound = view.bind(fill(view.name, dict.fromkeys(fields_of(view.name), "0")), shape)
     blocks: list[tuple[int, int, str]] = []
-    for name, part in bound.parts:
-        pattern = next(pattern for pattern, _ in view.parts if match(pattern, name) is not None)
+    for pattern, _, part in view.parts_for(shape):
         if not shape or not _has_all_columns(part):
             raise LayoutError(
                 f"the View of {view.name}: its part {pattern} has some of the columns of a row of shape {list(shape)}, so rows "
