@@ -53,8 +53,9 @@ storage:
 wire:
 merges:
 arguments: errors layout.views
-boundary: collector errors
+boundary: collector errors heap
 collector:
+heap:
 differences: errors results
 fingerprints: errors
 elements: errors
@@ -103,8 +104,11 @@ foreign.deepspeed: arguments errors foreign foreign.archive foreign.torch format
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own options registry results storage.base
     storage.posix
-checkpoint.load: adapters checkpoint.common dtensors elements errors fingerprints formats.base layout layout.views memory
-    move options plan results saying speed state.dicts state.live state.merged state.values storage.base transport verbs view
+checkpoint.views: adapters checkpoint.common errors fingerprints formats.base layout layout.views memory plan state.dicts
+    state.values
+checkpoint.load: adapters checkpoint.common checkpoint.views dtensors elements errors fingerprints formats.base layout
+    layout.views memory move options plan results saying speed state.dicts state.live state.merged state.values storage.base
+    transport verbs view
 checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerprints formats.base layout memory move options
     results state.live state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
@@ -115,9 +119,10 @@ checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoi
     errors formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base storage.posix
     transport verbs wire
-offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
-    fingerprints foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan prints
-    rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix transport wire
+offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save checkpoint.views differences
+    errors fingerprints foreign.archive foreign.torch formats.base formats.own layout layout.views memory merges
+    move options plan prints rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix
+    transport wire
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.run
     checkpoint.save differences fingerprints formats.base layout.views memory merges model_views options rank_maps
     registry results state.dicts state.live storage.posix transport verbs

@@ -256,7 +256,7 @@ class AdapterNames:
                     "call model.set_adapter() with this adapter, or give base=True"
                 )
 
-    def check_views(self, views: Sequence[View]) -> None:
+    def check_views(self, views: Sequence[View] | str) -> None:
         """Raise StateError for a View of a parameter of the adapter, whose names and shapes are PEFT's."""
         for view in views if isinstance(views, (list, tuple)) else ():
             for fqn in self.keys:

@@ -114,7 +114,7 @@ def read_local(
     check_optimizers(optim)
     view = reader.read(ranks, options.name_of, optim)
     check_materialized(view.handles, view.rank)
-    view = seen_by(reader, view, options, reader.buffer_fqns if options.views else ())
+    view = seen_by(reader, view, options, (*reader.buffer_fqns, *options.fused) if options.views else ())
     if options.collect == "all":
         view = replace(view, handles=tuple([named.with_all_collected() for named in view.handles]))
     local = Local(view, read_optimizer(optim, view))
