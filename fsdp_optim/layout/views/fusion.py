@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
 from fsdp_optim.layout.views.axes import Dims, Factor, axes_of, axes_text, read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.part import Part
-from fsdp_optim.layout.views.patterns import Bindings, check_pattern, fields_of, fill, match
+from fsdp_optim.layout.views.patterns import Template, check_pattern, fields_of, match
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -69,6 +70,13 @@ class View:
         object.__setattr__(self, "parts", tuple((part, _part_text(where, part, text)) for part, text in parts.items()))
         object.__setattr__(self, "sizes", tuple(sorted(sizes.items())))
         self._check()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.axes, self.parts, self.sizes))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __repr__(self) -> str:
         sizes = "".join(f", {axis}={size}" for axis, size in self.sizes)
@@ -227,18 +235,18 @@ class View:
         bindings = match(self.name, name)
         if bindings is None:
             raise LayoutError(f"{self._where}: {name} has another name")
-        where = f"{name}: {self._where}"
-        sizes = sizes_for(where, self._dims, tuple(shape), dict(self.sizes))
-        parts: dict[str, Part] = {}
-        for pattern, _ in self.parts:
-            for filled, part in self._parts_of(pattern, bindings, sizes):
-                if filled in parts:
-                    raise LayoutError(f"{where}: two of its parts are called {filled}")
-                parts[filled] = part
-        return BoundView(self, name, tuple(parts.items()))
+        try:
+            named = [(template.fill(bindings), part) for template, part in _parts_of(self, tuple(shape))]
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from None
+        names = {filled for filled, _ in named}
+        if len(names) < len(named):
+            filled = next(each for each, _ in named if [other for other, _ in named].count(each) > 1)
+            raise LayoutError(f"{name}: {self._where}: two of its parts are called {filled}")
+        return BoundView(self, name, tuple(named))
 
-    def _parts_of(self, pattern: str, bindings: Bindings, sizes: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
-        """Yield the parts with one pattern, each with its name: one for each index of the axes in it."""
+    def _templates(self, pattern: str, sizes: Mapping[str, int]) -> Iterator[tuple[Template, Part]]:
+        """Yield the parts with one pattern, each with what its name is made of: one for each index of the axes in it."""
         has, indexed = self._has(pattern), self._indexed(pattern)
         factors = [factor for dim in self._dims for factor in dim]
         places: dict[str, int] = {axis: number for number, factor in enumerate(factors) for axis in factor}
@@ -256,7 +264,17 @@ class View:
                 lows.append(before + at.get(axis, 0))
                 taken.append(1 if axis in at else sizes[axis])
             texts = {axis: str(number) for axis, number in at.items()}
-            yield fill(pattern, {**bindings, **texts}), Part(shapes, tuple(lows), tuple(taken), dims)
+            yield Template.of(pattern, texts), Part(shapes, tuple(lows), tuple(taken), dims)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts_of(view: View, shape: Shape) -> tuple[tuple[Template, Part], ...]:
+    """Return the parts of a live parameter, from a cache: those of equal layers differ in their names alone.
+
+    Raises LayoutError, which does not begin with the name of the live parameter.
+    """
+    sizes = sizes_for(view._where, view._dims, shape, dict(view.sizes))
+    return tuple(each for pattern, _ in view.parts for each in view._templates(pattern, sizes))
 
 
 def _part_text(where: str, part: str, text: str) -> str:
