@@ -2,17 +2,18 @@
 
     python benchmarks/views.py [--models big rows small] [--worlds 2 4] [--wrappers FSDP2] [--rounds 5] [--folder DIR]
 
-`big`: two `wqkv` of interleaved heads, stacked experts, and stacked, transposed and alternating experts, 1 GiB with Adam's state.
+`big`: two `wqkv` of interleaved heads, stacked experts, and stacked, transposed and alternating ones, 1 GiB with Adam's state.
 `rows`: stacked and transposed experts alone, whose elements are side by side in the file and come from far rows of memory.
-`small`: 2,000 `wqkv` of three parts. "as it is": the same fused model without Views. "unfused": the same elements in a model whose
-parameters are the parts. All three run in turn in the same processes. Processor time is user and system time of the rank that
-takes most; ratios are medians of the ratios of each round. A load is of the save before, into an optimizer without state.
+`small`: 2,000 `wqkv` of three parts. "as it is": the same fused model without Views. "unfused": the same elements in a model
+whose parameters are the parts. All three run in turn in the same processes. Processor time is user and system time of the rank
+that takes most; ratios are medians of the ratios of each round. A load is of the save before, into an optimizer without state.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import ctypes
 import gc
 import itertools
 import os
@@ -35,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).parent))
 
 from many import processor_seconds
-from measure import MIB, peak, reset_peak, table
+from measure import MIB, peak, reset_peak, table, touch
 
 import fsdp_optim
 from fsdp_optim import CallOptions, LoadOptions, SaveOptions, View
@@ -134,9 +135,7 @@ class Subject:
         fsdp_optim.load(self.path, self.model, self.optim, options=LoadOptions(views=self.views))
 
     def gather(self) -> object:
-        return fsdp_optim.gather_full_optim_state_dict(
-            self.model, self.optim, options=CallOptions(views=self.views)
-        )
+        return fsdp_optim.gather_full_optim_state_dict(self.model, self.optim, options=CallOptions(views=self.views))
 
     @property
     def calls(self) -> dict[str, Callable[[], object]]:
@@ -149,7 +148,12 @@ def views_of(model: str) -> list[View]:
         parts = {f"{{u}}.{{i}}.w{part}": f"(g {part} d) c" for part in "qkv"}
         return [View("{u}.{i}.wqkv", "(g (q + k + v) d) c", parts, q=4, k=1, v=1, d=4)]
     return [
-        View(f"{number}.{view.name}", view.axes, {f"{number}.{name}": axes for name, axes in view.parts}, **dict(view.sizes))
+        View(
+            f"{number}.{view.name}",
+            view.axes,
+            {f"{number}.{name}": axes for name, axes in view.parts},
+            **dict(view.sizes),
+        )
         for number, unit in enumerate(kinds_of(model))
         for view, _ in unit
     ]
@@ -168,6 +172,9 @@ def measure(folder: Path, model: str, wrapper: str, rounds: int, hows: Sequence[
                 if name == "load":
                     subject.optim.state.clear()
                 gc.collect()
+                ctypes.CDLL(None).malloc_trim(0)  # so that each gets memory that nobody has touched
+                if model != "small":
+                    touch((1 << 30) // dist.get_world_size())
                 resident = reset_peak()
                 dist.barrier()
                 clock, begin = time.perf_counter(), processor_seconds()
@@ -240,7 +247,15 @@ def main() -> None:
             place = Path(folder)
             if options.profile:
                 run_on_ranks(
-                    profiled, world_size, place, model, wrapper, options.how, options.profile, options.order, timeout=1800.0
+                    profiled,
+                    world_size,
+                    place,
+                    model,
+                    wrapper,
+                    options.how,
+                    options.profile,
+                    options.order,
+                    timeout=1800.0,
                 )
                 continue
             by_rank = run_on_ranks(measure, world_size, place, model, wrapper, options.rounds, timeout=3000.0)
