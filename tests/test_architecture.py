@@ -50,6 +50,7 @@ machine:
 speed:
 state:
 storage:
+transposed:
 wire:
 merges:
 arguments: errors layout.views
@@ -73,7 +74,7 @@ plan: errors layout
 storage.posix: errors machine storage.base
 buckets.fsspec: buckets.objects errors storage.base
 buckets.s3: buckets.objects errors storage.base
-memory: plan
+memory: plan transposed
 prints: memory plan
 buckets: buckets.fsspec buckets.objects buckets.s3 storage.base storage.posix
 dtensors: errors layout memory
@@ -81,7 +82,7 @@ transport: errors layout memory options plan transport.job wire
 formats.base: dtensors elements errors fingerprints layout memory registry storage.base
 move: errors layout memory plan transport
 view: dtensors errors layout memory
-canonical: errors layout.views view
+canonical: errors layout layout.views view
 adapters: arguments dtensors elements errors layout layout.views memory options registry view
 model_views: adapters dtensors errors layout layout.views options view
 foreign: errors formats.base storage.base

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load.matching import renamer
-from fsdp_optim.checkpoint.views import SeenReader, reader_inside, seen
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import Reader
@@ -34,6 +33,10 @@ def seen_by(checkpoint: Reader, options: LoadArguments, views: Sequence[View]) -
 
     Raises an error for a View that does not fit a stored shape, and for two parameters of one name.
     """
+    if not views:
+        return checkpoint, options
+    from fsdp_optim.checkpoint.views import SeenReader, seen  # here, because few loads need it
+
     renamed = renamer(options.rename or {})
     through = seen(checkpoint, views, named=renamed, scratch_nbytes=options.bucket_nbytes)
     if not isinstance(through, SeenReader):
@@ -50,8 +53,13 @@ def seen_by(checkpoint: Reader, options: LoadArguments, views: Sequence[View]) -
 
 def left_out_models(checkpoint: Reader, options: LoadArguments) -> tuple[str, ...]:
     """Return the names of the models that a checkpoint has, and that a call with names did not ask for."""
-    asked, checkpoint = options.models.names, reader_inside(checkpoint)
-    models = checkpoint.reader.index.facts.models if isinstance(checkpoint, SomeModels) and asked else ()
+    asked = options.models.names
+    if not asked:
+        return ()
+    from fsdp_optim.checkpoint.views import reader_inside  # here, because few loads need it
+
+    checkpoint = reader_inside(checkpoint)
+    models = checkpoint.reader.index.facts.models if isinstance(checkpoint, SomeModels) else ()
     return tuple(model for model in models if model not in asked)
 
 

@@ -224,6 +224,7 @@ def _summarized(result: LoadResult, weights: Weights, state: State | None, nbyte
         unmatched_hyperparameters=fit.unmatched_hyperparameters if fit is not None else (),
         unmatched_values=fit.unmatched_values if fit is not None else (),
         absent=state.absent if state is not None else (),
+        begun_anew=fit.begun_anew if fit is not None else (),
         num_tensors=num_tensors,
         nbytes=nbytes,
     )

@@ -14,7 +14,7 @@ from fsdp_optim.layout.boxes import Shape
 from fsdp_optim.layout.views.axes import Dims, Factor, axes_of, axes_text, read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.inverse import BoundView, InverseView
 from fsdp_optim.layout.views.part import Part
-from fsdp_optim.layout.views.patterns import Bindings, check_pattern, fields_of, fill, match
+from fsdp_optim.layout.views.patterns import Bindings, Template, check_pattern, fields_of, match
 from fsdp_optim.layout.views.rows import row_blocks_of
 
 
@@ -72,6 +72,13 @@ class View:
         object.__setattr__(self, "parts", tuple((part, _part_text(where, part, text)) for part, text in parts.items()))
         object.__setattr__(self, "sizes", tuple(sorted(sizes.items())))
         self._check()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.axes, self.parts, self.sizes))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __repr__(self) -> str:
         sizes = "".join(f", {axis}={size}" for axis, size in self.sizes)
@@ -252,16 +259,14 @@ class View:
         if bindings is None:
             raise LayoutError(f"{self._where}: {name} has another name")
         try:
-            listed = _parts_for(self, tuple(shape))
+            named = [(template.fill(bindings), part) for template, part in _named_parts(self, tuple(shape))]
         except LayoutError as error:
             raise LayoutError(f"{name}: {error}") from None
-        parts: dict[str, Part] = {}
-        for pattern, texts, part in listed:
-            filled = fill(pattern, {**bindings, **texts})
-            if filled in parts:
-                raise LayoutError(f"{name}: {self._where}: two of its parts are called {filled}")
-            parts[filled] = part
-        return BoundView(self, name, tuple(parts.items()))
+        names = {filled for filled, _ in named}
+        if len(names) < len(named):
+            filled = next(each for each, _ in named if [other for other, _ in named].count(each) > 1)
+            raise LayoutError(f"{name}: {self._where}: two of its parts are called {filled}")
+        return BoundView(self, name, tuple(named))
 
     def parts_for(self, shape: Shape) -> Iterator[tuple[str, Bindings, Part]]:
         """Yield the parts of any live parameter of a shape.
@@ -302,9 +307,12 @@ class View:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parts_for(view: View, shape: Shape) -> tuple[tuple[str, Bindings, Part], ...]:
-    """Return `view.parts_for(shape)`. Cached, because layers are equal."""
-    return tuple(view.parts_for(shape))
+def _named_parts(view: View, shape: Shape) -> tuple[tuple[Template, Part], ...]:
+    """Return the parts of a live parameter, from a cache: those of equal layers differ in their names alone.
+
+    Raises LayoutError, which does not begin with the name of the live parameter.
+    """
+    return tuple((Template.of(pattern, texts), part) for pattern, texts, part in view.parts_for(shape))
 
 
 def _part_text(where: str, part: str, text: str) -> str:

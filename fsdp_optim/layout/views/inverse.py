@@ -11,7 +11,7 @@ from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
 from fsdp_optim.layout.views.axes import read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.part import Part
-from fsdp_optim.layout.views.patterns import Bindings, fields_of, fill, match
+from fsdp_optim.layout.views.patterns import Bindings, Template, fields_of, match
 
 
 class SomeView(Protocol):
@@ -74,6 +74,10 @@ class InverseView:
     def __repr__(self) -> str:
         return f"{self.view!r}.inverse"
 
+    @cached_property
+    def _live(self) -> Template:
+        return Template.of(self.view.name, {})
+
     @property
     def inverse(self) -> SomeView:
         """The View."""
@@ -99,7 +103,7 @@ class InverseView:
         named: dict[str, _Found] = {}
         for name in shapes:
             for pattern, bindings in self._patterns_of(name):
-                live = fill(self.view.name, bindings)
+                live = self._live.fill(bindings)
                 parts = named.setdefault(live, _Found(live))
                 if name in parts.parts:
                     raise LayoutError(f"{name}: may be two parts of {live} by {self!r}: give its parts other names")
