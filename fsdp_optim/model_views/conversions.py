@@ -40,7 +40,9 @@ class Conversion:
     shapes: Mapping[str, Shape]
 
     def on(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what `save_pretrained` would write for tensors in place of weights. A tensor that is only renamed stays the same object.
+        """Return what `save_pretrained` would write for tensors in place of weights, by name.
+
+        A tensor that is only renamed is the same object as before.
 
         Raises:
             LayoutError: transformers cannot convert them.
@@ -129,8 +131,8 @@ def _below(root: str, name: str) -> str:
 
 
 def _of_own_class(module: nn.Module) -> Any:
-    """Return an object with the attributes of a module, and the class that it has without torch's wrappers (FSDP2 makes a new one)."""
+    """Return an object with the attributes of a module, of the class that it has without FSDP2, which makes a class of its own."""
     cls = next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch."))
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     made.__dict__.update(module.__dict__)
     return made

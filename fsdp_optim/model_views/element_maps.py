@@ -1,22 +1,19 @@
-"""Which element of a live parameter is where in the files: a conversion that is run on element numbers in place of the weights."""
+"""Which element of a live parameter is where in the files: a conversion, run on element numbers in place of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fsdp_optim.errors import LayoutError
+from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout import Shape
-from fsdp_optim.layout.views import Part
+from fsdp_optim.layout.views.numbered import Numbers
 from fsdp_optim.model_views.conversions import Conversion
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -46,103 +43,101 @@ def element_maps(conversion: Conversion, shapes: Mapping[str, Shape], renamed: M
     starts, start = list[int](), 0
     for name, shape in shapes.items():
         starts.append(start)
-        given[name] = torch.arange(start, start + prod(shape)).reshape(shape)
+        given[name] = torch.arange(start, start + prod(shape), device="cpu").reshape(shape)
         start += prod(shape)
     others = {id(given[name]) for name in renamed}
-    found = {name: tensor for name, tensor in conversion.on(given).items() if id(tensor) not in others}
-    numbers = {name: _numbers_in(name, tensor, conversion, shapes) for name, tensor in found.items()}
-    names = list(shapes)
-    sources: dict[str, list[str]] = {}
-    counts = np.zeros(start, np.int8)
-    for stored, values in numbers.items():
-        flat = values.reshape(-1)
-        if flat.size and (flat.min() < 0 or flat.max() >= start):
-            raise _computed(names[0], conversion)
-        np.add.at(counts, flat, 1) if _repeats(flat) else counts.__setitem__(flat, counts[flat] + 1)
-        owners = np.unique(np.searchsorted(np.array(starts), flat, side="right") - 1)
-        sources[stored] = [names[number] for number in owners]
-    _check_once(counts, names, starts, conversion)
-    return _joined(numbers, sources, shapes, dict(zip(names, starts, strict=True)), conversion)
+    run = _Run(conversion, shapes, tuple(starts), start)
+    stored = {name: tensor for name, tensor in conversion.on(given).items() if id(tensor) not in others}
+    return run.maps({name: run.numbers_in(name, tensor) for name, tensor in stored.items()})
 
 
-def _repeats(flat: Numbers) -> bool:
-    return len(np.unique(flat)) != len(flat)
+@dataclass(frozen=True)
+class _Run:
+    """One run of a conversion. `starts`: the number of the first element of each parameter; `num`: of all elements."""
 
+    conversion: Conversion
+    shapes: Mapping[str, Shape]
+    starts: Shape
+    num: int
 
-def _numbers_in(stored: str, tensor: Tensor, conversion: Conversion, shapes: Mapping[str, Shape]) -> Numbers:
-    if tensor.dtype != torch.int64 or tensor.is_meta:
-        name = next(iter(shapes))
-        raise LayoutError(
-            f"{name}: transformers' conversion to {stored} ({conversion.operations(name)}) computes its elements, here "
-            f"{tensor.dtype}, instead of moving them, so no View has it: save it under its own name, without that View"
-        )
-    found: Numbers = tensor.contiguous().numpy()
-    return found
-
-
-def _check_once(counts: npt.NDArray[np.int8], names: list[str], starts: list[int], conversion: Conversion) -> None:
-    wrong = np.flatnonzero(counts != 1)
-    if wrong.size:
-        number = int(np.searchsorted(np.array(starts), wrong[0], side="right")) - 1
-        what = f"{int(counts[wrong[0]])} times" if counts[wrong[0]] else "nowhere"
-        name = names[number]
-        raise LayoutError(
-            f"{name}: transformers' conversion ({conversion.operations(name)}) has its element {int(wrong[0]) - starts[number]} "
-            f"{what} in the files, and every element must be there once: save it under its own name, without that View"
-        )
-
-
-def _joined(
-    numbers: Mapping[str, Numbers],
-    sources: Mapping[str, list[str]],
-    shapes: Mapping[str, Shape],
-    starts: Mapping[str, int],
-    conversion: Conversion,
-) -> list[ElementMap]:
-    """Return one map for each parameter that is cut, and for each tensor of the files that is made of several parameters."""
-    targets: dict[str, list[str]] = {name: [] for name in shapes}
-    for stored, owners in sources.items():
-        for owner in owners:
-            targets[owner].append(stored)
-    maps = list[ElementMap]()
-    for name, stored in targets.items():
-        if all(len(sources[each]) == 1 for each in stored):
-            parts = {each: numbers[each] - starts[name] for each in stored}
-            maps.append(ElementMap(name, shapes[name], parts))
-            continue
-        (joined, *more) = stored
-        owners = sources[joined]
-        if more or any(len(targets[owner]) > 1 for owner in owners):
-            raise LayoutError(
-                f"{name}: transformers' conversion ({conversion.operations(name)}) mixes it with {owners[owners[0] == name]} in "
-                f"several tensors, such as {joined}, and a View is of one tensor: save it under its own name, without that View"
+    def numbers_in(self, stored: str, tensor: Tensor) -> Numbers:
+        """Return what a tensor of the files has as numbers."""
+        if tensor.dtype != torch.int64 or tensor.is_meta:
+            raise self._refused(
+                self._source_of(stored), f"computes {stored} ({tensor.dtype}) instead of moving elements"
             )
-        if name == owners[0]:
-            maps.append(_inverse(joined, numbers[joined], {owner: shapes[owner] for owner in owners}, starts))
-    return maps
+        return tensor.contiguous().numpy()
 
+    def maps(self, numbers: Mapping[str, Numbers]) -> list[ElementMap]:
+        """Return one map for each parameter that is cut, and for each tensor of the files that is made of several parameters."""
+        self._check_once(numbers)
+        names = list(self.shapes)
+        sources = {stored: [names[number] for number in self._owners(values)] for stored, values in numbers.items()}
+        targets: dict[str, list[str]] = {name: [] for name in names}
+        for stored, owners in sources.items():
+            for owner in owners:
+                targets[owner].append(stored)
+        maps = list[ElementMap]()
+        for name, start in zip(names, self.starts, strict=True):
+            if all(len(sources[stored]) == 1 for stored in targets[name]):
+                parts = {stored: numbers[stored] - start for stored in targets[name]}
+                maps.append(ElementMap(name, self.shapes[name], parts))
+                continue
+            (joined, *more) = targets[name]
+            if more or any(len(targets[owner]) > 1 for owner in sources[joined]):
+                several = shortened(targets[name])
+                raise self._refused(
+                    name, f"has elements of this parameter and of others together in several tensors, {several}"
+                )
+            if name == sources[joined][0]:
+                maps.append(self._inverse(joined, numbers[joined], sources[joined]))
+        return maps
 
-def _inverse(stored: str, numbers: Numbers, shapes: Mapping[str, Shape], starts: Mapping[str, int]) -> ElementMap:
-    flat = numbers.reshape(-1)
-    order = np.argsort(flat)
-    parts: dict[str, Numbers] = {}
-    for name, shape in shapes.items():
-        first = int(np.searchsorted(flat, starts[name], sorter=order))
-        parts[name] = order[first : first + prod(shape)].astype(np.int64).reshape(shape)
-    return ElementMap(stored, tuple(numbers.shape), parts)
+    def _check_once(self, numbers: Mapping[str, Numbers]) -> None:
+        """Every element must be in the files once."""
+        values = np.concatenate([each.reshape(-1) for each in numbers.values()] or [np.empty(0, np.int64)])
+        if values.size and (values.min() < 0 or values.max() >= self.num):
+            computed = next(
+                name for name, each in numbers.items() if each.size and not 0 <= each.min() <= each.max() < self.num
+            )
+            raise self._refused(
+                self._source_of(computed), f"computes the elements of {computed} instead of moving them"
+            )
+        counts = np.bincount(values, minlength=self.num)
+        wrong = np.flatnonzero(counts != 1)
+        if wrong.size:
+            number = int(self._owners(wrong[:1])[0])
+            many = f"{counts[wrong[0]]} times" if counts[wrong[0]] else "nowhere"
+            at = int(wrong[0]) - self.starts[number]
+            raise self._refused(list(self.shapes)[number], f"puts its element {at} into the files {many}, and not once")
 
+    def _owners(self, values: Numbers) -> Numbers:
+        """Return the positions of the parameters that have elements among these."""
+        return np.unique(np.searchsorted(np.array(self.starts), values.reshape(-1), side="right") - 1)
 
-def _computed(name: str, conversion: Conversion) -> LayoutError:
-    return LayoutError(
-        f"{name}: transformers' conversion ({conversion.operations(name)}) computes elements instead of moving them, so no View "
-        "has it: save it under its own name, without that View"
-    )
+    def _inverse(self, stored: str, numbers: Numbers, owners: Sequence[str]) -> ElementMap:
+        flat = numbers.reshape(-1)
+        order = np.argsort(flat)
+        starts = dict(zip(self.shapes, self.starts, strict=True))
+        parts: dict[str, Numbers] = {}
+        for name in owners:
+            first = int(np.searchsorted(flat, starts[name], sorter=order))
+            shape = self.shapes[name]
+            parts[name] = order[first : first + prod(shape)].astype(np.int64).reshape(shape)
+        return ElementMap(stored, tuple(numbers.shape), parts)
 
+    def _source_of(self, stored: str) -> str:
+        """Return the first parameter that alone gives a tensor of the files."""
+        for name, shape in self.shapes.items():
+            try:
+                if stored in self.conversion.on({name: torch.empty(shape, device="meta")}):
+                    return name
+            except LayoutError:  # a conversion that needs several parameters
+                continue
+        return next(iter(self.shapes))
 
-def numbers_of(part: Part) -> Numbers:
-    """Return, of each element of a part, its row-major number in the live parameter."""
-    sizes = [size for dim in part.factors for size in dim]
-    numbers = np.arange(prod(sizes), dtype=np.int64).reshape(sizes)
-    taken = numbers[tuple(slice(low, low + size) for low, size in zip(part.lows, part.sizes, strict=True))]
-    order = [factor for dim in part.dims for factor in dim]
-    return taken.transpose([*order, *(n for n in range(len(sizes)) if n not in order)]).reshape(part.shape)
+    def _refused(self, name: str, why: str) -> LayoutError:
+        return LayoutError(
+            f"{name}: transformers' conversion of this parameter ({self.conversion.operations(name)}) {why}, so that no View "
+            "has it: save it under its own name, by a list of Views without it"
+        )
