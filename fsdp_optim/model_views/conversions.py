@@ -131,7 +131,7 @@ def _below(root: str, name: str) -> str:
 
 
 def _of_own_class(module: nn.Module) -> Any:
-    """Return an object with the attributes of a module, of the class that it has without FSDP2, which makes a class of its own."""
+    """Return an object with the attributes of a module, of the class that it has without FSDP2, which makes one."""
     cls = next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch."))
     made: Any = object.__new__(cls)
     made.__dict__.update(module.__dict__)

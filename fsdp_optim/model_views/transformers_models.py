@@ -19,8 +19,8 @@ def views_of_transformers(model: Model) -> list[View]:
     """Return the Views by which a checkpoint of transformers models has the names that `save_pretrained` writes.
 
     Version 5 stacks experts, splits and renames weights when it loads a model, and `save_pretrained` reverts that. This runs
-    the same `revert_weight_conversion` on the numbers of elements in place of the weights. Nothing of the model is read but names, shapes
-    and its config, so it may be on the meta device, and under any wrapper; no rank is asked.
+    the same `revert_weight_conversion` on the numbers of elements in place of the weights. Nothing of the model is read but
+    names, shapes and its config, so it may be on the meta device, and under any wrapper; no rank is asked.
 
     A parameter that is cut, transposed or renamed in the files gets a View. Where the files have several parameters in one
     tensor, the View is of that tensor, and its parts are the parameters: a save keeps their names, which `from_pretrained` reads
@@ -55,7 +55,7 @@ def views_of_transformers(model: Model) -> list[View]:
 
 @dataclass(frozen=True)
 class _Changed:
-    """The parameters that are more than renamed (`shapes`), and the tensors that are made of them; those that are only renamed."""
+    """The parameters that are more than renamed (`shapes`), and the tensors that are made of them (`stored`)."""
 
     conversion: Conversion
     shapes: Mapping[str, Shape]
@@ -64,8 +64,14 @@ class _Changed:
     few: int
 
     def learned(self, shapes: Mapping[str, Shape]) -> list[View]:
-        """Return the Views of some of the parameters."""
-        return learned_views(self.conversion, shapes, self.renamed, self.stored, self.few)
+        """Return the Views of some of the parameters, with the renamed ones around them where their names depend on these."""
+        try:
+            views = learned_views(self.conversion, shapes, {}, self.stored, self.few)
+            for view in views:
+                check_stored(view, self.shapes, self.stored)
+        except LayoutError:
+            return learned_views(self.conversion, shapes, self.renamed, self.stored, self.few)
+        return views
 
     def why_not(self, view: View) -> str:
         """Return why a View is not of these parameters and tensors; "" where it is."""

@@ -148,5 +148,6 @@ def check_stored(view: View, shapes: Mapping[str, Shape], stored: Mapping[str, S
     for name, shape in view.bind(view.name, known[view.name]).shapes.items():
         if parts.get(name) != shape:
             raise LayoutError(
-                f"{view.name}: in transformers' files {name} has shape {list(parts.get(name, ()))}, and {view} makes it {list(shape)}"
+                f"{view.name}: {view} makes {name} of shape {list(shape)}, and in transformers' files it has "
+                f"{list(parts[name]) if name in parts else 'another name'}"
             )
