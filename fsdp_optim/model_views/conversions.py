@@ -58,10 +58,44 @@ class Conversion:
             ) from error
         return found
 
-    def on_shapes(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return all names with tensors of their shapes, which have no elements, and what the conversion makes of these."""
-        given = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
-        return given, self.on(given)
+    def on_shapes(self) -> tuple[dict[str, str], dict[str, Shape]]:
+        """Run it on tensors without elements: of integers, so that casts are no renamings.
+
+        Returns:
+            The names in the files of the parameters that are only renamed; the shapes of all other tensors in the files, by name.
+        """
+        given = {name: without_elements(shape) for name, shape in self.shapes.items()}
+        try:
+            converted = self.on(given)
+        except LayoutError as error:
+            wrong = next((name for name in self.shapes if not self._converts(name)), None)
+            if wrong is None:
+                raise
+            raise LayoutError(f"{wrong}, by {self.operations(wrong)}: {error}") from error
+        by_tensor = {id(tensor): stored for stored, tensor in converted.items()}
+        renamed = {
+            name: by_tensor[id(tensor)]
+            for name, tensor in given.items()
+            if id(tensor) in by_tensor and not tensor._version
+        }
+        others = set(converted).difference(renamed.values())
+        return renamed, {name: tuple(tensor.shape) for name, tensor in converted.items() if name in others}
+
+    def _converts(self, name: str) -> bool:
+        """Whether a parameter can be converted by itself."""
+        try:
+            self.on({name: without_elements(self.shapes[name])})
+        except LayoutError:
+            return False
+        return True
+
+    def source_of(self, stored: str, names: Iterable[str]) -> str:
+        """Return the first of some parameters that by itself gives a tensor of the files; the first of all where none does."""
+        listed = list(names)
+        for name in filter(self._converts, listed):
+            if stored in self.on({name: without_elements(self.shapes[name])}):
+                return name
+        return listed[0]
 
     def operations(self, name: str) -> str:
         """Return the operations that convert a parameter as text."""
@@ -84,7 +118,7 @@ class Conversion:
             if name in tensors:
                 return tensors[name]
             if name in self.shapes:
-                return torch.empty(self.shapes[name], device="meta")
+                return without_elements(self.shapes[name])
             raise AttributeError(f"{type(self.model).__name__} has no parameter {name}")
 
         def named_modules(*_: object, **__: object) -> Iterator[tuple[str, Any]]:
@@ -95,6 +129,11 @@ class Conversion:
         stand_in = _of_own_class(self.model)
         stand_in.__dict__ |= {"get_parameter": get_parameter, "named_modules": named_modules}
         return stand_in
+
+
+def without_elements(shape: Shape) -> Tensor:
+    """Return a tensor of a shape that takes no memory."""
+    return torch.empty(shape, dtype=torch.int64, device="meta")
 
 
 def conversions_in(

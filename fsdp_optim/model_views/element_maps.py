@@ -13,7 +13,7 @@ from torch import Tensor
 from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views.numbered import Numbers
-from fsdp_optim.model_views.conversions import Conversion
+from fsdp_optim.model_views.conversions import Conversion, without_elements
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def element_maps(conversion: Conversion, shapes: Mapping[str, Shape], renamed: M
     Raises:
         LayoutError: an element is lost, repeated or computed, or elements of several parameters are mixed in several tensors.
     """
-    given: dict[str, Tensor] = {name: torch.empty(shape, device="meta") for name, shape in renamed.items()}
+    given: dict[str, Tensor] = {name: without_elements(shape) for name, shape in renamed.items()}
     starts, start = list[int](), 0
     for name, shape in shapes.items():
         starts.append(start)
@@ -64,7 +64,8 @@ class _Run:
         """Return what a tensor of the files has as numbers."""
         if tensor.dtype != torch.int64 or tensor.is_meta:
             raise self._refused(
-                self._source_of(stored), f"computes {stored} ({tensor.dtype}) instead of moving elements"
+                self.conversion.source_of(stored, self.shapes),
+                f"computes {stored} ({tensor.dtype}) instead of moving elements",
             )
         return tensor.contiguous().numpy()
 
@@ -101,7 +102,8 @@ class _Run:
                 name for name, each in numbers.items() if each.size and not 0 <= each.min() <= each.max() < self.num
             )
             raise self._refused(
-                self._source_of(computed), f"computes the elements of {computed} instead of moving them"
+                self.conversion.source_of(computed, self.shapes),
+                f"computes the elements of {computed} instead of moving them",
             )
         counts = np.bincount(values, minlength=self.num)
         wrong = np.flatnonzero(counts != 1)
@@ -125,16 +127,6 @@ class _Run:
             shape = self.shapes[name]
             parts[name] = order[first : first + prod(shape)].astype(np.int64).reshape(shape)
         return ElementMap(stored, tuple(numbers.shape), parts)
-
-    def _source_of(self, stored: str) -> str:
-        """Return the first parameter that alone gives a tensor of the files."""
-        for name, shape in self.shapes.items():
-            try:
-                if stored in self.conversion.on({name: torch.empty(shape, device="meta")}):
-                    return name
-            except LayoutError:  # a conversion that needs several parameters
-                continue
-        return next(iter(self.shapes))
 
     def _refused(self, name: str, why: str) -> LayoutError:
         return LayoutError(

@@ -20,7 +20,7 @@ def views_of_megatron(model: Model) -> list[View]:
 
     - `linear_qkv` of a SelfAttention: for each group of queries its query heads, its key and its value; with
       `attention_output_gate` the gates of the heads after the query heads. The parts are `q`, `gate`, `k` and `v`.
-    - `linear_fc1` of an MLP, a shared expert or a grouped expert (`weight0`, `weight1`, ...) with `gated_linear_unit`: the rows of
+    - `linear_fc1` of an MLP, a shared expert or grouped experts (`weight0`, `weight1`, ...) with `gated_linear_unit`: the rows of
       the gate, then those of the projection. The parts are `gate` and `up`.
 
     Nothing is imported: modules are known by the names of their classes and attributes. The shapes must be those of the complete

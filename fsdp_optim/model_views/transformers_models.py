@@ -90,8 +90,10 @@ class _Changed:
             names.update(view.bind(view.name, self.shapes[view.name]).names if is_cut else [view.name])
         lacking = sorted(set(self.stored) - names)
         if lacking:
+            source = self.conversion.source_of(lacking[0], self.conversion.shapes)
             raise LayoutError(
-                f"{lacking[0]}: transformers' files have this tensor, and no layer of the model gives it: give its View by hand"
+                f"{source}: transformers' conversion of this parameter ({self.conversion.operations(source)}) gives {lacking[0]} "
+                "besides, and every element must be in the files once: save it under its own name, by a list of Views without it"
             )
 
 
@@ -104,15 +106,11 @@ def views_of_conversion(conversion: Conversion, few: int = FEW) -> list[View]:
     Raises:
         LayoutError: as for `views_of_transformers`.
     """
-    given, converted = conversion.on_shapes()
-    by_tensor = {id(tensor): stored for stored, tensor in converted.items()}
-    renamed = {name: by_tensor[id(tensor)] for name, tensor in given.items() if id(tensor) in by_tensor}
+    renamed, stored = conversion.on_shapes()
     changed = {name: shape for name, shape in conversion.shapes.items() if name not in renamed}
-    made = set(converted).difference(renamed.values())
-    stored = {name: tuple(converted[name].shape) for name in made}
     views = [_renaming(name, other, conversion.shapes[name]) for name, other in renamed.items() if name != other]
     kept = {name: conversion.shapes[name] for name in renamed}
-    return views + _of_changed(_Changed(conversion, changed, kept, stored, few)) if changed else views
+    return views + _of_changed(_Changed(conversion, changed, kept, stored, few)) if changed or stored else views
 
 
 def _of_changed(changed: _Changed) -> list[View]:
