@@ -11,7 +11,7 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View
 from fsdp_optim.model_views.conversions import Conversion, conversions_in
 from fsdp_optim.model_views.layers import generalised, in_layer, kind_of, layers_of
-from fsdp_optim.model_views.twins import FEW, check_stored, learned_views
+from fsdp_optim.model_views.conversion_twins import FEW, check_stored, learned_views
 from fsdp_optim.options import Model
 
 
@@ -101,7 +101,7 @@ def views_of_conversion(conversion: Conversion, few: int = FEW) -> list[View]:
     """Return the Views of one transformers model, one for each parameter whose name or layout differs in the files.
 
     Args:
-        few: the number of elements up to which parameters are numbered as they are (`twins.py`).
+        few: the number of elements up to which parameters are numbered as they are (`conversion_twins.py`).
 
     Raises:
         LayoutError: as for `views_of_transformers`.

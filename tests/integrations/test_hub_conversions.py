@@ -17,7 +17,7 @@ from kit.pretrained import transformers
 from fsdp_optim import View
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.views import numbers_of_part
-from fsdp_optim.model_views import twins
+from fsdp_optim.model_views import conversion_twins as twins
 from fsdp_optim.model_views.conversions import Conversion
 from fsdp_optim.model_views.layers import generalised
 from fsdp_optim.model_views.transformers_models import views_of_conversion, views_of_transformers
