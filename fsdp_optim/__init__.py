@@ -89,6 +89,7 @@ if TYPE_CHECKING:
         transfer_optim_state,
         unfinished_saves,
         verify,
+        views_for,
         wait_for_saves,
     )
 
@@ -171,6 +172,7 @@ __all__ = [
     "transfer_optim_state",
     "unfinished_saves",
     "verify",
+    "views_for",
     "wait_for_saves",
 ]
 

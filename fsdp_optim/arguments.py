@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from datetime import timedelta
@@ -131,3 +132,21 @@ def is_model_name(name: object) -> bool:
     Checkpoints have other folders: `extra`, and in buckets 16 hexadecimal digits.
     """
     return isinstance(name, str) and _MODEL.fullmatch(name) is not None
+
+
+def text_of_views(views: object) -> str:
+    """Return a short text that is equal only for equal Views, whose own texts are long."""
+    if isinstance(views, str) and views == "hooks":
+        return views
+    listed = [repr(view) for view in views] if isinstance(views, (list, tuple)) else [repr(views)]
+    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})" if listed else ""
+
+
+def check_views(views: object) -> None:
+    """Raise an error for a value that is no list of Views."""
+    if views == () or (isinstance(views, str) and views == "hooks"):
+        return
+    from fsdp_optim.layout.views import View  # here, so that the command line does not load it
+
+    if not isinstance(views, (list, tuple)) or not all(isinstance(view, View) for view in views):
+        raise StateError(f"views must be a list of Views, as in views=[View(...)], or 'hooks', not {views!r}")

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from fsdp_optim.collector import fewer_collections
 from fsdp_optim.errors import FsdpOptimError
+from fsdp_optim.heap import returned_heap
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,7 +36,8 @@ _NOT_USERS = re.compile(
 
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function that users call: it raises the library's errors without its own frames, and collects garbage less often.
+    """Mark a function that users call: it raises the library's errors without its own frames, collects garbage less often, and
+    gives memory that it no longer needs back to the system.
 
     The text of an error says what is wrong, and on which rank.
 
@@ -45,7 +47,7 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with fewer_collections():
+            with returned_heap(), fewer_collections():
                 return function(*args, **kwargs)
         except FsdpOptimError as error:
             if os.environ.get(FULL, "0") not in ("", "0"):

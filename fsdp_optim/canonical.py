@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout.views import BoundView, View, placement_of_part
+from fsdp_optim.layout.views import BoundView, View, ViewsByName, placement_of_part
 from fsdp_optim.view import ModelView, NamedHandle, Original
 
 
@@ -30,20 +30,22 @@ def seen_through(view: ModelView, views: Sequence[View], others: Collection[str]
     if not views:
         return view
     bound: dict[str, BoundView] = {}
-    handles = tuple([_split(named, views, bound) for named in view.handles])
+    by_name = ViewsByName(views)
+    handles = tuple([_split(named, by_name, bound) for named in view.handles])
     _check_names(handles, bound)
     return replace(
         view,
         handles=handles,
         order=tuple(_parts_of(view.order, bound)),
-        aliases=_aliases(view.aliases, views, bound),
+        aliases=_aliases(view.aliases, by_name, bound),
         unit_order=tuple(_parts_of(view.unit_order, bound)) if view.unit_order is not None else None,
         mixed=tuple((tuple(_parts_of(taken, bound)), tuple(_parts_of(left, bound))) for taken, left in view.mixed),
-        unmatched=tuple(repr(each) for each in views if not _matches(each, (*view.order, *view.aliases, *others))),
+        unmatched=tuple(map(repr, by_name.unmatched((*view.order, *view.aliases, *others)))),
+        seen_through=tuple(map(repr, views)),
     )
 
 
-def _split(named: NamedHandle, views: Sequence[View], bound: dict[str, BoundView]) -> NamedHandle:
+def _split(named: NamedHandle, views: ViewsByName, bound: dict[str, BoundView]) -> NamedHandle:
     """Return a live parameter with the parts of those originals that Views name. Adds these to `bound`."""
     originals, fqns, fused = list[Original](), list[str](), list[str]()
     for fqn, original in zip(named.fqns, named.handle.originals, strict=True):
@@ -63,9 +65,9 @@ def _split(named: NamedHandle, views: Sequence[View], bound: dict[str, BoundView
     return replace(named, handle=handle, fqns=tuple(fqns))
 
 
-def _view_of(fqn: str, views: Sequence[View]) -> View | None:
+def _view_of(fqn: str, views: ViewsByName) -> View | None:
     """Return the View of a name; None where there is none."""
-    matching = [view for view in views if view.matches(fqn)]
+    matching = views.of(fqn)
     if len(matching) > 1:
         raise WrapperError(
             f"{fqn}: two Views are of this parameter, {matching[0]} and {matching[1]}: give one of them names that the other "
@@ -77,10 +79,6 @@ def _view_of(fqn: str, views: Sequence[View]) -> View | None:
 def _parts_of(fqns: Iterable[str], bound: Mapping[str, BoundView]) -> Iterable[str]:
     """Return names with the parts in place of their live parameters, in the order of the parts."""
     return chain.from_iterable(bound[fqn].names if fqn in bound else (fqn,) for fqn in fqns)
-
-
-def _matches(view: View, names: Collection[str]) -> bool:
-    return any(view.matches(name) or view.has_part(name) for name in names)
 
 
 def _check_names(handles: Sequence[NamedHandle], bound: Mapping[str, BoundView]) -> None:
@@ -97,7 +95,7 @@ def _check_names(handles: Sequence[NamedHandle], bound: Mapping[str, BoundView])
             known[fqn] = what
 
 
-def _aliases(aliases: Mapping[str, str], views: Sequence[View], bound: Mapping[str, BoundView]) -> dict[str, str]:
+def _aliases(aliases: Mapping[str, str], views: ViewsByName, bound: Mapping[str, BoundView]) -> dict[str, str]:
     """Return the other names of parameters. Those of a live parameter become those of its parts, in their order."""
     seen: dict[str, str] = {}
     for alias, fqn in aliases.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -25,9 +24,11 @@ from fsdp_optim.arguments import (
     check_rank,
     check_rename,
     check_switch,
+    check_views,
     compared_as,
     is_integer,
     seconds_of,
+    text_of_views,
 )
 from fsdp_optim.errors import CheckpointError, StateError
 
@@ -83,20 +84,8 @@ def text_of_format(format: object) -> str:
     return f"{type(format).__module__}.{type(format).__qualname__}"
 
 
-def text_of_views(views: Sequence[View]) -> str:
-    """Return a short text that is equal only for equal Views, whose own texts are long."""
-    listed = [repr(view) for view in views] if isinstance(views, (list, tuple)) else [repr(views)]
-    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})" if listed else ""
-
-
-def check_views(views: object) -> None:
-    """Raise an error for a value that is no list of Views."""
-    if views == ():
-        return
-    from fsdp_optim.layout.views import View  # here, so that the command line does not load it
-
-    if not isinstance(views, (list, tuple)) or not all(isinstance(view, View) for view in views):
-        raise StateError(f"views must be a list of Views, as in views=[View(...)], not {views!r}")
+Views = Sequence["View"] | Literal["hooks"]
+"""Views that are given, or learned on each rank from the hooks of its own modules."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +109,9 @@ class CallOptions(Arguments):
             canonical parts in their place: weights, moments and every other value of the parameter's shape under the names of
             the parts; scalars, such as `step`, in every part, which must have equal ones when they are loaded. A value of
             another shape is an error that names it. A View of a name that a model does not have changes nothing, if the model
-            has the parts; one that names nothing on any rank is an error.
+            has the parts; one that names nothing on any rank is an error. "hooks": each rank learns them from the state-dict
+            hooks of its own modules; a model without such hooks has its live names, so that one option serves a run with the
+            fusion on and off; hooks that do anything but rename, cut or permute are an error that names them.
     """
 
     process_group: dist.ProcessGroup | None = field(default=None, metadata=compared_as(name_of_group))
@@ -128,7 +119,7 @@ class CallOptions(Arguments):
     bucket_nbytes: int = BUCKET_NBYTES  # equal on all ranks: both ends of a message derive the message's size from it
     name_of: NameOf | None = field(default=None, metadata=MAY_DIFFER)
     on_replica_mismatch: OnReplicaMismatch = "error"
-    views: Sequence[View] = field(default=(), metadata=compared_as(text_of_views))
+    views: Views = field(default=(), metadata=compared_as(text_of_views))
 
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""

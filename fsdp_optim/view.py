@@ -277,6 +277,7 @@ class ModelView:
         rank: this global rank.
         given_names: FQN on this rank -> the name from `name_of`; empty without `name_of`.
         unmatched: the Views, as text, that name nothing of this rank's model.
+        seen_through: all Views, as text, through which the model is seen.
         wrapper_parts: name components that wrappers insert, and that are not part of an FQN.
         mixed: for each module from which the wrapper took only some parameters, the FQNs of the parameters that it took and of
             the parameters that it left. The order between the two groups is lost; `order` has the taken parameters first.
@@ -293,6 +294,7 @@ class ModelView:
     wrapper_parts: frozenset[str] = frozenset()
     given_names: Mapping[str, str] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
+    seen_through: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks:

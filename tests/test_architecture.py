@@ -52,9 +52,10 @@ state:
 storage:
 wire:
 merges:
-arguments: errors
-boundary: collector errors
+arguments: errors layout.views
+boundary: collector errors heap
 collector:
+heap:
 differences: errors results
 fingerprints: errors
 elements: errors
@@ -81,7 +82,8 @@ formats.base: dtensors elements errors fingerprints layout memory registry stora
 move: errors layout memory plan transport
 view: dtensors errors layout memory
 canonical: errors layout.views view
-adapters: arguments dtensors elements errors layout memory options registry view
+adapters: arguments dtensors elements errors layout layout.views memory options registry view
+model_views: adapters dtensors errors layout layout.views options view
 foreign: errors formats.base storage.base
 formats.own: arguments errors fingerprints formats.base memory registry storage.base
 state.values: dtensors elements errors layout memory view
@@ -93,8 +95,8 @@ foreign.hugging_face: errors foreign foreign.dcp formats.base formats.own storag
 state.merged: errors layout layout.views memory options state.dicts state.live state.values view
 foreign.torch: arguments errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory options
     registry storage.base
-verbs: adapters arguments canonical dtensors elements errors layout layout.views memory move options results speed
-    state.dicts state.live state.merged state.values transport view
+verbs: adapters arguments canonical dtensors elements errors layout layout.views memory model_views move options results
+    speed state.dicts state.live state.merged state.values transport view
 checkpoint.common: adapters arguments boundary canonical dtensors elements errors fingerprints formats.base formats.own
     layout layout.views memory move options plan prints registry results speed state.dicts state.live state.merged
     state.values storage.base storage.posix transport verbs view
@@ -118,8 +120,8 @@ offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load
     fingerprints foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan prints
     rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix transport wire
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.run
-    checkpoint.save differences fingerprints formats.base layout.views memory merges options rank_maps registry results
-    state.dicts state.live storage.posix transport verbs
+    checkpoint.save differences fingerprints formats.base layout.views memory merges model_views options rank_maps
+    registry results state.dicts state.live storage.posix transport verbs
 plugins: adapters buckets.objects checkpoint.common checkpoint.proof checkpoint.trainers errors foreign.dcp
     foreign.deepspeed foreign.per_rank foreign.torch formats.base formats.own layout memory options registry saying
     state.live storage.base storage.posix view

@@ -51,6 +51,12 @@ PRIVATE_OF_TORCH = {
     "fsdp_optim.dtensors": {"_local_tensor", "_spec", "_shard_order"},
     "fsdp_optim.adapters.dtensor": {"_spec"},
     "fsdp_optim.verbs.iterate": {"_version"},
+    "fsdp_optim.model_views.guard": {
+        "_schema",  # which arguments an operation writes into
+        *("_c10d_functional", "_c10d_functional_autograd"),  # namespaces of collective operations
+    },
+    "fsdp_optim.model_views.running": {"_metadata"},  # the versions of modules, beside a state dict
+    "fsdp_optim.model_views.kinds": {"_WrappedHook"},  # what torch keeps a hook of load_state_dict() in
     "fsdp_optim.checkpoint.common.module_values": {"_version"},
     "fsdp_optim.checkpoint.proof.observed": {"_input_metadata"},  # the dtypes of a node of autograd's graph
     "fsdp_optim.state.values.classes": {"_optimizer"},  # of a wrapper around an optimizer

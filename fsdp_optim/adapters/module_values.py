@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters.buffers import Near, Rename
+from fsdp_optim.adapters.state_dict_hooks import OF_TORCH, function_of, hooks_after, hooks_before, is_of
 from fsdp_optim.adapters.tree import ModuleTree, join
 from fsdp_optim.errors import StateError
 from fsdp_optim.view import ModelView, ModuleValue, ModuleValues
@@ -25,10 +25,9 @@ def is_extra_state(name: str) -> bool:
 
 
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.", "fairscale.")
-_OF_TORCH = ("torch.", "fairscale.")
 
 
-def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> ModuleValues:
+def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename, *, runs_hooks: bool = False) -> ModuleValues:
     """Return the entries of all modules. Parameters are not gathered, and hooks are not run.
 
     Raises StateError where a module's own code fails.
@@ -56,26 +55,13 @@ def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> Mod
             entry = ModuleValue(module, key, value, others)
             first = values.get(name)
             values[name] = entry if first is None else replace(first, stage_copies=(*first.stage_copies, entry))
-    return ModuleValues(values, extra_state_loaders, tuple(lost), tuple(_hooked(tree)))
-
-
-def _function(method: Any) -> Callable[..., Any]:
-    while isinstance(method, functools.partial):
-        method = method.func
-    function: Callable[..., Any] = getattr(method, "__func__", method)
-    return function
-
-
-def _is_of(method: Any, places: tuple[str, ...]) -> bool:
-    """Return whether a method or a hook is defined in one of the packages `places`."""
-    function = _function(method)
-    return str(getattr(function, "__module__", None) or type(function).__module__).startswith(places)
+    return ModuleValues(values, extra_state_loaders, tuple(lost), tuple(_hooked(tree, runs_hooks=runs_hooks)))
 
 
 def _overrides(module: nn.Module, name: str) -> bool:
     """Return whether a module's class overrides a method of nn.Module, other than the classes of wrappers."""
     method = getattr(module, name)
-    return _function(method) is not getattr(nn.Module, name) and not _is_of(method, _WRAPPERS)
+    return function_of(method) is not getattr(nn.Module, name) and not is_of(method, _WRAPPERS)
 
 
 def _has_extra(module: nn.Module) -> bool:
@@ -167,15 +153,13 @@ def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> N
         )
 
 
-def _hooked(tree: ModuleTree) -> Iterator[str]:
+def _hooked(tree: ModuleTree, *, runs_hooks: bool) -> Iterator[str]:
     """Yield the modules whose state_dict() is changed by hooks or overrides, which this library does not run."""
     for module in tree.modules:
-        hooks = []
-        if module._state_dict_hooks or module._state_dict_pre_hooks:  # few modules have some
-            hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
-        foreign = [hook for hook in hooks if not _is_of(hook, _OF_TORCH)]
-        if _function(module.state_dict) is not nn.Module.state_dict and not _is_of(module.state_dict, _OF_TORCH):
+        hooks = [*hooks_before(module), *(() if runs_hooks else hooks_after(module))]
+        foreign = [hook for hook in hooks if not is_of(hook, OF_TORCH)]
+        if function_of(module.state_dict) is not nn.Module.state_dict and not is_of(module.state_dict, OF_TORCH):
             foreign.append(module.state_dict)
         if foreign:
-            name = getattr(_function(foreign[0]), "__qualname__", type(foreign[0]).__name__)
+            name = getattr(function_of(foreign[0]), "__qualname__", type(foreign[0]).__name__)
             yield f"{tree.path(module) or 'the model'} ({type(module).__name__}: {name})"

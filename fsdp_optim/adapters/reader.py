@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from fsdp_optim.adapters.masters import with_masters
 from fsdp_optim.adapters.module_values import read_module_values
 from fsdp_optim.adapters.naming import Naming
 from fsdp_optim.adapters.slices import as_declared, has_declared
+from fsdp_optim.adapters.state_dict_hooks import HookedUnit, hooked_units
 from fsdp_optim.adapters.transformers_names import StoredNames, stored_names_of
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, IsWrapperChild, ModuleTree
 from fsdp_optim.elements import is_fake, is_lazy, why_without_elements
@@ -24,6 +25,9 @@ from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
 from fsdp_optim.options import Model, NameOf
 from fsdp_optim.view import Handle, ModelView, ModuleValues
+
+if TYPE_CHECKING:
+    from fsdp_optim.layout.views import View
 
 
 class ModelReader:
@@ -41,6 +45,7 @@ class ModelReader:
             is_wrapper_child=_wrapper_children(self._adapters),
             stand_ins=self._stand_ins,
         )
+        self.learned: tuple[View, ...] | None = None  # the Views of this call, where they are learned from the model
         self._views: dict[tuple[tuple[int, ...], NameOf | None], ModelView] = {}
 
     @property
@@ -148,6 +153,10 @@ class ModelReader:
                             f"{self.name} that was given: pass the wrapped root instead of a module inside it"
                         )
 
+    def hooked_units(self, view: ModelView, name_of: NameOf | None = None) -> list[HookedUnit]:
+        """Return the modules whose state_dict() is changed by hooks of their own. No hook is run."""
+        return hooked_units(self._tree, view, name_of)
+
     def reshard(self) -> None:
         """Free the unsharded parameters that a forward pass has left, so that the next forward pass uses the new shards."""
         for adapter in self._adapters:
@@ -174,9 +183,14 @@ class ModelReader:
         """Return how transformers renames the model's weights in its files; None where the files have the model's names."""
         return stored_names_of(self._tree.root.modules())
 
-    def module_values(self, view: ModelView, name_of: NameOf | None = None) -> ModuleValues:
-        """Return the entries of state_dict() that are neither parameters nor buffers."""
-        return read_module_values(self._tree, view, _renamed_by(name_of))
+    def module_values(
+        self, view: ModelView, name_of: NameOf | None = None, *, runs_hooks: bool = False
+    ) -> ModuleValues:
+        """Return the entries of state_dict() that are neither parameters nor buffers.
+
+        `runs_hooks`: the call learns from the hooks of state_dict(), so that they are not listed as ignored.
+        """
+        return read_module_values(self._tree, view, _renamed_by(name_of), runs_hooks=runs_hooks)
 
     def _stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
         live_params: dict[Place, torch.Tensor] = {}

@@ -123,6 +123,10 @@ class ModuleTree:
         """Return the names of a parameter by other paths to the same module."""
         return (join(path, attribute) for path, other in self._other_paths if other is module)
 
+    def other_paths(self, module: nn.Module) -> Iterator[str]:
+        """Return the other paths to a module."""
+        return (path for path, other in self._other_paths if other is module)
+
     def index(self, module: nn.Module) -> int:
         return self._sites[module].index
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fsdp_optim.api.keeping import copy, diagnose, prune
     from fsdp_optim.api.looking import diff, extract, placement, show
     from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
+    from fsdp_optim.api.names import views_for
     from fsdp_optim.api.offline import average, convert, inspect, merge_adapter, thin, verify
     from fsdp_optim.api.optim_dicts import (
         gather_full_optim_state_dict,
@@ -128,6 +129,7 @@ __all__ = [
     "transfer_optim_state",
     "unfinished_saves",
     "verify",
+    "views_for",
     "wait_for_saves",
 ]
 
@@ -143,6 +145,7 @@ _PLACES = {
     ),
     "fsdp_optim.api.proving": "fingerprint proof_of",
     "fsdp_optim.api.save_load": "async_save load save",
+    "fsdp_optim.api.names": "views_for",
     "fsdp_optim.api.slices": "declare_slice",
     "fsdp_optim.checkpoint.common.pending": "SaveHandle",
     "fsdp_optim.checkpoint.common.run_state": "per_rank",

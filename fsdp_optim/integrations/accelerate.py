@@ -15,18 +15,19 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, ClassVar
 
-from fsdp_optim import SaveOptions
+from fsdp_optim import LoadOptions, SaveOptions
 from fsdp_optim.integrations import accelerator_state, trainer_folder
 from fsdp_optim.integrations.accelerate_start import weights_from
 from fsdp_optim.integrations.needed import needed, version_of
 from fsdp_optim.integrations.patches import is_replaced, put_back, replace_function, replace_method
 from fsdp_optim.integrations.settings import Settings
-from fsdp_optim.plugins import OnReplicaMismatch, Prove, Strategy
+from fsdp_optim.plugins import Prove
 
 __all__ = ["FsdpOptimTrainerMixin", "Settings", "disable", "enable", "weights_from"]
+
+_SAVE, _LOAD = SaveOptions(), LoadOptions()
 
 TESTED = {"accelerate": "1.15.0", "transformers": "5.23.0"}
 """The versions that the tests run with. Others are tried."""
@@ -64,17 +65,9 @@ log = logging.getLogger("fsdp_optim")
 def enable(
     *,
     background: bool = False,
-    durable: bool = True,
-    checksums: bool = True,
-    max_file_size: int = 4_000_000_000,
-    strategy: Strategy = "auto",
-    on_replica_mismatch: OnReplicaMismatch = "error",
-    allow_pickle: bool = False,
-    cast: bool = False,
-    progress: bool | None = None,
-    timeout: float | timedelta | None = None,
-    bucket_nbytes: int = SaveOptions.bucket_nbytes,
     prove: Prove = False,
+    save_options: SaveOptions = _SAVE,
+    load_options: LoadOptions = _LOAD,
 ) -> None:
     """Save and load by this library from now on, in every Accelerator and every Trainer of this process.
 
@@ -85,31 +78,18 @@ def enable(
             `accelerator.end_training()`, with which a program with an Accelerator must end. A save that something wants to
             read at once (a callback with `on_save`, `push_to_hub`) is waited for. False: a checkpoint is complete when the call
             returns.
-        durable, checksums, max_file_size, strategy, on_replica_mismatch, allow_pickle, progress, timeout, bucket_nbytes: as for
-            `fsdp_optim.save`.
-        cast: as for `fsdp_optim.load`.
         prove: as for `fsdp_optim.CheckpointManager`: the optimizer's next step after each checkpoint is recorded beside it, and
             a run that resumes compares its own.
+        save_options: as `options` of `fsdp_optim.save`, such as `SaveOptions(durable=False)`, without `process_group` and
+            `rename`.
+        load_options: as `options` of `fsdp_optim.load`, such as `LoadOptions(cast=True)`, without the same two.
 
     Raises:
         WrapperError, ImportError: a name that this plug-in needs is missing in the installed version of accelerate or
             transformers. The error is both.
         StateError, CheckpointError: an argument is wrong.
     """
-    settings = Settings(
-        background=background,
-        durable=durable,
-        checksums=checksums,
-        max_file_size=max_file_size,
-        strategy=strategy,
-        on_replica_mismatch=on_replica_mismatch,
-        allow_pickle=allow_pickle,
-        cast=cast,
-        progress=progress,
-        timeout=timeout,
-        bucket_nbytes=bucket_nbytes,
-        prove=prove,
-    )
+    settings = Settings(background, prove, save_options, load_options)
     settings.validate()
     methods = [f"Accelerator.{name}" for name in (*_ACCELERATOR, "__init__")]
     owner = _checked("accelerate", {"accelerate.accelerator": ("Accelerator", *_OF_ACCELERATOR, *methods)})[

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import LoadOptions, LoadResult, SaveHandle, SaveOptions, SaveResult, StateError, WrapperError
+from fsdp_optim import LoadOptions, LoadResult, SaveHandle, SaveOptions, SaveResult, StateError, View, WrapperError
 from fsdp_optim.integrations.needed import refusal
 from fsdp_optim.plugins import OnDamage, Optimizers, OwnFormat, WhichWeights, clean_name, module_inside
 
@@ -184,6 +184,7 @@ def _save_options(
     """The weights and options of a save, and the files that PEFT expects."""
     _refuse(options, _NOT_HERE)
     names = AdapterNames.of(model, adapter)
+    names.check_views(options.views)
     if not base:
         names.check_trains(model, adapter)
     beside = ((_CONFIG, _config_of(_peft_model(model, adapter), adapter)),)
@@ -194,6 +195,7 @@ def _save_options(
 def _load_options(model: nn.Module, adapter: str, base: bool, options: LoadOptions) -> tuple[WhichWeights, LoadOptions]:
     _refuse(options, {"rename"})
     names = AdapterNames.of(model, adapter)
+    names.check_views(options.views)
     return "all" if base else "trainable", replace(options, rename=names.fqn_of)
 
 
@@ -253,6 +255,16 @@ class AdapterNames:
                     f"{fqn}: belongs to the adapter {adapter!r} and requires no gradients, so it would be left out: "
                     "call model.set_adapter() with this adapter, or give base=True"
                 )
+
+    def check_views(self, views: Sequence[View] | str) -> None:
+        """Raise StateError for a View of a parameter of the adapter, whose names and shapes are PEFT's."""
+        for view in views if isinstance(views, (list, tuple)) else ():
+            for fqn in self.keys:
+                if isinstance(view, View) and view.matches(fqn):
+                    raise StateError(
+                        f"{fqn}: belongs to the adapter, whose names in files are PEFT's, and {view} would give it others: "
+                        "give Views of the base model alone, with base=True"
+                    )
 
     def key_of(self, fqn: str) -> str:
         """PEFT's name of a parameter."""

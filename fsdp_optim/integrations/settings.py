@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 
 from fsdp_optim import CallOptions, LoadOptions, SaveOptions, StateError
-from fsdp_optim.plugins import OnReplicaMismatch, Prove, Rename, ResumeProver, Strategy
+from fsdp_optim.plugins import Prove, Rename, ResumeProver
+
+_SAVE, _LOAD = SaveOptions(), LoadOptions()
+_NOT_HERE = ("process_group", "rename")
 
 
 @dataclass(frozen=True)
@@ -14,58 +16,48 @@ class Settings:
     """How the plug-in for Accelerate and the Trainer saves and loads.
 
     Args:
-        background, durable, checksums, max_file_size, strategy, on_replica_mismatch, allow_pickle, cast, progress, timeout,
-            bucket_nbytes, prove: as for `fsdp_optim.integrations.accelerate.enable`.
+        background, prove, save_options, load_options: as for `fsdp_optim.integrations.accelerate.enable`.
     """
 
     background: bool = False
-    durable: bool = True
-    checksums: bool = True
-    max_file_size: int = 4_000_000_000
-    strategy: Strategy = "auto"
-    on_replica_mismatch: OnReplicaMismatch = "error"
-    allow_pickle: bool = False
-    cast: bool = False
-    progress: bool | None = None
-    timeout: float | timedelta | None = None
-    bucket_nbytes: int = SaveOptions.bucket_nbytes
     prove: Prove = False
+    save_options: SaveOptions = _SAVE
+    load_options: LoadOptions = _LOAD
 
     def saving(self) -> SaveOptions:
         """The options of a save, and of the steps that all ranks take together."""
-        return SaveOptions(
-            timeout=self.timeout,
-            bucket_nbytes=self.bucket_nbytes,
-            on_replica_mismatch=self.on_replica_mismatch,
-            strategy=self.strategy,
-            max_file_size=self.max_file_size,
-            checksums=self.checksums,
-            durable=self.durable,
-            allow_pickle=self.allow_pickle,
-            progress=self.progress,
-        )
+        return self.save_options
 
     def loading(self, rename: Rename | None = None) -> LoadOptions:
         """The options of a load."""
-        return LoadOptions(
-            timeout=self.timeout,
-            bucket_nbytes=self.bucket_nbytes,
-            rename=rename,
-            cast=self.cast,
-            allow_pickle=self.allow_pickle,
-            progress=self.progress,
+        return replace(self.load_options, rename=rename) if rename is not None else self.load_options
+
+    def calling(self) -> CallOptions:
+        """The options of other calls of all ranks, which see the model as a save does."""
+        saving = self.save_options
+        return CallOptions(
+            timeout=saving.timeout,
+            bucket_nbytes=saving.bucket_nbytes,
+            name_of=saving.name_of,
+            on_replica_mismatch=saving.on_replica_mismatch,
+            views=saving.views,
         )
 
     def prover(self) -> ResumeProver:
         """A prover of resumes, for one run."""
-        return ResumeProver(self.prove, options=CallOptions(timeout=self.timeout, bucket_nbytes=self.bucket_nbytes))
+        return ResumeProver(self.prove, options=self.calling())
 
     def validate(self) -> None:
         """Raise StateError or CheckpointError for a wrong option."""
-        self.saving().validate()
-        self.loading().validate()
-        for name in ("background", "durable", "checksums", "allow_pickle", "cast"):
-            if not isinstance(getattr(self, name), bool):
-                raise StateError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        for name, kind in (("save_options", SaveOptions), ("load_options", LoadOptions)):
+            options = getattr(self, name)
+            if not isinstance(options, kind):
+                raise StateError(f"{name} must be a {kind.__name__}, not a {type(options).__name__}")
+            for option in _NOT_HERE:
+                if getattr(options, option) is not None:
+                    raise StateError(f"{name} has {option}=..., which is not for this plug-in: leave it out")
+            options.validate()
+        if not isinstance(self.background, bool):
+            raise StateError(f"background must be True or False, not {self.background!r}")
         if self.prove not in (False, True, "raise"):
             raise StateError(f'prove must be False, True or "raise", not {self.prove!r}')

@@ -97,6 +97,10 @@ class FsdpOptimCheckpointManager(_Base):
         durable: bool = True
         """Whether a checkpoint is complete only when it is on the disk."""
 
+        views: Literal["hooks", "no"] = "hooks"
+        """Whether fused parameters and their moments are saved under the names of torchtitan's own files (`wq`, `wk`, `wv` for
+        `wqkv`), so that a run resumes with the fusion on and off; "no" keeps the live names."""
+
         prove: Literal["no", "yes", "raise"] = "no"
         """Whether the step after each checkpoint is recorded beside it, and a run that resumes compares its own."""
 
@@ -156,7 +160,8 @@ class FsdpOptimCheckpointManager(_Base):
             key: Unloaded(component) if key in config.exclude_from_loading else component
             for key, component in self._objects.items()
         }
-        self._call = LoadOptions(process_group=self._group)
+        views: Any = "hooks" if config.views == "hooks" else ()
+        self._call = LoadOptions(process_group=self._group, views=views)
         self._saving = SaveOptions(
             process_group=self._group, durable=config.durable, on_replica_mismatch=config.on_replica_mismatch
         )
@@ -171,6 +176,7 @@ class FsdpOptimCheckpointManager(_Base):
                 process_group=self._group,
                 durable=config.durable,
                 on_replica_mismatch=config.on_replica_mismatch,
+                views=views,
                 signals=(),
             ),
         )
@@ -283,6 +289,9 @@ class FsdpOptimCheckpointManager(_Base):
 
     def _load_weights(self, place: str) -> None:
         """Load weights that are under the names of parameters or, where a module joins parameters, of its state dict."""
+        if self._call.views:
+            fsdp_optim.load(place, self._model, options=replace(self._call, cast=True))
+            return
         tensors = self._weights.state_dict()
         own = {name for part in self._weights.model for name, _ in part.named_parameters()}
         saved = set(by_lowest("names of weights", lambda: sorted(fsdp_optim.inspect(place).model)))

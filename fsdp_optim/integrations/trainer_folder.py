@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import CallOptions, CheckpointError, LoadResult, StateError
+from fsdp_optim import CheckpointError, LoadResult, StateError
 from fsdp_optim.integrations import signs
 from fsdp_optim.integrations.hugging_face_folders import (
     SHARDED_OPTIM,
@@ -190,13 +190,8 @@ def _save_beside_weights(trainer: Any, folder: str, settings: Settings) -> None:
 
 def _gathered(trainer: Any, settings: Settings) -> dict[str, Any]:
     """The weights, or the adapters alone, on rank 0; nothing on other ranks."""
-    options = CallOptions(
-        timeout=settings.timeout,
-        bucket_nbytes=settings.bucket_nbytes,
-        on_replica_mismatch=settings.on_replica_mismatch,
-    )
     model, weights = model_of(trainer), _which_weights(trainer)
-    return fsdp_optim.gather_full_model_state_dict(model, weights=weights, options=options) or {}
+    return fsdp_optim.gather_full_model_state_dict(model, weights=weights, options=settings.calling()) or {}
 
 
 def _which_weights(trainer: Any) -> WhichWeights:

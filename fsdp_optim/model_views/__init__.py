@@ -1,9 +1,21 @@
-"""Views that are learned from a model: from its classes, its shapes, and the names that its trainer writes. No collectives.
+"""Views that are learned from a model: from the hooks of its modules, and by what is known of its kind.
 
-views_of_transformers(model)     # transformers_models.py: the names of `save_pretrained`, by transformers' own conversion
-    conversions.py               # the conversion, called on tensors in place of the weights
-    element_maps.py              # called on element numbers: which element of a parameter is where in the files
-    twins.py                     # the same on small twins, where the numbers of a parameter would take gigabytes
-    layers.py                    # equal layers become one View
-views_of_megatron(model)         # megatron_models.py: the layouts of megatron-core
+    ModelReader.hooked_units(view)           # adapters: the modules with hooks of their own
+      kind_of(unit)                          # kinds.py: equal units are learned once
+      learned_views(unit)                    # hooks.py: on numbers (numbering.py) in place of weights, or on twins.py
+        run_save, run_load                   # running.py: as state_dict() and load_state_dict() run the hooks
+          Guard, untouched                   # guard.py: no collective calls, and no live tensors
+    joined(views, names)                     # patterns.py: one View for all layers
+    known_views(model)                       # known.py: the hooks first, then learners by the kind of a model
+      views_of_transformers(model)           # transformers_models.py, layers.py: the names that save_pretrained writes
+        Conversion                           # conversions.py: transformers' own conversion, on tensors in place of weights
+        element_maps(conversion)             # element_maps.py: on numbers, or on twins (conversion_twins.py)
+      views_of_megatron(model)               # megatron_models.py: the fused layers of megatron-core
+
+No rank asks another, and nothing of the model is changed. This room is imported when `views="hooks"` or `views_for` ask for it.
 """
+
+from fsdp_optim.model_views.known import known_views
+from fsdp_optim.model_views.of_hooks import views_of_hooks
+
+__all__ = ["known_views", "views_of_hooks"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_optim.adapters.reader import ModelReader
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_optim.adapters.reader import ModelReader
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View

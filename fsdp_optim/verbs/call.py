@@ -15,7 +15,6 @@ from msgspec import structs
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.arguments import Arguments
-from fsdp_optim.canonical import seen_through
 from fsdp_optim.elements import check_no_fake_mode
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
@@ -40,6 +39,7 @@ from fsdp_optim.transport.failure import RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.verbs.joint_steps import warn_of_joint_steps
+from fsdp_optim.verbs.seen import seen_by
 from fsdp_optim.view import Handle, ModelView, ModuleValues, NamedHandle, check_materialized
 
 log = logging.getLogger("fsdp_optim")
@@ -114,7 +114,7 @@ def read_local(
     check_optimizers(optim)
     view = reader.read(ranks, options.name_of, optim)
     check_materialized(view.handles, view.rank)
-    view = seen_through(view, options.views, reader.buffer_fqns if options.views else ())
+    view = seen_by(reader, view, options, reader.buffer_fqns if options.views else ())
     if options.collect == "all":
         view = replace(view, handles=tuple([named.with_all_collected() for named in view.handles]))
     local = Local(view, read_optimizer(optim, view))
@@ -320,6 +320,7 @@ def _report(
         module_values=_module_values(local.module_values, group, with_state=with_state),
         extra_state_loaders=tuple(local.module_values.extra_state_loaders),
         unmatched=local.view.unmatched,
+        views=local.view.seen_through,
     )
 
 

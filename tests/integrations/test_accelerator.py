@@ -20,12 +20,13 @@ from kit.cases import expand
 from kit.compare import check_same, error_text, refused
 from kit.forked import TRAINING, run
 from kit.hugging_face import enabled, on_cpu
-from kit.pretrained import transformers
+from kit.pretrained import CUT_VIEWS, cut, transformers
 from parameterized import parameterized
+from safetensors.torch import load_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import CheckpointError
+from fsdp_optim import CheckpointError, LoadOptions, SaveOptions
 from fsdp_optim.integrations import accelerate as plugin
 from fsdp_optim.integrations.needed import version_of
 from fsdp_optim.storage.posix import FolderWriter
@@ -171,7 +172,7 @@ def alone(folder: str) -> None:
             accelerator.prepare(model)
         return accelerator
 
-    with on_cpu("none"), enabled({"cast": True}):
+    with on_cpu("none"), enabled({"load_options": LoadOptions(cast=True)}):
         saved, grown = nn.Linear(3, 2), Grown().double()
         made(saved).save_state(f"{folder}/step")
         refused(lambda: made(grown).load_state(f"{folder}/step"), fsdp_optim.StateError, "more")
@@ -281,6 +282,35 @@ def names_replaced() -> dict[str, Any]:
     return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
 
 
+WRONG: list[dict[str, Any]] = [
+    {"background": 1},
+    {"prove": "yes"},
+    {"save_options": SaveOptions(max_file_size=0)},
+    {"save_options": SaveOptions(strategy="fast")},  # type: ignore[arg-type]
+    {"save_options": SaveOptions(rename={"": "model."})},
+    {"save_options": LoadOptions()},
+    {"load_options": LoadOptions(timeout=-1)},
+    {"load_options": LoadOptions(rename={"": "model."})},
+    {"load_options": {"cast": True}},
+]
+
+
+class ViewsTest(unittest.TestCase):
+    def test_views_of_the_options_name_what_is_saved(self) -> None:
+        settings = {
+            "save_options": SaveOptions(durable=False, progress=False, views=CUT_VIEWS),
+            "load_options": LoadOptions(views=CUT_VIEWS),
+            "prove": "raise",
+        }
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        saved = run_on_ranks(run_through, 2, "FSDP2", folder, settings, False)[0]
+        stored = dict(sorted(load_file(Path(folder, "model.safetensors")).items()))
+        check_same("the file", stored, cut(saved["third"]["weights"]))
+        for kind, num_ranks, num_steps in (("FSDP2", 2, 2), ("DDP", 3, 0)):  # three ranks have other batches
+            for resumed in run_on_ranks(load_and_go_on, num_ranks, kind, folder, settings, False, num_steps):
+                check_same(kind, resumed["third"], saved["third"])
+
+
 class EnableTest(unittest.TestCase):
     def setUp(self) -> None:
         transformers()
@@ -327,8 +357,8 @@ class EnableTest(unittest.TestCase):
         self.assertEqual([key for key, value in names_replaced().items() if value is not before[key]], [])
 
     def test_wrong_arguments_are_refused(self) -> None:
-        for arguments in ({"background": 1}, {"max_file_size": 0}, {"strategy": "fast"}, {"timeout": -1}):
-            with self.assertRaises(fsdp_optim.FsdpOptimError):
+        for arguments in WRONG:
+            with self.subTest(arguments), self.assertRaises(fsdp_optim.FsdpOptimError):
                 plugin.enable(**arguments)
         self.assertFalse(plugin.is_replaced(transformers().Trainer, "_save_checkpoint"))
 

@@ -9,6 +9,7 @@ import tempfile
 import types
 import unittest
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.compare import check_same, refused, sorted_state
-from kit.pretrained import build, transformers
+from kit.pretrained import CUT_VIEWS, build, cut, transformers
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
 from parameterized import parameterized
@@ -189,12 +190,15 @@ TRAINERS = {
 }
 
 
-def call(name: str, folder: Path, method: int, seed: int, num_steps: int, on: bool = True) -> dict[str, Any]:
+def call(
+    name: str, folder: Path, method: int, seed: int, num_steps: int, on: bool = True, views: Any = ()
+) -> dict[str, Any]:
     """Save (0) or load (1) by a trainer's own calls, with the plug-in or without."""
     make, plugin, _ = TRAINERS[name]
     with cpu(), stand_in_of_prime_rl() if plugin is prime_rl else contextlib.nullcontext():
         if on:
-            plugin.enable(save_options=SAVING)  # type: ignore[attr-defined]
+            loading = fsdp_optim.LoadOptions(views=views)
+            plugin.enable(save_options=replace(SAVING, views=views), load_options=loading)  # type: ignore[attr-defined]
         try:
             run = Run(seed, num_steps)
             for _ in range(2 if on and method == 0 else 1):  # a second save of the same step replaces the first
@@ -219,6 +223,15 @@ class DcpTrainersTest(unittest.TestCase):
             self.assertTrue((place / "tokenizer.json").exists())
             model = transformers().AutoModelForCausalLM.from_pretrained(place)
             check_same("from_pretrained", dict(sorted(model.state_dict().items())), wanted["weights"])
+
+    @parameterized.expand(["LLaMA-Factory", "NeMo, async", "prime-rl"])
+    def test_views_of_the_options_name_what_is_saved(self, name: str) -> None:
+        wanted = run_on_ranks(call, 2, name, self.folder, 0, 0, 2, views=CUT_VIEWS)[0]
+        place = self.folder / TRAINERS[name][2]
+        saved = dict(sorted(load_file(place / "model.safetensors").items()))
+        check_same("the file", saved, cut(wanted["weights"]))
+        for state in run_on_ranks(call, 3, name, self.folder, 1, 5, 0, views=CUT_VIEWS):
+            check_same(name, state, wanted)
 
     @parameterized.expand(["LLaMA-Factory", "NeMo"])
     def test_a_folder_of_the_trainer_is_resumed_from(self, name: str) -> None:

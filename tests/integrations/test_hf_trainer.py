@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand, some, those
 from kit.compare import Differs, check_same
-from kit.hugging_face import KINDS, enabled, on_cpu, state_of, tiny_llama, train, trainer_of
+from kit.hugging_face import KINDS, QUIET, enabled, on_cpu, state_of, tiny_llama, train, trainer_of
 from kit.pretrained import transformers
 
 import fsdp_optim
@@ -30,14 +30,13 @@ from fsdp_optim.storage.posix import FolderStaging, FolderWriter
 from fsdp_optim.testing import RanksFailed, run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
-QUIET: Mapping[str, Any] = {"durable": False, "progress": False}
 
 
 def mixed(package: Any) -> Any:
     """A Trainer with the mixin."""
 
     class Mixed(FsdpOptimTrainerMixin, package.Trainer):  # type: ignore[misc, name-defined]
-        fsdp_optim_settings = Settings(**QUIET)
+        fsdp_optim_settings = Settings(save_options=QUIET)
 
     return Mixed
 

@@ -20,6 +20,7 @@ from kit.cases import expand
 from kit.compare import check_same
 from kit.lightning_runs import BATCHES, EPOCHS, WRAPPERS, loader, module, never_stopped, quiet, strategy, trainer
 from parameterized import parameterized
+from safetensors.torch import load_file
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
@@ -33,22 +34,22 @@ def checkpoints(root: Any, **options: Any) -> Any:
     return ModelCheckpoint(dirpath=root, **options)
 
 
-def save_last(root: str, wrappers: list[str], stock: bool = False) -> None:
+def save_last(root: str, wrappers: list[str], stock: bool = False, **given: Any) -> None:
     """Train for one epoch under each wrapper, and save at its end as `<root>/<wrapper>/last.ckpt`."""
     with quiet():
         for wrapper in wrappers:
-            options: dict[str, Any] = {"state_dict_type": "sharded"} if stock and wrapper == "FSDP1" else {}
+            options: dict[str, Any] = {"state_dict_type": "sharded"} if stock and wrapper == "FSDP1" else given
             callback = checkpoints(f"{root}/{wrapper}", save_last=True, save_top_k=0)
             one = trainer(strategy(wrapper, stock=stock, **options), callbacks=[callback])
             one.fit(module(), loader())
 
 
-def resumed(pairs: list[tuple[str, str]]) -> None:
+def resumed(pairs: list[tuple[str, str]], **options: Any) -> None:
     """Resume each checkpoint under a wrapper, train to the end, and compare with the training that never stopped."""
     model, optim = never_stopped()
     with quiet():
         for path, wrapper in pairs:
-            one, its = trainer(strategy(wrapper), max_epochs=EPOCHS), module()
+            one, its = trainer(strategy(wrapper, **options), max_epochs=EPOCHS), module()
             one.fit(its, loader(), ckpt_path=path)
             live = one.strategy.model
             group = dist.group.WORLD
@@ -102,6 +103,19 @@ class TestResume(unittest.TestCase):
             check_same("state", plain.state_dict()["state"], optim["state"])
             self.assertEqual((restored.state["global_step"], restored.step), (BATCHES, BATCHES))
             self.assertEqual(restored.state["hyper_parameters"], {"width": 7})
+
+
+class TestViews(unittest.TestCase):
+    def test_views_of_the_options_name_what_is_saved(self) -> None:
+        views = [fsdp_optim.View("net.{i}.weight", "o c", {"net.{i}.kernel": "c o"})]
+        root = self.enterContext(tempfile.TemporaryDirectory())
+        run_on_ranks(save_last, 2, root, ["FSDP2"], save_options=fsdp_optim.SaveOptions(views=views))
+        weights, _ = never_stopped(epochs=1)
+        saved = load_file(f"{root}/FSDP2/last.ckpt/model.safetensors")
+        check_same("transposed", saved["net.2.kernel"], weights["net.2.weight"].T.contiguous())
+        self.assertEqual(sorted(saved), ["net.0.bias", "net.0.kernel", "net.2.bias", "net.2.kernel"])
+        pairs = [(f"{root}/FSDP2/last.ckpt", wrapper) for wrapper in ("FSDP1", "DDP")]
+        run_on_ranks(resumed, 2, pairs, load_options=fsdp_optim.LoadOptions(views=views))
 
 
 def steps_of(root: str) -> list[int]:

@@ -219,6 +219,29 @@ class OneProcessTest(unittest.TestCase):
         self.assertEqual({name for name in names if name.endswith(("model.safetensors", "json"))}, MODEL_AND_MANIFEST)
         fsdp_peft.load(self.folder / "b", *self.fresh(), options=fsdp_optim.LoadOptions(compare=True))
 
+    def test_views_are_of_the_base_model(self) -> None:
+        views = [
+            fsdp_optim.View("*.model.block.0.base_layer.weight", "o c", {"*.model.block.0.base_layer.kernel": "c o"})
+        ]
+        options = fsdp_optim.SaveOptions(views=views)
+        fsdp_peft.save(self.folder / "a", self.model, self.optim, base=True, options=options)
+        saved = load_file(self.folder / "a" / "adapter_model.safetensors")
+        weights = self.model.state_dict()
+        (name,) = (name for name in saved if name.endswith("kernel"))
+        check_same("transposed", saved[name], weights[name.replace("kernel", "weight")].T.contiguous())
+        model, optim = self.fresh()
+        fsdp_peft.load(self.folder / "a", model, optim, base=True, options=fsdp_optim.LoadOptions(views=views))
+        check_same("loaded", dict(model.state_dict()), dict(weights))
+        of_adapter = [fsdp_optim.View("*.lora_A.default.weight", "r c", {"*.transposed": "c r"})]
+        for call in (
+            partial(fsdp_peft.save, self.folder / "b", self.model, options=fsdp_optim.SaveOptions(views=of_adapter)),
+            partial(fsdp_peft.load, self.folder / "a", model, options=fsdp_optim.LoadOptions(views=of_adapter)),
+        ):
+            error, message = error_text(call)
+            self.assertEqual(error, "StateError")
+            self.assertIn("belongs to the adapter", message)
+            self.assertIn("lora_A", message)
+
     def test_one_of_several_adapters(self) -> None:
         config = peft.LoraConfig(r=2, target_modules=["stem"])
         model = peft.get_peft_model(Net(), config)

@@ -127,6 +127,60 @@ def import_without_a_name() -> str:
     return import_without("fsdp_optim.integrations.torchtitan", base, "ModelWrapper")
 
 
+FUSED, UNFUSED = {"fuse_qkv": True}, {"fuse_qkv": False}
+
+
+def canonical(trainer: Any) -> dict[str, Any]:
+    """What runs with the fusion on and off have in common, by the names of the unfused model."""
+    options = fsdp_optim.CallOptions(views="hooks")
+    parts, optims = trainer.model_parts, [*trainer.optimizers.optimizers]
+    full = fsdp_optim.gather_full_optim_state_dict(parts, optims, None, "name", options=options)
+    weights = fsdp_optim.gather_full_model_state_dict(parts, None, options=options)
+    state = {name: dict(sorted(values.items())) for name, values in sorted(full["state"].items())}
+    rest = without(everything(trainer), "model", "state", "random", "num_drawn", "tokens")
+    return {"model": dict(sorted(weights.items())), "state": state, **rest}
+
+
+def of_run(folder: Path, steps: int, spec: dict[str, Any], views: str, trains: bool) -> dict[str, Any]:
+    """Train to a number of steps, or load only, with the attention fused or not."""
+    options = {"views": views} if trains else {"views": views, "exclude_from_loading": ["dataloader"]}
+    with trainer_of(folder, steps, spec=spec, **options) as trainer:
+        if trains:
+            trainer.train()
+            trainer.checkpointer.maybe_wait_for_saving()
+        else:
+            assert trainer.checkpointer.load()
+        return canonical(trainer)
+
+
+@unittest.skipUnless(NEEDS, WHY)
+class TestFusion(unittest.TestCase):
+    """A checkpoint of a fused attention is one of the attention that is not fused, with the moments, and the reverse."""
+
+    def setUp(self) -> None:
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    @parameterized.expand([("fused", FUSED, UNFUSED), ("unfused", UNFUSED, FUSED)])
+    def test_a_run_resumes_with_the_fusion_switched(self, _: str, spec: dict[str, Any], other: dict[str, Any]) -> None:
+        wanted = run_on_ranks(of_run, 2, self.folder, 2, spec, "hooks", True)[0]
+        names = fsdp_optim.inspect(self.folder / "checkpoint/step-00000002").model
+        self.assertIn("layers.0.attention.qkv_linear.wq.weight", names)
+        self.assertNotIn("layers.0.attention.qkv_linear.wqkv.weight", names)
+        for world_size, resumed in ((2, other), (3, spec)):
+            for found in run_on_ranks(of_run, world_size, self.folder, 2, resumed, "hooks", False):
+                check_same(f"{resumed} on {world_size} ranks", found, wanted)
+
+    def test_a_checkpoint_under_live_names_is_resumed_through_the_hooks(self) -> None:
+        wanted = run_on_ranks(of_run, 2, self.folder, 2, FUSED, "no", True)[0]
+        self.assertIn(
+            "layers.0.attention.qkv_linear.wqkv.weight",
+            fsdp_optim.inspect(self.folder / "checkpoint/step-00000002").model,
+        )
+        for views in ("no", "hooks"):
+            for found in run_on_ranks(of_run, 3, self.folder, 2, FUSED, views, False):
+                check_same(views, found, wanted)
+
+
 @unittest.skipUnless(NEEDS, WHY)
 class TestFailures(unittest.TestCase):
     def test_a_rank_that_fails_fails_the_save_on_all_ranks(self) -> None:
@@ -208,11 +262,10 @@ def from_torchtitan_itself(folder: Path, fuse_qkv: bool) -> None:
     with trainer_of(folder / "new", 6, **options) as trainer:
         assert trainer.checkpointer.load()
         check_same("weights", everything(trainer)["model"], saved["model"])
-    if not fuse_qkv:
-        with trainer_of(folder / "new", 6, initial_load_model_only=False, **options) as trainer:
-            assert trainer.checkpointer.load()
-            got, wanted = (without(one, "random", "num_drawn") for one in (everything(trainer), saved))
-            check_same("all", got, wanted, in_order=False)
+    with trainer_of(folder / "new", 6, initial_load_model_only=False, **options) as trainer:
+        assert trainer.checkpointer.load()
+        got, wanted = (without(one, "random", "num_drawn") for one in (everything(trainer), saved))
+        check_same("all", got, wanted, in_order=False)
 
 
 def seed(folder: Path) -> dict[str, Any]:

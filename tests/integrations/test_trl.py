@@ -21,7 +21,6 @@ from parameterized import parameterized
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
-QUIET = {"durable": False, "progress": False}
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("trl", "datasets")), reason="trl and datasets are not here"
@@ -94,7 +93,7 @@ MAKERS = {"SFT": sft, "DPO": dpo}
 
 
 def run(which: str, kind: str, folder: Path, resume: str | None) -> dict[str, Any]:
-    return train(kind, folder, QUIET, resume=resume, seed=0 if resume is None else 1, base=MAKERS[which])
+    return train(kind, folder, {}, resume=resume, seed=0 if resume is None else 1, base=MAKERS[which])
 
 
 class TrlTest(unittest.TestCase):

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 import fsdp_optim
+from fsdp_optim import SaveOptions
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
@@ -116,7 +117,14 @@ class TrainerTest(unittest.TestCase):
         ]
     )
     def test_fsdp_of_the_trainer_fails_too(self, kept: str, max_file_size: int, word: str) -> None:
-        run_on_ranks(train, 1, "FSDP2", self.root, {"max_file_size": max_file_size}, max_steps=2)
+        run_on_ranks(
+            train,
+            1,
+            "FSDP2",
+            self.root,
+            {"save_options": SaveOptions(durable=False, progress=False, max_file_size=max_file_size)},
+            max_steps=2,
+        )
         for text in run_on_ranks(error_of, 1, "FSDP2", self.root, state_dict_type=kept):
             self.assertIn(word, text)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_optim
+from fsdp_optim import SaveOptions
 from fsdp_optim.integrations import accelerate as plugin
 from kit.pretrained import SIZES, transformers
 
@@ -63,11 +64,14 @@ def on_cpu(kind: str) -> Iterator[None]:
             reset()
 
 
+QUIET = SaveOptions(durable=False, progress=False)
+
+
 @contextlib.contextmanager
 def enabled(settings: Mapping[str, Any] | None) -> Iterator[None]:
     """The plug-in with these settings inside the block; None: without the plug-in."""
     if settings is not None:
-        plugin.enable(**{"durable": False, "progress": False, **settings})
+        plugin.enable(**{"save_options": QUIET, **settings})
     try:
         yield
     finally:

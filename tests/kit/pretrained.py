@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fsdp_optim import View
+
+CUT_VIEWS = [View("*mlp.down_proj.weight", "(a + b) c", {"*mlp.low.weight": "a c", "*mlp.high.weight": "c b"})]
+"""Views of a llama: the upper rows of a weight, and the lower ones transposed, so that both are seen in the files."""
+
+
+def cut(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a llama as `CUT_VIEWS` show them, by name."""
+    seen = {}
+    for name, weight in weights.items():
+        if not name.endswith("mlp.down_proj.weight"):
+            seen[name] = weight
+            continue
+        stem, half = name.removesuffix("down_proj.weight"), len(weight) // 2
+        seen |= {f"{stem}low.weight": weight[:half], f"{stem}high.weight": weight[half:].T.contiguous()}
+    return dict(sorted(seen.items()))
+
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 31}
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import unittest
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from kit.compare import error_text, refused
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import CheckpointError, SaveOptions
+from fsdp_optim import CallOptions, CheckpointError, LoadOptions, SaveOptions, View
 from fsdp_optim.checkpoint.common import seen_by_all as sharing
 from fsdp_optim.integrations import trainer_folder
 from fsdp_optim.integrations.hugging_face_folders import is_outdated, is_sharded_by_accelerate, optimizer_inside
@@ -176,18 +177,22 @@ class RanksTest(InFolder):
         self.check_only()
 
 
+HALVES = View("up", "(a + b) c", {"gate": "a c", "more": "b c"})
+
+
 class SettingsTest(unittest.TestCase):
     def test_every_setting_reaches_the_calls(self) -> None:
-        given: dict[str, Any] = {"durable": False, "checksums": False, "max_file_size": 5, "strategy": "in_place"}
-        given |= {"allow_pickle": True, "progress": True}
-        call: dict[str, Any] = {"timeout": 7, "bucket_nbytes": 4096, "on_replica_mismatch": "lowest_rank"}
-        settings = Settings(background=True, cast=True, **given, **call)
-        saving, loading = settings.saving(), settings.loading({"": "model."})
-        for name, value in {**given, **call}.items():
-            self.assertEqual(getattr(saving, name), value, name)
-        for name in ("timeout", "bucket_nbytes", "allow_pickle", "progress"):
-            self.assertEqual(getattr(loading, name), getattr(saving, name), name)
-        self.assertEqual((loading.cast, loading.rename), (True, {"": "model."}))
+        call: dict[str, Any] = {
+            "timeout": 7,
+            "bucket_nbytes": 4096,
+            "on_replica_mismatch": "lowest_rank",
+            "views": [HALVES],
+        }
+        saving, loading = SaveOptions(durable=False, **call), LoadOptions(cast=True, **call)
+        settings = Settings(save_options=saving, load_options=loading)
+        self.assertEqual((settings.saving(), settings.loading()), (saving, loading))
+        self.assertEqual(settings.loading({"": "model."}), replace(loading, rename={"": "model."}))
+        self.assertEqual(settings.calling(), CallOptions(**call))
 
 
 class FoldersTest(InFolder):

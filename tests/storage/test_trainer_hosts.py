@@ -35,7 +35,7 @@ from fsdp_optim.plugins import TrainerFolder
 from fsdp_optim.storage.posix import filled, filling, leftovers, small_files, store, trainer_files
 from fsdp_optim.testing import run_on_ranks
 
-QUIET = Settings(progress=False, durable=False)
+QUIET = Settings(save_options=SaveOptions(progress=False, durable=False))
 
 
 @contextlib.contextmanager

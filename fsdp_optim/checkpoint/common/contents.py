@@ -12,7 +12,6 @@ from msgspec import structs
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.buffers import StageCopiesHandle
 from fsdp_optim.arguments import Arguments
-from fsdp_optim.canonical import seen_through
 from fsdp_optim.checkpoint.common import module_values
 from fsdp_optim.elements import check_weight
 from fsdp_optim.errors import StateError, WrapperError
@@ -34,6 +33,7 @@ from fsdp_optim.verbs.call import Local, agree_on_state, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather_opaque import OpaqueValues, gather_opaque
 from fsdp_optim.verbs.replicas import compare_shards, synchronize
+from fsdp_optim.verbs.seen import seen_by
 from fsdp_optim.view import LocalPart, ModelView, ModuleValues, check_materialized
 
 WEIGHT = "weight"
@@ -144,8 +144,10 @@ def weights_of(
     handles = tuple([named.with_all_collected() for named in (*view.handles, *buffers.handles)])
     order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
     everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
-    everything = seen_through(everything, options.views)
-    values = reader.module_values(view, options.name_of) if which != "none" else ModuleValues()
+    everything = seen_by(reader, everything, options)
+    values = ModuleValues()
+    if which != "none":
+        values = reader.module_values(view, options.name_of, runs_hooks=options.views == "hooks")
     optim = _as_optimizer(everything, which)
     for param in optim.params:
         if param.state is not None:

@@ -179,7 +179,7 @@ class SaveContents(Struct, frozen=True):
                 self.options.step,
                 which,
                 models=self.options.models.names,
-                views=tuple(map(repr, self.options.call.views)),
+                views=global_state.views,
             ),
             aliases={**aliases, **local.module_values.aliases},
             optim=optim,

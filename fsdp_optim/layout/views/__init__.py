@@ -9,6 +9,7 @@ A `Part` (part.py) is arithmetic: the Blocks of a part are found from the Blocks
 row of axes that lie apart, however long the rows are.
 """
 
+from fsdp_optim.layout.views.by_name import ViewsByName
 from fsdp_optim.layout.views.fitted import fitted_view
 from fsdp_optim.layout.views.fusion import BoundView, View
 from fsdp_optim.layout.views.numbered import numbers_of_part
@@ -20,6 +21,7 @@ __all__ = [
     "Part",
     "PlacedPart",
     "View",
+    "ViewsByName",
     "fitted_view",
     "live_placement",
     "numbers_of_part",

@@ -52,6 +52,7 @@ class GlobalState:
         stateless: parameters without state on ranks that could have state for them.
         module_values: FQN of an entry of state_dict() that is neither a parameter nor a buffer -> ranks that have the entry.
         extra_state_loaders: paths of modules that may load such entries without having them.
+        views: the Views through which any rank sees the model, as text.
     """
 
     params: Mapping[str, Param] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class GlobalState:
     stateless: frozenset[str] = frozenset()
     module_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     extra_state_loaders: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
 
     @property
     def with_state(self) -> frozenset[str]:

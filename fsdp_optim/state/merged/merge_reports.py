@@ -74,6 +74,7 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
         stateless=frozenset(fqn for report, _ in reports for fqn in report.stateless),
         module_values=module_values,
         extra_state_loaders=tuple(dict.fromkeys(path for report, _ in reports for path in report.extra_state_loaders)),
+        views=tuple(dict.fromkeys(text for report, _ in reports for text in report.views)),
     )
 
 

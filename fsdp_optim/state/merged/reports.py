@@ -61,6 +61,7 @@ class RankReport:
             nor buffers.
         extra_state_loaders: paths of modules that may load such entries without having them.
         unmatched: the Views that name nothing of this rank's model, as text.
+        views: all Views through which this rank sees its model, as text.
     """
 
     call: str
@@ -76,6 +77,7 @@ class RankReport:
     module_values: tuple[tuple[str, str], ...] = ()
     extra_state_loaders: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
+    views: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Return a text that is equal only for equal reports. Placements and summaries that parameters share are written once."""
