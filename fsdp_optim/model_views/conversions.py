@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_optim.adapters.transformers_names import transforms_of
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Shape
 
-_MODELS, _LOADING, _MAPPINGS = (
-    "transformers.modeling_utils",
-    "transformers.core_model_loading",
-    "transformers.conversion_mapping",
-)
+_MODELS, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 
 
 @dataclass(frozen=True)
@@ -50,13 +47,13 @@ class Conversion:
         revert = getattr(sys.modules[_LOADING], "revert_weight_conversion")  # noqa: B009  # no stubs
         try:
             with torch.no_grad():
-                found: dict[str, Tensor] = revert(self._stand_in(tensors), dict(tensors))
+                converted: dict[str, Tensor] = revert(self._stand_in(tensors), dict(tensors))
         except Exception as error:
             raise LayoutError(
                 f"{type(self.model).__name__}: transformers cannot convert its weights to the names of its files "
                 f"({type(error).__name__}: {error}), as save_pretrained would: leave views_for out, or give Views by hand"
             ) from error
-        return found
+        return converted
 
     def on_shapes(self) -> tuple[dict[str, str], dict[str, Shape]]:
         """Run it on tensors without elements: of integers, so that casts are no renamings.
@@ -107,11 +104,7 @@ class Conversion:
 
     @cached_property
     def _transforms(self) -> list[Any]:
-        transforms = getattr(self.model, "_weight_conversions", None)
-        if transforms is None:
-            mapping_of = getattr(sys.modules[_MAPPINGS], "get_model_conversion_mapping")  # noqa: B009  # no stubs
-            transforms = mapping_of(self._stand_in({}), add_legacy=False)
-        return list(transforms)
+        return transforms_of(self.model, self._stand_in({}))
 
     def _stand_in(self, tensors: Mapping[str, Tensor]) -> Any:
         def get_parameter(name: str) -> Tensor:
@@ -150,13 +143,13 @@ def conversions_in(
     base = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     if base is None or not hasattr(sys.modules.get(_LOADING), "revert_weight_conversion"):
         return
-    found = [(name, module) for name, module in modules if isinstance(module, base)]
+    models = [(name, module) for name, module in modules if isinstance(module, base)]
     roots: list[str] = []
-    for name, module in found:
+    for name, module in models:
         if any(_is_in(name, root) for root in roots):
             continue
         roots.append(name)
-        inner = tuple((_below(name, path), other) for path, other in found if path != name and _is_in(path, name))
+        inner = tuple((_below(name, path), other) for path, other in models if path != name and _is_in(path, name))
         own = {_below(name, path): shape for path, shape in shapes.items() if _is_in(path, name)}
         yield name, Conversion(module, inner, own)
 

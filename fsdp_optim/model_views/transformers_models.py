@@ -9,9 +9,9 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View
+from fsdp_optim.model_views.conversion_twins import FEW, check_stored, learned_views
 from fsdp_optim.model_views.conversions import Conversion, conversions_in
 from fsdp_optim.model_views.layers import generalised, in_layer, kind_of, layers_of
-from fsdp_optim.model_views.conversion_twins import FEW, check_stored, learned_views
 from fsdp_optim.options import Model
 
 
