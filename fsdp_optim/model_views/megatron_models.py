@@ -11,7 +11,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View
-from fsdp_optim.model_views.layers import generalised
+from fsdp_optim.model_views.patterns import joined
 from fsdp_optim.options import Model
 
 
@@ -43,7 +43,7 @@ def views_of_megatron(model: Model) -> list[View]:
         for fqn, original in zip(named.fqns, named.handle.originals, strict=True)
     }
     views = {view.name: view for path, module in reader.modules() for view in _views_of(path, module, shapes)}
-    return generalised(list(views.values()), shapes)
+    return joined(list(views.values()), shapes)
 
 
 def _views_of(path: str, module: nn.Module, shapes: Mapping[str, Shape]) -> Iterator[View]:

@@ -11,7 +11,8 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View
 from fsdp_optim.model_views.conversion_twins import FEW, check_stored, learned_views
 from fsdp_optim.model_views.conversions import Conversion, conversions_in
-from fsdp_optim.model_views.layers import generalised, in_layer, kind_of, layers_of
+from fsdp_optim.model_views.layers import in_layer, kind_of, layers_of
+from fsdp_optim.model_views.patterns import joined
 from fsdp_optim.options import Model
 
 
@@ -50,7 +51,7 @@ def views_of_transformers(model: Model) -> list[View]:
         for path, conversion in conversions_in(reader.modules(), shapes)
         for each in views_of_conversion(conversion)
     ]
-    return generalised([*views, *_of_tied(aliases, views, shapes)], shapes)
+    return joined([*views, *_of_tied(aliases, views, shapes)], shapes)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.views import numbers_of_part
 from fsdp_optim.model_views import conversion_twins as twins
 from fsdp_optim.model_views.conversions import Conversion
-from fsdp_optim.model_views.layers import generalised
+from fsdp_optim.model_views.patterns import joined
 from fsdp_optim.model_views.transformers_models import views_of_conversion, views_of_transformers
 
 WIDTH, HIDDEN, HEADS = 48, 80, 3
@@ -91,7 +91,7 @@ class TestTwins(unittest.TestCase):
         exact, by_twins = (views_of_conversion(conversion, few) for few in (1 << 30, 0))
         assert exact or name == "transposed by shape"
         check_same(name, numbers(by_twins, model), numbers(exact, model))
-        check_same("one View for all layers", len(generalised(exact, conversion.shapes)) <= 9, True)
+        check_same("one View for all layers", len(joined(exact, conversion.shapes)) <= 9, True)
 
     def test_a_model_of_gigabytes_is_learned_from_few_numbers(self) -> None:
         """DeepSeek V3 as the hub has it: five twins of one layer are numbered, for all layers."""
@@ -261,18 +261,10 @@ class TestUntouched(unittest.TestCase):
         check_same("the model", state(), before)
         check_same("its weights", dict(model.state_dict()), weights)
 
-    def test_layers_of_one_number_alone(self) -> None:
-        """Layers whose Views differ have Views of their own, and a pattern that fits another parameter is none."""
-        halves = [View(f"h.{i}.w", "(a + b)", {f"h.{i}.a": "a", f"h.{i}.b": "b"}) for i in range(2)]
-        other = View("h.2.w", "n", {"h.2.whole": "n"})
-        whole = View("h.{i}.w", "(a + b)", {"h.{i}.a": "a", "h.{i}.b": "b"})
-        names = ["h.0.w", "h.1.w"]
-        check_same("equal", generalised(halves, names), [whole])
-        check_same("differing", generalised([*halves, other], names), [*halves, other])
-        check_same("a third without a View", generalised(halves, [*names, "h.2.w"]), halves)
+    def test_numbers_at_other_places(self) -> None:
+        """The number of a layer may be elsewhere in the files' names; numbers that are counted otherwise stay as they are."""
+        views = [View(f"h.{i}.w", "n", {f"encoder.layer.{i}.w": "n"}) for i in range(2)]
+        check_same("elsewhere", joined(views, ["h.0.w", "h.1.w"]), [View("h.{i}.w", "n", {"encoder.layer.{i}.w": "n"})])
+        check_same("a third without a View", joined(views, ["h.0.w", "h.1.w", "h.2.w"]), views)
         offset = [View(f"h.{i}.w", "n", {f"q.{i + 1}.w": "n"}) for i in range(2)]
-        check_same("numbers that differ", generalised(offset, names), offset)
-        axes = [View(f"h.{n}.w", "i j", {f"h.{n}.t": "j i"}) for n in range(2)]
-        check_same(
-            "an axis named as a placeholder", generalised(axes, names), [View("h.{k}.w", "i j", {"h.{k}.t": "j i"})]
-        )
+        check_same("counted otherwise", joined(offset, ["h.0.w", "h.1.w"]), offset)
