@@ -132,7 +132,11 @@ class TestTwins(unittest.TestCase):
         class Large(module.ConversionOps):  # type: ignore[misc,name-defined]
             def convert(self, input_dict: Any, **kwargs: Any) -> Any:
                 ((key, (tensor,)),) = input_dict.items()
-                return {key: tensor if tensor.shape[0] < HIDDEN else tensor.unflatten(0, (2, -1)).mT.flatten(0, 1)}
+                return {
+                    key: tensor
+                    if tensor.shape[0] < HIDDEN
+                    else tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+                }
 
             @property
             def reverse_op(self) -> Any:
