@@ -64,7 +64,7 @@ def _measure(call: Callable[[], object]) -> tuple[float, float]:
     ctypes.CDLL(None).malloc_trim(
         0
     )  # give back what the last contestant freed: each gets memory that nobody has touched
-    _touch(_TOUCHED_NBYTES // dist.get_world_size())
+    touch(_TOUCHED_NBYTES // dist.get_world_size())
     before = reset_peak()
     dist.barrier()  # all ranks begin together
     start = time.perf_counter()
@@ -76,7 +76,7 @@ def _measure(call: Callable[[], object]) -> tuple[float, float]:
     return seconds, extra
 
 
-def _touch(nbytes: int) -> None:
+def touch(nbytes: int) -> None:
     """Use some memory and free it.
 
     The host of a virtual machine takes free memory away after a while; who gets it next would pay for that.

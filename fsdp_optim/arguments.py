@@ -25,6 +25,12 @@ def compared_as(function: Callable[[Any], object]) -> Mapping[str, Any]:
     return {"compared_as": function}
 
 
+def text_of_list(values: object) -> str:
+    """Return a short text that is equal only for lists of values with equal `repr`s, which are long."""
+    listed = [repr(value) for value in values] if isinstance(values, (list, tuple)) else [repr(values)]
+    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})" if listed else ""
+
+
 @dataclass(frozen=True)
 class Arguments:
     """Parent of the dataclasses of a call's arguments.
@@ -135,18 +141,14 @@ def is_model_name(name: object) -> bool:
 
 
 def text_of_views(views: object) -> str:
-    """Return a short text that is equal only for equal Views, whose own texts are long."""
-    if isinstance(views, str) and views == "hooks":
-        return views
-    listed = [repr(view) for view in views] if isinstance(views, (list, tuple)) else [repr(views)]
-    return f"{len(listed)} ({zlib.crc32(repr(listed).encode()):08x})" if listed else ""
+    """Return a short text that is equal only for equal Views."""
+    return views if isinstance(views, str) else text_of_list(views)
 
 
-def check_views(views: object) -> None:
-    """Raise an error for a value that is no list of Views."""
-    if views == () or (isinstance(views, str) and views == "hooks"):
+def check_views(views: object, *, of_checkpoints: bool = False) -> None:
+    """Raise an error for a value that is no list of Views. `of_checkpoints`: it may have inverse ones, and hooks show none."""
+    if views == () or (not of_checkpoints and isinstance(views, str) and views == "hooks"):
         return
-    from fsdp_optim.layout.views import View  # here, so that the command line does not load it
+    from fsdp_optim.layout.views.given import check_given  # here, so that the command line does not load it
 
-    if not isinstance(views, (list, tuple)) or not all(isinstance(view, View) for view in views):
-        raise StateError(f"views must be a list of Views, as in views=[View(...)], or 'hooks', not {views!r}")
+    check_given(views, of_checkpoints=of_checkpoints)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TypeAlias
 
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout.views import BoundView, View, ViewsByName, placement_of_part
+from fsdp_optim.layout import Placement
+from fsdp_optim.layout.views import BoundView, Part, View, ViewsByName, placement_of_part
 from fsdp_optim.view import ModelView, NamedHandle, Original
 
 
@@ -31,7 +33,8 @@ def seen_through(view: ModelView, views: Sequence[View], others: Collection[str]
         return view
     bound: dict[str, BoundView] = {}
     by_name = ViewsByName(views)
-    handles = tuple([_split(named, by_name, bound) for named in view.handles])
+    places: _Places = {}
+    handles = tuple([_split(named, by_name, bound, places) for named in view.handles])
     _check_names(handles, bound)
     return replace(
         view,
@@ -45,7 +48,11 @@ def seen_through(view: ModelView, views: Sequence[View], others: Collection[str]
     )
 
 
-def _split(named: NamedHandle, views: ViewsByName, bound: dict[str, BoundView]) -> NamedHandle:
+_Places: TypeAlias = dict[tuple[int, int], tuple[Placement, Part, Placement]]
+"""The Placement of each part of a live one, by the ids of the two: equal layers share them, and to compare them takes long."""
+
+
+def _split(named: NamedHandle, views: ViewsByName, bound: dict[str, BoundView], places: _Places) -> NamedHandle:
     """Return a live parameter with the parts of those originals that Views name. Adds these to `bound`."""
     originals, fqns, fused = list[Original](), list[str](), list[str]()
     for fqn, original in zip(named.fqns, named.handle.originals, strict=True):
@@ -54,10 +61,14 @@ def _split(named: NamedHandle, views: ViewsByName, bound: dict[str, BoundView]) 
             originals.append(original)
             fqns.append(fqn)
             continue
-        bound[fqn] = view.bind(fqn, original.placement.shape)
+        live = original.placement
+        bound[fqn] = view.bind(fqn, live.shape)
         fused.append(fqn)
         for name, part in bound[fqn].parts:
-            originals.append(replace(original, placement=placement_of_part(original.placement, part)))
+            known = places.get((id(live), id(part)))
+            if known is None:  # with references that keep the ids unique
+                known = places[id(live), id(part)] = live, part, placement_of_part(live, part)
+            originals.append(Original(original.module, original.attribute, known[2], original.place))
             fqns.append(name)
     if not fused:
         return named
@@ -83,6 +94,9 @@ def _parts_of(fqns: Iterable[str], bound: Mapping[str, BoundView]) -> Iterable[s
 
 def _check_names(handles: Sequence[NamedHandle], bound: Mapping[str, BoundView]) -> None:
     """Refuse a part that has the name of another part or parameter."""
+    fqns = list(chain.from_iterable(named.fqns for named in handles))
+    if len(set(fqns)) == len(fqns):
+        return
     known: dict[str, str] = {}
     for named in handles:
         for fqn in named.fqns:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_optim.plan import Copy
+from fsdp_optim.transposed import copy_transposed
 
 T = TypeVar("T")
 
@@ -108,6 +110,31 @@ def in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with contextlib.suppress(OSError):  # the kernel may have no huge pages, and the advice is optional
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape)
+
+
+class Pages:
+    """Memory for the tensors of one window after another. `is_kept`: each is kept by who gets it, so that none is used again.
+
+    The first touch of fresh memory takes longer than the copy of elements, and on a virtual machine many times as long.
+    """
+
+    def __init__(self, *, is_kept: bool) -> None:
+        self.is_kept = is_kept
+        self._pages = torch.empty(0, dtype=torch.uint8)
+
+    def flats(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor | None]:
+        """Return an uninitialised 1-D CPU tensor for each number of elements; None for 0. Those of the last call end here."""
+        if self.is_kept:
+            return [in_pages((numel,), dtype) if numel else None for numel, dtype in wanted]
+        sizes = [-(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for numel, dtype in wanted]
+        if sum(sizes) > len(self._pages):
+            self._pages = torch.empty(0, dtype=torch.uint8)  # frees the former ones first
+            self._pages = in_pages((sum(sizes),), torch.uint8)
+        starts = itertools.accumulate(sizes, initial=0)
+        return [
+            self._pages[start : start + numel * dtype.itemsize].view(dtype) if numel else None
+            for start, (numel, dtype) in zip(starts, wanted, strict=False)
+        ]
 
 
 class Slabs:
@@ -288,9 +315,10 @@ def copy_in_memory(copies: Iterable[Copy], source: torch.Tensor, target: torch.T
 
 
 def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first one, in one call of torch."""
-    if pairs:
-        targets, sources = zip(*pairs, strict=True)
+    """Copy the second tensor of each pair into the first one: in one call of torch, but for large transposed ones."""
+    at_once = [pair for pair in pairs if pair[0].dim() < 2 or not copy_transposed(*pair)]
+    if at_once:
+        targets, sources = zip(*at_once, strict=True)
         torch._foreach_copy_(targets, sources)
 
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import Budget, empty, flat_slice, flatten, in_batches, in_pages
+from fsdp_optim.memory import Budget, Pages, empty, flat_slice, flatten, in_batches
 from fsdp_optim.plan import (
     Copy,
     LocalRanges,
@@ -109,6 +109,11 @@ class End:
 
     is_stored = False
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether `drain`, of a stored target, may keep the memory of slices that are their own."""
+        return True
+
     def placement(self, value: StateValue) -> Placement:
         """Return where this end holds a value, as a source, or needs it, as a target."""
         return value.placement
@@ -172,11 +177,14 @@ def move(
             source.fill([Slice(route.value, route.target, target.memory(route.value)) for route in direct])
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
     staged = [(route, route.staged.most_numel) for route in routes if not route.is_direct]
+    pages = Pages(is_kept=target.is_stored and target.keeps_memory)
     for batch in _batches(staged, staging.nbytes):
         most = max(route.staged.most_numel for route in batch)
         width = max(staging.nbytes // batch[0].value.dtype.itemsize, 1) if len(batch) == 1 else most
         for window in windows(most, width):
-            _move_window(batch, window, source, target, plans=plans, group=group, budget=staging, failure=failure)
+            _move_window(
+                batch, window, source, target, pages, plans=plans, group=group, budget=staging, failure=failure
+            )
 
 
 class _Route(NamedTuple):
@@ -294,6 +302,8 @@ def _move_window(
     window: Window,
     source: End,
     target: End,
+    pages: Pages,
+    *,
     plans: _Plans,
     group: RankGroup,
     budget: Budget,
@@ -302,12 +312,12 @@ def _move_window(
     """Move one window of each rank's staged elements of a batch. The other end is live memory."""
     rank, slices, items = group.rank, list[Slice](), list[Item]()
     with failure:
-        for route, planned in plans.of(batch):
+        numels = [window.numel_in(route.staged.numel_on(rank)) for route in batch]
+        flats = pages.flats([(numel, route.value.dtype) for numel, route in zip(numels, batch, strict=True)])
+        for (route, planned), flat in zip(plans.of(batch), flats, strict=True):
             if not target.is_stored:
                 _check_filled(planned, route.value)
-            numel = window.numel_in(route.staged.numel_on(rank))
-            flat = in_pages((numel,), route.value.dtype) if numel else None
-            slices.append(Slice(route.value, route.staged, flat, window.start, is_own=True))
+            slices.append(Slice(route.value, route.staged, flat, window.start, is_own=pages.is_kept))
             if route.is_staged_at_source:
                 copies = planned if window.is_all else _clipped(clip_to_source, planned, window)
                 items.append(Item(copies, route.value.dtype, flat, target.memory(route.value)))

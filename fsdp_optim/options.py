@@ -28,12 +28,13 @@ from fsdp_optim.arguments import (
     compared_as,
     is_integer,
     seconds_of,
+    text_of_list,
     text_of_views,
 )
 from fsdp_optim.errors import CheckpointError, StateError
 
 if TYPE_CHECKING:
-    from fsdp_optim.layout.views import View
+    from fsdp_optim.layout.views import InverseView, View
 
 BUCKET_NBYTES = 64 << 20
 """Bytes that a rank may hold for temporary buffers while a call moves data."""
@@ -262,6 +263,9 @@ class ConvertOptions(Arguments):
         max_file_size: the most bytes of a file with tensors, as for `SaveOptions`.
         allow_pickle: read and write values that need pickle, which can run any code of the author of the source.
         progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
+        views: Views (`fsdp_optim.View`) of fused parameters in the source, which the new checkpoint has as their parts; or
+            inverse ones (`View.inverse`) of parts in the source, which it has as the parameter that they make: weights,
+            state and param groups. For `convert` alone. A View that changes nothing is an error.
         storage_options: the options of a URL, as for `SaveOptions`, for both places that are URLs.
     """
 
@@ -273,11 +277,13 @@ class ConvertOptions(Arguments):
     max_file_size: int = 4_000_000_000
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
+    views: Sequence[View | InverseView] = field(default=(), metadata=compared_as(text_of_list))
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:
         """Raise an error for a wrong value. The call does this, on all ranks."""
         seconds_of(self.timeout)
+        check_views(self.views, of_checkpoints=True)
         check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
         names = self.param_names if isinstance(self.param_names, (list, tuple, NoneType)) else [None]
@@ -342,11 +348,12 @@ def fields_of(kind: type[Arguments], options: object) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CallArguments(CallOptions):
-    """The options of a call with the arguments that say how it treats parameters and groups."""
+    """The options of a call, and how it treats parameters. `fused`: the names in the checkpoint that it reads through Views."""
 
     collect: Collect = "wrapper"
     strict: bool = True
     param_groups: ParamGroups = "saved"
+    fused: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
     wrong_options: str = field(default="", metadata=MAY_DIFFER)
 
     @classmethod

@@ -108,6 +108,8 @@ class LoadResult:
         unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has
             (`strict=False`).
         absent: the FQNs of the optimizer's parameters without state in the checkpoint.
+        begun_anew: the FQNs of the parts of fused parameters that begin without state, because the checkpoint has state of some
+            of the parts alone, or state that cannot be cut into them (`strict=False`).
         num_tensors, nbytes: the number of loaded tensors, and the bytes that this rank read.
         receipt: on the lowest rank, what the load has done; as text the line that says it. None on the others.
         read_all_ranks: reads what `all_ranks` returns.
@@ -121,6 +123,7 @@ class LoadResult:
     unmatched_hyperparameters: tuple[str, ...] = ()
     unmatched_values: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    begun_anew: tuple[str, ...] = ()
     num_tensors: int = 0
     nbytes: int = 0
     receipt: LoadReceipt | None = field(default=None, repr=False, compare=False)
@@ -147,6 +150,7 @@ class LoadResult:
             unmatched_hyperparameters=_names(self.unmatched_hyperparameters),
             unmatched_values=_names(self.unmatched_values),
             absent=_names(self.absent),
+            begun_anew=_names(self.begun_anew),
             num_tensors=self.num_tensors,
             nbytes=self.nbytes,
         )
@@ -161,17 +165,24 @@ class Incompatible:
         unexpected_keys: FQNs that the optimizer does not have, and that were not loaded.
         unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has. Saved values
             with such names were left out, live values stay.
+        begun_anew: the FQNs of the parts of fused parameters that begin without state, because the full dict has state of some of
+            the parts alone.
     """
 
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
     unmatched_hyperparameters: tuple[str, ...] = ()
     unmatched_values: tuple[str, ...] = ()
+    begun_anew: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Return whether there is any difference."""
         return bool(
-            self.missing_keys or self.unexpected_keys or self.unmatched_hyperparameters or self.unmatched_values
+            self.missing_keys
+            or self.unexpected_keys
+            or self.unmatched_hyperparameters
+            or self.unmatched_values
+            or self.begun_anew
         )
 
     def __repr__(self) -> str:
@@ -181,6 +192,7 @@ class Incompatible:
             unexpected_keys=_names(self.unexpected_keys),
             unmatched_hyperparameters=_names(self.unmatched_hyperparameters),
             unmatched_values=_names(self.unmatched_values),
+            begun_anew=_names(self.begun_anew),
         )
 
 

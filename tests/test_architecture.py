@@ -50,6 +50,7 @@ machine:
 speed:
 state:
 storage:
+transposed:
 wire:
 merges:
 arguments: errors layout.views
@@ -73,7 +74,7 @@ plan: errors layout
 storage.posix: errors machine storage.base
 buckets.fsspec: buckets.objects errors storage.base
 buckets.s3: buckets.objects errors storage.base
-memory: plan
+memory: plan transposed
 prints: memory plan
 buckets: buckets.fsspec buckets.objects buckets.s3 storage.base storage.posix
 dtensors: errors layout memory
@@ -81,7 +82,7 @@ transport: errors layout memory options plan transport.job wire
 formats.base: dtensors elements errors fingerprints layout memory registry storage.base
 move: errors layout memory plan transport
 view: dtensors errors layout memory
-canonical: errors layout.views view
+canonical: errors layout layout.views view
 adapters: arguments dtensors elements errors layout layout.views memory options registry view
 model_views: adapters dtensors errors layout layout.views options view
 foreign: errors formats.base storage.base
@@ -104,8 +105,11 @@ foreign.deepspeed: arguments errors foreign foreign.archive foreign.torch format
 foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
 checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own options registry results storage.base
     storage.posix
-checkpoint.load: adapters checkpoint.common dtensors elements errors fingerprints formats.base layout layout.views memory
-    move options plan results saying speed state.dicts state.live state.merged state.values storage.base transport verbs view
+checkpoint.views: adapters checkpoint.common errors fingerprints formats.base layout layout.views memory plan state.dicts
+    state.values
+checkpoint.load: adapters checkpoint.common checkpoint.views dtensors elements errors fingerprints formats.base layout
+    layout.views memory move options plan results saying speed state.dicts state.live state.merged state.values storage.base
+    transport verbs view
 checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerprints formats.base layout memory move options
     results state.live state.merged transport verbs
 checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
@@ -116,9 +120,10 @@ checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoi
     errors formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base storage.posix
     transport verbs wire
-offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save differences errors
-    fingerprints foreign.archive foreign.torch formats.base formats.own layout memory merges move options plan prints
-    rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix transport wire
+offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save checkpoint.views differences
+    errors fingerprints foreign.archive foreign.torch formats.base formats.own layout layout.views memory merges
+    move options plan prints rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix
+    transport wire
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.run
     checkpoint.save differences fingerprints formats.base layout.views memory merges model_views options rank_maps
     registry results state.dicts state.live storage.posix transport verbs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
@@ -16,6 +16,9 @@ from fsdp_optim.rank_maps import PlacementResult
 from fsdp_optim.registry import DIFF, DIFF_ARGUMENTS, EXTRACT, INSPECT, INSPECT_PAGE, PLACEMENT, SHOW, named
 from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
+
+if TYPE_CHECKING:
+    from fsdp_optim.layout.views import InverseView, View
 
 
 @public
@@ -31,6 +34,7 @@ def diff(
     allow_pickle: bool = False,
     bucket_nbytes: int = CONVERT_NBYTES,
     progress: bool | None = None,
+    views: Sequence[View | InverseView] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> DiffResult:
     """Compare two checkpoints of any formats that `load` reads and of any world sizes, value by value. No communication.
@@ -56,6 +60,9 @@ def diff(
         allow_pickle: unpickle values of the optimizer, which can run any code of their author.
         bucket_nbytes: the most bytes of elements that the process holds at a time, at least 16 MiB.
         progress: as for `verify`.
+        views: Views (`fsdp_optim.View`) of fused parameters, and inverse ones, as for `ConvertOptions`: each checkpoint is
+            compared as they show it, so that a fused and an unfused one have the same names. A View that changes neither is an
+            error.
         storage_options: as for `save`, for both checkpoints.
 
     Returns:
@@ -64,7 +71,8 @@ def diff(
 
     Raises:
         CheckpointError: a checkpoint is incomplete, damaged or unknown.
-        StateError: `param_names` has too many or too few names, or `tolerance` is negative.
+        StateError: `param_names` has too many or too few names, or `tolerance` is negative; a View fits neither checkpoint, or
+            parts cannot be joined.
     """
     with of_one_checkpoint(a, storage_options), of_one_checkpoint(b, storage_options), checkpoint_errors(a):
         arguments = named(DIFF_ARGUMENTS)(
@@ -75,6 +83,7 @@ def diff(
             allow_pickle=allow_pickle,
             bucket_nbytes=bucket_nbytes,
             progress=progress,
+            views=views,
             storage_options=storage_options,
         )
         result: DiffResult = named(DIFF)(a, b, arguments)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from fsdp_optim.cli.units import size_of
+from fsdp_optim.errors import LayoutError, wrong_use
 from fsdp_optim.registry import format_names
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _OPTION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_CLOSE = 1
+_INVERSE = ".inverse"
+VIEWS_HELP = "Views of fused parameters, one a line as inspect shows them; with .inverse after it, of parts"
 
 FunctionT = TypeVar("FunctionT", bound="Callable[..., Any] | click.Command")
 
@@ -163,7 +166,33 @@ def writing_options(target: str) -> Callable[[FunctionT], FunctionT]:
     return decorate
 
 
-def convert_options(given: dict[str, Any], rank: int, *, param_names: list[str] | None = None) -> ConvertOptions:
+def views_in(lines: Iterable[str]) -> list[Any]:
+    """Return the Views of a file, one in each line, as `inspect` shows them. Lines that are empty or begin with # are none.
+
+    Raises CheckpointError that names the line which is no View.
+    """
+    from fsdp_optim import api
+
+    views: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        try:
+            view = api.View.from_text(text.removesuffix(_INVERSE))
+        except LayoutError as error:
+            raise wrong_use(f"line {number} of the file of views: {error}") from error
+        views.append(view.inverse if text.endswith(_INVERSE) else view)
+    return views
+
+
+def convert_options(
+    given: dict[str, Any],
+    rank: int,
+    *,
+    param_names: list[str] | None = None,
+    views: Sequence[Any] = (),
+) -> ConvertOptions:
     """Return the options of a command with `writing_options`, `memory_option`, `quiet_option` and `storage_options`."""
     from fsdp_optim import api
 
@@ -174,6 +203,7 @@ def convert_options(given: dict[str, Any], rank: int, *, param_names: list[str] 
         max_file_size=given["max_file_size"],
         allow_pickle=given["allow_pickle"],
         progress=progress_of(quiet=given["quiet"] or rank > 0),
+        views=tuple(views),
         storage_options=given["storage_options"],
     )
 

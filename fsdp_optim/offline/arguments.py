@@ -32,3 +32,10 @@ class ConvertArguments(ConvertOptions):
         if self.wrong_options:
             raise StateError(self.wrong_options)
         super().validate()
+
+    def refuse_views(self, call: str) -> None:
+        """Raise StateError for Views that were given to a call that does not convert."""
+        if self.views:
+            raise StateError(
+                f"views= is an option of convert, not of {call}: convert the checkpoint through them first"
+            )

@@ -43,6 +43,7 @@ class AverageArguments(ConvertArguments):
 
     def validate(self) -> None:
         super().validate()
+        self.refuse_views("average")
         check_one_of("moments", self.moments, ("drop", "average"))
 
     def weights_for(self, num: int) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, options_of, store_at
 from fsdp_optim.checkpoint.load.opening import open_on_all
+from fsdp_optim.checkpoint.views import SeenReader, check_used, reader_inside, seen
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import Format, Reader
 from fsdp_optim.formats.own.format import OURS
@@ -55,9 +56,10 @@ def convert(
             return open_on_all(group, source_store, "", verify=True, format=source_format)
 
         # Only the open is retried: files that are written already would mix two checkpoints, so a later replacement raises.
-        with closing(retry_if_replaced(open_source)) as checkpoint:
+        with closing(seen(retry_if_replaced(open_source), options.views)) as checkpoint:
             naming, writer = SourceNaming(options.param_names, model), format.writer()
             transcript = describe_source(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
+            check_used(checkpoint)
             work = NewFiles.of(
                 group,
                 checkpoint,
@@ -83,9 +85,11 @@ def convert(
 
 def _fingerprint_of(checkpoint: Reader, work: NewFiles) -> tuple[bytes, tuple[str, ...]]:
     """Return the fingerprint of a checkpoint for the new one, whose values are the same, and why it gets none."""
-    saved = checkpoint.index.fingerprint
+    saved = reader_inside(checkpoint).index.fingerprint
     if saved is None:
         return b"", ()
+    if isinstance(checkpoint, SeenReader) and checkpoint.changes:
+        return b"", ("the fingerprint, which is of the values that Views have cut or joined",)
     if not work.writer.keeps_fingerprint:
         return b"", (f"the fingerprint, for which the format {work.format.name} has no place",)
     kept = saved if work.transcript.has_optim else replace(saved, optim={})

@@ -16,11 +16,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod, sqrt
 
-from fsdp_optim.arguments import check_at_least
+from fsdp_optim.arguments import check_at_least, check_views
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, is_url, options_beside
+from fsdp_optim.checkpoint.views import check_used, seen
 from fsdp_optim.differences import DiffResult, ObjectDiff, ShapeDiff, ValueDiff
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
+from fsdp_optim.layout.views import InverseView, View
 from fsdp_optim.memory import Budget
 from fsdp_optim.offline.diff_names import (
     ValuePair,
@@ -61,12 +63,14 @@ class DiffArguments:
     allow_pickle: bool = False
     bucket_nbytes: int = CONVERT_NBYTES
     progress: bool | None = None
+    views: Sequence[View | InverseView] = ()
     storage_options: StorageOptions = field(default=None, repr=False)
 
 
 def diff(place_a: Place, place_b: Place, arguments: DiffArguments) -> DiffResult:
     """Compare two checkpoints. No communication."""
     check_at_least("bucket_nbytes", arguments.bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
+    check_views(arguments.views, of_checkpoints=True)
     if arguments.html is not None:
         checked_output(arguments.html)
     DiffResult(
@@ -75,14 +79,16 @@ def diff(place_a: Place, place_b: Place, arguments: DiffArguments) -> DiffResult
     places = (place_a, place_b, arguments.html)
     url = next((place for place in places if place is not None and is_url(place)), None)
     with ExitStack() as stack:
-        opened = [
-            Decoded.of(
+        readers = [
+            seen(
                 stack.enter_context(opened_at(place, options_beside(url, place, arguments.storage_options))),
-                allow_pickle=arguments.allow_pickle,
+                arguments.views,
             )
             for place in (place_a, place_b)
         ]
+        opened = [Decoded.of(reader, allow_pickle=arguments.allow_pickle) for reader in readers]
         a, b, notes = named_alike(opened[0], opened[1], arguments.param_names)
+        check_used(*readers)
         result = _compared(a, b, notes, arguments)
         for decoded in opened:
             decoded.reader.check_unchanged()

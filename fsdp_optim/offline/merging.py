@@ -44,6 +44,7 @@ def merge_adapter(base: Place, adapter: Place, target: Place, options: ConvertAr
     group = callers(options.call)
     with in_turn(group), all_hear(group):
         options.validate()
+        options.refuse_views("merge_adapter")
         with closing(_opened(group, base, options)) as of_base, closing(_opened(group, adapter, options)) as of_adapter:
             config = _config_at(adapter, options)
             return _Merge(group, of_base, of_adapter, config, options).run(target)

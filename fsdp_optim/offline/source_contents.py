@@ -32,6 +32,7 @@ from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.group_order import by_group
+from fsdp_optim.offline.seen_index import index_of
 from fsdp_optim.options import Model, WhichWeights
 from fsdp_optim.state.dicts.full import FullState, names_in, num_listed
 from fsdp_optim.state.dicts.names import Names, cut
@@ -124,7 +125,7 @@ def name_source(
 
     Raises as `describe_source`.
     """
-    index = checkpoint.index if with_optim else replace(checkpoint.index, optim=None)
+    index = index_of(checkpoint, allow_pickle=allow_pickle) if with_optim else replace(checkpoint.index, optim=None)
     if not index.weights and index.optim is None and not index.trees:
         raise CheckpointError(f"{index.where}: has neither weights nor an optimizer: there is nothing to convert")
     parts = None if index.facts.names_are_fqns else wrapper_parts()

@@ -79,12 +79,17 @@ class StoreCase(MixIn):
         return self.another_handle(store).join(staging.address, durable=False, who=who)
 
     def _write(self, store: Store, staging: Staging, files: Mapping[str, bytes]) -> StoreWriter:
-        """Write files by one process: each in one range, behind a head of at most four bytes."""
+        """Write files by one process: each in one range, behind a head of at most four bytes.
+
+        The memory of the range is used for something else as soon as the call is over, as that of a save is.
+        """
         writer = self._join(store, staging)
         for name, data in files.items():
             writer.create(name, len(data), data[:4])
             if data[4:]:
-                writer.write(name, [memoryview(data)[4:]], 4)
+                used_again = bytearray(data[4:])
+                writer.write(name, [memoryview(used_again)], 4)
+                used_again[:] = bytes(len(used_again))
         return writer
 
     def _seal(self, staging: Staging, writers: Sequence[StoreWriter], names: Sequence[str]) -> None:

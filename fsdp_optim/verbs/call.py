@@ -96,11 +96,13 @@ class Local:
         if global_state is None:
             places = {fqn: place for param in self.optim.params for fqn, place in param.named.placements.items()}
             live = self.with_state, self.optim.values_by_class, _on_mesh(places)
-            return LiveOptimizer(self.optim, self.names, self.shapes, *live)
+            fused = tuple(param.named.fqns for param in self.optim.params if param.handle.fused)
+            return LiveOptimizer(self.optim, self.names, self.shapes, *live, fused)
         shapes = {fqn: param.placement.shape for fqn, param in global_state.params.items()}
         names = names_of_global_state(global_state, self.view)
         on_mesh = _on_mesh({fqn: param.placement for fqn, param in global_state.params.items()})
-        return LiveOptimizer(self.optim, names, shapes, global_state.with_state, global_state.values, on_mesh)
+        fused = tuple(live.fqns for live in global_state.live if live.fused)
+        return LiveOptimizer(self.optim, names, shapes, global_state.with_state, global_state.values, on_mesh, fused)
 
 
 def _on_mesh(places: Mapping[str, Placement]) -> frozenset[str]:
@@ -114,7 +116,7 @@ def read_local(
     check_optimizers(optim)
     view = reader.read(ranks, options.name_of, optim)
     check_materialized(view.handles, view.rank)
-    view = seen_by(reader, view, options, reader.buffer_fqns if options.views else ())
+    view = seen_by(reader, view, options, (*reader.buffer_fqns, *options.fused) if options.views else ())
     if options.collect == "all":
         view = replace(view, handles=tuple([named.with_all_collected() for named in view.handles]))
     local = Local(view, read_optimizer(optim, view))
@@ -396,4 +398,5 @@ def _live_param(param: LocalParam, summary: Summary | None, prints: _Prints | No
         what=what,
         fingerprint=prints.of(param, placements) if prints is not None else "",
         loose=handle.loose,
+        fused=handle.fused,
     )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.canonical import seen_through
-from fsdp_optim.options import CallArguments
+from fsdp_optim.options import CallArguments, CallOptions
+from fsdp_optim.transport.agree import exchange_reports
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.view import ModelView
+
+if TYPE_CHECKING:
+    from fsdp_optim.layout.views import View
 
 
 def seen_by(reader: ModelReader, view: ModelView, options: CallArguments, others: Collection[str] = ()) -> ModelView:
@@ -16,11 +23,28 @@ def seen_by(reader: ModelReader, view: ModelView, options: CallArguments, others
     Args:
         others: names of the model that are not in `view`, such as buffers.
     """
+    return seen_through(view, _views_of(reader, view.ranks, options), others)
+
+
+def views_of_all(reader: ModelReader, group: RankGroup, options: CallOptions) -> Sequence[View]:
+    """Return the Views of a call: those that it was given, or those that any rank learns. Called by all ranks of `group`."""
     if options.views != "hooks":
-        return seen_through(view, options.views, others)
+        return tuple(options.views)
+    from fsdp_optim.layout.views import View  # here, so that the command line does not load it
+
+    own = [repr(view) for view in _views_of(reader, group.ranks, options)]
+    reports = exchange_reports(group, json.dumps(own).encode())
+    return tuple(
+        View.from_text(text) for text in dict.fromkeys(text for report in reports for text in json.loads(report))
+    )
+
+
+def _views_of(reader: ModelReader, ranks: tuple[int, ...], options: CallOptions) -> Sequence[View]:
+    """Return the Views of this rank."""
+    if options.views != "hooks":
+        return tuple(options.views)
     if reader.learned is None:
         from fsdp_optim.model_views import views_of_hooks  # here, because few calls need it
 
-        read = reader.read(view.ranks, options.name_of)
-        reader.learned = tuple(views_of_hooks(reader, read, options.name_of))
-    return seen_through(view, reader.learned, others)
+        reader.learned = tuple(views_of_hooks(reader, reader.read(ranks, options.name_of), options.name_of))
+    return reader.learned

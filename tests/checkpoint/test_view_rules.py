@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from kit.compare import Differs, check_same, refused_on_ranks, sorted_state
-from kit.fused import VIEWS, TrainedFused, Unfused
+from kit.fused import VIEWS, Factored, TrainedFused, Unfused
 from kit.local_parts import local_of
 from kit.optimizers import adam
 from kit.trained import STEPS, Oracle, Trained
@@ -36,20 +36,6 @@ def untouched(what: str, trained: Trained, call: Callable[[], Any], kind: str, *
 
 
 # ------------------------------------------------------------------------------------------------ refusals
-
-
-class Factored(torch.optim.Optimizer):
-    """Adafactor's way: the state of a matrix is a row and a column."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
-            local = local_of(param).detach().clone()
-            factor = local.flatten(1).sum(1) if local.dim() > 1 else local
-            self.state[param] = {"step": torch.tensor(1.0), "row_var": factor}
 
 
 def views_that_do_not_fit(folder: str) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from fsdp_optim import View
 from kit.elements import Numbers
+from kit.local_parts import local_of
 from kit.trained import Trained
 
 C, G, Q, D, F, E = 6, 2, 2, 3, 4, 3  # width, groups of heads, queries of each, head size, hidden size, experts
@@ -112,6 +113,20 @@ def fused_from(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     fused["experts.oss"] = torch.stack([torch.stack([w1.T, w3.T], 2).flatten(1) for w1, w3 in pairs])
     fused["experts.scale"] = values["experts.renamed"]
     return fused
+
+
+class Factored(torch.optim.Optimizer):
+    """Adafactor's way: the state of a matrix is a row and a column."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            local = local_of(param).detach().clone()
+            factor = local.flatten(1).sum(1) if local.dim() > 1 else local
+            self.state[param] = {"step": torch.tensor(1.0), "row_var": factor}
 
 
 class FusedNumbers(Numbers):

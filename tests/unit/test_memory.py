@@ -18,10 +18,32 @@ from kit.compare import check_same
 from parameterized import parameterized
 
 from fsdp_optim import memory
-from fsdp_optim.memory import Slabs
+from fsdp_optim.memory import Pages, Slabs
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
+
+
+class PagesTest(unittest.TestCase):
+    WANTED = ((300_001, torch.bfloat16), (0, torch.float32), (7, torch.float64), (200_000, torch.float32))
+
+    def test_tensors_of_one_call_do_not_overlap(self) -> None:
+        for is_kept in (False, True):
+            flats = Pages(is_kept=is_kept).flats(self.WANTED)
+            self.assertIsNone(flats[1])
+            made = [flat for flat in flats if flat is not None]
+            for number, flat in enumerate(made):
+                flat.fill_(number)
+            for number, (flat, (numel, dtype)) in enumerate(zip(made, (w for w in self.WANTED if w[0]), strict=True)):
+                check_same("elements", flat, torch.full((numel,), number, dtype=dtype))
+
+    def test_the_next_call_uses_the_memory_again_unless_it_is_kept(self) -> None:
+        for is_kept in (False, True):
+            pages = Pages(is_kept=is_kept)
+            first, then = (pages.flats(wanted)[0] for wanted in (self.WANTED, self.WANTED[:1]))
+            self.assertEqual(first.data_ptr() == then.data_ptr(), not is_kept)
+            (larger,) = pages.flats([(1 << 20, torch.float64)])
+            check_same("elements", larger.zero_(), torch.zeros(1 << 20, dtype=torch.float64))
 
 
 class SlabsTest(unittest.TestCase):

@@ -73,13 +73,18 @@ class SaveArguments(SaveOptions):
 
 @dataclass(frozen=True)
 class LoadArguments(LoadOptions):
-    """The arguments of `load`. `allow_unexpected`: of names that one side has alone, a strict load refuses missing ones only."""
+    """The arguments of `load`.
+
+    `allow_unexpected`: of names that one side has alone, a strict load refuses missing ones only. `fused`: the names in the
+    checkpoint that the Views are of, when it is open.
+    """
 
     state: RunState = _NOTHING
     strict: bool = True
     allow_unexpected: bool = False
     weights: WhichWeights = "all"
     models: ModelNames = _ONE_MODEL
+    fused: tuple[str, ...] = field(default=(), metadata=MAY_DIFFER)
     wrong_options: str = field(default="", metadata=MAY_DIFFER)
 
     @classmethod
@@ -95,7 +100,7 @@ class LoadArguments(LoadOptions):
         """The options that say who makes the call, and how. Replicas may differ, because a load replaces all of them."""
         of_call = {option.name: getattr(self, option.name) for option in fields(CallOptions)}
         of_call["on_replica_mismatch"] = "error"
-        return CallArguments(**of_call, strict=self.strict, param_groups=self.param_groups)
+        return CallArguments(**of_call, strict=self.strict, param_groups=self.param_groups, fused=self.fused)
 
     def validate(self) -> None:
         if self.wrong_options:

@@ -144,7 +144,7 @@ def weights_of(
     handles = tuple([named.with_all_collected() for named in (*view.handles, *buffers.handles)])
     order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
     everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
-    everything = seen_by(reader, everything, options)
+    everything = seen_by(reader, everything, options, options.fused)
     values = ModuleValues()
     if which != "none":
         values = reader.module_values(view, options.name_of, runs_hooks=options.views == "hooks")

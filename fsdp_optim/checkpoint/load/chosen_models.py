@@ -1,8 +1,9 @@
-"""The models of a checkpoint that a load is asked for by their names."""
+"""The models of a checkpoint that a load is asked for by their names, and its fused parameters as its Views see them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load.matching import renamer
@@ -10,6 +11,7 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.formats.base.some_models import Choice, SomeModels
+from fsdp_optim.layout.views import View
 
 
 def chosen_models(checkpoint: Reader, options: LoadArguments) -> Reader:
@@ -26,10 +28,38 @@ def chosen_models(checkpoint: Reader, options: LoadArguments) -> Reader:
     return SomeModels(checkpoint, Choice(asked.names, asked.with_optim, renamed=renamed))
 
 
+def seen_by(checkpoint: Reader, options: LoadArguments, views: Sequence[View]) -> tuple[Reader, LoadArguments]:
+    """Return a checkpoint as the Views of a load see it, and the options for what has its names from them.
+
+    Raises an error for a View that does not fit a stored shape, and for two parameters of one name.
+    """
+    if not views:
+        return checkpoint, options
+    from fsdp_optim.checkpoint.views import SeenReader, seen  # here, because few loads need it
+
+    renamed = renamer(options.rename or {})
+    through = seen(checkpoint, views, named=renamed, scratch_nbytes=options.bucket_nbytes)
+    if not isinstance(through, SeenReader):
+        return checkpoint, options
+    names = through.names
+    if names.is_empty:
+        return through, options
+    fused = tuple(names.split)
+    if options.rename is None:
+        return through, replace(options, fused=fused)
+    new = names.names - set(names.split)
+    return through, replace(options, fused=fused, rename=lambda name: name if name in new else renamed(name))
+
+
 def left_out_models(checkpoint: Reader, options: LoadArguments) -> tuple[str, ...]:
     """Return the names of the models that a checkpoint has, and that a call with names did not ask for."""
     asked = options.models.names
-    models = checkpoint.reader.index.facts.models if isinstance(checkpoint, SomeModels) and asked else ()
+    if not asked:
+        return ()
+    from fsdp_optim.checkpoint.views import reader_inside  # here, because few loads need it
+
+    checkpoint = reader_inside(checkpoint)
+    models = checkpoint.reader.index.facts.models if isinstance(checkpoint, SomeModels) else ()
     return tuple(model for model in models if model not in asked)
 
 

@@ -182,10 +182,10 @@ class CheckpointEnd(End):
 def _rounds(parts: Sequence[Slice]) -> list[list[Slice]]:
     """A tensor that was tied at the save may be needed twice, and is read twice, one time after the other."""
     rounds: list[list[Slice]] = []
-    times: dict[tuple[str, str], int] = {}
+    times: dict[tuple[str, int], int] = {}
     for part in parts:
         stored = stored_value(part.value).stored
-        key = (stored.file, stored.key)
+        key = (stored.file, stored.start)
         times[key] = times.get(key, 0) + 1
         if times[key] > len(rounds):
             rounds.append([])

@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, common_store, name_of, store_at, with_cache
-from fsdp_optim.checkpoint.load.chosen_models import chosen_models
+from fsdp_optim.checkpoint.load.chosen_models import chosen_models, seen_by
 from fsdp_optim.checkpoint.load.compare import check_bitwise, check_trees_alone
 from fsdp_optim.checkpoint.load.installing import install_all, install_objects_alone
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
@@ -39,6 +39,7 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import collective_call
 from fsdp_optim.verbs.load_state import LoadableOptimizer
+from fsdp_optim.verbs.seen import views_of_all
 
 
 def restore(
@@ -89,7 +90,8 @@ def _restore(
         pending.settle()
         store = with_cache(common_store(group, path, options.storage_options), options.local_cache)
         opened = open_on_all(group, store, options.compared_text(), verify=options.verify, format=format)
-        checkpoint = chosen_models(stack.enter_context(closing(opened)), options)
+        views = views_of_all(reader, group, options.call)
+        checkpoint, options = seen_by(chosen_models(stack.enter_context(closing(opened)), options), options, views)
         check_halves(checkpoint.index, optim, options.weights, has_state=options.state.is_given)
         weights = Weights.agree_on_state(reader, group, checkpoint, options, about)
         state = State.agree_on_state(reader, optim, group, checkpoint, options, weights) if optim is not None else None
@@ -222,6 +224,7 @@ def _summarized(result: LoadResult, weights: Weights, state: State | None, nbyte
         unmatched_hyperparameters=fit.unmatched_hyperparameters if fit is not None else (),
         unmatched_values=fit.unmatched_values if fit is not None else (),
         absent=state.absent if state is not None else (),
+        begun_anew=fit.begun_anew if fit is not None else (),
         num_tensors=num_tensors,
         nbytes=nbytes,
     )

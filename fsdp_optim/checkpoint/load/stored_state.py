@@ -92,8 +92,13 @@ class StoredState:
         where = f"{where}: the optimizer"
         with as_checkpoint_error(where):
             as_dict = _as_dict(saved, read)
+        through = saved.through
+        if through is not None:
+            names = through.names_in(names, as_dict)
         with nullcontext() if saved.is_checked else as_checkpoint_error(where):
             full = normalize(as_dict, names)
+        if through is not None:
+            full = through.state(full, saved.shapes, read)
         with as_checkpoint_error(where):
             _check_read(where, full)
             metas = _with_metas(full)

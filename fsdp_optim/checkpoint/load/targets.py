@@ -365,8 +365,9 @@ class State(Struct, frozen=True):
 
     @property
     def absent(self) -> tuple[str, ...]:
-        """The optimizer's parameters that have no state in the checkpoint."""
-        return tuple(fqn for fqn in self.global_state.params if fqn not in self.full.state)
+        """The optimizer's parameters that have no state in the checkpoint, but for those in `fit.begun_anew`."""
+        anew = frozenset(self.fit.begun_anew)
+        return tuple(fqn for fqn in self.global_state.params if fqn not in self.full.state and fqn not in anew)
 
     @property
     def cast(self) -> frozenset[tuple[str, str]]:

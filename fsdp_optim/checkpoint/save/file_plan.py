@@ -186,14 +186,20 @@ class FilesEnd(End):
         take: gets this rank's elements, of one value in several calls.
         cast: the values that are cast as they are written.
         cast_budget: the budget for cast elements, which `take` gets in batches of this size.
+        keeps: whether `take` may keep the memory that it gets.
     """
 
     plan: FilePlan
     take: Callable[[Sequence[Slice] | Parts], None]
     cast: Mapping[Key, SavedValue]
     cast_budget: Budget
+    keeps: bool = True
 
     is_stored = True
+
+    @property
+    def keeps_memory(self) -> bool:
+        return self.keeps
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         return self.plan.cut(value, other)

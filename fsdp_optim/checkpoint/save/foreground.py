@@ -71,7 +71,7 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
         with failure:
             sums = add_prints(job, live, writer.trace, failure)
         with failure, writer.trace.span("transfer"):
-            move(job.moved, live, job.target(write), job.group, job.budget, failure)
+            move(job.moved, live, job.target(write, keeps=False), job.group, job.budget, failure)
         with failure:
             if failure.error is None:
                 writer.finish()

@@ -169,9 +169,9 @@ class Job:
         """The values as they are in the live model and optimizer, which the ranks send to those that write them."""
         return [value.live for value in self.values] if self.cast else self.values
 
-    def target(self, take: Callable[[Sequence[Slice] | Parts], None]) -> FilesEnd:
-        """The files as the target of a move. `take` gets this rank's elements."""
-        return FilesEnd(self.plan, take, self.cast, self._cast_budget)
+    def target(self, take: Callable[[Sequence[Slice] | Parts], None], *, keeps: bool = True) -> FilesEnd:
+        """The files as the target of a move. `take` gets this rank's elements. `keeps`: whether it may keep their memory."""
+        return FilesEnd(self.plan, take, self.cast, self._cast_budget, keeps)
 
     def start(self, writer: StoreWriter) -> None:
         """Write the bytes of this rank besides tensors and the frames between them: new files, and small files.

@@ -13,6 +13,7 @@ import click
 
 from fsdp_optim.cli.options import (
     PATH,
+    VIEWS_HELP,
     FormatName,
     convert_options,
     json_option,
@@ -20,6 +21,7 @@ from fsdp_optim.cli.options import (
     only_warnings,
     quiet_option,
     storage_options,
+    views_in,
     writing_options,
 )
 from fsdp_optim.cli.output import print_json
@@ -46,6 +48,7 @@ _SHARDS, _UNIVERSAL = "fairscale_shards", "deepspeed_universal"
     type=PATH,
     help="the names of the optimizer's parameters, a line for each, in order of ids",
 )
+@click.option("--views", metavar="FILE", type=PATH, help=VIEWS_HELP)
 @click.option(
     "--units",
     metavar="FILE",
@@ -70,13 +73,13 @@ def command(src: str, dst: str, **given: Any) -> None:
         if rank > 0:
             only_warnings()
         begin = time.monotonic()
-        names, format = _names_and_format(given)
+        names, views, format = _files_and_format(given)
         done = api.convert(
             src,
             dst,
             format=format,
             overwrite=given["overwrite"],
-            options=convert_options(given, rank, param_names=names),
+            options=convert_options(given, rank, param_names=names, views=views),
         )
     seconds = max(time.monotonic() - begin, 1e-9)
     if rank > 0:
@@ -90,23 +93,26 @@ def command(src: str, dst: str, **given: Any) -> None:
     )
 
 
-def _names_and_format(given: dict[str, Any]) -> tuple[list[str] | None, str | Format]:
-    """Return the names and the format that files and flags give.
+def _files_and_format(given: dict[str, Any]) -> tuple[list[str] | None, Sequence[Any], str | Format]:
+    """Return the names, the Views and the format that files and flags give.
 
     Where this process cannot read a file, the format raises that on all processes: if the process ended before the call, the
     others would wait for it.
     """
-    names, units = None, None
+    names, units, views = None, None, list[Any]()
     try:
         if given["names"] is not None:
             with _named_file("names", given["names"]) as lines:
                 names = [line.strip() for line in lines if line.strip()]
+        if given["views"] is not None:
+            with _named_file("views", given["views"]) as lines:
+                views = views_in(lines)
         if given["units"] is not None:
             with _named_file("units", given["units"]) as file:
                 units = json.load(file)
     except CheckpointError as error:
-        return None, _unread(error)
-    return names, _format(given, units)
+        return None, (), _unread(error)
+    return names, views, _format(given, units)
 
 
 def _format(given: dict[str, Any], units: Any) -> str | Format:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from fsdp_optim.cli.failing import with_flags
-from fsdp_optim.cli.options import PATH, json_option, memory_option, progress_of, quiet_option, storage_options
+from fsdp_optim.cli.options import (
+    PATH,
+    VIEWS_HELP,
+    json_option,
+    memory_option,
+    progress_of,
+    quiet_option,
+    storage_options,
+    views_in,
+)
 from fsdp_optim.cli.output import end_broken, plain, print_json, print_lines, print_table
 from fsdp_optim.cli.units import counted
 from fsdp_optim.errors import shortened
@@ -48,6 +57,7 @@ class _Shown:
     metavar="FILE",
     help="the names of parameters that have ids, one a line in order of the ids",
 )
+@click.option("--views", type=click.File(encoding="utf-8"), metavar="FILE", help=VIEWS_HELP)
 @click.option(
     "--all", "shows_all", is_flag=True, help=f"a line for each value that differs, not for {_MOST_ROWS} of them"
 )
@@ -57,7 +67,15 @@ class _Shown:
 @quiet_option
 @storage_options
 def command(
-    a: str, b: str, names: TextIO | None, as_json: bool, shows_all: bool, memory: int, quiet: bool, **options: Any
+    a: str,
+    b: str,
+    names: TextIO | None,
+    views: TextIO | None,
+    as_json: bool,
+    shows_all: bool,
+    memory: int,
+    quiet: bool,
+    **options: Any,
 ) -> None:
     """Compare the checkpoints A and B, of any formats and numbers of ranks. The exit code is 0 if they are equal, or within the
     tolerance, and 1 if they differ.
@@ -65,6 +83,7 @@ def command(
     from fsdp_optim import api
 
     param_names = [line.strip() for line in names if line.strip()] if names is not None else None
+    options["views"] = views_in(views or ())
     result = api.diff(a, b, param_names=param_names, bucket_nbytes=memory, progress=progress_of(quiet=quiet), **options)
     _print(result, _Shown(as_json, shows_all))
     if not result.equal_within_tolerance:

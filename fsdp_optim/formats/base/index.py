@@ -78,12 +78,14 @@ class SavedOptim:
         other_keys: those keys of the optimizer's own dict that are recorded apart from `full`.
         shapes: the shapes of its parameters by FQN, where they are recorded.
         is_checked: whether `full` is known to be written as a full dict is, so that an error in reading it is no damage.
+        through: what sees its parameters through Views, when they have names (`checkpoint.views`); None: they stay.
     """
 
     full: Mapping[str, Any]
     other_keys: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     is_checked: bool = False
+    through: Any = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from functools import cached_property
 from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
 from fsdp_optim.layout.views.axes import Dims, Factor, axes_of, axes_text, read_axes, size_of, sizes_for
+from fsdp_optim.layout.views.inverse import BoundView, InverseView
 from fsdp_optim.layout.views.part import Part
-from fsdp_optim.layout.views.patterns import Bindings, check_pattern, fields_of, fill, match
+from fsdp_optim.layout.views.patterns import Bindings, Template, check_pattern, fields_of, match
+from fsdp_optim.layout.views.rows import row_blocks_of
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -69,6 +72,13 @@ class View:
         object.__setattr__(self, "parts", tuple((part, _part_text(where, part, text)) for part, text in parts.items()))
         object.__setattr__(self, "sizes", tuple(sorted(sizes.items())))
         self._check()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.axes, self.parts, self.sizes))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __repr__(self) -> str:
         sizes = "".join(f", {axis}={size}" for axis, size in self.sizes)
@@ -214,6 +224,27 @@ class View:
         """
         return any(match(part, name) is not None for part, _ in self.parts)
 
+    @property
+    def inverse(self) -> InverseView:
+        """The same, read the other way, for checkpoints: `convert` and `diff` see the parts as the parameter that they make."""
+        return InverseView(self)
+
+    def row_blocks(self, shape: Shape) -> tuple[tuple[str, int], ...]:
+        """Return which part the rows of a live matrix belong to, as blocks of rows: those that an optimizer must not mix.
+
+        An optimizer that updates a matrix as a whole, such as Muon, does so for each part where its split sizes are these.
+
+        Args:
+            shape: the unsharded shape of the live parameter.
+
+        Returns:
+            The name of a part, as the View has it, and a number of rows, for each block in the order of the rows.
+
+        Raises:
+            LayoutError: the shape is none that the axes can have; a part has some columns of a row and not others.
+        """
+        return row_blocks_of(self, tuple(shape))
+
     def bind(self, name: str, shape: Shape) -> BoundView:
         """Return the parts of a live parameter, each with its name and shape.
 
@@ -227,18 +258,34 @@ class View:
         bindings = match(self.name, name)
         if bindings is None:
             raise LayoutError(f"{self._where}: {name} has another name")
-        where = f"{name}: {self._where}"
-        sizes = sizes_for(where, self._dims, tuple(shape), dict(self.sizes))
-        parts: dict[str, Part] = {}
-        for pattern, _ in self.parts:
-            for filled, part in self._parts_of(pattern, bindings, sizes):
-                if filled in parts:
-                    raise LayoutError(f"{where}: two of its parts are called {filled}")
-                parts[filled] = part
-        return BoundView(self, name, tuple(parts.items()))
+        try:
+            named = [(template.fill(bindings), part) for template, part in _named_parts(self, tuple(shape))]
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from None
+        names = {filled for filled, _ in named}
+        if len(names) < len(named):
+            filled = next(each for each, _ in named if [other for other, _ in named].count(each) > 1)
+            raise LayoutError(f"{name}: {self._where}: two of its parts are called {filled}")
+        return BoundView(self, name, tuple(named))
 
-    def _parts_of(self, pattern: str, bindings: Bindings, sizes: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
-        """Yield the parts with one pattern, each with its name: one for each index of the axes in it."""
+    def parts_for(self, shape: Shape) -> Iterator[tuple[str, Bindings, Part]]:
+        """Yield the parts of any live parameter of a shape.
+
+        Args:
+            shape: its unsharded shape.
+
+        Yields:
+            The name of a part, as the View has it; what stands for the axes in it; the part.
+
+        Raises:
+            LayoutError: the shape is none that the axes can have.
+        """
+        sizes = sizes_for(self._where, self._dims, shape, dict(self.sizes))
+        for pattern, _ in self.parts:
+            yield from ((pattern, texts, part) for texts, part in self._parts_of(pattern, sizes))
+
+    def _parts_of(self, pattern: str, sizes: Mapping[str, int]) -> Iterator[tuple[Bindings, Part]]:
+        """Yield the parts with one pattern: one for each index of the axes in it."""
         has, indexed = self._has(pattern), self._indexed(pattern)
         factors = [factor for dim in self._dims for factor in dim]
         places: dict[str, int] = {axis: number for number, factor in enumerate(factors) for axis in factor}
@@ -256,7 +303,16 @@ class View:
                 lows.append(before + at.get(axis, 0))
                 taken.append(1 if axis in at else sizes[axis])
             texts = {axis: str(number) for axis, number in at.items()}
-            yield fill(pattern, {**bindings, **texts}), Part(shapes, tuple(lows), tuple(taken), dims)
+            yield texts, Part(shapes, tuple(lows), tuple(taken), dims)
+
+
+@functools.lru_cache(maxsize=1024)
+def _named_parts(view: View, shape: Shape) -> tuple[tuple[Template, Part], ...]:
+    """Return the parts of a live parameter, from a cache: those of equal layers differ in their names alone.
+
+    Raises LayoutError, which does not begin with the name of the live parameter.
+    """
+    return tuple((Template.of(pattern, texts), part) for pattern, texts, part in view.parts_for(shape))
 
 
 def _part_text(where: str, part: str, text: str) -> str:
@@ -270,22 +326,3 @@ def _part_text(where: str, part: str, text: str) -> str:
                     "all of them by one axis where they stay together"
                 )
     return axes_text(dims)
-
-
-@dataclass(frozen=True)
-class BoundView:
-    """The canonical parts of one live parameter, by name, in the order of its View."""
-
-    view: View
-    name: str
-    parts: tuple[tuple[str, Part], ...]
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names of the parts."""
-        return tuple(name for name, _ in self.parts)
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """The shapes of the parts by name."""
-        return {name: part.shape for name, part in self.parts}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from fsdp_optim.errors import LayoutError
 
@@ -57,7 +58,31 @@ def _compiled(pattern: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
     return re.compile(text + re.escape(pattern[at:])), tuple(fields)
 
 
-def fill(pattern: str, bindings: Bindings) -> str:
-    """Return the name in which the placeholders of a pattern stand for these texts."""
-    stars = iter(range(pattern.count("*")))
-    return _FIELD.sub(lambda field: bindings[field[1] or f"*{next(stars)}"], pattern)
+@dataclass(frozen=True)
+class Template:
+    """A pattern in which some placeholders have their texts. `text`: with `%s` in place of each of `fields`."""
+
+    text: str
+    fields: tuple[str, ...]
+
+    @classmethod
+    def of(cls, pattern: str, texts: Bindings) -> Template:
+        """Return a pattern with these texts."""
+        left, stars = list[str](), 0
+        text, at = "", 0
+        for field in _FIELD.finditer(pattern):
+            name = field[1] or f"*{stars}"
+            stars += field[2] is not None
+            text += _escaped(pattern[at : field.start()]) + (_escaped(texts[name]) if name in texts else "%s")
+            at = field.end()
+            if name not in texts:
+                left.append(name)
+        return cls(text + _escaped(pattern[at:]), tuple(left))
+
+    def fill(self, bindings: Bindings) -> str:
+        """Return the name in which the other placeholders stand for these texts."""
+        return self.text % tuple([bindings[field] for field in self.fields])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +27,7 @@ class Fit:
         unexpected: FQNs that only the full state has.
         unmatched_hyperparameters, unmatched_values: the names that only one side has, where the optimizers' classes differ.
         kept: FQN -> names of live state values that stay beside the loaded values.
+        begun_anew: FQNs whose live parameter begins without state, because the full state has state of some of its parts alone.
     """
 
     missing: tuple[str, ...] = ()
@@ -34,6 +35,7 @@ class Fit:
     unmatched_hyperparameters: tuple[str, ...] = ()
     unmatched_values: tuple[str, ...] = ()
     kept: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    begun_anew: tuple[str, ...] = ()
 
     def as_plain(self) -> dict[str, list[str]]:
         """Return the differences as a dict of lists, without empty lists."""
@@ -95,6 +97,25 @@ def check_fits(
         _check_groups(full, names, saved)
     check_shapes(full, shapes)
     return Fit(tuple(missing), tuple(unexpected))
+
+
+def begun_anew(
+    full: FullState, fit: Fit, fused: Sequence[tuple[str, ...]], live: frozenset[str]
+) -> tuple[FullState, Fit]:
+    """Leave out the state of fused parameters of which only some parts would have state (`strict=False`).
+
+    Args:
+        fused: the FQNs of each fused parameter.
+        live: FQNs that have state in the live optimizer, which the missing ones of them keep.
+    """
+    known = full.state.keys() | live.intersection(fit.missing)
+    parts = [fqns for fqns in fused if not full.state.keys().isdisjoint(fqns) and not known.issuperset(fqns)]
+    anew = {fqn: None for fqns in parts for fqn in fqns}
+    if not anew:
+        return full, fit
+    state = {fqn: values for fqn, values in full.state.items() if fqn not in anew}
+    missing = tuple(fqn for fqn in fit.missing if fqn not in anew)
+    return replace(full, state=state), replace(fit, missing=missing, begun_anew=tuple(anew))
 
 
 def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | None:

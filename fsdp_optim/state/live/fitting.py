@@ -12,7 +12,7 @@ from fsdp_optim.options import ParamGroups
 from fsdp_optim.state.dicts.full import FullState, following_params
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.live.class_fit import fit_class, lacking_values, live_groups
-from fsdp_optim.state.live.fit_check import Fit, check_fits
+from fsdp_optim.state.live.fit_check import Fit, begun_anew, check_fits
 from fsdp_optim.state.live.local import LocalOptim
 
 log = logging.getLogger("fsdp_optim")
@@ -29,6 +29,7 @@ class LiveOptimizer:
         with_state: FQNs that have state in the live optimizer.
         values: optimizer class -> names of its state values (on all ranks, if they have agreed on the state).
         on_mesh: FQNs of the parameters that are DTensors, whose wrapper can place a value with a cut of its own.
+        fused: the FQNs of each live parameter of which Views have made some.
     """
 
     optim: LocalOptim
@@ -37,6 +38,7 @@ class LiveOptimizer:
     with_state: frozenset[str]
     values: Mapping[str, frozenset[str]]
     on_mesh: frozenset[str] = frozenset()
+    fused: tuple[tuple[str, ...], ...] = ()
 
     @property
     def off_mesh(self) -> frozenset[str]:
@@ -56,7 +58,8 @@ class LiveOptimizer:
         )
         shapes = {fqn: shape for fqn, shape in self.shapes.items() if fqn in kept}
         with_state, on_mesh = self.with_state & kept, self.on_mesh & kept
-        return replace(self, names=names, shapes=shapes, with_state=with_state, on_mesh=on_mesh)
+        fused = tuple([fqns for fqns in self.fused if not kept.isdisjoint(fqns)])
+        return replace(self, names=names, shapes=shapes, with_state=with_state, on_mesh=on_mesh, fused=fused)
 
     def fit(
         self, full: FullState, *, strict: bool, groups: ParamGroups = "saved", others: Collection[str] = ()
@@ -80,6 +83,8 @@ class LiveOptimizer:
             others=others,
             regroup=bool(self.optim.optimizers),
         )
+        if not strict:
+            full, fit = begun_anew(full, fit, self.fused, self.with_state)
         full = self._with_followers(full)
         if unmatched.text:
             log.warning("%s; strict=False loads what both have", unmatched.text)

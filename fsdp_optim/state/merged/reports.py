@@ -27,6 +27,7 @@ class LiveParam(Struct, frozen=True, gc=False):
             replicas from different parameters of the same name.
         loose: no wrapper knows which ranks hold the parameter, so its placement names all ranks of the call.
         what: the compared content of the fingerprint, STATE or ELEMENTS.
+        fused: the names of live parameters of which Views have made some of the originals.
     """
 
     fqns: tuple[str, ...]
@@ -38,6 +39,7 @@ class LiveParam(Struct, frozen=True, gc=False):
     fingerprint: str = ""
     loose: bool = False
     what: str = STATE
+    fused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,10 @@ class StoreWriter(Protocol):
         """Create a file of `nbytes` bytes that begins with `head`. Only this process writes the rest of the file."""
 
     def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
-        """Write pieces of memory, one after the other, to a file from byte `offset` on. Each byte is written once."""
+        """Write pieces of memory, one after the other, to a file from byte `offset` on. Each byte is written once.
+
+        The memory is used again when the call is over: what is put later is copied first.
+        """
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small complete file."""

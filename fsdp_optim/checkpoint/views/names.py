@@ -1,0 +1,188 @@
+"""Which names of a checkpoint a View is of, and what they become: fused ones their parts, parts the fused one that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.layout import Shape
+from fsdp_optim.layout.views import BoundView, InverseView, SomeView, View
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Names of a checkpoint that Views change.
+
+    Attributes:
+        split: by name, the parts of each fused parameter.
+        joined: by the name that it gets, the parts of each parameter that parts make.
+    """
+
+    split: Mapping[str, BoundView] = field(default_factory=dict)
+    joined: Mapping[str, BoundView] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no name changes."""
+        return not self.split and not self.joined
+
+    @cached_property
+    def joined_of(self) -> Mapping[str, str]:
+        """By name of a part, the parameter that it is joined into."""
+        return {part: live for live, bound in self.joined.items() for part in bound.names}
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All names that the parameters that Views change have before and after."""
+        bound = {**self.split, **self.joined}
+        return frozenset([*bound, *(part for each in bound.values() for part in each.names)])
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes that parameters get, by the names that they get."""
+        of_parts = {name: shape for bound in self.split.values() for name, shape in bound.shapes.items()}
+        return of_parts | {live: bound.live_shape for live, bound in self.joined.items()}
+
+    def order(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield names with parts in place of a fused one, in their order; and a joined one in place of its first part."""
+        done: set[str] = set()
+        for name in names:
+            joined = self.joined_of.get(name)
+            if name in self.split:
+                yield from self.split[name].names
+            elif joined is None:
+                yield name
+            elif joined not in done:
+                done.add(joined)
+                yield joined
+
+    def aliases(self, where: str, aliases: Mapping[str, str], through: Through) -> dict[str, str]:
+        """Return other names of tied parameters. Those of a fused one become those of its parts, in their order."""
+        seen: dict[str, str] = {}
+        for alias, name in aliases.items():
+            if name in self.joined_of or alias in self.joined_of:
+                raise StateError(
+                    f"{where}: {alias} and {name} are one tied parameter, which is a part of "
+                    f"{self.joined_of.get(name, self.joined_of.get(alias))}: a part that has another name cannot be joined: "
+                    "leave the View out"
+                )
+            view = through.view_of(where, alias)
+            if name not in self.split and view is None:
+                seen[alias] = name
+                continue
+            if name not in self.split or view is None:
+                lacking, other = (name, alias) if name not in self.split else (alias, name)
+                raise StateError(
+                    f"{where}: {alias} and {name} are one tied parameter, and no View is of {lacking}, while one is of {other}: "
+                    "give a View whose name fits both, or one for each"
+                )
+            bound = self.split[name]
+            parts = view.bind(alias, bound.live_shape).parts
+            if [part for _, part in parts] != [part for _, part in bound.parts]:
+                raise StateError(
+                    f"{where}: {alias} and {name} are one tied parameter, and their Views have different parts, "
+                    f"{list(view.parts)} and {list(bound.view.parts)}: give both the same axes"
+                )
+            seen |= {other: own for (other, _), own in zip(parts, bound.names, strict=True) if other != own}
+        return seen
+
+
+@dataclass(frozen=True)
+class Through:
+    """The Views of a call on a checkpoint.
+
+    Attributes:
+        views: of fused parameters that are seen as their parts.
+        inverses: of parts that are seen as the parameter that they make.
+        named: a function from a name in the checkpoint to that which Views have.
+    """
+
+    views: tuple[View, ...] = ()
+    inverses: tuple[InverseView, ...] = ()
+    named: Callable[[str], str] = str
+
+    @classmethod
+    def of(cls, views: Sequence[View | InverseView], named: Callable[[str], str] = str) -> Through:
+        """Return the Views in a list of both kinds."""
+        forward = tuple(view for view in views if isinstance(view, View))
+        return cls(forward, tuple(view for view in views if isinstance(view, InverseView)), named)
+
+    def view_of(self, where: str, name: str) -> View | None:
+        """Return the View of a fused name; None where there is none. The name of a part is a canonical name already.
+
+        Raises StateError for a name with two Views.
+        """
+        matching = [view for view in self.views if view.matches(name)]
+        if not matching or any(view.has_part(name) for view in self.views):
+            return None
+        if len(matching) > 1:
+            raise StateError(
+                f"{where}: {name}: two Views are of this parameter, {matching[0]} and {matching[1]}: give one of them names "
+                "that the other does not have"
+            )
+        return matching[0]
+
+    def find(self, where: str, shapes: Mapping[str, Shape]) -> Seen:
+        """Return which of some names change. `shapes`: of all parameters that there are, by the names that Views have.
+
+        Raises:
+            LayoutError: a View does not fit the shape of a parameter, or parts of one are missing.
+            StateError: two parameters would have one name; two Views are of one parameter.
+        """
+        split = {}
+        for name, shape in shapes.items():
+            view = self.view_of(where, name)
+            if view is not None:
+                split[name] = view.bind(name, shape)
+        joined: dict[str, BoundView] = {}
+        for inverse in self.inverses:
+            for name, bound in inverse.joined(shapes).items():
+                if name in joined:
+                    raise StateError(
+                        f"{where}: {name}: two Views make this parameter, {joined[name].view} and {bound.view}"
+                    )
+                joined[name] = bound
+        seen = Seen(split, joined)
+        _check_names(where, shapes, seen)
+        return seen
+
+    def unused(self, seen: Iterable[Seen]) -> tuple[View | InverseView, ...]:
+        """Return the Views that none of these has used."""
+        used = list[SomeView | InverseView]()
+        for each in seen:
+            used += [bound.view for bound in each.split.values()]
+            used += [bound.view.inverse for bound in each.joined.values()]
+        known = frozenset(used)
+        given: list[View | InverseView] = [*self.views, *self.inverses]
+        return tuple(view for view in given if view not in known)
+
+
+def _check_names(where: str, shapes: Mapping[str, Shape], seen: Seen) -> None:
+    """Refuse a name that two parameters would have."""
+    parts: dict[str, str] = {}
+    for live, bound in seen.split.items():
+        for part in bound.names:
+            other = parts.get(
+                part, "a parameter of the checkpoint" if part in shapes and part not in seen.split else None
+            )
+            if other is not None:
+                raise StateError(
+                    f"{where}: {part}: two parameters would have this name, {other} and a part of {live}: give the parts of the "
+                    "View other names"
+                )
+            parts[part] = f"a part of {live}"
+    used: dict[str, str] = {}
+    for live, bound in seen.joined.items():
+        if live in parts or (live in shapes and live not in seen.joined_of):
+            raise StateError(
+                f"{where}: {live}: is in the checkpoint, beside its part {bound.names[0]}: give the View another name"
+            )
+        for part in bound.names:
+            if part in used or part in seen.split:
+                raise StateError(
+                    f"{where}: {part}: is a part of two parameters by the Views, {live} and {used.get(part, part)}: leave one of "
+                    "them out"
+                )
+            used[part] = live
