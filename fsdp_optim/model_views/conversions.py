@@ -134,7 +134,8 @@ def conversions_in(
 ) -> Iterator[tuple[str, Conversion]]:
     """Yield the conversion of each transformers model that is in no other one, with its name in the complete model.
 
-    None where transformers is not loaded, or of a version before 5, which writes the names that the model has.
+    None where transformers is not loaded, or of a version before 5, which writes the names that the model has; and none for a
+    model with adapters of PEFT, which transformers writes under their own names.
 
     Args:
         modules: all modules, with their names.
@@ -143,12 +144,15 @@ def conversions_in(
     base = getattr(sys.modules.get(_MODELS), "PreTrainedModel", None)
     if base is None or not hasattr(sys.modules.get(_LOADING), "revert_weight_conversion"):
         return
-    models = [(name, module) for name, module in modules if isinstance(module, base)]
+    listed = list(modules)
+    models = [(name, module) for name, module in listed if isinstance(module, base)]
     roots: list[str] = []
     for name, module in models:
         if any(_is_in(name, root) for root in roots):
             continue
         roots.append(name)
+        if any(_is_of_peft(other) for path, other in listed if _is_in(path, name)):
+            continue
         inner = tuple((_below(name, path), other) for path, other in models if path != name and _is_in(path, name))
         own = {_below(name, path): shape for path, shape in shapes.items() if _is_in(path, name)}
         yield name, Conversion(module, inner, own)
@@ -156,6 +160,10 @@ def conversions_in(
 
 def _is_in(name: str, root: str) -> bool:
     return not root or name == root or name.startswith(f"{root}.")
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 
 def _below(root: str, name: str) -> str:

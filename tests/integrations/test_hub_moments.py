@@ -132,11 +132,14 @@ def check_oracle(what: str, name: str, model: Any, optim: Any, options: CallOpti
 def learned(wrappers: tuple[str, ...]) -> None:
     """Views are learned of shards as of the plain model, and by one rank alone: no other rank is asked."""
     with cpu(), fairscale_on_cpu():
-        wanted = views_of_transformers(stacked("mixtral"))
-        for wrapper in wrappers:
-            model = WRAPPERS[wrapper](stacked("mixtral"))
-            if dist.get_rank() == 0:
-                check_same(wrapper, views_of_transformers(model), wanted)
+        for name, layers in (("mixtral", "model.layers"), ("vit", "vit.layers")):
+            wanted = views_of_transformers(build(name))
+            for wrapper in wrappers:
+                model = build(name)
+                model.units = (f"{layers}.0", f"{layers}.1", layers.partition(".")[0], "")
+                model = WRAPPERS[wrapper](model)
+                if dist.get_rank() == 0:
+                    check_same(f"{name}, {wrapper}", views_of_transformers(model), wanted)
 
 
 class TestMoments(unittest.TestCase):

@@ -82,7 +82,7 @@ class TestFiles(unittest.TestCase):
             check_same("weights", dict(again.state_dict()), dict(model.state_dict()))
             check_same("output", output_of(again), output_of(model))
 
-    @expand(*some([name for name in MODELS if name not in JOINED], every=1))
+    @expand(*some(MODELS, every=1))
     def test_the_hub_s_files_load(self, name: str) -> None:
         """What `save_pretrained` has written is loaded through the Views, without transformers."""
         model, other = build(name), build(name)
@@ -130,6 +130,13 @@ class TestFiles(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             fsdp_optim.save(folder + "/own", model, options=SaveOptions(views=views_of_transformers(model), **QUIET))
             assert "model.wte.weight" in load_file(folder + "/own/model.safetensors")
+
+    def test_adapters(self) -> None:
+        """transformers gives the weights of a model with adapters no other names."""
+        model = build("mixtral")
+        adapter = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+        model.model.layers[0].mlp.gate.lora_A = adapter(2, 2)
+        check_same("views", views_of_transformers(model), [])
 
     def test_a_model_inside_another(self) -> None:
         """Names begin with the path of the transformers model, and other parts of the model have no View."""
