@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +174,10 @@ class ModelReader:
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers with persistent=False by FQN, which no checkpoint has."""
         return self._tree.unsaved_buffers()
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield every module with its FQN. A wrapper has the FQN of the module inside it, and comes before it."""
+        return ((self._tree.path(module), module) for module in self._tree.modules)
 
     def stored_names(self) -> StoredNames | None:
         """Return how transformers renames the model's weights in its files; None where the files have the model's names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from msgspec import Struct
 from torch import nn
@@ -34,6 +35,17 @@ def stored_names_of(modules: Iterable[nn.Module]) -> StoredNames | None:
         pairs.append((" and ".join(map(_plain, stored)), " and ".join(map(_plain, live))))
     names = [cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers.")]
     return StoredNames(names[0], tuple(pairs)) if pairs else None
+
+
+def transforms_of(model: nn.Module, seen_as: object) -> list[Any]:
+    """Return how transformers converts the weights of its files to those of a model: as when it opened them, or by default.
+
+    `seen_as`: what the default is looked up for, with the attributes of the model.
+    """
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:
+        transforms = sys.modules[_MAPPINGS].get_model_conversion_mapping(seen_as, add_legacy=False)
+    return list(transforms)
 
 
 def _plain(pattern: object) -> str:

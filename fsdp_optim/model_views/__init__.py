@@ -6,6 +6,11 @@
         run_save, run_load                   # running.py: as state_dict() and load_state_dict() run the hooks
           Guard, untouched                   # guard.py: no collective calls, and no live tensors
     joined(views, names)                     # patterns.py: one View for all layers
+    known_views(model)                       # known.py: the hooks first, then learners by the kind of a model
+      views_of_transformers(model)           # transformers_models.py, layers.py: the names that save_pretrained writes
+        Conversion                           # conversions.py: transformers' own conversion, on tensors in place of weights
+        element_maps(conversion)             # element_maps.py: on numbers, or on twins (conversion_twins.py)
+      views_of_megatron(model)               # megatron_models.py: the fused layers of megatron-core
 
 No rank asks another, and nothing of the model is changed. This room is imported when `views="hooks"` or `views_for` ask for it.
 """

@@ -76,9 +76,10 @@ def _filled(parts: Sequence[list[str]], live: Sequence[list[str]], taken: dict[i
         if len(set(column)) == 1:
             texts.append(column[0])
             continue
-        if at not in taken or list(column) != [name[at] for name in live]:
+        same = [place for place in taken if list(column) == [name[place] for name in live]]
+        if not same:
             return None
-        texts.append(f"{{{taken[at]}}}")
+        texts.append(f"{{{taken[at if at in same else same[0]]}}}")
     return ".".join(texts)
 
 

@@ -81,6 +81,7 @@ def refuse_and_load(root: Path) -> None:
                 asked = partial(fsdp_optim.load, root / name, model, **as_options(fsdp_optim.LoadOptions, **options))
                 always = (
                     f"transformers 5 stores a {cls} under other names",
+                    "views=fsdp_optim.views_for(model)",
                     "save_original_format=False",
                     "strict=False",
                 )

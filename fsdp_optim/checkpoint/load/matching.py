@@ -169,6 +169,7 @@ def why_names_differ(
     pairs = shortened((f"{stored} -> {live}" for stored, live in names.pairs), _MOST_PAIRS)
     return (
         f"transformers 5 stores a {names.class_name} under other names than its state_dict() has, and may split or join its "
-        f"tensors ({pairs}; {unexpected[0]} is in the checkpoint, {missing[0]} in the model): read the folder once with "
+        f"tensors ({pairs}; {unexpected[0]} is in the checkpoint, {missing[0]} in the model): give "
+        "options=LoadOptions(views=fsdp_optim.views_for(model)), which has these names; or read the folder once with "
         f"{names.class_name}.from_pretrained, write it with save_pretrained(NEW, save_original_format=False), and load NEW"
     )
