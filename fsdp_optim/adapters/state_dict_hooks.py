@@ -116,15 +116,15 @@ def is_of(method: Any, places: tuple[str, ...]) -> bool:
 
 def hooked_units(tree: ModuleTree, view: ModelView, name_of: NameOf | None) -> list[HookedUnit]:
     """Return the outermost modules with hooks of their own. No hook is run."""
-    units: list[HookedUnit] = []
-    listed: dict[nn.Module, list[tuple[str, HookedTensor]]] | None = None
+    outermost: dict[nn.Module, tuple[nn.Module, ...]] = {}
     inside: set[nn.Module] = set()
     for module in tree.modules:
-        if module in inside or not _saving(module):
-            continue
-        listed = _tensors_of(tree, view, name_of) if listed is None else listed
-        members = tuple(module.modules())
-        inside.update(members)
+        if module not in inside and _saving(module):
+            outermost[module] = tuple(module.modules())
+            inside.update(outermost[module])
+    listed = _tensors_of(tree, view, name_of, inside) if outermost else {}
+    units: list[HookedUnit] = []
+    for module, members in outermost.items():
         hooked = tuple(_hooked(tree, other) for other in members if _saving(other) or _loading(other))
         tensors = {fqn: tensor for other in members for fqn, tensor in listed.get(other, ())}
         units.append(HookedUnit(hooked, tensors, members, tuple(tree.other_paths(module))))
@@ -161,19 +161,21 @@ def _hooked(tree: ModuleTree, module: nn.Module) -> HookedModule:
 
 
 def _tensors_of(
-    tree: ModuleTree, view: ModelView, name_of: NameOf | None
+    tree: ModuleTree, view: ModelView, name_of: NameOf | None, modules: Collection[nn.Module]
 ) -> dict[nn.Module, list[tuple[str, HookedTensor]]]:
-    """Return the parameters and persistent buffers of each module, with those that a wrapper has taken out of it."""
+    """Return the parameters and persistent buffers of some modules, with those that a wrapper has taken out of them."""
     by_module: dict[nn.Module, list[tuple[str, HookedTensor]]] = {}
     for named in view.handles:
         handle = named.handle
         places = [(position, o.module, o.attribute) for position, o in enumerate(handle.originals)]
         for position, module, attribute in [*places, *handle.aliases]:
+            if module not in modules:
+                continue
             placement, fqn = handle.originals[position].placement, tree.fqn(module, attribute)
             rename = _renaming(name_of, handle.originals[0])
             tensor = HookedTensor(fqn, rename(fqn), tuple(placement.shape), handle.param, rename)
             by_module.setdefault(module, []).append((fqn, tensor))
-    for module in tree.modules:
+    for module in modules:
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:
                 fqn = join(tree.path(module), attribute)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters.state_dict_hooks import HookedUnit
-from fsdp_optim.layout.views import View
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, enum.Enum, torch.dtype, torch.device, CodeType)
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -100,11 +99,3 @@ def _in_cell(cell: Any) -> object:
         return cell.cell_contents
     except ValueError:  # it has none yet
         return None
-
-
-def moved(view: View, source: str, target: str) -> View | None:
-    """Return a View of a unit for another unit, whose names begin with `target`. None for names outside of the unit."""
-    if not all(name.startswith(source) for name in (view.name, *(part for part, _ in view.parts))):
-        return None
-    parts = {target + part.removeprefix(source): axes for part, axes in view.parts}
-    return View(target + view.name.removeprefix(source), view.axes, parts, **dict(view.sizes))

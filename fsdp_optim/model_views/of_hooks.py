@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.adapters.state_dict_hooks import HookedTensor, HookedUnit
+from fsdp_optim.adapters.state_dict_hooks import HookedUnit
 from fsdp_optim.layout.views import View
 from fsdp_optim.model_views.hooks import learned_views
-from fsdp_optim.model_views.kinds import kind_of, moved
-from fsdp_optim.model_views.patterns import joined
+from fsdp_optim.model_views.kinds import kind_of
+from fsdp_optim.model_views.patterns import Draft, joined
 from fsdp_optim.model_views.running import refusal
 from fsdp_optim.options import NameOf
 from fsdp_optim.view import ModelView
@@ -29,44 +29,35 @@ def views_of_hooks(reader: ModelReader, view: ModelView, name_of: NameOf | None 
     Raises:
         WrapperError: hooks do something else with a parameter, or what they may not; names the module, the hooks and the fix.
     """
-    learned: dict[object, tuple[HookedUnit, list[View]]] = {}
-    views: list[View] = []
+    learned: dict[object, tuple[HookedUnit, list[Draft]]] = {}
+    drafts: list[Draft] = []
     for unit in reader.hooked_units(view, name_of):
         kind = kind_of(unit)
         known = _moved_to(unit, *learned[kind]) if kind in learned else None
         if known is None:
-            known = learned_views(unit)
+            known = [Draft.of(each) for each in learned_views(unit)]
             learned[kind] = unit, known
-        views += _named(unit, known)
-    names = {*view.order, *view.aliases, *reader.buffer_fqns}
-    result = joined(views, names)
+        drafts += _named(unit, known)
+    result = joined(drafts, {*view.order, *view.aliases, *reader.buffer_fqns}) if drafts else []
     if result:
         log.debug("learned from state-dict hooks: %s", "; ".join(map(repr, result)))
     return result
 
 
-def _moved_to(unit: HookedUnit, other: HookedUnit, views: list[View]) -> list[View] | None:
-    """Return Views of an equal unit for this one. None where these have names outside of their unit."""
-    there = [moved(view, other.outermost.prefix, unit.outermost.prefix) for view in views]
-    return [view for view in there if view is not None] if None not in there else None
+def _moved_to(unit: HookedUnit, other: HookedUnit, drafts: list[Draft]) -> list[Draft] | None:
+    """Return the Views of an equal unit for this one. None where these have names outside of their unit."""
+    there = [draft.moved(other.outermost.prefix, unit.outermost.prefix) for draft in drafts]
+    return [draft for draft in there if draft is not None] if None not in there else None
 
 
-def _named(unit: HookedUnit, views: list[View]) -> Iterator[View]:
+def _named(unit: HookedUnit, drafts: list[Draft]) -> Iterator[Draft]:
     """Yield Views with the names that the parameters have in the job, by every path to the modules."""
-    prefix = unit.outermost.prefix
-    for view in views:
-        tensor = unit.tensors[view.name]
+    for draft in drafts:
+        tensor = unit.tensors[draft.name]
         if tensor.name is None:
-            raise refusal(unit, f"{view.name} is a buffer, whose name with name_of= is not known", [view.name])
-        yield _renamed(view, tensor)
+            raise refusal(unit, f"{draft.name} is a buffer, whose name with name_of= is not known", [draft.name])
+        yield draft.named(tensor.named) if tensor.named is not str else draft
         for path in unit.other_paths:
-            other = moved(view, prefix, f"{path}." if path else "")
+            other = draft.moved(unit.outermost.prefix, f"{path}." if path else "")
             if other is not None:
-                yield _renamed(other, tensor)
-
-
-def _renamed(view: View, tensor: HookedTensor) -> View:
-    if tensor.named is str:
-        return view
-    parts = {tensor.named(part): axes for part, axes in view.parts}
-    return View(tensor.named(view.name), view.axes, parts, **dict(view.sizes))
+                yield other.named(tensor.named) if tensor.named is not str else other

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from fsdp_optim.layout.views import View
 
 _PLACEHOLDERS = "ijklm"
 
 
-def joined(views: Sequence[View], names: Collection[str]) -> list[View]:
+class Draft(NamedTuple):
+    """What a View is made of. A View checks itself, which takes long for each of many layers."""
+
+    name: str
+    axes: str
+    parts: tuple[tuple[str, str], ...]
+    sizes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, view: View) -> Draft:
+        """Return what a View is made of."""
+        return cls(view.name, view.axes, view.parts, view.sizes)
+
+    def named(self, rename: Callable[[str], str]) -> Draft:
+        """Return the same with other names."""
+        parts = tuple((rename(part), axes) for part, axes in self.parts)
+        return self._replace(name=rename(self.name), parts=parts)
+
+    def moved(self, source: str, target: str) -> Draft | None:
+        """Return the same for other modules, whose names begin with `target`. None where names do not begin with `source`."""
+        if not all(name.startswith(source) for name in (self.name, *(part for part, _ in self.parts))):
+            return None
+        return self.named(lambda name: target + name[len(source) :])
+
+
+def joined(views: Sequence[View | Draft], names: Collection[str]) -> list[View]:
     """Return Views in which those that differ in the numbers of layers alone are one, in the order of the first of each.
 
     Args:
@@ -19,7 +45,7 @@ def joined(views: Sequence[View], names: Collection[str]) -> list[View]:
     by_length: dict[int, list[str]] = {}
     for name in names:
         by_length.setdefault(name.count("."), []).append(name)
-    alike: dict[object, list[View]] = {}
+    alike: dict[object, list[View | Draft]] = {}
     for view in views:
         alike.setdefault(_key(view), []).append(view)
     result: list[View] = []
@@ -28,13 +54,16 @@ def joined(views: Sequence[View], names: Collection[str]) -> list[View]:
         own = {view.name for view in members}
         others = [name for name in by_length.get(members[0].name.count("."), ()) if name not in own]
         if pattern is None or any(map(pattern.matches, others)):
-            result += members
+            result += [
+                each if isinstance(each, View) else View(each.name, each.axes, dict(each.parts), **dict(each.sizes))
+                for each in members
+            ]
         else:
             result.append(pattern)
     return result
 
 
-def _key(view: View) -> object:
+def _key(view: View | Draft) -> object:
     """Return what Views have in common that may be one: all but the numbers in their names."""
     return (
         _with_stars(view.name),
@@ -48,7 +77,7 @@ def _with_stars(name: str) -> str:
     return ".".join("*" if text.isdigit() else text for text in name.split("."))
 
 
-def _pattern(views: Sequence[View]) -> View | None:
+def _pattern(views: Sequence[View | Draft]) -> View | None:
     """Return one View of several. None for a single one, and where the numbers in parts are not those of the live name."""
     if len(views) < 2:
         return None
@@ -83,7 +112,7 @@ def _filled(parts: Sequence[list[str]], live: Sequence[list[str]], taken: dict[i
     return ".".join(texts)
 
 
-def _free(views: Sequence[View], number: int) -> Iterable[str]:
+def _free(views: Sequence[View | Draft], number: int) -> Iterable[str]:
     """Return names of placeholders that no axis has."""
     axes = f"{views[0].axes} {views[0].parts}"
     words = set(axes.replace("(", " ").replace(")", " ").replace("{", " ").replace("}", " ").replace(".", " ").split())
