@@ -36,6 +36,11 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live = {id(tensor): name for name, tensor in live.items()}
         self._memory = {at: name for name, tensor in live.items() if (at := _memory_of(tensor))}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because torch would import its compiler, which takes a second, to keep it from compiling this mode."""
+        return False
+
     def give(self, numbers: Sequence[torch.Tensor]) -> None:
         """Let the hooks have tensors of numbers."""
         for tensor in numbers:

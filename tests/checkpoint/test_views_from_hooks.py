@@ -163,7 +163,7 @@ class TestCalls(unittest.TestCase):
             run_on_ranks(saved, 2, folder, "FSDP2")
             run_on_ranks(trained_apart, 2, folder, "FSDP2")
 
-    def test_a_save_without_it_does_not_load_the_room(self) -> None:
+    def test_a_save_loads_the_room_with_it_alone_and_never_the_compiler(self) -> None:
         code = """
 import sys, tempfile, torch, fsdp_optim
 model = torch.nn.Linear(2, 2)
@@ -172,9 +172,12 @@ fsdp_optim.save(tempfile.mkdtemp() + "/1", model, options=fsdp_optim.SaveOptions
 print([name for name in sys.modules if name.startswith("fsdp_optim.model_views")])
 fsdp_optim.save(tempfile.mkdtemp() + "/1", model, options=fsdp_optim.SaveOptions(views="hooks"))
 print("fsdp_optim.model_views" in sys.modules)
+from kit.hooked import Hooked, halves
+fsdp_optim.save(tempfile.mkdtemp() + "/1", Hooked(halves, w=(2,), w13=(4, 2)), options=fsdp_optim.SaveOptions(views="hooks"))
+print("torch._dynamo" in sys.modules)
 """
         done = run(code, preload=LIBRARY)
-        self.assertEqual(done.stdout.split("\n")[:2], ["[]", "True"], done.stderr)
+        self.assertEqual(done.stdout.split(), ["[]", "True", "False"], done.stderr)
 
 
 # ------------------------------------------------------------------------------------------ several ranks
