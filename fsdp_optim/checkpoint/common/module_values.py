@@ -72,7 +72,7 @@ def _warn_of_the_rest(local: ModuleValues) -> None:
     if local.hooked:
         log.warning(
             "state-dict hooks are not run, so their changes are ignored; values are saved under the names of modules and "
-            "attributes: %s",
+            "attributes (views='hooks' gives those of hooks that rename, cut or permute): %s",
             shortened(local.hooked),
         )
 
