@@ -47,8 +47,9 @@ def save(
     """Write a full checkpoint: a folder of safetensors files, into which all ranks write at the same time, each its own bytes.
 
     Called by all ranks of the model. Gathers nothing and changes nothing. Memory beyond the training's own: `bucket_nbytes`.
-    Values of modules besides parameters and buffers (`get_extra_state`) are saved too; state-dict hooks are not run, except on numbers
-    for `views="hooks"`. The folder gets its name only when it is complete, so a save that is killed leaves the earlier checkpoint.
+    Values of modules besides parameters and buffers (`get_extra_state`) are saved too; state-dict hooks are not run, except on
+    numbers for `views="hooks"`. The folder gets its name only when it is complete, so a save that is killed leaves the earlier
+    checkpoint.
 
     Args:
         path: the folder to make, on a file system that all ranks share. A relative path counts from the working directory of
