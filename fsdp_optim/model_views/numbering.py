@@ -52,9 +52,9 @@ class Numbering:
 
     def is_whole(self, name: str, value: object) -> bool:
         """Return whether a value is what `numbers_of` gives."""
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or value.device.type != "cpu":
+        if type(value) is not torch.Tensor or value.dtype != torch.int64 or value.device.type == "meta":
             return False
-        return tuple(value.shape) == tuple(self.shapes[name]) and torch.equal(value, self.numbers_of(name))
+        return tuple(value.shape) == tuple(self.shapes[name]) and torch.equal(value.cpu(), self.numbers_of(name))
 
     def owners(self, numbers: Numbers) -> Sequence[str] | None:
         """Return the live parameters that numbers are of. None where some are numbers of no element."""

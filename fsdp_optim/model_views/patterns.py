@@ -16,6 +16,9 @@ def joined(views: Sequence[View], names: Collection[str]) -> list[View]:
         views: each of one live parameter.
         names: all names of the model. No View of the result matches one of these that is not of the Views it was made of.
     """
+    by_length: dict[int, list[str]] = {}
+    for name in names:
+        by_length.setdefault(name.count("."), []).append(name)
     alike: dict[object, list[View]] = {}
     for view in views:
         alike.setdefault(_key(view), []).append(view)
@@ -23,7 +26,8 @@ def joined(views: Sequence[View], names: Collection[str]) -> list[View]:
     for members in alike.values():
         pattern = _pattern(members)
         own = {view.name for view in members}
-        if pattern is None or any(name not in own and pattern.matches(name) for name in names):
+        others = [name for name in by_length.get(members[0].name.count("."), ()) if name not in own]
+        if pattern is None or any(map(pattern.matches, others)):
             result += members
         else:
             result.append(pattern)

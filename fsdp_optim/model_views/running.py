@@ -56,15 +56,18 @@ def run_save(unit: HookedUnit, given: Mapping[str, torch.Tensor]) -> Run:
     guard = Guard({tensor.fqn: tensor.live for tensor in unit.tensors.values()})
     guard.give(list(given.values()))
     state = _dict_of(unit, given)
-    for hooked in _inner_first(unit.hooked):
-        taken = state
-        for hook in hooked.save:
-            with _guarded(unit, hooked, hook, guard):
-                result = hook.call(hooked.module, taken, hooked.prefix, hooked.metadata)
-                if hook.takes_over and result is not None:
-                    taken = result
-        if hooked is unit.outermost and not hooked.path:  # torch returns what the root's hooks return, and only that
-            state = taken
+    with _unchanged(unit):
+        for hooked in _inner_first(unit.hooked):
+            taken = state
+            for hook in hooked.save:
+                with _guarded(unit, hooked, hook, guard):
+                    result = hook.call(hooked.module, taken, hooked.prefix, hooked.metadata)
+                    if hook.takes_over and result is not None:
+                        taken = result
+            if (
+                hooked is unit.outermost and not hooked.path
+            ):  # torch returns what the root's hooks return, and only that
+                state = taken
     return Run(unit, dict(given), dict(state), guard, tuple(guard.trace))
 
 
@@ -74,20 +77,24 @@ def run_load(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises as `run_save` does.
     """
     unit, loaded = run.unit, dict(state)
-    for hooked in unit.hooked:
-        if not hooked.load:
-            continue
-        inside = {name: value for name, value in loaded.items() if name.startswith(hooked.prefix)}
-        taken, messages = _dict_of(unit, inside), list[str]()
-        for hook in hooked.load:
-            with _guarded(unit, hooked, hook, run.guard):
-                lists: tuple[list[str], list[str], list[str]] = ([], [], messages)  # missing, unexpected, and errors
-                hook.call(taken, hooked.prefix, hooked.metadata, True, *lists)  # strict
-                if messages:
-                    raise HookFailed(messages[0])
-        left = {name: value for name, value in loaded.items() if name not in inside}
-        loaded = left | {name: value for name, value in taken.items() if name.startswith(hooked.prefix)}
+    with _unchanged(unit):
+        for hooked in unit.hooked:
+            inside = {name: value for name, value in loaded.items() if name.startswith(hooked.prefix)}
+            taken = _dict_of(unit, inside)
+            for hook in hooked.load:
+                with _guarded(unit, hooked, hook, run.guard):
+                    _call_load(hook, hooked, taken)
+            left = {name: value for name, value in loaded.items() if name not in inside}
+            loaded = left | {name: value for name, value in taken.items() if name.startswith(hooked.prefix)}
     return loaded
+
+
+def _call_load(hook: Hook, hooked: HookedModule, state: dict[str, Any]) -> None:
+    messages = list[str]()
+    lists: tuple[list[str], list[str], list[str]] = ([], [], messages)  # missing, unexpected, and errors
+    hook.call(state, hooked.prefix, hooked.metadata, True, *lists)  # strict
+    if messages:
+        raise HookFailed(messages[0])
 
 
 def refusal(unit: HookedUnit, why: str, names: Sequence[str] = ()) -> WrapperError:
@@ -101,21 +108,25 @@ def refusal(unit: HookedUnit, why: str, names: Sequence[str] = ()) -> WrapperErr
 
 
 @contextmanager
-def _guarded(unit: HookedUnit, hooked: HookedModule, hook: Hook, guard: Guard) -> Iterator[None]:
+def _unchanged(unit: HookedUnit) -> Iterator[None]:
+    """A context that refuses hooks which have changed the modules, after it has put back what they had."""
     with untouched(unit) as changed:
-        try:
-            with torch.no_grad(), guard:
-                yield
-        except Forbidden as error:
-            raise refusal(unit, f"{hook.name} of {hooked.what} is not run, because {error}") from None
-        except HookFailed:
-            raise
-        except Exception as error:
-            raise HookFailed(f"{hook.name} of {hooked.what} raised {type(error).__name__}: {error}") from error
+        yield
     if changed:
-        raise refusal(
-            unit, f"{hook.name} of {hooked.what} changed the live model, {changed[0]}, which has been restored"
-        )
+        raise refusal(unit, f"they changed the live model, {changed[0]}, which has been restored")
+
+
+@contextmanager
+def _guarded(unit: HookedUnit, hooked: HookedModule, hook: Hook, guard: Guard) -> Iterator[None]:
+    try:
+        with torch.no_grad(), guard:
+            yield
+    except Forbidden as error:
+        raise refusal(unit, f"{hook.name} of {hooked.what} is not run, because {error}") from None
+    except HookFailed:
+        raise
+    except Exception as error:
+        raise HookFailed(f"{hook.name} of {hooked.what} raised {type(error).__name__}: {error}") from error
 
 
 def _dict_of(unit: HookedUnit, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,21 +9,27 @@ from fsdp_optim.layout.views.patterns import fields_of
 
 
 class ViewsByName:
-    """Views, found by the name of a live parameter in a time that does not depend on how many are of one parameter each."""
+    """Views, found by the name of a live parameter in a time that does not depend on how many are of one parameter each.
+
+    Of the patterns, those are tried whose last text between dots is that of the name, or is a pattern itself.
+    """
 
     def __init__(self, views: Sequence[View]) -> None:
         self._views = views
         self._literal: dict[str, list[View]] = {}
-        self._patterns: list[View] = []
+        self._patterns: dict[str, list[View]] = {}
         for view in views:
-            if fields_of(view.name):
-                self._patterns.append(view)
-            else:
+            last = view.name.rpartition(".")[2]
+            if not fields_of(view.name):
                 self._literal.setdefault(view.name, []).append(view)
+            else:
+                self._patterns.setdefault("" if fields_of(last) else last, []).append(view)
 
     def of(self, name: str) -> list[View]:
         """Return the Views of a live parameter."""
-        return [*self._literal.get(name, ()), *(view for view in self._patterns if view.matches(name))]
+        last = name.rpartition(".")[2]
+        patterns = [*self._patterns.get(last, ()), *(self._patterns.get("", ()) if last else ())]
+        return [*self._literal.get(name, ()), *(view for view in patterns if view.matches(name))]
 
     def unmatched(self, names: Collection[str]) -> list[View]:
         """Return the Views that are of none of these names, and have a part of none."""
