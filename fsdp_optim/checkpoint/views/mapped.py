@@ -23,6 +23,7 @@ from fsdp_optim.formats.base.extents import Extent, without_overlaps
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Placement, Shape, Whole
 from fsdp_optim.layout.views import Part, Tile, run_in_live, tiles_of_live, tiles_of_part
+from fsdp_optim.memory import in_pages
 from fsdp_optim.plan import Copy, clip_to_target, copies_into
 
 SCRATCH_NBYTES = 4 << 20
@@ -172,7 +173,7 @@ class _Gathered:
         if (stop - start) * size == len(memory) and torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % size == 0:
             target, whole = torch.frombuffer(memory, dtype=_WORDS[size]), None
         else:  # a part of an element, or memory in which elements may not begin
-            target = torch.empty(stop - start, dtype=_WORDS[size])
+            target = in_pages((stop - start,), _WORDS[size])
             whole = bytes_of(target.view(torch.uint8))
         for source, tile in mapped.tiles(start, stop):
             for piece in _pieces(tile, size, self.most_nbytes):
@@ -190,7 +191,7 @@ class _Gathered:
             memory = bytes_of(target[piece.target_at : piece.target_at + piece.width].view(torch.uint8))
             self._add_ranges(source, piece.source_at, piece.width, memory)
             return
-        scratch = torch.empty(num, dtype=target.dtype)
+        scratch = in_pages((num,), target.dtype)
         memory = bytes_of(scratch.view(torch.uint8))
         for index in range(piece.times):
             first = index * piece.width
