@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -39,6 +39,12 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 _Dim: TypeAlias = tuple[int, int, int]  # indices, and the steps of the source and of the target
 _Read: TypeAlias = Callable[[Mapping[str, Sequence[Extent]]], None]
+
+
+class ReadExtents(Protocol):
+    """`Reader.read`."""
+
+    def __call__(self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = ..., /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,15 @@ class MappedFiles:
     def has(self, file: str) -> bool:
         """Return whether a file is one of these."""
         return file in self._tensors
+
+    def read(self, extents: Mapping[str, Sequence[Extent]], read: ReadExtents, did_read: Callable[[int], None]) -> None:
+        """Fill ranges of these files, and of those that there are, as `Reader.read` does. `read`: that of the checkpoint."""
+        of_files = {file: ranges for file, ranges in extents.items() if not self.has(file)}
+        if of_files:
+            read(of_files, did_read)
+        mapped = {file: ranges for file, ranges in extents.items() if self.has(file)}
+        if mapped:
+            self.fill(mapped, read, did_read)
 
     def fill(self, extents: Mapping[str, Sequence[Extent]], read: _Read, did_read: Callable[[int], None]) -> None:
         """Fill ranges of these files. `read`: reads ranges of the files that there are."""

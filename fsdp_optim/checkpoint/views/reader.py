@@ -266,12 +266,7 @@ class SeenReader(Reader):
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        of_files = {file: ranges for file, ranges in extents.items() if not self.files.has(file)}
-        if of_files:
-            self.reader.read(of_files, did_read)
-        mapped = {file: ranges for file, ranges in extents.items() if self.files.has(file)}
-        if mapped:
-            self.files.fill(mapped, self.reader.read, did_read)
+        self.files.read(extents, self.reader.read, did_read)
 
     def verified(self) -> SeenReader:
         return SeenReader(self.reader.verified(), self.through, self.files, self.seen_at)
@@ -281,7 +276,6 @@ class SeenReader(Reader):
 
     def close(self) -> None:
         self.reader.close()
-        self.__dict__.pop("index", None)
 
 
 def _decode(
