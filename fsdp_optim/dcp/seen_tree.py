@@ -116,11 +116,11 @@ class SeenTree(Reader):
         self,
         face: OptimFace,
         read: ReadFace,
-        found: tuple[Mapping[str, Shape], Seen],
+        known: tuple[Mapping[str, Shape], Seen],
         tensors: dict[str, StoredTensor],
     ) -> dict[str, Any]:
-        """Return an optimizer's dict as the Views see it."""
-        index, (shapes, names) = self.reader.index, found
+        """Return an optimizer's dict as the Views see it. `known`: the shapes of parameters, and which names change."""
+        index, (shapes, names) = self.reader.index, known
 
         def stored(leaf: Any) -> Any:
             return index.trees[leaf.key] if isinstance(leaf, InFile) else leaf

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_optim import View
-from fsdp_optim.checkpoint.views.mapped import MappedFiles
+from fsdp_optim.checkpoint.views import MappedFiles
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
 from fsdp_optim.layout import Block, Box, Boxes
