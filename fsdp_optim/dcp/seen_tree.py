@@ -99,10 +99,10 @@ class SeenTree(Reader):
         for name, leaf in model.items():
             joined = names.joined_of.get(name)
             if name in names.split:
-                for part, how in names.split[name].parts:
-                    key = f"{leaf.key} as {part}"
-                    tensors[key] = self.files.part_of(trees[leaf.key], how, key)
-                    yield part, InFile(key)
+                parts = self.files.split(trees[leaf.key], names.split[name].parts, f"{leaf.key} as ".__add__)
+                for part, stored in parts:
+                    tensors[stored.key] = stored
+                    yield part, InFile(stored.key)
             elif joined is None:
                 yield name, leaf
             elif joined not in done:

@@ -33,7 +33,12 @@ def seen_by(checkpoint: Reader, options: LoadArguments) -> tuple[Reader, LoadArg
 
     Raises an error for a View that does not fit a stored shape, and for two parameters of one name.
     """
-    renamed = renamer(options.rename or {})
+    given = renamer(options.rename or {})
+
+    def renamed(name: str) -> str:
+        new = given(name)
+        return new if isinstance(new, str) else name  # refused later, for all names alike
+
     through = seen(checkpoint, options.views, named=renamed, scratch_nbytes=options.bucket_nbytes)
     if not isinstance(through, SeenReader):
         return checkpoint, options
@@ -44,7 +49,7 @@ def seen_by(checkpoint: Reader, options: LoadArguments) -> tuple[Reader, LoadArg
     if options.rename is None:
         return through, replace(options, fused=fused)
     new = names.names - set(names.split)
-    return through, replace(options, fused=fused, rename=lambda name: name if name in new else renamed(name))
+    return through, replace(options, fused=fused, rename=lambda name: name if name in new else given(name))
 
 
 def left_out_models(checkpoint: Reader, options: LoadArguments) -> tuple[str, ...]:
