@@ -131,9 +131,9 @@ plugins: adapters buckets.objects checkpoint.common checkpoint.proof checkpoint.
     foreign.deepspeed foreign.per_rank foreign.torch formats.base formats.own layout memory options registry saying
     state.live storage.base storage.posix view
 (top): api collector errors
-dcp: adapters arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save dtensors elements
-    errors fingerprints foreign.dcp formats.base formats.own layout memory move options registry results state.dicts
-    state.live state.merged state.values storage.base storage.posix transport verbs view
+dcp: adapters arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save checkpoint.views dtensors
+    elements errors fingerprints foreign.dcp formats.base formats.own layout layout.views memory move options registry results
+    state.dicts state.live state.merged state.values storage.base storage.posix transport verbs view
 cli: (top) api errors registry speed
 cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs
