@@ -140,6 +140,7 @@ class Facts:
             where the format does not record them.
         with_optim: those of `models` that have an optimizer.
         views: the Views through which the save has seen fused parameters, as text. The names in the checkpoint are canonical.
+        fused_state: fused parameters whose state has their own names, because no View can cut it.
     """
 
     format_name: str
@@ -156,6 +157,7 @@ class Facts:
     models: tuple[str, ...] = ()
     with_optim: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
+    fused_state: tuple[str, ...] = ()
 
 
 def _no_fingerprint() -> Fingerprint | None:
