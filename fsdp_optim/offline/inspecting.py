@@ -49,8 +49,8 @@ def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointS
 
 
 def _about(facts: Facts) -> dict[str, str]:
-    of_fused = {"views": "\n".join(facts.views), "fused_state": "\n".join(facts.fused_state)}
-    return {**facts.about, **{name: text for name, text in of_fused.items() if text}}
+    of_fused = {"views": facts.views, "fused_state": facts.fused_state, "not_elementwise": facts.joint_steps}
+    return {**facts.about, **{name: "\n".join(texts) for name, texts in of_fused.items() if texts}}
 
 
 def _info(stored: StoredTensor) -> TensorInfo:

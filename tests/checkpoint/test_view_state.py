@@ -232,6 +232,90 @@ def renamed(folder: str) -> None:
         check_same("state", live_state(again), live_state(fused))
 
 
+# ------------------------------------------------------------------------------------ dtypes and strides
+
+
+class Narrow(torch.optim.Optimizer):
+    """Moments in bf16 and fp8, of which each element is a function of the parameter's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            value = param.detach()
+            self.state[param] = {
+                "step": torch.tensor(3.0),
+                "exp_avg": (value * 0.37).to(torch.bfloat16),
+                "exp_avg_sq": (value * 1.9).to(torch.float8_e4m3fn),
+            }
+
+
+def in_narrow_dtypes(folder: str) -> None:
+    """Cut by elements and never cast, fused to unfused and back."""
+    with cpu():
+        oracle = Oracle(Narrow, 2, Unfused)
+        wanted = sorted_state(oracle.by_name())
+        dtypes = {value.dtype for value in wanted["ff.w1.weight"].values()}
+        check_same("dtypes", dtypes, {torch.float32, torch.bfloat16, torch.float8_e4m3fn})
+        fused = TrainedFused("FSDP2", Narrow, 2)
+        check_same("gathered", state_of(fused), wanted)
+        fsdp_optim.save(f"{folder}/fused", fused.model, fused.optim, options=SaveOptions(views=VIEWS))
+        apart = Trained("FSDP1 orig", Narrow, 0, Unfused)
+        fsdp_optim.load(f"{folder}/fused", apart.model, apart.optim, options=LoadOptions(compare=True))
+        check_same("unfused", sorted_state(apart.gather(None, "name")["state"]), wanted)
+        fsdp_optim.save(f"{folder}/apart", apart.model, apart.optim)
+        again = TrainedFused("FSDP1 flat", Narrow, 0)
+        fsdp_optim.load(f"{folder}/apart", again.model, again.optim, options=LoadOptions(views=VIEWS, compare=True))
+        check_same("fused again", state_of(again), wanted)
+
+
+class Standing(nn.Module):
+    """A fused parameter whose columns lie in a row in memory, as channels_last and transposed parameters do."""
+
+    units = ("",)
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(5, 8).t())
+
+
+STANDING = [View("w", "(a + b) c", {"a.w": "c a", "b.w": "b c"})]
+
+
+def in_strides_of_its_own(folder: str) -> None:
+    with cpu():
+        for wrapper in ("plain", "DDP"):
+            trained, again = Trained(wrapper, adam, 2, Standing), Trained(wrapper, adam, 0, Standing)
+            path, own = f"{folder}/{wrapper}", trained.process_group
+            save = SaveOptions(views=STANDING, process_group=own)
+            fsdp_optim.save(path, trained.model, trained.optim, options=save)
+            load = LoadOptions(views=STANDING, process_group=own, compare=True)
+            fsdp_optim.load(path, again.model, again.optim, options=load)
+            (param,), (state,) = again.params, again.optim.state.values()
+            (like,) = trained.optim.state.values()
+            check_same("strides", param.stride(), (1, 8))
+            for name in ("exp_avg", "exp_avg_sq"):
+                check_same(f"{wrapper}, {name}", (state[name].stride(), state[name]), (like[name].stride(), like[name]))
+                check_same(f"{wrapper}, strides of {name}", state[name].stride(), (1, 8))
+            check_same(f"{wrapper}, weights", param.detach(), trained.params[0].detach())
+
+
+class TestElements(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def test_narrow_dtypes(self) -> None:
+        run_on_ranks(in_narrow_dtypes, 2, self.folder)
+
+    def test_strides(self) -> None:
+        run_on_ranks(in_strides_of_its_own, 2, self.folder)
+
+
 class TestKept(unittest.TestCase):
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()

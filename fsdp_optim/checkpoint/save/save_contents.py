@@ -28,6 +28,7 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.ends import LiveEnd
+from fsdp_optim.verbs.joint_steps import joint_steps
 
 if TYPE_CHECKING:
     from fsdp_optim.checkpoint.common.optim_trees import OptimTree
@@ -188,6 +189,9 @@ class SaveContents(Struct, frozen=True):
                 models=self.options.models.names,
                 views=tuple(map(repr, self.options.call.views)),
                 fused_state=tuple(map(self.names, self.state.kept)) if self.state is not None else (),
+                joint_steps=joint_steps(self.state.local.optim.classes, self.state.global_state.live)
+                if self.state is not None
+                else (),
             ),
             aliases={**aliases, **local.module_values.aliases},
             optim=optim,

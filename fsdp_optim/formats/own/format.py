@@ -140,8 +140,9 @@ class OwnWriter(Writer):
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
         params = {key: ParamInfo(shape) for key, shape in contents.params.items()}
         of_weights = contents.weights, contents.weights_dtype, self.weights_name
-        fused = tuple(index.facts.views), tuple(index.facts.fused_state)
-        model = ModelInfo(params, dict(contents.aliases), *of_weights, index.facts.models, *fused)
+        facts = index.facts
+        fused = tuple(facts.views), tuple(facts.fused_state), tuple(facts.joint_steps)
+        model = ModelInfo(params, dict(contents.aliases), *of_weights, facts.models, *fused)
         check_models("the new checkpoint", model.models, (), params)
         manifest = Manifest(
             files={},

@@ -177,6 +177,7 @@ class Checkpoint:
                 with_optim=models_with_optim(self.manifest.model.models, self.files),
                 views=self.manifest.model.views,
                 fused_state=self.manifest.model.fused_state,
+                joint_steps=self.manifest.model.joint_steps,
             ),
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,
