@@ -64,6 +64,16 @@ def _compared_text(option: Field[Any], value: Any) -> str:
     return f"{option.name}={function(value)!r}" if function is not None else ""
 
 
+def text_of_format(format: object) -> str:
+    """Return the name of a format, or a `Format` with its options, as text that is equal on all ranks.
+
+    A class without a `repr` of its own would show the address of the object.
+    """
+    if isinstance(format, str) or type(format).__repr__ is not object.__repr__:
+        return repr(format)
+    return f"{type(format).__module__}.{type(format).__qualname__}"
+
+
 def is_integer(value: object) -> bool:
     """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -58,6 +58,7 @@ KeyBy = Literal["id", "name"]
 Strategy = Literal["auto", "in_place", "per_rank_files"]
 OnDamage = Literal["error", "previous"]
 Best = Literal["min", "max"]
+FusedState = Literal["error", "keep"]
 WhichWeights = Literal["all", "trainable", "none"]
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
@@ -73,16 +74,6 @@ def name_of_group(group: dist.ProcessGroup | None) -> str:
     """Return the name of a process group, equal on all ranks of the group. None stands for the group of all ranks."""
     known = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
     return str(getattr(known, "group_name", None))
-
-
-def text_of_format(format: object) -> str:
-    """Return the name of a format, or a `Format` with its options, as text that is equal on all ranks.
-
-    A class without a `repr` of its own would show the address of the object.
-    """
-    if isinstance(format, str) or type(format).__repr__ is not object.__repr__:
-        return repr(format)
-    return f"{type(format).__module__}.{type(format).__qualname__}"
 
 
 Views = Sequence["View"] | Literal["hooks"]
@@ -164,6 +155,8 @@ class SaveOptions(CallOptions):
         fingerprint: make the fingerprint of the live model and optimizer, as `fingerprint` does, and keep it in the checkpoint: a
             load then proves that what it has loaded, at any world size, is what was saved, and `verify` compares the files.
             Weights that are cast have none. docs/benchmarks.md says what it costs.
+        fused_state: of parameters that a View takes apart, and whose state has values of other shapes (factors, blocks): "error",
+            or "keep": the state keeps the name of the fused parameter, beside canonical weights, and loads into that View alone.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -181,6 +174,7 @@ class SaveOptions(CallOptions):
     rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
     weights_dtype: torch.dtype | None = None
     fingerprint: bool = False
+    fused_state: FusedState = "error"
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
     trace: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
 
@@ -193,6 +187,7 @@ class SaveOptions(CallOptions):
         check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
         check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
         check_switch("fingerprint", self.fingerprint)
+        check_one_of("fused_state", self.fused_state, ("error", "keep"))
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
 
 

@@ -112,7 +112,7 @@ checkpoint.load: adapters checkpoint.common checkpoint.views dtensors elements e
     transport verbs view
 checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerprints formats.base layout memory move options
     results state.live state.merged transport verbs
-checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
+checkpoint.save: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
     memory move options plan prints results saying speed state.live storage.base storage.posix transport verbs wire
 checkpoint.proof: adapters arguments boundary checkpoint.common elements errors fingerprints formats.own layout memory move
     options plan prints saying state.live state.values storage.base transport verbs wire

@@ -7,6 +7,12 @@ from typing import Any
 
 from fsdp_optim.errors import StateError
 
+NO_HOOKS = (
+    "views='hooks': a state dict has no modules whose hooks would show Views: give views=fsdp_optim.views_for(model), or save and "
+    "load the live model by fsdp_optim.save and load"
+)
+"""Why a state dict is not seen through hooks."""
+
 SOURCE_RANK = 0
 """The global rank of `broadcast_from_rank0`, and the one that gets full values with `cpu_offload`."""
 

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from fsdp_optim.arguments import check_views
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.checkpoint.views import MappedFiles, Seen, SeenState, Through
+from fsdp_optim.dcp.options import NO_HOOKS
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, StoredExtra
@@ -22,7 +24,7 @@ from fsdp_optim.formats.base.protocols import COMMON, Reader, StoredTensor
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View
-from fsdp_optim.options import check_views
+from fsdp_optim.options import Views
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.torch_trees import GROUPS, PARAMS, STATE, OptimFace, Place, ReadFace, in_face
 
@@ -31,13 +33,20 @@ from fsdp_optim.state.dicts.torch_trees import GROUPS, PARAMS, STATE, OptimFace,
 class TreeViews:
     """The Views of a load, and the names in the live model's dict. `place`: the keys that lead to it; None: there is none."""
 
-    views: Sequence[View]
+    given: Views
     live: frozenset[str]
     place: Place | None
 
+    @property
+    def views(self) -> Sequence[View]:
+        """The Views. Raises StateError for those that only a live model shows."""
+        if self.given == "hooks":
+            raise StateError(NO_HOOKS)
+        return tuple(self.given)
+
     def seen(self, reader: Reader) -> Reader:
         """Return an open checkpoint, which is seen as a tree, as the Views see it; the same one without Views."""
-        check_views(self.views)
+        check_views(self.given)
         return SeenTree(reader, self, MappedFiles()) if self.views else reader
 
     @cached_property

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.canonical import seen_through
+from fsdp_optim.canonical import IsWhole, seen_through
 from fsdp_optim.options import CallArguments, CallOptions
 from fsdp_optim.transport.agree import exchange_reports
 from fsdp_optim.transport.base import RankGroup
@@ -17,13 +17,20 @@ if TYPE_CHECKING:
     from fsdp_optim.layout.views import View
 
 
-def seen_by(reader: ModelReader, view: ModelView, options: CallArguments, others: Collection[str] = ()) -> ModelView:
+def seen_by(
+    reader: ModelReader,
+    view: ModelView,
+    options: CallArguments,
+    others: Collection[str] = (),
+    is_whole: IsWhole | None = None,
+) -> ModelView:
     """Return a model as it is seen through the Views of a call, which `views="hooks"` learns from it. No communication.
 
     Args:
         others: names of the model that are not in `view`, such as buffers.
+        is_whole: says which parameters stay as they are, in spite of their Views.
     """
-    return seen_through(view, _views_of(reader, view.ranks, options), others)
+    return seen_through(view, _views_of(reader, view.ranks, options), others, is_whole)
 
 
 def views_of_all(reader: ModelReader, group: RankGroup, options: CallOptions) -> Sequence[View]:

@@ -124,7 +124,11 @@ class InverseView:
     def _bound(self, named: _Found, shapes: Mapping[str, Shape]) -> BoundView:
         """Return a live parameter with its parts, from the shapes of these."""
         there = {pattern for pattern, _ in named.parts.values()}
-        lacking = [fill(pattern, named.fields(pattern)) for pattern, _ in self.view.parts if pattern not in there]
+        lacking = [
+            Template.of(pattern, {}).fill(named.fields(pattern))
+            for pattern, _ in self.view.parts
+            if pattern not in there
+        ]
         if lacking:
             raise self._missing(named, lacking)
         sizes = self._sizes_of(named, shapes)
