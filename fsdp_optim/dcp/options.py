@@ -8,8 +8,8 @@ from typing import Any
 from fsdp_optim.errors import StateError
 
 NO_HOOKS = (
-    "views='hooks': a state dict has no modules whose hooks would show Views: give views=fsdp_optim.views_for(model), or save and "
-    "load the live model by fsdp_optim.save and load"
+    "views='hooks': a state dict has no modules whose hooks would show Views: give views=fsdp_optim.views_for(model), or save "
+    "and load the live model by fsdp_optim.save and load"
 )
 """Why a state dict is not seen through hooks."""
 
