@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from kit.cases import expand, some
 from kit.compare import check_same, refused_on_ranks, sorted_state
 from kit.forked import LIBRARY, run
@@ -19,6 +20,7 @@ from kit.fused import VIEWS, Fused, Unfused, fused_from
 from kit.trained import STEPS
 from kit.wrapping import cpu
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import fsdp_optim
 from fsdp_optim import ConvertOptions, LoadOptions, SaveOptions, View
@@ -65,23 +67,25 @@ def pair() -> tuple[tuple[nn.Module, torch.optim.Optimizer], tuple[nn.Module, to
     return (unfused, optim), (fused, fused_optim)
 
 
-def loaded(folder: str, *, is_fused: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[Any]]:
+def loaded(
+    folder: str, *, is_fused: bool, views: Any = ()
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[Any]]:
     """The weights and the optimizer of a checkpoint, by its names, loaded without Views."""
     model = Fused() if is_fused else Unfused()
     optim = torch.optim.AdamW(groups_of(dict(model.named_parameters())))
-    fsdp_optim.load(folder, model, optim, options=LoadOptions(progress=False))
+    fsdp_optim.load(folder, model, optim, options=LoadOptions(progress=False, views=views))
     names = {param: name for name, param in model.named_parameters()}
     state = {names[param]: values for param, values in optim.state.items()}
     groups = [[group["lr"], [names[param] for param in group["params"]]] for group in optim.param_groups]
     return {name: param.detach() for name, param in model.named_parameters()}, state, groups
 
 
-def check(folder: str, run_of: tuple[nn.Module, torch.optim.Optimizer], *, is_fused: bool) -> None:
+def check(folder: str, run_of: tuple[nn.Module, torch.optim.Optimizer], *, is_fused: bool, views: Any = ()) -> None:
     model, optim = run_of
     names = {param: name for name, param in model.named_parameters()}
     expected = {names[param]: values for param, values in optim.state.items()}
     groups = [[group["lr"], [names[param] for param in group["params"]]] for group in optim.param_groups]
-    weights, state, got = loaded(folder, is_fused=is_fused)
+    weights, state, got = loaded(folder, is_fused=is_fused, views=views)
     check_same("weights", weights, {name: param.detach() for name, param in model.named_parameters()})
     check_same("state", sorted_state(state), sorted_state(expected))
     check_same("groups", got, groups)
@@ -121,6 +125,17 @@ class TestConvert(unittest.TestCase):
         names = [name for group in fused[1].param_groups for name in names_of(fused[0], group)]
         fsdp_optim.convert(by_id, apart, options=ConvertOptions(views=VIEWS, param_names=names))
         check(apart, unfused, is_fused=False)
+
+    def test_a_flattened_dict_of_torch_keeps_its_groups(self) -> None:
+        """It lists no groups, so a fused parameter must be found in that of its parts, and parts in that of the fused one."""
+        unfused, fused = pair()
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        for name, run_of, other, views in (("fused", fused, unfused, VIEWS), ("apart", unfused, fused, INVERSE)):
+            weights, state = get_state_dict(*run_of, options=options)
+            torch_dcp.save({"model": weights, "optim": state}, checkpoint_id=f"{self.root}/{name}", no_dist=True)
+            fsdp_optim.convert(f"{self.root}/{name}", f"{self.root}/{name}-to", options=ConvertOptions(views=views))
+            check(f"{self.root}/{name}-to", other, is_fused=other is fused)
+        check(f"{self.root}/fused", unfused, is_fused=False, views=VIEWS)
 
     def test_the_fact_is_kept(self) -> None:
         """As a save records it: added when a fused checkpoint is cut, and gone when its parts are joined."""

@@ -197,7 +197,8 @@ class SeenReader(Reader):
     def _views(self, names: Seen) -> tuple[str, ...]:
         """The Views of the save and of this call, as far as the names are canonical by them."""
         undone = {repr(bound.view) for bound in names.joined.values()}
-        used = [repr(bound.view) for bound in names.split.values()]
+        applied = {repr(bound.view) for bound in names.split.values()}
+        used = [text for text in map(repr, self.through.views) if text in applied]
         kept = [view for view in self.reader.index.facts.views if view not in undone]
         return tuple(dict.fromkeys([*kept, *used]))
 
