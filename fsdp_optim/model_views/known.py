@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
-from torch import nn
-
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.layout.views import View
+from fsdp_optim.layout.views import View, ViewsByName
 from fsdp_optim.model_views.of_hooks import views_of_hooks
 from fsdp_optim.options import Model
 
@@ -18,7 +15,7 @@ _LEARNERS = (
     "fsdp_optim.model_views.transformers_models:views_of_transformers",
     "fsdp_optim.model_views.megatron_models:views_of_megatron",
 )
-"""Functions from a module to its Views, empty for a model that they do not know. Each imports what it needs when it is called."""
+"""Functions from a model to its Views, empty for a model that they do not know. Each imports what it needs when it is called."""
 
 
 def known_views(model: Model) -> list[View]:
@@ -27,15 +24,14 @@ def known_views(model: Model) -> list[View]:
     view = reader.read()
     views = views_of_hooks(reader, view)
     names = (*view.order, *view.aliases, *reader.buffer_fqns)
-    roots = [model] if isinstance(model, nn.Module) else model
-    for learner, root in ((learner, root) for learner in _learners() for root in roots):
-        taken = {name for name in names if any(each.matches(name) for each in views)}
-        views += [each for each in learner(root) if not any(each.matches(name) for name in taken)]
+    for learner in _learners():
+        known = ViewsByName(views)
+        taken = [name for name in names if known.of(name)]
+        views += [each for each in learner(model) if not any(map(each.matches, taken))]
     return views
 
 
 def _learners() -> Iterator[Any]:
     for place in _LEARNERS:
         module, _, name = place.partition(":")
-        if find_spec(module) is not None:
-            yield getattr(import_module(module), name)
+        yield getattr(import_module(module), name)

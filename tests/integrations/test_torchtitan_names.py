@@ -32,7 +32,7 @@ from fsdp_optim.testing import run_on_ranks
 LOADED = ("kit.loaded.torchtitan",)
 
 FUSED, UNFUSED = True, False
-WRAPPERS = ("FSDP2", "FSDP1 flat", "FSDP1 orig", "DDP", "HSDP")
+WRAPPERS = ("FSDP2", "FSDP1 flat", "FSDP1 orig", "DDP", "HSDP", "FSDP2 x TP")
 needs_torchtitan = unittest.skipUnless(sys.version_info >= (3, 11), "torchtitan needs Python 3.11")
 
 
@@ -101,6 +101,38 @@ class TestNames(unittest.TestCase):
             self.assertEqual(name, by_hand[part][0])
             self.assertTrue(np.array_equal(numbers, by_hand[part][1]), part)
         self.assertEqual(fsdp_optim.views_for(TitanUnfused()), [])
+
+    @parameterized.expand(["attention", "swiglu", "experts"])
+    def test_large_modules_are_seen_as_torchtitan_saves_them(self, what: str) -> None:
+        """Too large to be learned exactly, element by element with what state_dict() has."""
+        fused = fused_swiglu()
+        from torchtitan.models.common.attention import FusedQKVLinear
+        from torchtitan.models.common.linear import Linear
+
+        def linear(outer: int, inner: int) -> Any:
+            return Linear.Config(in_features=inner, out_features=outer, bias=True)
+
+        gates = {"w1": linear(1408, 512), "w2": linear(512, 1408), "w3": linear(1408, 512)}
+        config = {
+            "attention": FusedQKVLinear.Config(n_heads=24, n_kv_heads=6, head_dim=64, wqkv=linear(36 * 64, 640)),
+            "swiglu": fused.FusedSwiGLU.Config(**gates),
+            "experts": fused.FusedGroupedExperts.Config(dim=96, hidden_dim=112, num_experts=70),
+        }[what]
+        model = torch.nn.ModuleDict({"layer": config.build()}).double()
+        largest = max(model.parameters(), key=torch.numel)
+        self.assertGreater(8 * largest.numel(), 8 << 20)
+        for number, param in enumerate(model.parameters()):
+            param.data = torch.arange(param.numel(), dtype=torch.float64).view(param.shape) - number * 1e9
+        made = {
+            part: dict(model.named_parameters())[name].detach().numpy().reshape(-1)[numbers]
+            for part, (name, numbers) in elements(fsdp_optim.views_for(model), model).items()
+        }
+        saved = {
+            name: value for name, value in model.state_dict().items() if name not in dict(model.named_parameters())
+        }
+        self.assertEqual(made.keys(), saved.keys())
+        for name, value in saved.items():
+            self.assertTrue(np.array_equal(value.numpy(), made[name]), name)
 
     @expand(*some(list(itertools.product(WRAPPERS, (1, 2, 3))), every=4, first=1))
     def test_every_rank_learns_what_the_plain_model_shows(self, wrapper: str, world_size: int) -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from fsdp_optim import View
 from kit.elements import Numbers
@@ -90,6 +91,11 @@ class TitanUnfused(nn.Module):
 
     is_fused = False
     units = (*(f"layers.{number}" for number in range(LAYERS)), "")
+    tensor_parallel: dict[str, Any] = {
+        f"layers.{number}.attention.{name}": ColwiseParallel()
+        for number in range(LAYERS)
+        for name in ("wq", "wk", "wv")
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +107,7 @@ class TitanFused(TitanUnfused):
     """The same, fused."""
 
     is_fused = True
+    tensor_parallel: dict[str, Any] = {f"layers.{number}.attention.wqkv": ColwiseParallel() for number in range(LAYERS)}
 
 
 class TitanNumbers(Numbers):

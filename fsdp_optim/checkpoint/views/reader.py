@@ -44,7 +44,9 @@ def seen(
     if not views:
         return reader
     files = MappedFiles(min(scratch_nbytes, SCRATCH_NBYTES))
-    return SeenReader(reader, Through.of(views, named), files)
+    # State that no View can cut keeps the name of the fused parameter, beside canonical weights.
+    whole = frozenset(map(named, reader.index.facts.fused_state))
+    return SeenReader(reader, Through.of(views, named, whole), files)
 
 
 def reader_inside(reader: Reader) -> Reader:
