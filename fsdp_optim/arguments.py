@@ -156,8 +156,8 @@ def text_of_views(views: object) -> str:
 
 
 def check_views(views: object, *, of_checkpoints: bool = False) -> None:
-    """Raise an error for a value that is no list of Views. `of_checkpoints`: it may have inverse ones, and hooks show none."""
-    if views == () or (not of_checkpoints and isinstance(views, str) and views == "hooks"):
+    """Raise an error for a value that is no list of Views. `of_checkpoints`: it may have inverse ones, and no model shows any."""
+    if views == () or (not of_checkpoints and isinstance(views, str) and views in ("hooks", "hub")):
         return
     from fsdp_optim.layout.views.given import check_given  # here, so that the command line does not load it
 

@@ -76,8 +76,8 @@ def name_of_group(group: dist.ProcessGroup | None) -> str:
     return str(getattr(known, "group_name", None))
 
 
-Views = Sequence["View"] | Literal["hooks"]
-"""Views that are given, or learned on each rank from the hooks of its own modules."""
+Views = Sequence["View"] | Literal["hooks", "hub"]
+"""Views that are given, or that each rank learns from its own modules."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class CallOptions(Arguments):
             another shape is an error that names it. A View of a name that a model does not have changes nothing, if the model
             has the parts; one that names nothing on any rank is an error. "hooks": each rank learns them from the state-dict
             hooks of its own modules; a model without such hooks has its live names, so that one option serves a run with the
-            fusion on and off; hooks that do anything but rename, cut or permute are an error that names them.
+            fusion on and off; hooks that do anything but rename, cut or permute are an error that names them. "hub": as
+            "hooks", by the names that transformers' `save_pretrained` gives the weights of its models.
     """
 
     process_group: dist.ProcessGroup | None = field(default=None, metadata=compared_as(name_of_group))

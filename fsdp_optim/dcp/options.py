@@ -7,12 +7,6 @@ from typing import Any
 
 from fsdp_optim.errors import StateError
 
-NO_HOOKS = (
-    "views='hooks': a state dict has no modules whose hooks would show Views: give views=fsdp_optim.views_for(model), or save "
-    "and load the live model by fsdp_optim.save and load"
-)
-"""Why a state dict is not seen through hooks."""
-
 SOURCE_RANK = 0
 """The global rank of `broadcast_from_rank0`, and the one that gets full values with `cpu_offload`."""
 
@@ -81,3 +75,11 @@ def read_options(options: Any) -> Given:
             "True, because rank 0 must have the unsharded values that it sends"
         )
     return read
+
+
+def not_of_dicts(views: str) -> str:
+    """Return why a state dict is not seen through Views that a live model shows."""
+    return (
+        f"views={views!r}: a state dict has no modules that would show Views: give views=fsdp_optim.views_for(model), or save "
+        "and load the live model by fsdp_optim.save and load"
+    )

@@ -14,7 +14,7 @@ from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import ModelTree
 from fsdp_optim.checkpoint.save import background, foreground
-from fsdp_optim.dcp.options import NO_HOOKS
+from fsdp_optim.dcp.options import not_of_dicts
 from fsdp_optim.dcp.state_tree import StateTree, called
 from fsdp_optim.dcp.writer import Writer
 from fsdp_optim.errors import StateError
@@ -184,8 +184,8 @@ def _arguments(tree: StateTree, process_group: Any, format: str | Format, option
 
 def _why_not_seen(tree: StateTree, options: object) -> str:
     """Say why Views cannot see a state dict: weights would get other names than the optimizer's dict has. Else ""."""
-    if isinstance(options, SaveOptions) and options.views == "hooks":
-        return NO_HOOKS
+    if isinstance(options, SaveOptions) and isinstance(options.views, str):
+        return not_of_dicts(options.views)
     views = options.views if isinstance(options, SaveOptions) and isinstance(options.views, (list, tuple)) else ()
     names = (name for name in tree.weights for view in views if isinstance(view, View) and view.matches(name))
     fused = next(names, None)

@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_optim.arguments import check_views
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.checkpoint.views import MappedFiles, Seen, SeenState, Through
-from fsdp_optim.dcp.options import NO_HOOKS
+from fsdp_optim.dcp.options import not_of_dicts
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, StoredExtra
@@ -40,8 +40,8 @@ class TreeViews:
     @property
     def views(self) -> Sequence[View]:
         """The Views. Raises StateError for those that only a live model shows."""
-        if self.given == "hooks":
-            raise StateError(NO_HOOKS)
+        if isinstance(self.given, str):
+            raise StateError(not_of_dicts(self.given))
         return tuple(self.given)
 
     def seen(self, reader: Reader) -> Reader:
