@@ -64,6 +64,16 @@ def _compared_text(option: Field[Any], value: Any) -> str:
     return f"{option.name}={function(value)!r}" if function is not None else ""
 
 
+def text_of_format(format: object) -> str:
+    """Return the name of a format, or a `Format` with its options, as text that is equal on all ranks.
+
+    A class without a `repr` of its own would show the address of the object.
+    """
+    if isinstance(format, str) or type(format).__repr__ is not object.__repr__:
+        return repr(format)
+    return f"{type(format).__module__}.{type(format).__qualname__}"
+
+
 def is_integer(value: object) -> bool:
     """Return whether a value is a whole number; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -146,8 +156,8 @@ def text_of_views(views: object) -> str:
 
 
 def check_views(views: object, *, of_checkpoints: bool = False) -> None:
-    """Raise an error for a value that is no list of Views. `of_checkpoints`: it may have inverse ones, and hooks show none."""
-    if views == () or (not of_checkpoints and isinstance(views, str) and views == "hooks"):
+    """Raise an error for a value that is no list of Views. `of_checkpoints`: it may have inverse ones, and no model shows any."""
+    if views == () or (not of_checkpoints and isinstance(views, str) and views in ("hooks", "hub")):
         return
     from fsdp_optim.layout.views.given import check_given  # here, so that the command line does not load it
 

@@ -6,7 +6,7 @@ saves and loads the originals of flat parameters does so with parts, and writes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
@@ -16,14 +16,20 @@ from fsdp_optim.layout import Placement
 from fsdp_optim.layout.views import BoundView, Part, View, ViewsByName, placement_of_part
 from fsdp_optim.view import ModelView, NamedHandle, Original
 
+IsWhole: TypeAlias = Callable[[BoundView], bool]
+"""Whether a live parameter stays as it is, in spite of its View: its state could not be cut into its parts."""
 
-def seen_through(view: ModelView, views: Sequence[View], others: Collection[str] = ()) -> ModelView:
+
+def seen_through(
+    view: ModelView, views: Sequence[View], others: Collection[str] = (), is_whole: IsWhole | None = None
+) -> ModelView:
     """Return a model as it is seen through Views. No communication; nothing of the model is touched.
 
     Views that name neither a live parameter nor a part of this rank's model are `unmatched`: they may match on other ranks.
 
     Args:
         others: names of the model that are not in `view`, such as buffers, for which there may be Views too.
+        is_whole: whether a live parameter stays as it is; None: none does.
 
     Raises:
         LayoutError: a View does not fit the shape of a parameter.
@@ -34,13 +40,23 @@ def seen_through(view: ModelView, views: Sequence[View], others: Collection[str]
     bound: dict[str, BoundView] = {}
     by_name = ViewsByName(views)
     places: _Places = {}
-    handles = tuple([_split(named, by_name, bound, places) for named in view.handles])
+    whole: set[str] = set()
+
+    def bind(fqn: str, original: Original) -> BoundView | None:
+        seen = _view_of(fqn, by_name)
+        seen_as = seen.bind(fqn, original.placement.shape) if seen is not None else None
+        if seen_as is not None and is_whole is not None and is_whole(seen_as):
+            whole.add(fqn)
+            return None
+        return seen_as
+
+    handles = tuple([_split(named, bind, bound, places) for named in view.handles])
     _check_names(handles, bound)
     return replace(
         view,
         handles=handles,
         order=tuple(_parts_of(view.order, bound)),
-        aliases=_aliases(view.aliases, by_name, bound),
+        aliases=_aliases(view.aliases, by_name, bound, whole),
         unit_order=tuple(_parts_of(view.unit_order, bound)) if view.unit_order is not None else None,
         mixed=tuple((tuple(_parts_of(taken, bound)), tuple(_parts_of(left, bound))) for taken, left in view.mixed),
         unmatched=tuple(map(repr, by_name.unmatched((*view.order, *view.aliases, *others)))),
@@ -52,19 +68,23 @@ _Places: TypeAlias = dict[tuple[int, int], tuple[Placement, Part, Placement]]
 """The Placement of each part of a live one, by the ids of the two: equal layers share them, and to compare them takes long."""
 
 
-def _split(named: NamedHandle, views: ViewsByName, bound: dict[str, BoundView], places: _Places) -> NamedHandle:
+def _split(
+    named: NamedHandle,
+    bind: Callable[[str, Original], BoundView | None],
+    bound: dict[str, BoundView],
+    places: _Places,
+) -> NamedHandle:
     """Return a live parameter with the parts of those originals that Views name. Adds these to `bound`."""
     originals, fqns, fused = list[Original](), list[str](), list[str]()
     for fqn, original in zip(named.fqns, named.handle.originals, strict=True):
-        view = _view_of(fqn, views)
-        if view is None:
+        seen_as = bind(fqn, original)
+        if seen_as is None:
             originals.append(original)
             fqns.append(fqn)
             continue
-        live = original.placement
-        bound[fqn] = view.bind(fqn, live.shape)
+        live, bound[fqn] = original.placement, seen_as
         fused.append(fqn)
-        for name, part in bound[fqn].parts:
+        for name, part in seen_as.parts:
             known = places.get((id(live), id(part)))
             if known is None:  # with references that keep the ids unique
                 known = places[id(live), id(part)] = live, part, placement_of_part(live, part)
@@ -109,12 +129,14 @@ def _check_names(handles: Sequence[NamedHandle], bound: Mapping[str, BoundView])
             known[fqn] = what
 
 
-def _aliases(aliases: Mapping[str, str], views: ViewsByName, bound: Mapping[str, BoundView]) -> dict[str, str]:
+def _aliases(
+    aliases: Mapping[str, str], views: ViewsByName, bound: Mapping[str, BoundView], whole: Collection[str]
+) -> dict[str, str]:
     """Return the other names of parameters. Those of a live parameter become those of its parts, in their order."""
     seen: dict[str, str] = {}
     for alias, fqn in aliases.items():
         view = _view_of(alias, views)
-        if fqn not in bound and view is None:
+        if fqn in whole or (fqn not in bound and view is None):
             seen[alias] = fqn
             continue
         if fqn not in bound or view is None:

@@ -58,6 +58,7 @@ KeyBy = Literal["id", "name"]
 Strategy = Literal["auto", "in_place", "per_rank_files"]
 OnDamage = Literal["error", "previous"]
 Best = Literal["min", "max"]
+FusedState = Literal["error", "keep"]
 WhichWeights = Literal["all", "trainable", "none"]
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
@@ -75,18 +76,8 @@ def name_of_group(group: dist.ProcessGroup | None) -> str:
     return str(getattr(known, "group_name", None))
 
 
-def text_of_format(format: object) -> str:
-    """Return the name of a format, or a `Format` with its options, as text that is equal on all ranks.
-
-    A class without a `repr` of its own would show the address of the object.
-    """
-    if isinstance(format, str) or type(format).__repr__ is not object.__repr__:
-        return repr(format)
-    return f"{type(format).__module__}.{type(format).__qualname__}"
-
-
-Views = Sequence["View"] | Literal["hooks"]
-"""Views that are given, or learned on each rank from the hooks of its own modules."""
+Views = Sequence["View"] | Literal["hooks", "hub"]
+"""Views that are given, or that each rank learns from its own modules."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +103,8 @@ class CallOptions(Arguments):
             another shape is an error that names it. A View of a name that a model does not have changes nothing, if the model
             has the parts; one that names nothing on any rank is an error. "hooks": each rank learns them from the state-dict
             hooks of its own modules; a model without such hooks has its live names, so that one option serves a run with the
-            fusion on and off; hooks that do anything but rename, cut or permute are an error that names them.
+            fusion on and off; hooks that do anything but rename, cut or permute are an error that names them. "hub": as
+            "hooks", by the names that transformers' `save_pretrained` gives the weights of its models.
     """
 
     process_group: dist.ProcessGroup | None = field(default=None, metadata=compared_as(name_of_group))
@@ -164,6 +156,8 @@ class SaveOptions(CallOptions):
         fingerprint: make the fingerprint of the live model and optimizer, as `fingerprint` does, and keep it in the checkpoint: a
             load then proves that what it has loaded, at any world size, is what was saved, and `verify` compares the files.
             Weights that are cast have none. docs/benchmarks.md says what it costs.
+        fused_state: of parameters that a View takes apart, and whose state has values of other shapes (factors, blocks): "error",
+            or "keep": the state keeps the name of the fused parameter, beside canonical weights, and loads into that View alone.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -181,6 +175,7 @@ class SaveOptions(CallOptions):
     rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
     weights_dtype: torch.dtype | None = None
     fingerprint: bool = False
+    fused_state: FusedState = "error"
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
     trace: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
 
@@ -193,6 +188,7 @@ class SaveOptions(CallOptions):
         check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
         check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
         check_switch("fingerprint", self.fingerprint)
+        check_one_of("fused_state", self.fused_state, ("error", "keep"))
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
 
 

@@ -177,23 +177,10 @@ class Incompatible:
 
     def __bool__(self) -> bool:
         """Return whether there is any difference."""
-        return bool(
-            self.missing_keys
-            or self.unexpected_keys
-            or self.unmatched_hyperparameters
-            or self.unmatched_values
-            or self.begun_anew
-        )
+        return any(vars(self).values())
 
     def __repr__(self) -> str:
-        return _shown(
-            self,
-            missing_keys=_names(self.missing_keys),
-            unexpected_keys=_names(self.unexpected_keys),
-            unmatched_hyperparameters=_names(self.unmatched_hyperparameters),
-            unmatched_values=_names(self.unmatched_values),
-            begun_anew=_names(self.begun_anew),
-        )
+        return _shown(self, **{name: _names(value) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ checkpoint.load: adapters checkpoint.common checkpoint.views dtensors elements e
     transport verbs view
 checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerprints formats.base layout memory move options
     results state.live state.merged transport verbs
-checkpoint.save: adapters checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
+checkpoint.save: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
     memory move options plan prints results saying speed state.live storage.base storage.posix transport verbs wire
 checkpoint.proof: adapters arguments boundary checkpoint.common elements errors fingerprints formats.own layout memory move
     options plan prints saying state.live state.values storage.base transport verbs wire
@@ -131,9 +131,9 @@ plugins: adapters buckets.objects checkpoint.common checkpoint.proof checkpoint.
     foreign.deepspeed foreign.per_rank foreign.torch formats.base formats.own layout memory options registry saying
     state.live storage.base storage.posix view
 (top): api collector errors
-dcp: adapters arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save dtensors elements
-    errors fingerprints foreign.dcp formats.base formats.own layout memory move options registry results state.dicts
-    state.live state.merged state.values storage.base storage.posix transport verbs view
+dcp: adapters arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save checkpoint.views dtensors
+    elements errors fingerprints foreign.dcp formats.base formats.own layout layout.views memory move options registry results
+    state.dicts state.live state.merged state.values storage.base storage.posix transport verbs view
 cli: (top) api errors registry speed
 cli.commands: (top) api cli errors plugins registry
 fairscale: api errors memory options state.dicts state.live verbs

@@ -45,7 +45,9 @@ class ModelReader:
             is_wrapper_child=_wrapper_children(self._adapters),
             stand_ins=self._stand_ins,
         )
-        self.learned: tuple[View, ...] | None = None  # the Views of this call, where they are learned from the model
+        self.learned: dict[
+            str, tuple[View, ...]
+        ] = {}  # the Views that this call learns from the model, by their source
         self._views: dict[tuple[tuple[int, ...], NameOf | None], ModelView] = {}
 
     @property

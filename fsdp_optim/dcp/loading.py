@@ -16,7 +16,8 @@ from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.dcp.meta_values import with_memory
 from fsdp_optim.dcp.reader import Reader
 from fsdp_optim.dcp.saving import place_of
-from fsdp_optim.dcp.state_tree import called, is_stateful
+from fsdp_optim.dcp.seen_tree import TreeViews
+from fsdp_optim.dcp.state_tree import StateTree, called, is_stateful
 from fsdp_optim.dcp.tree_view import Places, TreeFormat
 from fsdp_optim.elements import is_on_meta
 from fsdp_optim.formats.base.protocols import SeenAs
@@ -58,7 +59,9 @@ def load(
             `Reader` of the path. `options` are not for it.
         process_group: the ranks that load together; None: all of the job.
         no_dist: this rank loads by itself.
-        options: as for `fsdp_optim.load`: `LoadOptions(cast=True)` converts floating dtypes, which are refused otherwise.
+        options: as for `fsdp_optim.load`: `LoadOptions(cast=True)` converts floating dtypes, which are refused otherwise. Through
+            `views` the checkpoint is seen with the names that the model's dict here has: what is fused there as its parts, and
+            parts as what is fused here, in the optimizers' dicts too.
 
     Raises (the same on all ranks, before anything is changed):
         CheckpointError: the checkpoint is incomplete or damaged.
@@ -116,6 +119,10 @@ def _load(
     alone: bool,
 ) -> Mapping[str, Any]:
     """Load the tensors in place. Returns the states with the saved values."""
+    live, views = StateTree.of(states), None
+    if isinstance(options, LoadOptions) and options.views != ():
+        views = TreeViews(options.views, frozenset(live.weights), live.place if live.weights else None)
+        options = replace(options, views=())  # nothing that is loaded is a live parameter
     arguments = LoadArguments.of(
         options if process_group is None else replace(options, process_group=process_group),
         dict(states),
@@ -124,7 +131,7 @@ def _load(
     )
     places = Places.in_tree(states, options.rename)
     with checkpoint_errors(path):
-        seen = SeenAs(lambda format: TreeFormat(format, places))
+        seen = SeenAs(lambda format: TreeFormat(format, places, views))
         return restore.restore(path, module_of({}, {}), None, arguments, seen, alone=alone).state
 
 

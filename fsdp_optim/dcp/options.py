@@ -75,3 +75,11 @@ def read_options(options: Any) -> Given:
             "True, because rank 0 must have the unsharded values that it sends"
         )
     return read
+
+
+def not_of_dicts(views: str) -> str:
+    """Return why a state dict is not seen through Views that a live model shows."""
+    return (
+        f"views={views!r}: a state dict has no modules that would show Views: give views=fsdp_optim.views_for(model), or save "
+        "and load the live model by fsdp_optim.save and load"
+    )

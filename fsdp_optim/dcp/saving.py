@@ -14,13 +14,16 @@ from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import ModelTree
 from fsdp_optim.checkpoint.save import background, foreground
+from fsdp_optim.dcp.options import not_of_dicts
 from fsdp_optim.dcp.state_tree import StateTree, called
 from fsdp_optim.dcp.writer import Writer
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.layout.views import View
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.results import SaveResult
+from fsdp_optim.state.dicts.torch_trees import OptimFace
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
 if TYPE_CHECKING:
@@ -168,11 +171,28 @@ def _split(states: Mapping[str, Any], format: str | Format) -> StateTree:
 
 
 def _arguments(tree: StateTree, process_group: Any, format: str | Format, options: SaveOptions) -> SaveArguments:
-    return SaveArguments.of(
+    arguments = SaveArguments.of(
         options if process_group is None else replace(options, process_group=process_group),
         dict(tree.rest),
         overwrite=True,
         tree=ModelTree(tree.place) if tree.weights else None,
         weights="all" if tree.weights else "none",
         format=format,
+    )
+    return replace(arguments, wrong_options=arguments.wrong_options or _why_not_seen(tree, options))
+
+
+def _why_not_seen(tree: StateTree, options: object) -> str:
+    """Say why Views cannot see a state dict: weights would get other names than the optimizer's dict has. Else ""."""
+    if isinstance(options, SaveOptions) and isinstance(options.views, str):
+        return not_of_dicts(options.views)
+    views = options.views if isinstance(options, SaveOptions) and isinstance(options.views, (list, tuple)) else ()
+    names = (name for name in tree.weights for view in views if isinstance(view, View) and view.matches(name))
+    fused = next(names, None)
+    optims = OptimFace.all_in(tree.rest) if fused is not None else ()
+    if not optims:
+        return ""
+    return (
+        f"{fused}: a View takes it apart, and the optimizer's dict {'.'.join(optims[0].place)!r} would keep its name: save the "
+        "live model and optimizer by fsdp_optim.save, whose views= are for both, or save without views= and load through them"
     )

@@ -17,6 +17,7 @@ from typing import Any
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.common.printing import prints_by_key
 from fsdp_optim.checkpoint.load.matching import renamer
+from fsdp_optim.dcp.seen_tree import TreeViews
 from fsdp_optim.dcp.state_tree import StateTree
 from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.fingerprints import Fingerprint
@@ -55,10 +56,11 @@ class Places:
 
 @dataclass(frozen=True)
 class TreeFormat(Format):
-    """A format whose checkpoints are seen as trees."""
+    """A format whose checkpoints are seen as trees. `views`: the Views through which they are seen."""
 
     inner: Format
     places: Places
+    views: TreeViews | None = None
 
     @property
     def name(self) -> str:
@@ -73,8 +75,10 @@ class TreeFormat(Format):
 
     def open(self, opened: Opened, *, verify: bool) -> Reader:
         if self.inner.name == DCP.name and not _has_halves(opened):
-            return DCP_TREES.open(opened, verify=verify)
-        return TreeReader(self.inner.open(opened, verify=verify), self.places)
+            reader: Reader = DCP_TREES.open(opened, verify=verify)
+        else:
+            reader = TreeReader(self.inner.open(opened, verify=verify), self.places)
+        return self.views.seen(reader) if self.views is not None else reader
 
     def writer(self) -> Writer | None:
         return None

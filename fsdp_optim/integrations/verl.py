@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import CheckpointError, SaveHandle
+from fsdp_optim import CallOptions, CheckpointError, LoadOptions, SaveHandle, SaveOptions
 from fsdp_optim.integrations.needed import needed
 from fsdp_optim.plugins import (
     ResumeProver,
@@ -71,7 +71,7 @@ _SCHEDULER, _RANDOM, _OLD_RANDOM = "lr_scheduler", "random", "fsdp_optim.rng"
 _LOADER = "data.pt"
 """The state of the data loader, which verl's PPO trainers write when all roles have begun to save."""
 
-_PROVE = "FSDP_OPTIM_PROVE"
+_PROVE, _VIEWS = "FSDP_OPTIM_PROVE", "FSDP_OPTIM_VIEWS"
 _PATIENCE = 90.0  # seconds for that file; clients of network file systems may keep for 60 that it is not there
 
 log = logging.getLogger("fsdp_optim")
@@ -83,13 +83,18 @@ class FsdpOptimCheckpointManager(_Own):
     `global_step_8/actor/huggingface` is a checkpoint that loads on any number of ranks, and that `from_pretrained` opens.
     With `checkpoint.async_save` it is written while training goes on. verl's config has no place for an option of its own, so
     the environment variable FSDP_OPTIM_PROVE of the workers asks for proofs of resumes: "1", or "raise" (`CheckpointManager`).
+    FSDP_OPTIM_VIEWS asks for canonical names: "hub" or "hooks" (`CallOptions.views`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._finisher: threading.Thread | None = None
         asked = os.environ.get(_PROVE, "")
-        self.prover = ResumeProver("raise" if asked == "raise" else asked == "1")
+        views: Any = os.environ.get(_VIEWS) or ()
+        self._views = views
+        self.prover = ResumeProver(
+            "raise" if asked == "raise" else asked == "1", options=CallOptions(views=self._views)
+        )
 
     # ------------------------------------------------------------------------------------------ save
 
@@ -110,6 +115,7 @@ class FsdpOptimCheckpointManager(_Own):
             "step": global_step,
             "weights": self._weights_to_save(),
             "overwrite": True,  # of the same step, which a run that went back reaches again
+            "options": SaveOptions(views=self._views),
         }
         optim = self.optimizer if self.should_save_optimizer else None
         places = [f"{path}/{_FOLDER}" for path in (local_path, hdfs_path) if path]
@@ -230,7 +236,10 @@ class FsdpOptimCheckpointManager(_Own):
                 weights = by_lowest("the weights", lambda: _weights_in(place))
         optim = self.optimizer if self.should_load_optimizer else None
         model = self.model if weights != "none" or optim is not None else None
-        loaded = fsdp_optim.load(place, model, optim, state=self._state_to_load(place), weights=weights)
+        options = LoadOptions(views=self._views)
+        loaded = fsdp_optim.load(
+            place, model, optim, state=self._state_to_load(place), weights=weights, options=options
+        )
         if self.should_load_extra and _OLD_RANDOM in loaded.state:
             set_random_states(loaded.state[_OLD_RANDOM])
         if optim is not None and weights != "none" and loaded.step is not None:
@@ -244,7 +253,7 @@ class FsdpOptimCheckpointManager(_Own):
             weights = "all" if any("lora_" not in name for name in names) else "trainable"
         optim = self.optimizer if self.should_load_optimizer else None
         model = self.model if weights != "none" or optim is not None else None
-        state = fsdp_optim.load(path, model, optim, weights=weights).state
+        state = fsdp_optim.load(path, model, optim, weights=weights, options=LoadOptions(views=self._views)).state
         if self.should_load_extra and self.lr_scheduler is not None and state.get("lr_scheduler") is not None:
             self.lr_scheduler.load_state_dict(state["lr_scheduler"])
 

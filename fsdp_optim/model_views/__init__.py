@@ -12,10 +12,11 @@
         element_maps(conversion)             # element_maps.py: on numbers, or on twins (conversion_twins.py)
       views_of_megatron(model)               # megatron_models.py: the fused layers of megatron-core
 
-No rank asks another, and nothing of the model is changed. This room is imported when `views="hooks"` or `views_for` ask for it.
+No rank asks another, and nothing of the model is changed. This room is imported when a call asks for it: `views="hooks"`,
+`views="hub"`, `views_for`.
 """
 
-from fsdp_optim.model_views.known import known_views
+from fsdp_optim.model_views.known import known_views, learned_by
 from fsdp_optim.model_views.of_hooks import views_of_hooks
 
-__all__ = ["known_views", "views_of_hooks"]
+__all__ = ["known_views", "learned_by", "views_of_hooks"]

@@ -97,6 +97,9 @@ class Conversion:
     def operations(self, name: str) -> str:
         """Return the operations that convert a parameter as text."""
         for transform in reversed(self._transforms):
+            quantization = getattr(transform, "quantization_operation", None)
+            if quantization is not None:  # such a transform has no reverse
+                return repr(quantization)
             back = transform.reverse_transform() if hasattr(transform, "operations") else None
             if back is not None and back.rename_source_key(name)[1] is not None:
                 return ", ".join(map(repr, back.operations))

@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import Any
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.errors import StateError
 from fsdp_optim.layout.views import View, ViewsByName
 from fsdp_optim.model_views.of_hooks import views_of_hooks
-from fsdp_optim.options import Model
+from fsdp_optim.options import Model, NameOf
 
 _LEARNERS = (
     "fsdp_optim.model_views.transformers_models:views_of_transformers",
@@ -29,6 +30,24 @@ def known_views(model: Model) -> list[View]:
         taken = [name for name in names if known.of(name)]
         views += [each for each in learner(model) if not any(map(each.matches, taken))]
     return views
+
+
+def learned_by(source: str, reader: ModelReader, ranks: tuple[int, ...], name_of: NameOf | None) -> list[View]:
+    """Return the Views that a call learns from this rank's model: by "hooks", or as the files of the "hub" name them.
+
+    Raises:
+        WrapperError, LayoutError: as for `views_of_hooks` and `views_of_transformers`.
+        StateError: `name_of` gives names that the hub does not know.
+    """
+    if source == "hooks":
+        return views_of_hooks(reader, reader.read(ranks, name_of), name_of)
+    if name_of is not None:
+        raise StateError(
+            "views='hub' has the names of transformers' files, and name_of= gives parameters others: leave one of the two out"
+        )
+    from fsdp_optim.model_views.transformers_models import views_of_files  # here, because few calls need it
+
+    return views_of_files(reader)
 
 
 def _learners() -> Iterator[Any]:

@@ -36,7 +36,11 @@ def views_of_transformers(model: Model) -> list[View]:
     Raises:
         LayoutError: the conversion of a parameter is none of elements (dequantization, a cast): named with its operations.
     """
-    reader = ModelReader(model)
+    return views_of_files(ModelReader(model))
+
+
+def views_of_files(reader: ModelReader) -> list[View]:
+    """Return as `views_of_transformers`, of a model by its reader: `views="hub"`."""
     view = reader.read()
     buffers = reader.buffers(view)
     shapes = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_optim.arguments import MAY_DIFFER, compared_as
+from fsdp_optim.arguments import MAY_DIFFER, compared_as, text_of_format
 from fsdp_optim.errors import StateError
-from fsdp_optim.options import CallArguments, ConvertOptions, fields_of, text_of_format
+from fsdp_optim.options import CallArguments, ConvertOptions, fields_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.index import CheckpointIndex
+from fsdp_optim.formats.base.index import CheckpointIndex, Facts
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name, dtype_named
@@ -32,7 +32,7 @@ def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointS
         return CheckpointSummary(
             path=index.where,
             format=index.facts.format_name,
-            about={**index.facts.about, **({"views": "\n".join(views)} if (views := index.facts.views) else {})},
+            about=_about(index.facts),
             world_size=index.facts.world_size,
             step=index.facts.step,
             weights=index.facts.weights.which,
@@ -46,6 +46,11 @@ def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointS
             extras=tuple(sorted(index.extras, key=lambda name: (name not in (COMMON, MODULES), name))),
             trees={key: _info(tensor) for key, tensor in index.trees.items()},
         )
+
+
+def _about(facts: Facts) -> dict[str, str]:
+    of_fused = {"views": facts.views, "fused_state": facts.fused_state, "not_elementwise": facts.joint_steps}
+    return {**facts.about, **{name: "\n".join(texts) for name, texts in of_fused.items() if texts}}
 
 
 def _info(stored: StoredTensor) -> TensorInfo:

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.arguments import Arguments
+from fsdp_optim.canonical import IsWhole
 from fsdp_optim.elements import check_no_fake_mode
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
@@ -97,12 +98,13 @@ class Local:
             places = {fqn: place for param in self.optim.params for fqn, place in param.named.placements.items()}
             live = self.with_state, self.optim.values_by_class, _on_mesh(places)
             fused = tuple(param.named.fqns for param in self.optim.params if param.handle.fused)
-            return LiveOptimizer(self.optim, self.names, self.shapes, *live, fused)
+            return LiveOptimizer(self.optim, self.names, self.shapes, *live, fused=fused)
         shapes = {fqn: param.placement.shape for fqn, param in global_state.params.items()}
         names = names_of_global_state(global_state, self.view)
         on_mesh = _on_mesh({fqn: param.placement for fqn, param in global_state.params.items()})
         fused = tuple(live.fqns for live in global_state.live if live.fused)
-        return LiveOptimizer(self.optim, names, shapes, global_state.with_state, global_state.values, on_mesh, fused)
+        of_all = global_state.with_state, global_state.values, on_mesh
+        return LiveOptimizer(self.optim, names, shapes, *of_all, fused=fused)
 
 
 def _on_mesh(places: Mapping[str, Placement]) -> frozenset[str]:
@@ -110,13 +112,17 @@ def _on_mesh(places: Mapping[str, Placement]) -> frozenset[str]:
 
 
 def read_local(
-    reader: ModelReader, optim: Optimizers, options: CallArguments, ranks: tuple[int, ...] | None = None
+    reader: ModelReader,
+    optim: Optimizers,
+    options: CallArguments,
+    ranks: tuple[int, ...] | None = None,
+    is_whole: IsWhole | None = None,
 ) -> Local:
-    """Read the model and the optimizer on this rank. No communication."""
+    """Read the model and the optimizer on this rank. No communication. `is_whole`: as for `seen_through`."""
     check_optimizers(optim)
     view = reader.read(ranks, options.name_of, optim)
     check_materialized(view.handles, view.rank)
-    view = seen_by(reader, view, options, (*reader.buffer_fqns, *options.fused) if options.views else ())
+    view = seen_by(reader, view, options, (*reader.buffer_fqns, *options.fused) if options.views else (), is_whole)
     if options.collect == "all":
         view = replace(view, handles=tuple([named.with_all_collected() for named in view.handles]))
     local = Local(view, read_optimizer(optim, view))
@@ -147,19 +153,6 @@ def names_of_global_state(global_state: GlobalState, view: ModelView) -> Names:
     """Return the names and ids of the parameters of all ranks together in full dicts."""
     units = tuple(live.fqns for live in global_state.live)
     return Names.of(global_state.counted, view, units, tuple(global_state.params))
-
-
-def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
-    """Return the names and ids in a full dict without an optimizer: it has names, or its ids count the model's parameters."""
-    groups = full.get("param_groups") or () if isinstance(full, Mapping) else ()
-    named = any(group.get("param_names") or any(isinstance(p, str) for p in group["params"]) for group in groups)
-    if len(groups) > 1 and not named:
-        raise StateError(
-            f"this full dict has {counted_noun(len(groups), 'param group')} and no names, and a model does "
-            "not tell the group of a parameter: give optim=, an optimizer of this model with the same groups"
-        )
-    everything = count([OrderedParam(i, named.fqns) for i, named in enumerate(view.handles)], view.place_of, view.mixed)
-    return Names.of((everything,), view, (), view.order)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import summarize
 from fsdp_optim.state.live.optimizer_reader import read_optimizer
 from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers
-from fsdp_optim.verbs.call import Local, names_of_model
+from fsdp_optim.verbs.call import Local
 from fsdp_optim.verbs.sharded_dict import is_sharded
 from fsdp_optim.view import ModelView
 
@@ -151,3 +151,16 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
     dropped = ("num_padded", "local_ids", "optimizer_class", "kinds")
     kept = {key: value for key, value in full.items() if key not in dropped}
     return {**kept, "state": state, "param_groups": groups, "param_id_map": dict(full["param_id_map"])}
+
+
+def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
+    """Return the names and ids in a full dict without an optimizer: it has names, or its ids count the model's parameters."""
+    groups = full.get("param_groups") or () if isinstance(full, Mapping) else ()
+    named = any(group.get("param_names") or any(isinstance(p, str) for p in group["params"]) for group in groups)
+    if len(groups) > 1 and not named:
+        raise StateError(
+            f"this full dict has {counted_noun(len(groups), 'param group')} and no names, and a model does "
+            "not tell the group of a parameter: give optim=, an optimizer of this model with the same groups"
+        )
+    everything = count([OrderedParam(i, named.fqns) for i, named in enumerate(view.handles)], view.place_of, view.mixed)
+    return Names.of((everything,), view, (), view.order)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.canonical import seen_through
+from fsdp_optim.canonical import IsWhole, seen_through
 from fsdp_optim.options import CallArguments, CallOptions
 from fsdp_optim.transport.agree import exchange_reports
 from fsdp_optim.transport.base import RankGroup
@@ -17,18 +17,25 @@ if TYPE_CHECKING:
     from fsdp_optim.layout.views import View
 
 
-def seen_by(reader: ModelReader, view: ModelView, options: CallArguments, others: Collection[str] = ()) -> ModelView:
-    """Return a model as it is seen through the Views of a call, which `views="hooks"` learns from it. No communication.
+def seen_by(
+    reader: ModelReader,
+    view: ModelView,
+    options: CallArguments,
+    others: Collection[str] = (),
+    is_whole: IsWhole | None = None,
+) -> ModelView:
+    """Return a model as it is seen through the Views of a call, some of which are learned from it. No communication.
 
     Args:
         others: names of the model that are not in `view`, such as buffers.
+        is_whole: says which parameters stay as they are, in spite of their Views.
     """
-    return seen_through(view, _views_of(reader, view.ranks, options), others)
+    return seen_through(view, _views_of(reader, view.ranks, options), others, is_whole)
 
 
 def views_of_all(reader: ModelReader, group: RankGroup, options: CallOptions) -> Sequence[View]:
     """Return the Views of a call: those that it was given, or those that any rank learns. Called by all ranks of `group`."""
-    if options.views != "hooks":
+    if not isinstance(options.views, str):
         return tuple(options.views)
     from fsdp_optim.layout.views import View  # here, so that the command line does not load it
 
@@ -41,10 +48,11 @@ def views_of_all(reader: ModelReader, group: RankGroup, options: CallOptions) ->
 
 def _views_of(reader: ModelReader, ranks: tuple[int, ...], options: CallOptions) -> Sequence[View]:
     """Return the Views of this rank."""
-    if options.views != "hooks":
-        return tuple(options.views)
-    if reader.learned is None:
-        from fsdp_optim.model_views import views_of_hooks  # here, because few calls need it
+    source = options.views
+    if not isinstance(source, str):
+        return tuple(source)
+    if source not in reader.learned:
+        from fsdp_optim.model_views import learned_by  # here, because few calls need it
 
-        reader.learned = tuple(views_of_hooks(reader, reader.read(ranks, options.name_of), options.name_of))
-    return reader.learned
+        reader.learned[source] = tuple(learned_by(source, reader, ranks, options.name_of))
+    return reader.learned[source]

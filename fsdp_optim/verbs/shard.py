@@ -23,9 +23,10 @@ from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
-from fsdp_optim.verbs.call import Local, agree_on_state, collective_call, names_of_model, read_local
+from fsdp_optim.verbs.call import Local, agree_on_state, collective_call, read_local
 from fsdp_optim.verbs.ends import DictEnd
 from fsdp_optim.verbs.load_plan import plan_load, warn_of_uncollected
+from fsdp_optim.verbs.rekey import names_of_model
 from fsdp_optim.verbs.scatter import FullContents, allocate_shard, deliver
 from fsdp_optim.verbs.sharded_dict import is_sharded, redistribute
 from fsdp_optim.view import ModelView, check_materialized

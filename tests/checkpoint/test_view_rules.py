@@ -410,8 +410,12 @@ class TestWarning(unittest.TestCase):
         with tempfile.TemporaryDirectory() as root, self.assertLogs("fsdp_optim", "WARNING") as logged:
             for step in (1, 2):
                 fsdp_optim.save(f"{root}/{step}", model, optim, options=SaveOptions(views=[HALVES]))
+            self.assertEqual(fsdp_optim.inspect(f"{root}/2").about["not_elementwise"], "Muon")
             sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             fsdp_optim.save(f"{root}/3", model, sgd, options=SaveOptions(views=[HALVES]))
+            self.assertNotIn("not_elementwise", fsdp_optim.inspect(f"{root}/3").about)
+            fsdp_optim.save(f"{root}/4", model, optim)
+            self.assertNotIn("not_elementwise", fsdp_optim.inspect(f"{root}/4").about)
         said = [line for line in logged.output if "steps the fused parameter as one matrix" in line]
         self.assertEqual(len(said), 1, logged.output)
         self.assertIn("a.w: Muon", said[0])

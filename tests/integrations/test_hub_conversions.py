@@ -237,6 +237,14 @@ class TestRefused(unittest.TestCase):
         words = ("model.layers.0.mlp.gate_proj.weight", "Mixed", "model.layers.0.mlp.first.weight")
         refused(lambda: views_of_conversion(conversion_of(model)), LayoutError, *words)
 
+    def test_quantized_weights(self) -> None:
+        """Which transformers itself cannot convert back."""
+        module = loading()
+        conversion = converter("mlp.stored.weight", "mlp.up_proj.weight", module.Transpose(0, 1))
+        conversion.quantization_operation = module.Transpose(1, 0)
+        model = llama(conversion)
+        refused(lambda: views_of_transformers(model), LayoutError, "Transpose", "Cannot reverse", "quantization")
+
     def test_an_error_of_transformers(self) -> None:
         def fails(tensor: Any) -> Any:
             raise RuntimeError("no such kernel")

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.compare import check_same, sorted_state
+from kit.compare import check_same, refused_on_ranks, sorted_state
 from kit.hub_models import build
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fsdp_optim
@@ -161,3 +162,52 @@ class TestMoments(unittest.TestCase):
 
     def test_views_are_learned_without_other_ranks(self) -> None:
         run_on_ranks(learned, 2, ("FSDP2", "FSDP1 flat", "FSDP1 orig", "DDP"))
+
+    def test_the_word_hub_is_the_same_in_every_call(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(by_the_word, 2, folder)
+            files = [load_file(f"{folder}/{how}/model.safetensors") for how in ("word", "list")]
+            check_same("files", *files)
+            self.assertEqual(*(fsdp_optim.inspect(f"{folder}/{how}").about["views"] for how in ("word", "list")))
+            self.assertIn("model.layers.1.block_sparse_moe.experts.0.w3.weight", files[0])
+
+
+def by_the_word(folder: str) -> None:
+    """Saves by `views="hub"` and by the list, and a load by the word into fresh weights; and what the word cannot do."""
+    with cpu():
+        model = WRAPPERS["FSDP2"](stacked("mixtral"))
+        optim = train_on(model, torch.optim.AdamW(model.parameters(), lr=0.01), range(2))
+        for how, views in (("word", "hub"), ("list", views_of_transformers(model))):
+            fsdp_optim.save(f"{folder}/{how}", model, optim, options=SaveOptions(views=views, durable=False, **QUIET))
+        other = WRAPPERS["FSDP2"](stacked("mixtral"))
+        with torch.no_grad():
+            for param in other.parameters():
+                param.zero_()
+        other_optim = torch.optim.AdamW(other.parameters())
+        fsdp_optim.load(f"{folder}/word", other, other_optim, options=LoadOptions(views="hub", compare=True, **QUIET))
+        wanted, found = (
+            (
+                fsdp_optim.gather_full_model_state_dict(a, None, options=CallOptions(views="hub")),
+                fsdp_optim.gather_full_optim_state_dict(a, b, None, "name", options=CallOptions(views="hub")),
+            )
+            for a, b in ((model, optim), (other, other_optim))
+        )
+        check_same("loaded", found, wanted)
+        seen = CallOptions(views="hub")
+        if fsdp_optim.fingerprint(model, optim, options=seen) != fsdp_optim.fingerprint(
+            other, other_optim, options=seen
+        ):
+            raise AssertionError("the fingerprints of equal models differ")
+        refused_on_ranks(
+            "names of their own",
+            lambda: fsdp_optim.gather_full_model_state_dict(
+                model, options=CallOptions(views="hub", name_of=lambda fqn, rank: fqn)
+            ),
+            "StateError",
+            "views='hub' has the names of transformers' files, and name_of= gives parameters others",
+        )
+        plain = nn.Linear(2, 2)
+        own = fsdp_optim.gather_full_model_state_dict(
+            plain, None, options=CallOptions(views="hub", process_group=dist.group.WORLD)
+        )
+        check_same("no model of transformers", sorted(own or {}), ["bias", "weight"])

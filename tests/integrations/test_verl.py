@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
+import tempfile
 import threading
 import time
 import unittest
@@ -29,6 +31,7 @@ from kit.folders import SharedFolder
 from kit.imports import import_without
 from kit.verl_cpu import engine_of, import_verl, small_llama_folder, verl_on_cpu
 from parameterized import parameterized
+from safetensors.torch import load_file
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
@@ -78,6 +81,48 @@ class VerlTest(SharedFolder):
     @classmethod
     def fill(cls) -> None:
         run_on_ranks(small_llama_folder, 1, cls.root / "model")
+
+
+# ------------------------------------------------------------------------------------------ names
+
+
+def small_experts(folder: Path) -> None:
+    """A pretrained model with stacked experts, in the names of the hub."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "architectures": ["Qwen3MoeForCausalLM"]}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, **heads)).save_pretrained(folder)
+
+
+def by_names(folder: Path, views: str, trains: bool) -> dict[str, Any]:
+    """Train two steps and save, or load."""
+    with mock.patch.dict(os.environ, {"FSDP_OPTIM_VIEWS": views}), engine(folder, "fsdp2") as made:
+        if trains:
+            for number in range(2):
+                for param in made.module.parameters():
+                    param.grad = param.detach() * (0.5 + number)
+                made.optimizer_step()
+            made.save_checkpoint(folder_of(folder, 2), None, 2)
+        else:
+            made.load_checkpoint(folder_of(folder, 2), None, True)
+        return everything(made)
+
+
+@unittest.skipIf(sys.version_info >= (3, 13), "verl needs a Python before 3.13")
+class NamesTest(unittest.TestCase):
+    def test_experts_are_saved_under_the_names_of_the_hub(self) -> None:
+        folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        run_on_ranks(small_experts, 1, folder / "model")
+        saved = run_on_ranks(by_names, 2, folder, "hub", True)[0]
+        place = Path(folder_of(folder, 2), "huggingface")
+        names = set(load_file(place / "model.safetensors"))
+        self.assertEqual(names, set(load_file(folder / "model/model.safetensors")))
+        self.assertIn("model.layers.1.mlp.experts.3.up_proj.weight", fsdp_optim.inspect(place).state)
+        for loaded in run_on_ranks(by_names, 3, folder, "hub", False):
+            check_same("loaded", loaded, saved)
 
 
 # ------------------------------------------------------------------------------------------ resume

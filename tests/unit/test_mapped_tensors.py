@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_optim import View
-from fsdp_optim.checkpoint.views.mapped import MappedFiles
+from fsdp_optim.checkpoint.views import MappedFiles
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
 from fsdp_optim.layout import Block, Box, Boxes
@@ -139,7 +139,8 @@ def test_there_and_back_again() -> None:
     live, files, inner, outer = numbers((2, 5, 12), torch.int16), Files(), MappedFiles(), MappedFiles()
     stored = whole(files, "w", live)
     parts = OSS.bind("w", (2, 5, 12)).parts
-    joined = outer.joined([(inner.part_of(stored, part, name), part) for name, part in parts], "w")
+    seen = dict(inner.split(stored, parts))
+    joined = outer.joined([(seen[name], part) for name, part in parts], "w")
     memory = torch.zeros(live.nbytes, dtype=torch.uint8)
 
     def read(extents: Mapping[str, Sequence[Extent]]) -> None:
@@ -163,13 +164,13 @@ def test_tensors_that_lie_side_by_side_are_read_together() -> None:
     files, mapped, live = Files(), MappedFiles(), [numbers((14, 5), torch.float32) + at for at in range(3)]
     stored = [whole(files, f"w{at}", tensor) for at, tensor in enumerate(live)]
     parts = PAIRS.bind("w", (14, 5)).parts
-    seen = [mapped.part_of(tensor, part, f"{tensor.key}.{name}") for tensor in stored for name, part in parts]
+    seen = [part for tensor in stored for _, part in mapped.split(tensor, parts)]
     assert len({part.file for part in seen}) == 1
     first, last = seen[0].start, seen[-1].start + 35 * 4
     memory = torch.zeros(last - first, dtype=torch.uint8)
     mapped.fill({seen[0].file: [Extent(first, memory.numpy().data)]}, files.read, lambda nbytes: None)
     for part, expected in zip(seen, [half for tensor in live for half in (tensor[::2], tensor[1::2])], strict=True):
-        assert torch.equal(memory[part.start - first :][:140].view(torch.float32), expected.flatten())
+        assert torch.equal(memory[part.start - first :][:140].clone().view(torch.float32), expected.flatten())
     assert files.num_reads <= 2, "those of one file, but for bytes that both halves of a pair need"
 
 

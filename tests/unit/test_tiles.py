@@ -128,7 +128,6 @@ def test_the_inverse_finds_the_live_parameter(case: str) -> None:
     assert repr(view.inverse) == f"{view!r}.inverse"
     assert view.inverse.inverse == view
     assert eval(repr(view.inverse), {"View": View}) == view.inverse
-    assert not isinstance(view.inverse, View)
 
 
 def test_the_inverse_of_many_layers() -> None:
@@ -141,13 +140,13 @@ def test_the_inverse_of_many_layers() -> None:
 @pytest.mark.parametrize(
     ("view", "shapes", "words"),
     [
-        (UNEVEN, {"q": (5, 2)}, ("makes it of 2 parts, and k is not there, beside q",)),
+        (UNEVEN, {"q": (5, 2)}, ("makes it of parts of which k is not there, beside q",)),
         (UNEVEN, {"q": (5, 2), "k": (1, 3)}, ("k: a part of w", "dimension 1 of shape [1, 3] is 3", "c=2")),
         (UNEVEN, {"q": (4, 2), "k": (1, 2)}, ("q: a part of w", "dimension 0 of shape [4, 2] is 4", "q=5")),
         (
             STACK,
             {"0.gate": (2, 2), "0.up": (2, 2), "2.gate": (2, 2), "2.up": (2, 2)},
-            ("6 parts", "1.gate, 1.up are"),
+            ("makes it of parts", "1.gate, 1.up are"),
         ),
         (
             STACK,

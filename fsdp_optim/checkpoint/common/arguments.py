@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from fsdp_optim.arguments import MAY_DIFFER, check_at_least, check_one_of, check_which_weights, compared_as
+from fsdp_optim.arguments import (
+    MAY_DIFFER,
+    check_at_least,
+    check_one_of,
+    check_which_weights,
+    compared_as,
+    text_of_format,
+)
 from fsdp_optim.checkpoint.common.run_state import ModelTree, RunState
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.options import (
@@ -16,7 +23,6 @@ from fsdp_optim.options import (
     SaveOptions,
     WhichWeights,
     fields_of,
-    text_of_format,
 )
 from fsdp_optim.verbs.named_models import ModelNames, NamedModels
 

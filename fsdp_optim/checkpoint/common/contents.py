@@ -13,6 +13,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.buffers import StageCopiesHandle
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common import module_values
+from fsdp_optim.checkpoint.common.kept_fusions import agree_on_kept, kept_at_save
 from fsdp_optim.elements import check_weight
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base.bools import check_bools_of
@@ -21,7 +22,7 @@ from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, StridedBoxes, Wh
 from fsdp_optim.layout.views import PlacedPart
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import End, StateValue
-from fsdp_optim.options import CAST_DTYPES, CallArguments, WhichWeights
+from fsdp_optim.options import CAST_DTYPES, CallArguments, FusedState, WhichWeights
 from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS, elements_of
@@ -85,7 +86,7 @@ class SavedHalf:
     """One half of a save: the weights of the model, the state of the optimizer, or the tensors of trees.
 
     `tensors`: the tensors that are saved; the merged state has all. `opaque`, `module_values`: on the lowest rank, the opaque
-    values and the values of modules; empty on the other ranks.
+    values and the values of modules; empty on the other ranks. `kept`: the fused parameters whose state has their names.
     """
 
     local: Local
@@ -93,6 +94,7 @@ class SavedHalf:
     tensors: tuple[SavedValue, ...]
     opaque: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     module_values: Mapping[str, Any] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
 
     def of(self, half: Half) -> SavedHalf:
         """Return the tensors that are stored in one half."""
@@ -287,14 +289,23 @@ def is_buffer(param: torch.Tensor) -> bool:
 
 
 def read_state(
-    reader: ModelReader, optim: Optimizers, group: RankGroup, asked: Arguments, options: CallArguments, about: str
+    reader: ModelReader,
+    optim: Optimizers,
+    group: RankGroup,
+    asked: Arguments,
+    options: CallArguments,
+    about: str,
+    *,
+    fused_state: FusedState = "error",
 ) -> SavedHalf:
-    """Agree with the other ranks on the optimizer's state. Called by all ranks."""
+    """Agree with the other ranks on the optimizer's state. Called by all ranks. `fused_state`: as for `SaveOptions`."""
     everything = replace(options, collect="all")
     synchronize(group, optim)
+    keeps = fused_state == "keep" and bool(options.views)
+    kept = agree_on_kept(reader, optim, group, everything) if keeps else frozenset[str]()
     local, global_state = agree_on_state(
         group,
-        lambda: loadable(read_local(reader, optim, everything, group.ranks), group.rank),
+        lambda: loadable(read_local(reader, optim, everything, group.ranks, kept_at_save(kept)), group.rank),
         asked,
         f"the optimizer, {about}",
         with_state=True,
@@ -322,7 +333,8 @@ def read_state(
                 if isinstance(scalar.value, torch.Tensor):
                     scalars.append(_tensor(fqn, name, scalar.value.dtype, of_scalars, scalar.value))
     opaque = _opaque(group, local, global_state)
-    return SavedHalf(local, global_state, aligned(with_distinct_keys([*tensors, *scalars])), opaque)
+    saved = aligned(with_distinct_keys([*tensors, *scalars]))
+    return SavedHalf(local, global_state, saved, opaque, kept=tuple(sorted(kept)))
 
 
 def _tensor(

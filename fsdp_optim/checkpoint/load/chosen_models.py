@@ -37,7 +37,12 @@ def seen_by(checkpoint: Reader, options: LoadArguments, views: Sequence[View]) -
         return checkpoint, options
     from fsdp_optim.checkpoint.views import SeenReader, seen  # here, because few loads need it
 
-    renamed = renamer(options.rename or {})
+    given = renamer(options.rename or {})
+
+    def renamed(name: str) -> str:
+        new = given(name)
+        return new if isinstance(new, str) else name  # refused later, for all names alike
+
     through = seen(checkpoint, views, named=renamed, scratch_nbytes=options.bucket_nbytes)
     if not isinstance(through, SeenReader):
         return checkpoint, options
@@ -48,7 +53,7 @@ def seen_by(checkpoint: Reader, options: LoadArguments, views: Sequence[View]) -
     if options.rename is None:
         return through, replace(options, fused=fused)
     new = names.names - set(names.split)
-    return through, replace(options, fused=fused, rename=lambda name: name if name in new else renamed(name))
+    return through, replace(options, fused=fused, rename=lambda name: name if name in new else given(name))
 
 
 def left_out_models(checkpoint: Reader, options: LoadArguments) -> tuple[str, ...]:

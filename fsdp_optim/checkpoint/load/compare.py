@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -33,7 +33,7 @@ from fsdp_optim.state.values.summary import Scalar
 from fsdp_optim.transport.agree import all_equal, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import Local, read_local
+from fsdp_optim.verbs.call import Local
 
 
 def check_bitwise(
@@ -59,7 +59,7 @@ def check_bitwise(
     target, loaded = _CompareEnd(group.rank, {}, frozenset()), None
     with failure:
         if state is not None and optim is not None:
-            loaded = read_local(reader, optim, replace(options.call, collect="all"), group.ranks)
+            loaded = state.kept.read(reader, optim, options.call, group.ranks)
     values = cut_as_live(group, loaded, values, failure)
     with failure:
         checkpoint = loaded_from.verified()

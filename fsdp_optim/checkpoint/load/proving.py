@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -30,7 +29,7 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.values.kinds import is_scalar
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import Local, read_local
+from fsdp_optim.verbs.call import Local
 
 log = logging.getLogger("fsdp_optim")
 
@@ -64,7 +63,7 @@ def check_prints(
     with failure:
         model = weights_of(reader, group.ranks, options.call)
         if state is not None and optim is not None:
-            loaded = read_local(reader, optim, replace(options.call, collect="all"), group.ranks)
+            loaded = state.kept.read(reader, optim, options.call, group.ranks)
     values = cut_as_live(group, loaded, values, failure)
     end = PrintEnd(values, group.rank, group.budget.share(2, "rows of elements"), group.world.plans)
     own: dict[Place, ValueFingerprint] = {}

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
+from fsdp_optim.checkpoint.common.kept_fusions import KeptFusions
 from fsdp_optim.checkpoint.common.trees import shown
-from fsdp_optim.checkpoint.load.matching import renamed_names
+from fsdp_optim.checkpoint.load.matching import renamed_names, renamer
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
@@ -26,6 +27,7 @@ from fsdp_optim.state.dicts.dialects import normalize
 from fsdp_optim.state.dicts.flattened import is_flattened
 from fsdp_optim.state.dicts.full import RESERVED_KEYS, FullState, following_params
 from fsdp_optim.state.dicts.names import Names
+from fsdp_optim.state.live.local_dict import Summaries
 from fsdp_optim.state.values.kinds import Kind
 
 
@@ -117,6 +119,17 @@ class StoredState:
             others, other_keys = _read_in((others, full.other_keys), read)
             state = {fqn: {**values, **others[fqn]} for fqn, values in metas.state.items()}
         return cls(replace(metas, state=state, other_keys=other_keys), tensors)
+
+
+def kept_fusions_of(index: CheckpointIndex, rename: Rename | None, *, allow_pickle: bool) -> KeptFusions:
+    """Return the fused parameters whose state a checkpoint has under their own names, as the model has these."""
+    if not index.facts.fused_state or index.optim is None:
+        return KeptFusions()
+    renamed = renamer(rename if rename is not None else {})
+    saved = index.optim.decoded(allow_pickle=allow_pickle, records=RECORDS).shapes
+    names = {renamed(stored): stored for stored in index.facts.fused_state}
+    shapes = {name: saved[stored] for name, stored in names.items() if stored in saved}
+    return KeptFusions(index.where, tuple(names), index.facts.views, shapes)
 
 
 def _optims_in_trees(index: CheckpointIndex) -> str:
@@ -245,3 +258,16 @@ def _sections(full: FullState) -> Iterator[tuple[str, Mapping[Any, Any]]]:
     yield from full.state.items()
     yield from (("a param group", hyper) for hyper, _ in full.groups)
     yield "", full.other_keys
+
+
+def check_filled(full: FullState, summaries: Summaries) -> None:
+    """Raise StateError for a sharded value that no file contains, because its uninitialised memory would stay so.
+
+    Values that files contain are meta tensors in `full`.
+    """
+    for fqn, summary in summaries.items():
+        for name, _ in summary.sharded:
+            if not full.state[fqn][name].is_meta:
+                raise StateError(
+                    f"{fqn}: {name} would be cut like the parameter, but no file has it as a tensor of the parameter's shape"
+                )

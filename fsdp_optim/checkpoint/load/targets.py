@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from msgspec import Struct
@@ -13,6 +13,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
+from fsdp_optim.checkpoint.common.kept_fusions import KeptFusions
 from fsdp_optim.checkpoint.common.module_values import StoredModuleValues
 from fsdp_optim.checkpoint.load.matching import (
     differing_tied_copies,
@@ -22,7 +23,7 @@ from fsdp_optim.checkpoint.load.matching import (
     why_names_differ,
 )
 from fsdp_optim.checkpoint.load.reading import StoredValue
-from fsdp_optim.checkpoint.load.stored_state import StoredState
+from fsdp_optim.checkpoint.load.stored_state import StoredState, check_filled, kept_fusions_of
 from fsdp_optim.checkpoint.load.unfilled import check_memory, warn_of_unfilled
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.formats.base.index import CheckpointIndex
@@ -38,13 +39,13 @@ from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.local import Optimizers
-from fsdp_optim.state.live.local_dict import Flats, Shard, Summaries, summarize
+from fsdp_optim.state.live.local_dict import Flats, Shard, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state, read_local
+from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state
 from fsdp_optim.verbs.load_plan import LoadPlan, plan_load
 
 _MOST_NAMED = 20  # differences in one error
@@ -301,6 +302,7 @@ class State(Struct, frozen=True):
     load_plan: LoadPlan
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
     weights: Mapping[str, StoredTensor]  # state values may follow their dtypes; empty without `cast`
+    kept: KeptFusions
 
     @classmethod
     def agree_on_state(
@@ -312,10 +314,10 @@ class State(Struct, frozen=True):
         options: LoadArguments,
         weights: Weights,
     ) -> State:
-        everything = replace(options.call, collect="all")
+        kept = kept_fusions_of(checkpoint.index, options.rename, allow_pickle=options.allow_pickle)
         local, global_state = agree_on_state(
             group,
-            lambda: read_local(reader, optim, everything, group.ranks),
+            lambda: kept.read(reader, optim, options.call, group.ranks),
             options,
             "the optimizer",
             with_state=False,
@@ -329,7 +331,9 @@ class State(Struct, frozen=True):
             rename=options.rename,
             off_mesh=live.off_mesh,
         )
-        full, fit = live.fit(stored_state.full, strict=options.call.strict, groups=options.call.param_groups)
+        full = kept.check(stored_state.full, live.shapes, global_state.views, strict=options.strict)
+        full, fit = live.fit(full, strict=options.strict, groups=options.param_groups)
+        fit = kept.without(fit, full, live.shapes.keys())
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
         load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
@@ -345,6 +349,7 @@ class State(Struct, frozen=True):
             load_plan=load_plan,
             flats=flats,
             weights=stored,
+            kept=kept,
         )
 
     def stored_values(self) -> Iterator[StoredValue]:
@@ -382,16 +387,3 @@ class State(Struct, frozen=True):
     def dict_of(self) -> Shard | list[Shard]:
         flats = cast_state(self.local.optim, self.flats, self.weights) if self.weights else self.flats
         return self.load_plan.dict_of(flats, self.full.groups, self.full.other_keys)
-
-
-def check_filled(full: FullState, summaries: Summaries) -> None:
-    """Raise StateError for a sharded value that no file contains, because its uninitialised memory would stay so.
-
-    Values that files contain are meta tensors in `full`.
-    """
-    for fqn, summary in summaries.items():
-        for name, _ in summary.sharded:
-            if not full.state[fqn][name].is_meta:
-                raise StateError(
-                    f"{fqn}: {name} would be cut like the parameter, but no file has it as a tensor of the parameter's shape"
-                )

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from fsdp_optim.checkpoint.common.contents import SavedHalf
-from fsdp_optim.checkpoint.load.stored_state import StoredState
-from fsdp_optim.checkpoint.load.targets import check_filled
+from fsdp_optim.checkpoint.load.stored_state import StoredState, check_filled
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.base.description import OptimDescription
 from fsdp_optim.formats.base.index import StoredOptim

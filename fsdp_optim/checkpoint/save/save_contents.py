@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.arguments import text_of_format
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.contents import LEFT_OUT, RECORDS, HalvesEnd, SavedHalf, read_state, read_weights
 from fsdp_optim.checkpoint.common.optim_description import describe, small_values, stored_tensors
@@ -23,11 +24,11 @@ from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, Ne
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Prepared, SavedWeights, Writer, rank_extra_name
 from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.memory import dtype_name
-from fsdp_optim.options import text_of_format
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.ends import LiveEnd
+from fsdp_optim.verbs.joint_steps import joint_steps
 
 if TYPE_CHECKING:
     from fsdp_optim.checkpoint.common.optim_trees import OptimTree
@@ -70,7 +71,14 @@ class SaveContents(Struct, frozen=True):
         weights = read_weights(
             reader, group, options, options.call, about, which=options.weights, saved_as=options.weights_dtype
         )
-        state = read_state(reader, optim, group, options, options.call, about) if optim is not None else None
+        state = None
+        if optim is not None:
+            state = read_state(reader, optim, group, options, options.call, about, fused_state=options.fused_state)
+        if state is not None and state.kept and not writer.keeps_fused_state:
+            raise StateError(
+                f"fused_state='keep': {state.kept[0]}: the format {text_of_format(options.format)} has no place for the names of "
+                'fused parameters whose state cannot be cut: give format="safetensors"'
+            )
         names = SavedNames.of(group, options.rename, weights, state)
         weights, state = names.of_half(weights), names.of_half(state) if state is not None else None
         values, own = options.state.saved()  # on every rank: a state_dict() may be a collective call
@@ -180,6 +188,10 @@ class SaveContents(Struct, frozen=True):
                 which,
                 models=self.options.models.names,
                 views=global_state.views,
+                fused_state=tuple(map(self.names, self.state.kept)) if self.state is not None else (),
+                joint_steps=joint_steps(self.state.local.optim.classes, self.state.global_state.live)
+                if self.state is not None
+                else (),
             ),
             aliases={**aliases, **local.module_values.aliases},
             optim=optim,

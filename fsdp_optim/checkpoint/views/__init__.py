@@ -8,7 +8,9 @@
 Both directions are one mechanism: a tensor is made of Tiles of others (`layout.views`).
 """
 
-from fsdp_optim.checkpoint.views.names import Through
+from fsdp_optim.checkpoint.views.mapped import MappedFiles
+from fsdp_optim.checkpoint.views.names import Seen, Through
 from fsdp_optim.checkpoint.views.reader import SeenReader, check_used, reader_inside, seen
+from fsdp_optim.checkpoint.views.state import SeenState
 
-__all__ = ["SeenReader", "Through", "check_used", "reader_inside", "seen"]
+__all__ = ["MappedFiles", "Seen", "SeenReader", "SeenState", "Through", "check_used", "reader_inside", "seen"]

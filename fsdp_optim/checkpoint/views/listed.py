@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +30,7 @@ def names_before(where: str, names: Names, full: Mapping[str, Any], seen: Seen, 
     groups = [tuple(_instead(group, seen)) for group in names.groups]
     if [len(group) for group in names.groups] == nums or [len(group) for group in groups] != nums:
         return names
-    _check_order(where, [name for group in groups for name in group], order, seen.split)
-    return _with_groups(names, groups)
+    return _with_groups(names, _in_order(where, groups, order, seen))
 
 
 def _with_groups(names: Names, groups: Sequence[tuple[str, ...]]) -> Names:
@@ -59,15 +58,31 @@ def _instead(group: Sequence[str], seen: Seen) -> list[str]:
     return list(dict.fromkeys(listed))
 
 
-def _check_order(where: str, listed: Sequence[str], order: Sequence[str], changed: Collection[str]) -> None:
-    """Refuse ids whose parameters the weights of the checkpoint have in another order."""
+def _in_order(
+    where: str, groups: Sequence[tuple[str, ...]], order: Sequence[str], seen: Seen
+) -> Sequence[tuple[str, ...]]:
+    """Return the names of each group in the order of the weights, which is that of the model that was saved.
+
+    Where a fused parameter stands is not known from its parts. Parameters that no View changes show whether the optimizer lists
+    them as the model does.
+
+    Raises StateError where they show another order, and without weights.
+    """
     places = {name: place for place, name in enumerate(order)}
-    known = [name for name in listed if name in places]
-    in_order = sorted(known, key=places.__getitem__)
-    if known != in_order:
-        name, other = next((a, b) for a, b in zip(known, in_order, strict=True) if a != b)
-        raise StateError(
-            f"{where}: the optimizer has {counted_noun(len(listed), 'parameter')} by ids without names, with "
-            f"{counted_noun(len(changed), 'fused one')} among them, and their order is not known: by this model {name} would be "
-            f"where the checkpoint has {other}: convert it with param_names=[...] first, the FQNs in the order of the ids"
-        )
+    number = counted_noun(sum(map(len, groups)), "parameter")
+    unknown = (
+        f"{where}: the optimizer has {number} by ids without names, and which of them are fused is not known: {{}}: convert it "
+        "with param_names=[...] first, the FQNs in the order of the ids"
+    )
+    without = next((name for group in groups for name in group if name not in places), None)
+    if without is not None:
+        raise StateError(unknown.format(f"{without} is not among its weights, which would show the order"))
+    for group in groups:
+        listed = [name for name in group if name not in seen.names]
+        in_order = sorted(listed, key=places.__getitem__)
+        if listed != in_order:
+            name, other = next((a, b) for a, b in zip(listed, in_order, strict=True) if a != b)
+            raise StateError(
+                unknown.format(f"the optimizer of this model lists {name} where the checkpoint has {other}")
+            )
+    return [tuple(sorted(group, key=places.__getitem__)) for group in groups]

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -23,6 +23,7 @@ from fsdp_optim.formats.base.extents import Extent, without_overlaps
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Placement, Shape, Whole
 from fsdp_optim.layout.views import Part, Tile, run_in_live, tiles_of_live, tiles_of_part
+from fsdp_optim.memory import in_pages
 from fsdp_optim.plan import Copy, clip_to_target, copies_into
 
 SCRATCH_NBYTES = 4 << 20
@@ -32,12 +33,17 @@ _LONG_NBYTES = 64 << 10  # a longer row is read to where it belongs
 _GAP_NBYTES = 64 << 10  # of bytes that no row has: more of them take longer to read than a further request
 _MOST_EXTENTS = 512  # in one read
 _MOST_GATHERED = 4096  # ranges of several reads
-_ALIGNMENT = 16
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By the bytes of an element, a dtype that copies its bits."""
 
 _Dim: TypeAlias = tuple[int, int, int]  # indices, and the steps of the source and of the target
 _Read: TypeAlias = Callable[[Mapping[str, Sequence[Extent]]], None]
+
+
+class ReadExtents(Protocol):
+    """`Reader.read`."""
+
+    def __call__(self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = ..., /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -78,43 +84,61 @@ class MappedFiles:
     _ends: dict[str, int] = field(default_factory=dict)
     _copies: dict[int, tuple[Placement, Sequence[Copy]]] = field(default_factory=dict)
 
-    def part_of(self, stored: StoredTensor, part: Part, key: str) -> StoredTensor:
-        """Return a part of a stored tensor. One that is a run of it lies in its file."""
+    def split(
+        self, stored: StoredTensor, parts: Iterable[tuple[str, Part]], key_of: Callable[[str], str] = str
+    ) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield the parts of a stored tensor by name. `key_of`: gives the key for a name."""
+        at = 0
+        for name, part in parts:
+            yield name, self.part_of(stored, part, key_of(name), at)
+            at += prod(part.shape) * stored.itemsize
+
+    def part_of(self, stored: StoredTensor, part: Part, key: str, at: int = 0) -> StoredTensor:
+        """Return a part of a stored tensor. One that is a run of it lies in its file.
+
+        `at`: the bytes of the parts before it. Where it lies follows from the stored tensor alone, so that ranks agree on it.
+        """
         first = run_in_live(part)
         if first is not None and stored.chunks is None:
             return _moved(stored, key, part.shape, stored.start + first * stored.itemsize)
         if first == 0 and part.shape == stored.shape:
             return _moved(stored, key, part.shape, stored.start)
-        return self._add(stored, key, part.shape, ((stored, part),), is_joined=False)
+        of_file = (stored.file, stored.start) if stored.chunks is None else (f"{stored.file} of {stored.key}", 0)
+        file, start = f"{of_file[0]} seen through Views", of_file[1] + at
+        seen = replace(stored, key=key, shape=part.shape, file=file, start=start, chunks=None)
+        return self._add(Mapped(seen, ((stored, part),), is_joined=False))
 
     def joined(self, sources: Sequence[tuple[StoredTensor, Part]], key: str) -> StoredTensor:
         """Return the tensor that parts make."""
         first, part = sources[0]
         if len(sources) == 1 and first.shape == part.live_shape and run_in_live(part) == 0:
             return _moved(first, key, first.shape, first.start)
-        return self._add(first, key, part.live_shape, tuple(sources), is_joined=True)
+        file = f"{first.file} joined by Views"
+        start = self._ends.get(file, 0)
+        seen = replace(first, key=key, shape=part.live_shape, file=file, start=start, chunks=None)
+        return self._add(Mapped(seen, tuple(sources), is_joined=True))
 
-    def _add(
-        self,
-        like: StoredTensor,
-        key: str,
-        shape: Shape,
-        sources: tuple[tuple[StoredTensor, Part], ...],
-        *,
-        is_joined: bool,
-    ) -> StoredTensor:
-        file = f"{like.file} seen through Views"
-        start = -(-self._ends.get(file, 0) // _ALIGNMENT) * _ALIGNMENT
-        stored = replace(like, key=key, shape=shape, file=file, start=start, chunks=None)
-        mapped = Mapped(stored, sources, is_joined)
-        self._tensors.setdefault(file, []).append(mapped)
-        self._starts.setdefault(file, []).append(start)
-        self._ends[file] = start + mapped.nbytes
-        return stored
+    def _add(self, mapped: Mapped) -> StoredTensor:
+        seen = mapped.stored
+        starts, tensors = self._starts.setdefault(seen.file, []), self._tensors.setdefault(seen.file, [])
+        place = bisect.bisect_right(starts, seen.start)
+        starts.insert(place, seen.start)
+        tensors.insert(place, mapped)
+        self._ends[seen.file] = max(self._ends.get(seen.file, 0), seen.start + mapped.nbytes)
+        return seen
 
     def has(self, file: str) -> bool:
         """Return whether a file is one of these."""
         return file in self._tensors
+
+    def read(self, extents: Mapping[str, Sequence[Extent]], read: ReadExtents, did_read: Callable[[int], None]) -> None:
+        """Fill ranges of these files, and of those that there are, as `Reader.read` does. `read`: that of the checkpoint."""
+        of_files = {file: ranges for file, ranges in extents.items() if not self.has(file)}
+        if of_files:
+            read(of_files, did_read)
+        mapped = {file: ranges for file, ranges in extents.items() if self.has(file)}
+        if mapped:
+            self.fill(mapped, read, did_read)
 
     def fill(self, extents: Mapping[str, Sequence[Extent]], read: _Read, did_read: Callable[[int], None]) -> None:
         """Fill ranges of these files. `read`: reads ranges of the files that there are."""
@@ -124,7 +148,7 @@ class MappedFiles:
                 if len(extent.memory):
                     self._fill(file, extent, gathered)
                     nbytes += len(extent.memory)
-        gathered.flush()
+        gathered.end()
         did_read(nbytes)
 
     def _fill(self, file: str, extent: Extent, gathered: _Gathered) -> None:
@@ -162,8 +186,10 @@ class _Gathered:
     copies_of: Callable[[StoredTensor], Sequence[Copy]]
     _extents: dict[str, list[Extent]] = field(default_factory=dict)
     _copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _placed: list[tuple[memoryview, memoryview]] = field(default_factory=list)
     _num: int = 0
     _nbytes: int = 0
+    _nbytes_placed: int = 0
 
     def add(self, mapped: Mapped, low: int, high: int, memory: memoryview) -> None:
         """Add the bytes [low, high) of a tensor, which belong in `memory`."""
@@ -172,14 +198,16 @@ class _Gathered:
         if (stop - start) * size == len(memory) and torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % size == 0:
             target, whole = torch.frombuffer(memory, dtype=_WORDS[size]), None
         else:  # a part of an element, or memory in which elements may not begin
-            target = torch.empty(stop - start, dtype=_WORDS[size])
+            if self._nbytes_placed + (stop - start) * size > self.most_nbytes:
+                self.end()
+            self._nbytes_placed += (stop - start) * size
+            target = in_pages((stop - start,), _WORDS[size])
             whole = bytes_of(target.view(torch.uint8))
         for source, tile in mapped.tiles(start, stop):
             for piece in _pieces(tile, size, self.most_nbytes):
                 self._add(source, piece, target)
         if whole is not None:
-            self.flush()
-            memory[:] = whole[low - start * size : low - start * size + len(memory)]
+            self._placed.append((memory, whole[low - start * size : low - start * size + len(memory)]))
 
     def _add(self, source: StoredTensor, piece: _Piece, target: torch.Tensor) -> None:
         size, num = source.itemsize, piece.width * piece.times
@@ -190,7 +218,7 @@ class _Gathered:
             memory = bytes_of(target[piece.target_at : piece.target_at + piece.width].view(torch.uint8))
             self._add_ranges(source, piece.source_at, piece.width, memory)
             return
-        scratch = torch.empty(num, dtype=target.dtype)
+        scratch = in_pages((num,), target.dtype)
         memory = bytes_of(scratch.view(torch.uint8))
         for index in range(piece.times):
             first = index * piece.width
@@ -228,6 +256,13 @@ class _Gathered:
         for target, scratch in self._copied:
             target.copy_(scratch)
         self._extents, self._copied, self._nbytes, self._num = {}, [], 0, 0
+
+    def end(self) -> None:
+        """Read what is left, and place what was read apart from the memory in which it belongs."""
+        self.flush()
+        for memory, placed in self._placed:
+            memory[:] = placed
+        self._placed, self._nbytes_placed = [], 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,24 +97,31 @@ class Through:
         views: of fused parameters that are seen as their parts.
         inverses: of parts that are seen as the parameter that they make.
         named: a function from a name in the checkpoint to that which Views have.
+        whole: fused parameters that stay as they are.
     """
 
     views: tuple[View, ...] = ()
     inverses: tuple[InverseView, ...] = ()
     named: Callable[[str], str] = str
+    whole: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, views: Sequence[View | InverseView], named: Callable[[str], str] = str) -> Through:
+    def of(
+        cls,
+        views: Sequence[View | InverseView],
+        named: Callable[[str], str] = str,
+        whole: frozenset[str] = frozenset(),
+    ) -> Through:
         """Return the Views in a list of both kinds."""
         forward = tuple(view for view in views if isinstance(view, View))
-        return cls(forward, tuple(view for view in views if isinstance(view, InverseView)), named)
+        return cls(forward, tuple(view for view in views if isinstance(view, InverseView)), named, whole)
 
     def view_of(self, where: str, name: str) -> View | None:
         """Return the View of a fused name; None where there is none. The name of a part is a canonical name already.
 
         Raises StateError for a name with two Views.
         """
-        matching = [view for view in self.views if view.matches(name)]
+        matching = [view for view in self.views if view.matches(name)] if name not in self.whole else []
         if not matching or any(view.has_part(name) for view in self.views):
             return None
         if len(matching) > 1:

@@ -44,7 +44,9 @@ def seen(
     if not views:
         return reader
     files = MappedFiles(min(scratch_nbytes, SCRATCH_NBYTES))
-    return SeenReader(reader, Through.of(views, named), files)
+    # State that no View can cut keeps the name of the fused parameter, beside canonical weights.
+    whole = frozenset(map(named, reader.index.facts.fused_state))
+    return SeenReader(reader, Through.of(views, named, whole), files)
 
 
 def reader_inside(reader: Reader) -> Reader:
@@ -69,7 +71,7 @@ def check_used(*readers: Reader) -> None:
 class SeenReader(Reader):
     """An open checkpoint that is seen through Views. It closes the checkpoint with itself.
 
-    `seen_at`: what was names, as often as it was looked for.
+    `seen_at`: what was found, as often as it was looked for.
     """
 
     reader: Reader
@@ -139,7 +141,7 @@ class SeenReader(Reader):
             left_out=dict(self._left_out()),
             aliases=self._aliases(aliases) if aliases else {},
             optim=optim,
-            facts=replace(index.facts, views=self._views()),
+            facts=replace(index.facts, views=self._views(names)),
             read_fingerprint=partial(_fingerprint_of, index, names),
         )
 
@@ -150,8 +152,7 @@ class SeenReader(Reader):
             if key not in weights:
                 continue
             if name in self.names.split:
-                for part, how in self.names.split[name].parts:
-                    yield part, self.files.part_of(weights[key], how, part)
+                yield from self.files.split(weights[key], self.names.split[name].parts)
             elif joined is None:
                 yield key, weights[key]
             elif joined not in done:
@@ -195,10 +196,11 @@ class SeenReader(Reader):
             for alias, name in changed.items()
         }
 
-    def _views(self) -> tuple[str, ...]:
+    def _views(self, names: Seen) -> tuple[str, ...]:
         """The Views of the save and of this call, as far as the names are canonical by them."""
-        undone = {repr(bound.view) for bound in self.names.joined.values()}
-        used = [repr(bound.view) for bound in self.names.split.values()]
+        undone = {repr(bound.view) for bound in names.joined.values()}
+        applied = {repr(bound.view) for bound in names.split.values()}
+        used = [text for text in map(repr, self.through.views) if text in applied]
         kept = [view for view in self.reader.index.facts.views if view not in undone]
         return tuple(dict.fromkeys([*kept, *used]))
 
@@ -255,23 +257,20 @@ class SeenReader(Reader):
             return index
         saved = optim.decoded(allow_pickle=allow_pickle, records=RECORDS)
         full = self.state(as_full_state(saved), saved.shapes, read)
-        if not self.seen_at or self.seen_at[-1].is_empty:
+        names = self.seen_at[-1]
+        if names.is_empty:
             return replace(index, optim=optim)
-        new = with_full_state(saved, full, {**saved.shapes, **self.seen_at[-1].shapes})
+        new = with_full_state(saved, full, {**saved.shapes, **names.shapes})
         tensors = {tensor.key: tensor for tensor in stored_in(new.full["state"])}
-        return replace(index, optim=replace(optim, tensors=tensors, decode=lambda *_: new))
+        new_optim = replace(optim, tensors=tensors, decode=lambda *_: new)
+        return replace(index, optim=new_optim, facts=replace(index.facts, views=self._views(names)))
 
     # ------------------------------------------------------------------------------------------------ reading
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        of_files = {file: ranges for file, ranges in extents.items() if not self.files.has(file)}
-        if of_files:
-            self.reader.read(of_files, did_read)
-        mapped = {file: ranges for file, ranges in extents.items() if self.files.has(file)}
-        if mapped:
-            self.files.fill(mapped, self.reader.read, did_read)
+        self.files.read(extents, self.reader.read, did_read)
 
     def verified(self) -> SeenReader:
         return SeenReader(self.reader.verified(), self.through, self.files, self.seen_at)
@@ -281,7 +280,6 @@ class SeenReader(Reader):
 
     def close(self) -> None:
         self.reader.close()
-        self.__dict__.pop("index", None)
 
 
 def _decode(

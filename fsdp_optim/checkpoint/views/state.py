@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -114,12 +114,13 @@ class SeenState:
         cut = [name for name, value in (values or {}).items() if self._is_cut(bound, name, value, shape, words)]
         if new_words is not None:
             new_words.update(dict.fromkeys(cut, _SHARDED))
-        for part, how in bound.parts:
+        of_parts: dict[Any, dict[str, StoredTensor]] = {
+            name: dict(self.files.split(values[name], bound.parts, partial(_key, name=name))) for name in cut if values
+        }
+        for part in bound.names:
             if values is not None:
                 state[part] = {
-                    name: self.files.part_of(value, how, _key(part, name))
-                    if name in cut
-                    else _rekeyed(value, part, name)
+                    name: of_parts[name][part] if name in of_parts else _rekeyed(value, part, name)
                     for name, value in values.items()
                 }
             if new_words is not None:

@@ -142,6 +142,8 @@ class Facts:
             where the format does not record them.
         with_optim: those of `models` that have an optimizer.
         views: the Views through which the save has seen fused parameters, as text. The names in the checkpoint are canonical.
+        fused_state: fused parameters whose state has their own names, because no View can cut it.
+        joint_steps: the optimizers that have stepped fused parameters as one: an unfused run would have taken other steps.
     """
 
     format_name: str
@@ -158,6 +160,8 @@ class Facts:
     models: tuple[str, ...] = ()
     with_optim: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
+    fused_state: tuple[str, ...] = ()
+    joint_steps: tuple[str, ...] = ()
 
 
 def _no_fingerprint() -> Fingerprint | None:

@@ -121,10 +121,12 @@ class Writer(Protocol):
         writes_trees: whether it gets the tensors of trees (`index.trees`) as the half "state", with an `InFile` in their places
             among the values of the trainer. False: it gets these values with their tensors, which no other rank writes.
         keeps_fingerprint: whether `last` writes the `fingerprint` that it gets, and the reader's index has it.
+        keeps_fused_state: whether the reader's index has the facts `views` and `fused_state`.
     """
 
     writes_trees: ClassVar[bool] = False
     keeps_fingerprint: ClassVar[bool] = False
+    keeps_fused_state: ClassVar[bool] = False
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         """Encode all that an index says besides elements. Raises CheckpointError that names a value which cannot be written.

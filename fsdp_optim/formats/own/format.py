@@ -120,6 +120,7 @@ class OwnWriter(Writer):
 
     writes_trees: ClassVar[bool] = True
     keeps_fingerprint: ClassVar[bool] = True
+    keeps_fused_state: ClassVar[bool] = True
 
     def prepare(self, index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         if isinstance(index.source, Checkpoint):
@@ -139,7 +140,9 @@ class OwnWriter(Writer):
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
         params = {key: ParamInfo(shape) for key, shape in contents.params.items()}
         of_weights = contents.weights, contents.weights_dtype, self.weights_name
-        model = ModelInfo(params, dict(contents.aliases), *of_weights, index.facts.models, tuple(index.facts.views))
+        facts = index.facts
+        fused = tuple(facts.views), tuple(facts.fused_state), tuple(facts.joint_steps)
+        model = ModelInfo(params, dict(contents.aliases), *of_weights, facts.models, *fused)
         check_models("the new checkpoint", model.models, (), params)
         manifest = Manifest(
             files={},

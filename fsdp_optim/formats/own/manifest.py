@@ -59,7 +59,9 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
     `weights`: which of them the files have: "all", "trainable" or "none". `weights_dtype`: torch's name of the dtype to which
     floating-point weights were cast; None: they were saved as they were. `weights_name`: how the names of their files begin.
     `models`: the names of several models, each with a folder of its own; all FQNs begin with one of them.
-    `views`: the Views through which the save has seen fused parameters, as text: a fact for users, which no load needs.
+    `views`: the Views through which the save has seen fused parameters, as text: facts for users, but for `fused_state`: the
+    names of fused parameters whose state has their own names, and which the same View alone can load. `joint_steps`: optimizers
+    that have stepped fused parameters as one.
     """
 
     params: dict[str, ParamInfo]
@@ -69,6 +71,8 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
     weights_name: str = MODEL
     models: tuple[str, ...] = ()
     views: tuple[str, ...] = ()
+    fused_state: tuple[str, ...] = ()
+    joint_steps: tuple[str, ...] = ()
 
     def content(self, *, has_optim: bool) -> str:
         """Return the `content` of a summary."""

@@ -176,6 +176,8 @@ class Checkpoint:
                 models=self.manifest.model.models,
                 with_optim=models_with_optim(self.manifest.model.models, self.files),
                 views=self.manifest.model.views,
+                fused_state=self.manifest.model.fused_state,
+                joint_steps=self.manifest.model.joint_steps,
             ),
             self.manifest.model.aliases,
             StoredOptim(self.optim, self._decoded_optim) if self.manifest.has_optim else None,

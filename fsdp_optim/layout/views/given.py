@@ -19,5 +19,5 @@ def check_given(views: object, *, of_checkpoints: bool) -> None:
             f"{inverse!r} is for checkpoints alone, in convert and diff: a live model is seen through the View itself, without "
             ".inverse, and has the parts if it is not fused"
         )
-    or_hooks = "" if of_checkpoints else ", or 'hooks'"
-    raise StateError(f"views must be a list of Views, as in views=[View(...)]{or_hooks}, not {views!r}")
+    or_words = "" if of_checkpoints else ", 'hooks' or 'hub'"
+    raise StateError(f"views must be a list of Views, as in views=[View(...)]{or_words}, not {views!r}")

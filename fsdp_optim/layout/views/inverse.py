@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -123,6 +123,14 @@ class InverseView:
 
     def _bound(self, named: _Found, shapes: Mapping[str, Shape]) -> BoundView:
         """Return a live parameter with its parts, from the shapes of these."""
+        there = {pattern for pattern, _ in named.parts.values()}
+        lacking = [
+            Template.of(pattern, {}).fill(named.fields(pattern))
+            for pattern, _ in self.view.parts
+            if pattern not in there
+        ]
+        if lacking:
+            raise self._missing(named, lacking)
         sizes = self._sizes_of(named, shapes)
         dims = read_axes(self._where, self.view.axes)
         for factors in dims:
@@ -138,11 +146,7 @@ class InverseView:
         bound = self.view.bind(named.live, tuple(shape))
         missing = [name for name, _ in bound.parts if name not in named.parts]
         if missing:
-            raise LayoutError(
-                f"{named.live}: {self._where} makes it of {len(bound.parts)} parts, and {shortened(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not there, beside {next(iter(named.parts))}: leave the View out, or "
-                "give its parts names that others do not have"
-            )
+            raise self._missing(named, missing)
         for name, part in bound.parts:
             if tuple(shapes[name]) != part.shape:
                 first = bound.parts[0][0]
@@ -151,6 +155,12 @@ class InverseView:
                     f"{list(part.shape)} beside {first} of shape {list(shapes[first])}, by {self._where}"
                 )
         return bound
+
+    def _missing(self, named: _Found, missing: Sequence[str]) -> LayoutError:
+        return LayoutError(
+            f"{named.live}: {self._where} makes it of parts of which {shortened(missing)} {'is' if len(missing) == 1 else 'are'} "
+            f"not there, beside {next(iter(named.parts))}: leave the View out, or give its parts names that others do not have"
+        )
 
     def _sizes_of(self, named: _Found, shapes: Mapping[str, Shape]) -> dict[str, int]:
         """Return the sizes of the axes that parts have."""
@@ -179,6 +189,11 @@ class _Found:
 
     live: str
     parts: dict[str, tuple[str, Bindings]] = field(default_factory=dict)
+
+    def fields(self, pattern: str) -> Bindings:
+        """Return what stands for the fields of another part: what stands for them in these; an axis stands for itself."""
+        bindings = dict(next(iter(self.parts.values()))[1])
+        return {field: bindings.get(field, f"{{{field}}}") for field in fields_of(pattern)}
 
 
 def _is_index(text: str) -> bool:

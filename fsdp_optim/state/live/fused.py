@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_optim.errors import StateError, shortened
-from fsdp_optim.state.live.local import LocalParam
+from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.values.summary import Summary
 
 _FLAT = (
@@ -28,15 +28,27 @@ def check_follows(param: LocalParam, summary: Summary | None) -> None:
 
     `summary`: the live state of the parameter, or the state that it would get.
     """
-    if not param.handle.fused or summary is None:
-        return
-    unfit = [(name, str(kind)) for name, kind in summary.opaque]
-    unfit += [(name, f"a DTensor of shape {list(where.shape)}") for name, (_, where) in summary.placed]
+    unfit = unfit_values(summary) if param.handle.fused and summary is not None else []
     if unfit:
         name, what = unfit[0]
         live = shortened(param.handle.fused)
         raise StateError(
             f"{live}: {name} is {what}, not of the shape of the parameter, and cannot be cut into its parts "
-            f"({shortened(param.named.fqns)}): leave the View of {live} out, so that its state keeps that name, or use an "
-            "optimizer whose state has the shapes of the parameters"
+            f"({shortened(param.named.fqns)}): save with fused_state='keep', by which the state of {live} keeps that name beside "
+            f"canonical weights, leave the View of {live} out, or use an optimizer whose state has the shapes of the parameters"
         )
+
+
+def unfit_values(summary: Summary) -> list[tuple[str, str]]:
+    """Return the values that no View can cut, each with what it is."""
+    unfit = [(name, str(kind)) for name, kind in summary.opaque]
+    return unfit + [(name, f"a DTensor of shape {list(where.shape)}") for name, (_, where) in summary.placed]
+
+
+def names_of_unfit(optim: LocalOptim) -> list[str]:
+    """Return the names of the fused parameters whose state no View can cut."""
+    unfit = list[str]()
+    for param, summary in zip(optim.params, optim.summaries, strict=True):
+        if param.handle.fused and summary is not None and unfit_values(summary):
+            unfit += param.handle.fused
+    return unfit
