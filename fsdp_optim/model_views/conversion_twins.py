@@ -15,6 +15,7 @@ import numpy as np
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View
+from fsdp_optim.layout.views.axes import read_axes, sizes_for
 from fsdp_optim.layout.views.fitted import fitted_view
 from fsdp_optim.layout.views.numbered import numbers_of_part
 from fsdp_optim.model_views.conversions import Conversion
@@ -121,8 +122,17 @@ def _common(first: ElementMap, others: list[ElementMap]) -> View | None:
     view, second = (fitted_view(each.name, each.shape, each.parts) for each in (first, other))
     if (view.axes, view.parts) != (second.axes, second.parts):
         return None
-    sizes = dict(set(view.sizes) & set(second.sizes))
-    return View(view.name, view.axes, dict(view.parts), **sizes)
+    dims = read_axes(view.name, view.axes)
+    sizes, others_sizes = (
+        sizes_for(view.name, dims, each.shape, dict(fitted.sizes)) for each, fitted in ((first, view), (other, second))
+    )
+    given = dict(view.sizes)
+    equal = {axis: size for axis, size in sizes.items() if others_sizes[axis] == size}
+    for factors in dims:  # a dimension has one size that is inferred: that which differs, or that which is not given
+        axes = [axis for factor in factors for axis in factor]
+        if all(axis in equal for axis in axes):
+            equal = {axis: size for axis, size in equal.items() if axis not in axes or axis in given}
+    return View(view.name, view.axes, dict(view.parts), **equal)
 
 
 def _check(view: View, twin: ElementMap) -> None:
