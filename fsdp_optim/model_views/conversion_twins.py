@@ -15,6 +15,7 @@ import numpy as np
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View
+from fsdp_optim.layout.views.axes import read_axes, sizes_for
 from fsdp_optim.layout.views.fitted import fitted_view
 from fsdp_optim.layout.views.numbered import numbers_of_part
 from fsdp_optim.model_views.conversions import Conversion
@@ -73,11 +74,16 @@ def _of_twins(
     views = {each.name: view for each in first if (view := _common(each, second)) is not None}
     if len(views) != len(first) or any({each.name for each in maps} != views.keys() for maps in (second, *others)):
         raise LayoutError(f"{next(iter(shapes))}: transformers' conversion of this parameter depends on its sizes")
-    for each in (each for maps in (first, second, *others) for each in maps):
-        _check(views[each.name], each)
-    for view in views.values():
+    learned = list[View]()
+    for name, view in views.items():
+        twins = [each for maps in (first, second, *others) for each in maps if each.name == name]
+        if not all(_is_of(view, each) for each in twins):
+            if not all(_is_of(_with_ranges(view, each.shapes), each) for each in twins):
+                raise LayoutError(f"{name}: transformers' conversion of this parameter depends on its sizes")
+            view = _with_ranges(view, stored if name in shapes else shapes)
         check_stored(view, shapes, stored)
-    return list(views.values())
+        learned.append(view)
+    return learned
 
 
 def _maps(conversion: Conversion, twin: Mapping[str, Shape], renamed: Mapping[str, Shape]) -> list[ElementMap]:
@@ -121,18 +127,42 @@ def _common(first: ElementMap, others: list[ElementMap]) -> View | None:
     view, second = (fitted_view(each.name, each.shape, each.parts) for each in (first, other))
     if (view.axes, view.parts) != (second.axes, second.parts):
         return None
-    sizes = dict(set(view.sizes) & set(second.sizes))
+    dims = read_axes(view.name, view.axes)
+    sizes, others_sizes = (
+        sizes_for(view.name, dims, each.shape, dict(fitted.sizes)) for each, fitted in ((first, view), (other, second))
+    )
+    given = dict(view.sizes)
+    equal = {axis: size for axis, size in sizes.items() if others_sizes[axis] == size}
+    for factors in dims:  # a dimension has one size that is inferred: that which differs, or that which is not given
+        axes = [axis for factor in factors for axis in factor]
+        if all(axis in equal for axis in axes):
+            equal = {axis: size for axis, size in equal.items() if axis not in axes or axis in given}
+    return View(view.name, view.axes, dict(view.parts), **equal)
+
+
+def _with_ranges(view: View, shapes: Mapping[str, Shape]) -> View:
+    """Return a View with the sizes of unequal ranges of sums, which the shapes of its parts show."""
+    dims = read_axes(view.name, view.axes)
+    ranges = {axis for factors in dims for factor in factors if len(factor) > 1 for axis in factor}
+    sizes = dict(view.sizes)
+    for part, text in view.parts:
+        for factors, length in zip(read_axes(part, text), shapes.get(part, ()), strict=False):
+            unknown = [axis for (axis,) in factors if axis not in sizes]
+            if len(unknown) == 1 and unknown[0] in ranges:
+                sizes[unknown[0]] = max(1, length // prod(sizes[axis] for (axis,) in factors if axis in sizes))
     return View(view.name, view.axes, dict(view.parts), **sizes)
 
 
-def _check(view: View, twin: ElementMap) -> None:
-    """Raise LayoutError for a View that is not that of a twin."""
-    bound = dict(view.bind(twin.name, twin.shape).parts)
-    if bound.keys() != twin.parts.keys() or not all(
+def _is_of(view: View, twin: ElementMap) -> bool:
+    """Whether a View gives the parts of a twin: the same elements in the same places."""
+    try:
+        bound = dict(view.bind(twin.name, twin.shape).parts)
+    except LayoutError:
+        return False
+    return bound.keys() == twin.parts.keys() and all(
         bound[name].shape == numbers.shape and np.array_equal(numbers_of_part(bound[name]), numbers)
         for name, numbers in twin.parts.items()
-    ):
-        raise LayoutError(f"{twin.name}: transformers' conversion of this parameter depends on its sizes")
+    )
 
 
 def check_stored(view: View, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> None:

@@ -28,6 +28,11 @@ class ElementMap:
     shape: Shape
     parts: Mapping[str, Numbers]
 
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of the parts."""
+        return {name: tuple(numbers.shape) for name, numbers in self.parts.items()}
+
 
 def element_maps(conversion: Conversion, shapes: Mapping[str, Shape], renamed: Mapping[str, Shape]) -> list[ElementMap]:
     """Run a conversion on the numbers of the elements of some parameters.

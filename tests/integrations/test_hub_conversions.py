@@ -93,6 +93,22 @@ class TestTwins(unittest.TestCase):
         check_same(name, numbers(by_twins, model), numbers(exact, model))
         check_same("one View for all layers", len(joined(exact, conversion.shapes)) <= 9, True)
 
+    def test_the_size_that_grows_is_inferred(self) -> None:
+        """Of rows that alternate, the two stay two, and the number of pairs is that of the parameter, without numbering it."""
+        model = llama(CONVERSIONS["interleaved"](loading()), intermediate_size=800)
+        conversion = conversion_of(model)
+        exact = views_of_conversion(conversion, 1 << 30)
+        with mock.patch.object(twins, "_MANY", 20_000):  # it has 38,400 elements
+            check_same("numbers", numbers(views_of_conversion(conversion, 0), model), numbers(exact, model))
+
+    def test_unequal_ranges_have_the_sizes_of_the_parameters(self) -> None:
+        """Rows of q, k and v in one tensor, which is too large to number even with short rows."""
+        model = llama(CONVERSIONS["unequal rows joined"](loading()), num_attention_heads=48, head_dim=20)
+        conversion = conversion_of(model)
+        exact = views_of_conversion(conversion, 1 << 30)
+        with mock.patch.object(twins, "_MANY", 40_000):  # it has 48,000 elements
+            check_same("numbers", numbers(views_of_conversion(conversion, 0), model), numbers(exact, model))
+
     def test_a_model_of_gigabytes_is_learned_from_few_numbers(self) -> None:
         """DeepSeek V3 as the hub has it: five twins of one layer are numbered, for all layers."""
         package = transformers()

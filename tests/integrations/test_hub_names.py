@@ -19,7 +19,9 @@ from fsdp_optim import LoadOptions, SaveOptions, View
 from fsdp_optim.layout.views import numbers_of_part
 from fsdp_optim.model_views.transformers_models import views_of_transformers
 
-SHARDS = 24
+SHARDS = 80
+NOT_OPENED = ("JevForDecision",)
+"""Classes that `from_pretrained` of transformers 5.23 cannot open from their own folders of small sizes."""
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
 
 
@@ -58,6 +60,20 @@ def check_seen(model: Any) -> int:
             check_same(name, found.pop(name), tensor)
     check_same("more than transformers has", sorted(found), [])
     return len(views)
+
+
+def check_files(model: Any) -> None:
+    """Load what `save_pretrained` writes through the Views, and open by `from_pretrained` what a save through them writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = {name: value.clone() for name, value in model.state_dict().items()}
+        saved(model, Path(folder))
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+        fsdp_optim.load(f"{folder}/hub", model, options=LoadOptions(views=views_of_transformers(model), progress=False))
+        check_same(f"{type(model).__name__}, loaded", dict(model.state_dict()), wanted)
+        if type(model).__name__ not in NOT_OPENED:
+            again = type(model).from_pretrained(f"{folder}/own").state_dict()
+            check_same(f"{type(model).__name__}, opened", {k: again[k].to(wanted[k].dtype) for k in again}, wanted)
 
 
 class TestFiles(unittest.TestCase):
@@ -152,7 +168,7 @@ class TestFiles(unittest.TestCase):
 
 
 class TestEveryClass(unittest.TestCase):
-    @expand(*some(range(SHARDS), every=SHARDS, first=5))
+    @expand(*some(range(SHARDS), every=SHARDS, first=26))
     def test_views_are_what_transformers_does(self, shard: int) -> None:
         """For every class of a model that can be built from its default config with smaller sizes."""
         why, numbers = dict[str, str](), dict[str, int]()
@@ -165,5 +181,7 @@ class TestEveryClass(unittest.TestCase):
                 why[name] = f"{type(error).__name__}: {error}"
                 continue
             numbers[name] = check_seen(model)
+            if numbers[name]:
+                check_files(model)
         if not any(numbers.values()):
             self.skipTest(f"none of these is built and has other names: {sorted(numbers)}, {why}")
