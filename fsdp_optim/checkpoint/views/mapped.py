@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -31,6 +32,7 @@ SCRATCH_NBYTES = 4 << 20
 
 _LONG_NBYTES = 64 << 10  # a longer row is read to where it belongs
 _GAP_NBYTES = 64 << 10  # of bytes that no row has: more of them take longer to read than a further request
+_ALIGNMENT = 16  # bytes, of the largest elements
 _MOST_EXTENTS = 512  # in one read
 _MOST_GATHERED = 4096  # ranges of several reads
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -83,6 +85,7 @@ class MappedFiles:
     _starts: dict[str, list[int]] = field(default_factory=dict)
     _ends: dict[str, int] = field(default_factory=dict)
     _copies: dict[int, tuple[Placement, Sequence[Copy]]] = field(default_factory=dict)
+    _of_thread: threading.local = field(default_factory=threading.local)
 
     def split(
         self, stored: StoredTensor, parts: Iterable[tuple[str, Part]], key_of: Callable[[str], str] = str
@@ -142,7 +145,7 @@ class MappedFiles:
 
     def fill(self, extents: Mapping[str, Sequence[Extent]], read: _Read, did_read: Callable[[int], None]) -> None:
         """Fill ranges of these files. `read`: reads ranges of the files that there are."""
-        gathered, nbytes = _Gathered(read, self.scratch_nbytes, self.copies_of), 0
+        gathered, nbytes = _Gathered(read, self.scratch_nbytes, self.copies_of, self._scratch), 0
         for file, ranges in extents.items():
             for extent in ranges:
                 if len(extent.memory):
@@ -161,6 +164,13 @@ class MappedFiles:
             if low < high:
                 memory = extent.memory[low - extent.start : high - extent.start]
                 gathered.add(mapped, low - begin, high - begin, memory)
+
+    def _scratch(self) -> torch.Tensor:
+        """Return the scratch memory of this thread, which keeps it: fresh pages take longer than the bytes in them."""
+        scratch: torch.Tensor | None = getattr(self._of_thread, "scratch", None)
+        if scratch is None:
+            scratch = self._of_thread.scratch = in_pages((self.scratch_nbytes,), torch.uint8)
+        return scratch
 
     def copies_of(self, stored: StoredTensor) -> Sequence[Copy]:
         """Return where the row-major elements of a stored tensor in several pieces are, as copies into a whole tensor."""
@@ -184,6 +194,7 @@ class _Gathered:
     read: _Read
     most_nbytes: int
     copies_of: Callable[[StoredTensor], Sequence[Copy]]
+    scratch: Callable[[], torch.Tensor]
     _extents: dict[str, list[Extent]] = field(default_factory=dict)
     _copied: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _placed: list[tuple[memoryview, memoryview]] = field(default_factory=list)
@@ -211,14 +222,14 @@ class _Gathered:
 
     def _add(self, source: StoredTensor, piece: _Piece, target: torch.Tensor) -> None:
         size, num = source.itemsize, piece.width * piece.times
-        of_scratch = 0 if piece.is_long else num * size
+        of_scratch = 0 if piece.is_long else -(-num * size // _ALIGNMENT) * _ALIGNMENT
         if self._nbytes + of_scratch > self.most_nbytes or self._num >= _MOST_GATHERED:
             self.flush()
         if piece.is_long:
             memory = bytes_of(target[piece.target_at : piece.target_at + piece.width].view(torch.uint8))
             self._add_ranges(source, piece.source_at, piece.width, memory)
             return
-        scratch = in_pages((num,), target.dtype)
+        scratch = self.scratch()[self._nbytes : self._nbytes + num * size].view(target.dtype)
         memory = bytes_of(scratch.view(torch.uint8))
         for index in range(piece.times):
             first = index * piece.width
@@ -229,7 +240,12 @@ class _Gathered:
                 memory[first * size : (first + piece.width) * size],
             )
         sizes, sources, targets = zip(*piece.dims, strict=True)
-        self._copied.append((target.as_strided(sizes, targets, piece.target_at), scratch.as_strided(sizes, sources, 0)))
+        self._copied.append(
+            (
+                target.as_strided(sizes, targets, piece.target_at),
+                scratch.as_strided(sizes, sources, scratch.storage_offset()),
+            )
+        )
         self._nbytes += of_scratch
 
     def _add_ranges(self, source: StoredTensor, first: int, num: int, memory: memoryview) -> None:
