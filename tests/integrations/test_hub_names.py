@@ -161,6 +161,7 @@ class TestFiles(unittest.TestCase):
         assert views
         assert all(view.name.startswith("policy.model.") for view in views), views
         assert all(part.startswith("policy.model.") for view in views for part, _ in view.parts), views
+        check_same("views_for", fsdp_optim.views_for(model), views)
         check_same("no transformers model", views_of_transformers(torch.nn.Linear(2, 2)), [])
         llama = transformers().LlamaForCausalLM
         with torch.device("meta"):

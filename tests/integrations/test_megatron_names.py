@@ -140,6 +140,7 @@ class TestLayouts(unittest.TestCase):
             layer.self_attention.linear_qkv.bias = None
         views = views_of_megatron(model)
         check_same("one View for all layers", len(views), 3 if bias else 2)
+        check_same("views_for", fsdp_optim.views_for(model), views)
         wanted = cut(config, dict(model.state_dict()))
         check_same("parts", dict(sorted(gathered(model, views).items())), dict(sorted(wanted.items())))
 
