@@ -1,7 +1,7 @@
 """The messages of bounded size that a rank sends and receives, derived from the plan alone, the same at both ends.
 
-Each rank turns its copies into one stream of messages per peer. A large run is sent from its memory without a copy; small and
-strided blocks are packed. This file sends nothing.
+Each rank turns its copies into one stream of messages per peer. A large block that is contiguous is sent from its memory, or
+received in it, without a copy; small and strided blocks are packed. This file sends nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_optim.plan import RankPlan, Way, Ways
 from fsdp_optim.transport.base import Item
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure
 
-_ALONE_FROM = 1 << 20  # bytes; a longer run is a message by itself, without packing
+_ALONE_FROM = 1 << 20  # bytes; a longer block is a message by itself, without packing at the ends where it is contiguous
 
 
 class Span(NamedTuple):
@@ -60,6 +60,8 @@ class Message:
         if len(self.spans) != 1 or len(self.spans[0].views) != 1 or self.spans[0].views[0] is None:
             return None
         view = self.spans[0].views[0]
+        if view.dim() > 1 and view.numel() > 1 and view.is_contiguous():  # strided at the other end alone
+            view = view.view(-1)
         # A single element may have another stride, and then has no view as bytes.
         is_run = view.dim() == 1 and view.stride(0) == 1
         return view.view(torch.uint8) if is_run and view.device == comm_device else None
@@ -206,7 +208,7 @@ class _Stream:
                 return
         for part, numel in _cut(way.sizes, view, max(self._limit // dtype.itemsize, 1)):
             nbytes = numel * dtype.itemsize
-            if way.strided is None and nbytes >= self._alone_from:
+            if nbytes >= self._alone_from:
                 message = Message()
                 self._alone.append(message)
             else:
