@@ -10,6 +10,8 @@ DOCS_VENV ?= .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
 DEEPSPEED := .deepspeed
 DEEPSPEED_INSTALLED := $(DEEPSPEED)/.installed
+MEGATRON := .megatron
+MEGATRON_INSTALLED := $(MEGATRON)/.installed
 OLDEST_VENV ?= .venv-oldest
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 # What needs no other package, and every wrapper of torch and fairscale. The two that are left out test the site and the distributions.
@@ -21,7 +23,7 @@ TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) t
 # Processes that run tests, each a file at a time, on ranks of its own. Five keep two cores busy, because some tests wait.
 JOBS ?= 5
 
-.PHONY: help venv deepspeed test test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
+.PHONY: help venv deepspeed megatron test test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,10 +49,17 @@ $(DEEPSPEED_INSTALLED): requirements-deepspeed.txt $(INSTALLED)
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(DEEPSPEED) \
 		-r requirements-deepspeed.txt && touch $@ || { rm -rf $(DEEPSPEED); echo "DeepSpeed cannot be installed: its test is skipped"; }
 
+megatron: $(MEGATRON_INSTALLED)  ## put megatron-core beside the tests, at whose layers one of them looks
+
+$(MEGATRON_INSTALLED): requirements-megatron.txt $(INSTALLED)
+	rm -rf $(MEGATRON)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(MEGATRON) -r requirements-megatron.txt && touch $@ \
+		|| { rm -rf $(MEGATRON); echo "megatron-core cannot be installed: its test is skipped"; }
+
 # Ranks import the tests, so that bytecode that is not written is compiled again and again.
 test test-hosts test-long: export PYTHONDONTWRITEBYTECODE =
 
-test: venv deepspeed  ## run the test suite, but for what takes minutes, in JOBS= processes (5)
+test: venv deepspeed megatron  ## run the test suite, but for what takes minutes, in JOBS= processes (5)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: venv  ## run the tests that need a GPU, over NCCL
@@ -106,5 +115,5 @@ package: venv  ## build the wheel and the sdist into dist/, and check them
 	$(BIN)/python -m release.build --out dist $(if $(REPOSITORY),--repository $(REPOSITORY)) $(if $(REF),--ref $(REF)) $(if $(TAG),--tag $(TAG))
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(DOCS_VENV) $(OLDEST_VENV) $(DEEPSPEED) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(OLDEST_VENV) $(DEEPSPEED) $(MEGATRON) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

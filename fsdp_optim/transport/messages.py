@@ -20,7 +20,9 @@ from fsdp_optim.plan import RankPlan, Way, Ways
 from fsdp_optim.transport.base import Item
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure
 
-_ALONE_FROM = 1 << 20  # bytes; a longer block is a message by itself, without packing at the ends where it is contiguous
+_ALONE_FROM = (
+    1 << 20
+)  # bytes; a longer block is a message by itself, without packing at the ends where it is contiguous
 
 
 class Span(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import tempfile
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import check_same, refused
+from kit.megatron import megatron_core, why_not
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -212,7 +212,7 @@ class TestLayouts(unittest.TestCase):
 
 def real(**options: Any) -> Any:
     """A model of megatron-core in this process, whose weights are small integers, so that products are exact."""
-    with warnings.catch_warnings():
+    with megatron_core(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that it would use on GPUs
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
@@ -263,10 +263,7 @@ def real_classes() -> None:
             check_same("mlp", layer.mlp(hidden)[0].detach(), layer.mlp.linear_fc2(inner)[0].detach())
 
 
-@unittest.skipUnless(
-    importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None,
-    "megatron-core is not installed",
-)
+@unittest.skipIf(why_not(), why_not())
 class TestRealClasses(unittest.TestCase):
     def test_what_megatron_core_computes(self) -> None:
         """q, k, v and gates of its attention, and its MLP, from the weights of the parts, to the bit."""
