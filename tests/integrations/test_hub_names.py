@@ -189,7 +189,7 @@ class TestEveryClass(unittest.TestCase):
 
     @expand([], range(SHARDS))
     def test_models_of_full_size_are_learned(self, shard: int) -> None:
-        """From shapes alone, of hundreds of gigabytes too: names and shapes are compared with transformers' as they are learned."""
+        """From shapes alone, of hundreds of gigabytes too: names and shapes are compared with those of transformers."""
         why, numbers = dict[str, str](), dict[str, int]()
         for name in list(all_classes())[shard::SHARDS]:
             try:
