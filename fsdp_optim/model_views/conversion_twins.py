@@ -24,8 +24,8 @@ from fsdp_optim.model_views.element_maps import ElementMap, element_maps
 FEW = 1 << 20
 """As many elements are numbered as they are: 8 MiB of numbers."""
 
-_MANY = 1 << 26
-"""No more elements are numbered at a time: 512 MiB of numbers."""
+_MANY = 1 << 25
+"""No more elements are numbered at a time: 256 MiB of numbers."""
 
 _LEAST, _STEP = 8, 12
 """Sizes up to `_LEAST` stay as they are in a twin; the others become multiples of `_STEP`, which 2, 3, 4 and 6 divide."""
@@ -98,9 +98,12 @@ def _maps(conversion: Conversion, twin: Mapping[str, Shape], renamed: Mapping[st
 
 def _twins(shapes: Mapping[str, Shape], kept: Collection[int]) -> Iterator[dict[str, Shape]]:
     """Yield two twins of small sizes, and for each dimension one that has it in full."""
-    sizes = sorted({(dim, size) for shape in shapes.values() for dim, size in enumerate(shape)})
-    first = {key: _STEP * (number + 1) for number, key in enumerate(sizes)}
-    second = {key: _STEP * (2 * len(sizes) - number) for number, key in enumerate(sizes)}
+    first: dict[tuple[int, int], int] = {}
+    second: dict[tuple[int, int], int] = {}
+    for dim in range(max(map(len, shapes.values()))):
+        sizes = sorted({shape[dim] for shape in shapes.values() if len(shape) > dim})
+        first |= {(dim, size): _STEP * (number + 1) for number, size in enumerate(sizes)}
+        second |= {(dim, size): _STEP * (2 * len(sizes) - number) for number, size in enumerate(sizes)}
     yield _resized(shapes, first, kept)
     yield _resized(shapes, second, kept)
     for dim in range(max(map(len, shapes.values()))):

@@ -86,7 +86,7 @@ class _Run:
         maps = list[ElementMap]()
         for name, start in zip(names, self.starts, strict=True):
             if all(len(sources[stored]) == 1 for stored in targets[name]):
-                parts = {stored: numbers[stored] - start for stored in targets[name]}
+                parts = {stored: numbers[stored] - start if start else numbers[stored] for stored in targets[name]}
                 maps.append(ElementMap(name, self.shapes[name], parts))
                 continue
             (joined, *more) = targets[name]
@@ -101,26 +101,30 @@ class _Run:
 
     def _check_once(self, numbers: Mapping[str, Numbers]) -> None:
         """Every element must be in the files once."""
-        values = np.concatenate([each.reshape(-1) for each in numbers.values()] or [np.empty(0, np.int64)])
-        if values.size and (values.min() < 0 or values.max() >= self.num):
-            computed = next(
-                name for name, each in numbers.items() if each.size and not 0 <= each.min() <= each.max() < self.num
-            )
-            raise self._refused(
-                self.conversion.source_of(computed, self.shapes),
-                f"computes the elements of {computed} instead of moving them",
-            )
-        counts = np.bincount(values, minlength=self.num)
-        wrong = np.flatnonzero(counts != 1)
-        if wrong.size:
-            number = int(self._owners(wrong[:1])[0])
-            many = f"{counts[wrong[0]]} times" if counts[wrong[0]] else "nowhere"
-            at = int(wrong[0]) - self.starts[number]
-            raise self._refused(list(self.shapes)[number], f"puts its element {at} into the files {many}, and not once")
+        seen = np.zeros(self.num, np.bool_)
+        for name, values in numbers.items():
+            if values.size and (values.min() < 0 or values.max() >= self.num):
+                source = self.conversion.source_of(name, self.shapes)
+                raise self._refused(source, f"computes the elements of {name} instead of moving them")
+            seen[values.reshape(-1)] = True
+        if seen.all() and sum(values.size for values in numbers.values()) == self.num:
+            return
+        counts = sum(np.bincount(values.reshape(-1), minlength=self.num) for values in numbers.values())
+        wrong = int(np.flatnonzero(counts != 1)[0])
+        number = int(np.searchsorted(np.array(self.starts), wrong, side="right")) - 1
+        many = "nowhere" if not seen[wrong] else "several times"
+        at = wrong - self.starts[number]
+        raise self._refused(list(self.shapes)[number], f"puts its element {at} into the files {many}, and not once")
 
     def _owners(self, values: Numbers) -> Numbers:
         """Return the positions of the parameters that have elements among these."""
-        return np.unique(np.searchsorted(np.array(self.starts), values.reshape(-1), side="right") - 1)
+        if not values.size:
+            return np.empty(0, np.int64)
+        starts = np.array(self.starts)
+        first, last = np.searchsorted(starts, (values.min(), values.max()), side="right") - 1
+        if first == last:  # as of all that is cut; searching each element takes long
+            return np.array([first])
+        return np.unique(np.searchsorted(starts, values.reshape(-1), side="right") - 1)
 
     def _inverse(self, stored: str, numbers: Numbers, owners: Sequence[str]) -> ElementMap:
         flat = numbers.reshape(-1)
