@@ -102,6 +102,7 @@ class Through:
     views: tuple[View, ...] = ()
     inverses: tuple[InverseView, ...] = ()
     named: Callable[[str], str] = str
+    _known: dict[str, View | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, views: Sequence[View | InverseView], named: Callable[[str], str] = str) -> Through:
@@ -114,6 +115,11 @@ class Through:
 
         Raises StateError for a name with two Views.
         """
+        if name not in self._known:
+            self._known[name] = self._found_for(where, name)
+        return self._known[name]
+
+    def _found_for(self, where: str, name: str) -> View | None:
         matching = [view for view in self.views if view.matches(name)]
         if not matching or any(view.has_part(name) for view in self.views):
             return None
