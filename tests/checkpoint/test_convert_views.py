@@ -178,6 +178,42 @@ class TestConvert(unittest.TestCase):
         expected = [unfused[1].state[param]["exp_avg"] for param in unfused[0].parameters()]
         check_same("moments", [optim.state[param]["exp_avg"] for param in model.parameters()], expected)
 
+    def test_buffers(self) -> None:
+        """A buffer is seen as a parameter is; so are the weights of a save of trainable ones."""
+        model = Two(ab=(4, 3), frozen=(4, 3))
+        model.register_buffer("counts", torch.arange(6.0))
+        model.frozen.requires_grad_(False)
+        fsdp_optim.save(f"{self.root}/from", model, weights="trainable")
+        views = [AB, View("counts", "(a + b)", {"m": "a", "n": "b"})]
+        fsdp_optim.convert(f"{self.root}/from", f"{self.root}/to", options=ConvertOptions(views=views))
+        parts = Two(a=(2, 3), b=(2, 3))
+        for name in "mn":
+            parts.register_buffer(name, torch.zeros(3))
+        fsdp_optim.load(f"{self.root}/to", parts, weights="trainable")
+        check_same("buffers", torch.cat([parts.m, parts.n]), model.counts)
+        inverse = [view.inverse for view in views]
+        fsdp_optim.convert(f"{self.root}/to", f"{self.root}/back", options=ConvertOptions(views=inverse))
+        fsdp_optim.load(f"{self.root}/back", model, weights="trainable")
+        self.assertTrue(fsdp_optim.diff(f"{self.root}/from", f"{self.root}/back").equal)
+
+    def test_several_models(self) -> None:
+        """Names begin with that of the model."""
+        unfused, fused = pair()
+        fsdp_optim.save(f"{self.root}/two", {"m": fused[0], "other": nn.Linear(2, 2)}, {"m": fused[1]})
+        views = [
+            View(f"m.{v.name}" if "*" not in v.name else "m.*.oss", v.axes, parts_under_m(v), **dict(v.sizes))
+            for v in VIEWS
+        ]
+        fsdp_optim.convert(f"{self.root}/two", f"{self.root}/apart", options=ConvertOptions(views=views))
+        check(f"{self.root}/apart/m", unfused, is_fused=False)
+        inverse = [view.inverse for view in views]
+        fsdp_optim.convert(f"{self.root}/apart", f"{self.root}/back", options=ConvertOptions(views=inverse))
+        self.assertTrue(fsdp_optim.diff(f"{self.root}/two", f"{self.root}/back").equal)
+
+
+def parts_under_m(view: View) -> dict[str, str]:
+    return {f"m.{part}": axes for part, axes in view.parts}
+
 
 def names_of(model: nn.Module, group: Mapping[str, Any]) -> list[str]:
     names = {param: name for name, param in model.named_parameters()}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 from kit.cases import expand, some
 from kit.compare import check_same, refused_on_ranks, sorted_state
-from kit.fused import VIEWS, C, F, TrainedFused, Unfused, fused_from
+from kit.fused import VIEWS, C, F, Fused, TrainedFused, Unfused, fused_from
 from kit.optimizers import adam
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import fsdp_optim
-from fsdp_optim import CallOptions, CheckpointManager, LoadOptions, ManagerOptions, SaveOptions, View
+from fsdp_optim import CallOptions, CheckpointManager, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions, View
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 FUSED, UNFUSED = True, False
@@ -70,6 +70,14 @@ def resume(folder: str, is_fused: bool, wrapper: str) -> None:
         check_trained("trained on", target, is_fused, Oracle(adam, STEPS + 2, Unfused))
 
 
+def resume_unseen(folder: str) -> None:
+    """Load a checkpoint with canonical names, without Views."""
+    with cpu():
+        target = trained(UNFUSED, "FSDP2", 0)
+        fsdp_optim.load(folder, target.model, target.optim)
+        check_trained("loaded", target, UNFUSED, Oracle(adam, STEPS, Unfused))
+
+
 class TestLoads(unittest.TestCase):
     @expand(
         *some(
@@ -102,6 +110,15 @@ class TestLoads(unittest.TestCase):
             run_on_ranks(save_fused, 1, f"{folder}/run.pt", "plain", "torch")
             run_on_ranks(resume, 2, f"{folder}/run.pt", UNFUSED, "FSDP2")
             run_on_ranks(resume, 2, f"{folder}/run.pt", FUSED, "FSDP2")
+
+    def test_a_file_of_torch_with_the_parts_of_a_wrapper(self) -> None:
+        """DistributedDataParallel puts `module.` before every name."""
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(save_fused, 1, f"{folder}/run.pt", "DDP", "torch")
+            run_on_ranks(resume, 2, f"{folder}/run.pt", UNFUSED, "FSDP2")
+            options = ConvertOptions(views=VIEWS, param_names=[name for name, _ in Fused().named_parameters()])
+            fsdp_optim.convert(f"{folder}/run.pt", f"{folder}/apart", options=options)
+            run_on_ranks(resume_unseen, 2, f"{folder}/apart")
 
 
 # ------------------------------------------------------------------------------------------------ other checkpoints

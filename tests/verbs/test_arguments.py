@@ -270,6 +270,7 @@ class AskedTest(unittest.TestCase):
                 "storage_options",
                 "local_cache",
                 "wrong_options",
+                "fused",
                 "trace",
                 "silent",
             }

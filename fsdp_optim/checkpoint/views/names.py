@@ -104,6 +104,7 @@ class Through:
     inverses: tuple[InverseView, ...] = ()
     named: Callable[[str], str] = str
     whole: frozenset[str] = frozenset()
+    _known: dict[str, View | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -121,6 +122,11 @@ class Through:
 
         Raises StateError for a name with two Views.
         """
+        if name not in self._known:
+            self._known[name] = self._found_for(where, name)
+        return self._known[name]
+
+    def _found_for(self, where: str, name: str) -> View | None:
         matching = [view for view in self.views if view.matches(name)] if name not in self.whole else []
         if not matching or any(view.has_part(name) for view in self.views):
             return None

@@ -90,12 +90,11 @@ class SeenReader(Reader):
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
-        """The weights, and the weights that were left out, by the names that Views have, each with its name there."""
-        index = self.reader.index
-        keys = [*index.weights, *(key for key in index.left_out if key not in index.weights)]
+        """The weights by the names that Views have, each with its name there."""
+        keys = list(self.reader.index.weights)
         named: dict[str, str] = {}
         for key, name in zip(keys, self._clean(keys), strict=True):
-            named.setdefault(name, key)
+            named[key if name in named else name] = key  # two of one name are refused later, as without Views
         return named
 
     def _clean(self, keys: Sequence[str]) -> Iterator[str]:
@@ -107,13 +106,10 @@ class SeenReader(Reader):
                 names = [name.removeprefix(_IN_DDP) for name in names]
         yield from map(self.through.named, names)
 
-    def _shape_of(self, key: str) -> Shape:
-        index = self.reader.index
-        return index.weights[key].shape if key in index.weights else index.left_out[key]
-
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
-        return {name: self._shape_of(key) for name, key in self._names.items()}
+        weights = self.reader.index.weights
+        return {name: weights[key].shape for name, key in self._names.items()}
 
     @cached_property
     def names(self) -> Seen:
@@ -138,7 +134,6 @@ class SeenReader(Reader):
         return replace(
             index,
             weights=dict(self._weights()),
-            left_out=dict(self._left_out()),
             aliases=self._aliases(aliases) if aliases else {},
             optim=optim,
             facts=replace(index.facts, views=self._views(names)),
@@ -149,8 +144,6 @@ class SeenReader(Reader):
         weights, done = self.reader.index.weights, set[str]()
         for name, key in self._names.items():
             joined = self.names.joined_of.get(name)
-            if key not in weights:
-                continue
             if name in self.names.split:
                 yield from self.files.split(weights[key], self.names.split[name].parts)
             elif joined is None:
@@ -160,34 +153,13 @@ class SeenReader(Reader):
                 yield joined, self._joined(joined)
 
     def _joined(self, live: str) -> StoredTensor:
-        """Return the tensor that parts make. Raises StateError where some parts are not stored, or have another dtype."""
+        """Return the tensor that parts make. Raises StateError where they have different dtypes."""
         weights, bound = self.reader.index.weights, self.names.joined[live]
         keys = [self._names[name] for name in bound.names]
-        without = next((key for key in keys if key not in weights), None)
-        if without is not None:
-            raise StateError(
-                f"{self._where}: {live}: the save has left its part {without} out, and {keys[0]} is there: leave the View out"
-            )
         sources = [weights[key] for key in keys]
         check_dtypes(f"{self._where}: {live}", keys, sources)
         parts = [part for _, part in bound.parts]
         return self.files.joined(list(zip(sources, parts, strict=True)), live)
-
-    def _left_out(self) -> Iterator[tuple[str, Shape]]:
-        index, done = self.reader.index, set[str]()
-        for name, key in self._names.items():
-            joined = self.names.joined_of.get(name)
-            if key in index.weights:
-                continue
-            if name in self.names.split:
-                yield from self.names.split[name].shapes.items()
-            elif joined is None:
-                yield key, index.left_out[key]
-            elif joined not in done and all(
-                self._names[part] not in index.weights for part in self.names.joined[joined].names
-            ):
-                done.add(joined)
-                yield joined, self.names.joined[joined].live_shape
 
     def _aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
         changed = self.names.aliases(self._where, aliases, self.through)
