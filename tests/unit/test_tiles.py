@@ -87,3 +87,22 @@ def test_a_target_that_is_too_short_keeps_the_place_of_its_messages() -> None:
     streams.add(Item(copies, torch.float32, torch.zeros(8), torch.zeros(12)), failure)
     assert failure.error is not None
     assert [[message.nbytes for message in streams.incoming(rank)] for rank in RANKS[1:]] == [[32], [32], [24]]
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_a_large_block_is_packed_at_the_end_alone_where_it_is_strided(is_sent: bool) -> None:
+    """A part of a transposed parameter, of 2 MiB: contiguous where it goes to, or where it comes from."""
+    rows, columns = 512, 1024
+    row_major, turned = (columns, 1), (1, rows)
+    source, target = (turned, row_major) if is_sent else (row_major, turned)
+    copies = [Copy(0, 1, (rows, columns), 0, source, 0, target), Copy(0, 1, (3,), 0, (1,), 0, (1,))]
+    failure, local = Failure(), torch.zeros(rows * columns)
+    here, there = Streams(0, 64 << 20), Streams(1, 64 << 20)
+    here.add(Item(copies, torch.float32, local, None), failure)
+    there.add(Item(copies, torch.float32, None, local), failure)
+    sent, received = here.outgoing(1), there.incoming(0)
+    assert failure.error is None
+    assert [message.nbytes for message in sent] == [message.nbytes for message in received] == [12, rows * columns * 4]
+    cpu = torch.device("cpu")
+    assert [message.in_place(cpu) is not None for message in sent] == [True, not is_sent]
+    assert [message.in_place(cpu) is not None for message in received] == [True, is_sent]
