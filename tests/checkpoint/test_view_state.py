@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import LoadOptions, SaveOptions, View
+from fsdp_optim import CheckpointManager, LoadOptions, ManagerOptions, SaveOptions, View
 from fsdp_optim.testing import run_on_ranks
 
 QKV = tuple(f"attention.w{part}.weight" for part in "qkv")
@@ -228,8 +228,21 @@ def renamed(folder: str) -> None:
         fused = TrainedFused("FSDP2", Factored, 2)
         fsdp_optim.save(folder, fused.model, fused.optim, options=SaveOptions(rename={"": "model."}, **KEEP))
         again = TrainedFused("FSDP2", Factored, 0)
-        load = LoadOptions(views=VIEWS, rename={"model.": ""}, compare=True)
+        load = LoadOptions(views=VIEWS, rename={"model.": ""}, compare=True, cast=True)
         fsdp_optim.load(folder, again.model, again.optim, options=load)
+        check_same("state", live_state(again), live_state(fused))
+
+
+def managed(folder: str) -> None:
+    """By a manager, in the background, with fingerprints and with proofs."""
+    with cpu():
+        options = ManagerOptions(rng=False, signals=(), fingerprint=True, **KEEP)
+        fused, again = TrainedFused("FSDP2", Factored, 2), TrainedFused("FSDP2", Factored, 0)
+        with CheckpointManager(folder, fused.model, fused.optim, every=1, options=options, prove=True) as manager:
+            manager.save(1)
+            manager.wait()
+        with CheckpointManager(folder, again.model, again.optim, every=1, options=options) as manager:
+            check_same("step", manager.resume(), 1)
         check_same("state", live_state(again), live_state(fused))
 
 
@@ -329,6 +342,7 @@ class TestKept(unittest.TestCase):
     def test_other_options(self) -> None:
         run_on_ranks(other_options, 2, self.folder)
         run_on_ranks(renamed, 2, f"{self.folder}-renamed")
+        run_on_ranks(managed, 2, f"{self.folder}-managed")
 
 
 class TestBegunAnew(unittest.TestCase):
