@@ -26,6 +26,8 @@ def views_for(model: Model) -> list[View]:
         WrapperError: `model` is no module; a state-dict hook does something else than to rename, cut or permute a parameter: it
             computes, joins two parameters, makes a collective call, uses or changes live tensors, or is not undone by the hook
             of load_state_dict(). The error names the module, the hook, the parameter and the fix.
+        LayoutError: transformers' conversion of a parameter to the names of its files computes elements, loses or repeats them; a
+            layer of megatron-core has another shape than its config says.
     """
     check_model(model)
     return known_views(model)
