@@ -202,6 +202,18 @@ def thinned(folder: str) -> None:
         )
 
 
+def proven(folder: str) -> None:
+    """The fingerprints of values that no View changes are compared; those of fused ones say nothing about parts."""
+    with cpu():
+        source, target = TrainedFused("FSDP2", adam, STEPS), trained(UNFUSED, "FSDP2", 0)
+        fsdp_optim.save(folder, source.model, source.optim, options=SaveOptions(fingerprint=True))
+        receipt = fsdp_optim.load(folder, target.model, target.optim, options=LOAD).receipt
+        check_trained("loaded", target, UNFUSED, Oracle(adam, STEPS, Unfused))
+        unchanged = [name for name, _ in Fused().named_parameters() if not any(view.matches(name) for view in VIEWS)]
+        if receipt is not None:
+            check_same("proven", receipt.num_proven, len(unchanged) * len(("weight", "step", "exp_avg", "exp_avg_sq")))
+
+
 def managed(root: str) -> None:
     """A run that was fused without Views is resumed with them, and its next checkpoint has canonical names."""
     with cpu():
@@ -235,6 +247,10 @@ class TestOthers(unittest.TestCase):
             run_on_ranks(save_fused, 2, f"{folder}/step", "FSDP2", "safetensors")
             fsdp_optim.thin(f"{folder}/step")
             run_on_ranks(thinned, 2, f"{folder}/step")
+
+    def test_fingerprints(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(proven, 2, f"{folder}/step")
 
     def test_a_manager(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
