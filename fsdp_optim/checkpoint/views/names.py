@@ -86,7 +86,17 @@ class Seen:
                     f"{list(view.parts)} and {list(bound.view.parts)}: give both the same axes"
                 )
             seen |= {other: own for (other, _), own in zip(parts, bound.names, strict=True) if other != own}
+        self._check_aliases(where, seen)
         return seen
+
+    def _check_aliases(self, where: str, aliases: Mapping[str, str]) -> None:
+        """Refuse the other name of a tied parameter that a part gets too."""
+        for alias, name in aliases.items():
+            if alias in self.shapes:
+                raise StateError(
+                    f"{where}: {alias}: two parameters would have this name, {name}, which is tied to it, and one that the Views "
+                    "make: give the parts of the View other names"
+                )
 
 
 @dataclass(frozen=True)

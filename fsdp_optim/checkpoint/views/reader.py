@@ -91,12 +91,18 @@ class SeenReader(Reader):
     @cached_property
     def _names(self) -> Mapping[str, str]:
         """The weights, and the weights that were left out, by the names that Views have, each with its name there."""
+        named = dict[str, str]()
+        for key, name in self._name_of_key.items():
+            if name not in named or key == name:
+                named[name] = key
+        return named
+
+    @cached_property
+    def _name_of_key(self) -> Mapping[str, str]:
+        """All of them by key. Two keys may have one name; of these `_names` has one, and the others stay as they are."""
         index = self.reader.index
         keys = [*index.weights, *(key for key in index.left_out if key not in index.weights)]
-        named: dict[str, str] = {}
-        for key, name in zip(keys, self._clean(keys), strict=True):
-            named.setdefault(name, key)
-        return named
+        return dict(zip(keys, self._clean(keys), strict=True))
 
     def _clean(self, keys: Sequence[str]) -> Iterator[str]:
         """Yield names without the parts of wrappers, as Views have them."""
@@ -120,7 +126,19 @@ class SeenReader(Reader):
         """Which weights change."""
         names = self.through.find(self._where, self._shapes)
         self.seen_at.append(names)
+        self._check_keys(names)
         return names
+
+    def _check_keys(self, names: Seen) -> None:
+        """Refuse a key of the checkpoint that keeps its tensor, and is the name that another one gets."""
+        new = names.shapes
+        for key, name in self._name_of_key.items():
+            is_changed = self._names[name] == key and (name in names.split or name in names.joined_of)
+            if key in new and key != name and not is_changed:
+                raise StateError(
+                    f"{self._where}: {key}: is in the checkpoint, where it is another parameter, {name}, and the Views give its "
+                    "name to a part: convert the checkpoint with Views of the names in it first, then rename"
+                )
 
     @cached_property
     def index(self) -> CheckpointIndex:
@@ -147,11 +165,13 @@ class SeenReader(Reader):
 
     def _weights(self) -> Iterator[tuple[str, StoredTensor]]:
         weights, done = self.reader.index.weights, set[str]()
-        for name, key in self._names.items():
+        for key, name in self._name_of_key.items():
             joined = self.names.joined_of.get(name)
             if key not in weights:
                 continue
-            if name in self.names.split:
+            if self._names[name] != key:
+                yield key, weights[key]
+            elif name in self.names.split:
                 yield from self.files.split(weights[key], self.names.split[name].parts)
             elif joined is None:
                 yield key, weights[key]
@@ -175,11 +195,13 @@ class SeenReader(Reader):
 
     def _left_out(self) -> Iterator[tuple[str, Shape]]:
         index, done = self.reader.index, set[str]()
-        for name, key in self._names.items():
+        for key, name in self._name_of_key.items():
             joined = self.names.joined_of.get(name)
             if key in index.weights:
                 continue
-            if name in self.names.split:
+            if self._names[name] != key:
+                yield key, index.left_out[key]
+            elif name in self.names.split:
                 yield from self.names.split[name].shapes.items()
             elif joined is None:
                 yield key, index.left_out[key]
@@ -213,7 +235,7 @@ class SeenReader(Reader):
             shapes: the shapes that are recorded of its parameters.
             read: reads small tensors.
         """
-        renamed = SeenState.named(full, self._name_of)
+        renamed = SeenState.named(self._where, full, self._name_of)
         known = {**{self._name_of(fqn): shape for fqn, shape in shapes.items()}, **self._shapes}
         state = SeenState(self._where, renamed, known, self.files, read)
         names = self.through.find(self._where, state.shapes)
