@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim import LoadOptions, SaveOptions, StateError, View, WrapperError
+from fsdp_optim import ConvertOptions, LoadOptions, SaveOptions, StateError, View, WrapperError
 
 VIEW = View("w13", "(a + b) c", {"w1": "a c", "w3": "b c"})
 W13, W = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3) + 100
@@ -114,3 +114,37 @@ class TestNames(unittest.TestCase):
         check_same("loaded", dict(target.state_dict()), apart)
         fsdp_optim.save(f"{self.folder}-2", target, None)
         check_same("saved", load_file(f"{self.folder}-2/model.safetensors"), apart)
+
+    def test_a_part_that_has_the_name_and_the_shape_of_the_fused_parameter(self) -> None:
+        """Rows in another order: which one a checkpoint has, its Views say; where it has none, the load is refused."""
+        square = torch.arange(16.0).view(4, 4)
+        views = [
+            [View("q", "(h two d) c", {"q": "(h d two) c"}, h=1, two=2)],
+            [View("q", "r c", {"q": "c r"})],
+            [View("q", "r c", {"k": "c r"}), View("k", "r c", {"q": "c r"})],
+        ]
+        for number, given in enumerate(views):
+            model = model_of({view.name: square + at for at, view in enumerate(given)})
+            target = model_of({view.name: square * 0 for view in given})
+            folder = f"{self.folder}-{number}"
+            fsdp_optim.save(f"{folder}-seen", model, None, options=SaveOptions(views=given))
+            fsdp_optim.load(f"{folder}-seen", target, None, options=LoadOptions(views=given))
+            check_same("loaded", dict(target.state_dict()), dict(model.state_dict()))
+            fsdp_optim.save(f"{folder}-live", model, None)
+            with self.assertRaisesRegex(StateError, "is the name of a fused parameter and of a part"):
+                fsdp_optim.load(f"{folder}-live", target, None, strict=False, options=LoadOptions(views=given))
+            undone = ConvertOptions(views=[view.inverse for view in given])
+            fsdp_optim.convert(f"{folder}-seen", f"{folder}-undone", options=undone)
+            for source in ("live", "undone"):
+                target = model_of({view.name: square * 0 for view in given})
+                fsdp_optim.load(f"{folder}-{source}", target, None)
+                check_same(source, dict(target.state_dict()), dict(model.state_dict()))
+
+    def test_parts_of_parts_names(self) -> None:
+        """A part has the name of another fused parameter, whose parts are there: an unfused run has saved both."""
+        views = [View("x", "(a + b) c", {"y": "a c", "z": "b c"}), View("y", "c d", {"p": "d c"})]
+        fused = model_of({"x": W13, "y": W})
+        fsdp_optim.save(self.folder, model_of({"y": W13[:2], "z": W13[2:], "p": W.T.contiguous()}), None)
+        target = model_of({"x": W13 * 0, "y": W * 0})
+        fsdp_optim.load(self.folder, target, None, options=LoadOptions(views=views))
+        check_same("loaded", dict(target.state_dict()), dict(fused.state_dict()))

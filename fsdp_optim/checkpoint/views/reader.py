@@ -16,6 +16,7 @@ from fsdp_optim.checkpoint.views.names import Seen, Through
 from fsdp_optim.checkpoint.views.state import SeenState, as_full_state, check_dtypes, with_full_state
 from fsdp_optim.errors import StateError
 from fsdp_optim.fingerprints import Fingerprint
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, ReadSmall, SavedOptim, stored_in
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
@@ -45,8 +46,11 @@ def seen(
         return reader
     files = MappedFiles(min(scratch_nbytes, SCRATCH_NBYTES))
     # State that no View can cut keeps the name of the fused parameter, beside canonical weights.
-    whole = frozenset(map(named, reader.index.facts.fused_state))
-    return SeenReader(reader, Through.of(views, named, whole), files)
+    facts = reader.index.facts
+    whole = frozenset(map(named, facts.fused_state))
+    with as_checkpoint_error(f"{reader.index.where}: the Views of the save"):
+        recorded = tuple(map(View.from_text, facts.views)) if facts.names_are_fqns else None
+    return SeenReader(reader, Through.of(views, named, whole, recorded), files)
 
 
 def reader_inside(reader: Reader) -> Reader:
