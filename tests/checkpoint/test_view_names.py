@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import unittest
 from collections.abc import Mapping
@@ -14,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim import ConvertOptions, LoadOptions, SaveOptions, StateError, View, WrapperError
+from fsdp_optim import ConvertOptions, LoadOptions, SaveOptions, StateError, View, WrapperError, dcp
 
 VIEW = View("w13", "(a + b) c", {"w1": "a c", "w3": "b c"})
 W13, W = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3) + 100
+SQUARE = torch.arange(16.0).view(4, 4)
 
 
 def model_of(tensors: Mapping[str, Tensor]) -> Any:
@@ -117,15 +119,14 @@ class TestNames(unittest.TestCase):
 
     def test_a_part_that_has_the_name_and_the_shape_of_the_fused_parameter(self) -> None:
         """Rows in another order: which one a checkpoint has, its Views say; where it has none, the load is refused."""
-        square = torch.arange(16.0).view(4, 4)
         views = [
             [View("q", "(h two d) c", {"q": "(h d two) c"}, h=1, two=2)],
             [View("q", "r c", {"q": "c r"})],
             [View("q", "r c", {"k": "c r"}), View("k", "r c", {"q": "c r"})],
         ]
         for number, given in enumerate(views):
-            model = model_of({view.name: square + at for at, view in enumerate(given)})
-            target = model_of({view.name: square * 0 for view in given})
+            model = model_of({view.name: SQUARE + at for at, view in enumerate(given)})
+            target = model_of({view.name: SQUARE * 0 for view in given})
             folder = f"{self.folder}-{number}"
             fsdp_optim.save(f"{folder}-seen", model, None, options=SaveOptions(views=given))
             fsdp_optim.load(f"{folder}-seen", target, None, options=LoadOptions(views=given))
@@ -136,7 +137,7 @@ class TestNames(unittest.TestCase):
             undone = ConvertOptions(views=[view.inverse for view in given])
             fsdp_optim.convert(f"{folder}-seen", f"{folder}-undone", options=undone)
             for source in ("live", "undone"):
-                target = model_of({view.name: square * 0 for view in given})
+                target = model_of({view.name: SQUARE * 0 for view in given})
                 fsdp_optim.load(f"{folder}-{source}", target, None)
                 check_same(source, dict(target.state_dict()), dict(model.state_dict()))
 
@@ -148,3 +149,39 @@ class TestNames(unittest.TestCase):
         target = model_of({"x": W13 * 0, "y": W * 0})
         fsdp_optim.load(self.folder, target, None, options=LoadOptions(views=views))
         check_same("loaded", dict(target.state_dict()), dict(fused.state_dict()))
+
+    def test_files_of_other_libraries_with_such_names(self) -> None:
+        """Weights alone are those of a hub, in the order of parts; with an optimizer they may be those of the trainer."""
+        view = View("q", "r c", {"q": "c r"})
+        model, target = model_of({"q": SQUARE}), model_of({"q": SQUARE * 0})
+        optim, fresh = (
+            torch.optim.SGD(model.parameters(), momentum=0.5),
+            torch.optim.SGD(target.parameters(), momentum=0.5),
+        )
+        model.q.sum().backward()
+        optim.step()
+        path = self.folder.with_suffix(".pt")
+        torch.save({"model": model.state_dict(), "optimizer": optim.state_dict()}, path)
+        with self.assertRaisesRegex(StateError, "q: is the name of a fused parameter and of a part"):
+            fsdp_optim.load(path, target, fresh, options=LoadOptions(views=[view]))
+        fsdp_optim.load(path, target, fresh)
+        check_same("live", dict(target.state_dict()), dict(model.state_dict()))
+        self.folder.mkdir()
+        save_file({"q": SQUARE}, self.folder / "model.safetensors")
+        fsdp_optim.load(self.folder, target, None, options=LoadOptions(views=[view]))
+        check_same("of a hub", dict(target.state_dict()), {"q": SQUARE.T.contiguous()})
+
+    def test_a_tree_with_such_names(self) -> None:
+        view = View("q", "r c", {"q": "c r"})
+        fsdp_optim.save(f"{self.folder}-seen", model_of({"q": SQUARE}), None, options=SaveOptions(views=[view]))
+        dcp.save({"model": {"q": SQUARE}}, checkpoint_id=f"{self.folder}-live")
+        for kind in ("seen", "live"):
+            tree = {"model": {"q": torch.zeros(4, 4)}}
+            load = functools.partial(dcp.load, tree, checkpoint_id=f"{self.folder}-{kind}")
+            if kind == "live":
+                with self.assertRaisesRegex(StateError, "q: is the name of a fused parameter and of a part"):
+                    load(options=LoadOptions(views=[view]))
+                load()
+            else:
+                load(options=LoadOptions(views=[view]))
+            check_same(kind, tree["model"], {"q": SQUARE})

@@ -108,7 +108,7 @@ class Through:
         inverses: of parts that are seen as the parameter that they make.
         named: a function from a name in the checkpoint to that which Views have.
         whole: fused parameters that stay as they are.
-        recorded: the Views of the save; None where the checkpoint is of a format that records none.
+        recorded: the Views of the save; None where all names are known to be canonical, or those of fused parameters.
     """
 
     views: tuple[View, ...] = ()
@@ -183,11 +183,15 @@ class Through:
                 continue
             own = dict(bound.parts).get(name)
             if own is None or (own.shape == shapes[name] and run_in_live(own) != 0):
-                raise StateError(
-                    f"{where}: {name}: is the name of a fused parameter and of a part by the Views, and the save has recorded "
-                    f"neither: leave {view} out if it was saved without Views, as the live parameter is; if it is the part, make "
-                    "the fused one of it first, by convert with the View's .inverse, and then leave the View out"
-                )
+                raise _unsure(where, name, view)
+
+    def check_joined(self, where: str, seen: Seen) -> None:
+        """Refuse a part of which the checkpoint may have the parameter that it makes, by the same name."""
+        for live, bound in seen.joined.items():
+            own = dict(bound.parts).get(live)
+            is_recorded = any(view.has_part(live) for view in self.recorded or ())
+            if own is not None and own.shape == bound.live_shape and run_in_live(own) != 0 and not is_recorded:
+                raise _unsure(where, live, bound.view)
 
     def _is_fused(self, name: str) -> bool:
         return any(view.matches(name) for view in self.views)
@@ -201,6 +205,14 @@ class Through:
         known = frozenset(used)
         given: list[View | InverseView] = [*self.views, *self.inverses]
         return tuple(view for view in given if view not in known)
+
+
+def _unsure(where: str, name: str, view: SomeView) -> StateError:
+    return StateError(
+        f"{where}: {name}: is the name of a fused parameter and of a part by the Views, and the save has recorded neither: leave "
+        f"{view} out if it was saved without Views, as the live parameter is; if it is the part, make the fused one of it first, "
+        "by convert with the View's .inverse, and then leave the View out"
+    )
 
 
 def _fitting(view: View, name: str, shape: Shape) -> BoundView | None:

@@ -49,7 +49,9 @@ def seen(
     facts = reader.index.facts
     whole = frozenset(map(named, facts.fused_state))
     with as_checkpoint_error(f"{reader.index.where}: the Views of the save"):
-        recorded = tuple(map(View.from_text, facts.views)) if facts.names_are_fqns else None
+        # Weights alone of another library are those of a hub, under canonical names.
+        is_known = facts.names_are_fqns or reader.index.optim is not None
+        recorded = tuple(map(View.from_text, facts.views)) if is_known else None
     return SeenReader(reader, Through.of(views, named, whole, recorded), files)
 
 
