@@ -51,12 +51,13 @@ def seen_through(
         return seen_as
 
     handles = tuple([_split(named, bind, bound, places) for named in view.handles])
-    _check_names(handles, bound)
+    aliases = _aliases(view.aliases, by_name, bound, whole)
+    _check_names(handles, bound, aliases)
     return replace(
         view,
         handles=handles,
         order=tuple(_parts_of(view.order, bound)),
-        aliases=_aliases(view.aliases, by_name, bound, whole),
+        aliases=aliases,
         unit_order=tuple(_parts_of(view.unit_order, bound)) if view.unit_order is not None else None,
         mixed=tuple((tuple(_parts_of(taken, bound)), tuple(_parts_of(left, bound))) for taken, left in view.mixed),
         unmatched=tuple(map(repr, by_name.unmatched((*view.order, *view.aliases, *others)))),
@@ -112,12 +113,12 @@ def _parts_of(fqns: Iterable[str], bound: Mapping[str, BoundView]) -> Iterable[s
     return chain.from_iterable(bound[fqn].names if fqn in bound else (fqn,) for fqn in fqns)
 
 
-def _check_names(handles: Sequence[NamedHandle], bound: Mapping[str, BoundView]) -> None:
-    """Refuse a part that has the name of another part or parameter."""
+def _check_names(handles: Sequence[NamedHandle], bound: Mapping[str, BoundView], aliases: Mapping[str, str]) -> None:
+    """Refuse a part that has the name of another part or parameter, or the other name of a tied one."""
     fqns = list(chain.from_iterable(named.fqns for named in handles))
-    if len(set(fqns)) == len(fqns):
+    if len({*fqns, *aliases}) == len(fqns) + len(aliases):
         return
-    known: dict[str, str] = {}
+    known = {alias: f"the tied parameter {fqn}" for alias, fqn in aliases.items()}
     for named in handles:
         for fqn in named.fqns:
             parts_of = [live for live in named.handle.fused if fqn in bound[live].names]
@@ -152,7 +153,14 @@ def _aliases(
                 f"{alias} and {fqn} are one tied parameter, and their Views have different parts, {list(view.parts)} and "
                 f"{list(bound[fqn].view.parts)}: give both the same axes"
             )
-        seen |= {other: name for (other, _), name in zip(parts, bound[fqn].names, strict=True) if other != name}
+        for (other, _), name in zip(parts, bound[fqn].names, strict=True):
+            if seen.get(other, name) != name:
+                raise WrapperError(
+                    f"{other}: two tied parameters would have this name, {seen[other]} and {name}: give the parts of the Views "
+                    "other names"
+                )
+            if other != name:
+                seen[other] = name
     return seen
 
 

@@ -93,7 +93,9 @@ class SeenTree(Reader):
         model = _dict_at(values, place)
         shapes = {name: trees[leaf.key].shape for name, leaf in model.items() if isinstance(leaf, InFile)}
         self.views.check_used(self.reader.index.where, frozenset(shapes))
-        names = self.views.through.find(self.reader.index.where, shapes)
+        through = replace(self.views.through, recorded=tuple(map(View.from_text, self.reader.index.facts.views)))
+        names = through.find(self.reader.index.where, shapes)
+        through.check_joined(self.reader.index.where, names)
         tree = values if names.is_empty else _put(values, place, dict(self._model(model, names, tensors)))
         for face in OptimFace.all_in(values):
             read = ReadFace.of(face, face.dict_in(values), shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,12 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()
         self.trace: list[tuple[str, tuple[object, ...]]] = []
         """The operations in their order, each with its arguments that are no tensors."""
+        self.flow: list[tuple[str, ...]] = []
+        """The same with all arguments, and the results: of a tensor, the number by which it was given or made."""
+        self.is_closed = True
+        """Whether the operations took nothing but what was given, and made: then `flow` says all that they do."""
+        self._numbers: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+        self._count = itertools.count()  # goes on where tensors are gone
         self._live = {id(tensor): name for name, tensor in live.items()}
         self._memory = {at: name for name, tensor in live.items() if (at := _memory_of(tensor))}
 
@@ -45,6 +52,15 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let the hooks have tensors of numbers."""
         for tensor in numbers:
             self._known[tensor] = True
+            self.number(tensor)
+
+    def number(self, value: object) -> str:
+        """Return the number of a tensor, which it gets here if it has none, or the text of any other value."""
+        if not isinstance(value, torch.Tensor):
+            return f"{type(value).__name__} {value!r}"
+        if value not in self._numbers:
+            self._numbers[value] = next(self._count)
+        return f"#{self._numbers[value]}"
 
     def is_computed(self, value: torch.Tensor) -> bool:
         """Return whether a tensor has numbers, or was computed from some."""
@@ -73,7 +89,9 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if isinstance(tensor, torch.Tensor):
                         self._written[tensor] = True
         self.trace.append((str(func), tuple(value for value in leaves if not isinstance(value, torch.Tensor))))
+        self.is_closed = self.is_closed and all(tensor in self._numbers for tensor in taken)
         result = func(*args, **kwargs)
+        self.flow.append((str(func), *kwargs, *map(self.number, leaves), *map(self.number, tree_leaves(result))))
         is_computed = any(self._known.get(tensor, False) for tensor in taken)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

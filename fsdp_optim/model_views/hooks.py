@@ -54,6 +54,24 @@ def learned_views(unit: HookedUnit) -> list[View]:
     return list(views_at(unit, shapes, touched).values())
 
 
+def flow_of(unit: HookedUnit) -> tuple[object, ...]:
+    """Return what the hooks do with the parameters of this unit, as a key: equal units have one key, unless it is unknown.
+
+    Hooks get the names of parameters too, in which layers differ, and could do otherwise for some of them.
+
+    Raises WrapperError as `learned_views` does.
+    """
+    prefix = unit.outermost.prefix
+    try:
+        run = run_save(unit, {name: on_meta(tensor.shape) for name, tensor in unit.tensors.items()})
+    except HookFailed:
+        return (prefix,)
+    if not run.guard.is_closed:
+        return (prefix,)
+    kept = sorted((name.removeprefix(prefix), run.guard.number(value)) for name, value in run.state.items())
+    return (tuple(run.guard.flow), tuple(kept))
+
+
 def on_meta(shape: Shape) -> torch.Tensor:
     """Return a tensor in place of a parameter, without memory."""
     return torch.empty(shape, dtype=torch.int64, device="meta")

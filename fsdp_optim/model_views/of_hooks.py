@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.state_dict_hooks import HookedUnit
 from fsdp_optim.layout.views import View
-from fsdp_optim.model_views.hooks import learned_views
+from fsdp_optim.model_views.hooks import flow_of, learned_views
 from fsdp_optim.model_views.kinds import kind_of
 from fsdp_optim.model_views.patterns import Draft, joined
 from fsdp_optim.model_views.running import refusal
@@ -32,7 +32,7 @@ def views_of_hooks(reader: ModelReader, view: ModelView, name_of: NameOf | None 
     learned: dict[object, tuple[HookedUnit, list[Draft]]] = {}
     drafts: list[Draft] = []
     for unit in reader.hooked_units(view, name_of):
-        kind = kind_of(unit)
+        kind = kind_of(unit), flow_of(unit)
         known = _moved_to(unit, *learned[kind]) if kind in learned else None
         if known is None:
             known = [Draft.of(each) for each in learned_views(unit)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import unittest
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit.compare import check_same, sorted_state
+from kit.compare import check_same, refused_on_ranks, sorted_state
 from kit.local_parts import local_of
 from kit.optimizers import adam
 from kit.slices import NUM_EXPERTS, TrainedSlices, whole_moe
@@ -126,6 +128,48 @@ def buffers(folder: str) -> None:
         check_same("places", (local_of(trained.params[0]).data_ptr(), trained.model.counts.data_ptr()), before)
 
 
+class Halves(nn.Module):
+    """Two ranks have one part each of w13."""
+
+    units = ("",)
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.empty(8, 3))
+        self.norm = nn.Parameter(torch.empty(3))
+
+
+def whole_state(folder: str) -> None:
+    """What ranks may not differ in without Views, they may not with them, though no rank has the same part."""
+    views = [View("w13", "(a + b) c", {"w1": "a c", "w3": "b c"})]
+    changes: dict[str, Callable[[dict[str, Any]], object]] = {
+        "no state": lambda values: values.clear(),
+        "step is tensor": lambda values: values.update(step=torch.tensor(7.0)),
+        "exp_avg is": lambda values: values.update(exp_avg=values["exp_avg"].bfloat16()),
+        "exp_avg_sq is": lambda values: values.pop("exp_avg_sq"),
+    }
+    with cpu():
+        for wrapper in ("FSDP2", "FSDP1 orig"):
+            for words, change in changes.items():
+                trained = Trained(wrapper, adam, 1, Halves)
+                param = next(p for name, p in trained.model.named_parameters() if name.endswith("w13"))
+                if dist.get_rank():
+                    change(trained.optim.state[param])
+                    if not trained.optim.state[param]:
+                        del trained.optim.state[param]
+                for given in ([], views):
+                    options = SaveOptions(views=given, process_group=dist.group.WORLD)
+                    refused_on_ranks(
+                        f"{wrapper}, {words}, {len(given)}",
+                        functools.partial(fsdp_optim.save, folder, trained.model, trained.optim, options=options),
+                        "StateError",
+                        words,
+                        "w13: " if wrapper == "FSDP2" else "w",  # there a rank may hold some of both parts
+                    )
+        assert not Path(folder).exists()
+
+
 class TestPlaces(unittest.TestCase):
     def check(self, function: Callable[[str], None]) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -139,3 +183,6 @@ class TestPlaces(unittest.TestCase):
 
     def test_buffers(self) -> None:
         self.check(buffers)
+
+    def test_ranks_with_other_state_of_a_fused_parameter(self) -> None:
+        self.check(whole_state)

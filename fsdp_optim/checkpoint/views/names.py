@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import LayoutError, StateError
 from fsdp_optim.layout import Shape
-from fsdp_optim.layout.views import BoundView, InverseView, SomeView, View
+from fsdp_optim.layout.views import BoundView, InverseView, SomeView, View, run_in_live
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,17 @@ class Seen:
                     f"{list(view.parts)} and {list(bound.view.parts)}: give both the same axes"
                 )
             seen |= {other: own for (other, _), own in zip(parts, bound.names, strict=True) if other != own}
+        self._check_aliases(where, seen)
         return seen
+
+    def _check_aliases(self, where: str, aliases: Mapping[str, str]) -> None:
+        """Refuse the other name of a tied parameter that a part gets too."""
+        for alias, name in aliases.items():
+            if alias in self.shapes:
+                raise StateError(
+                    f"{where}: {alias}: two parameters would have this name, {name}, which is tied to it, and one that the Views "
+                    "make: give the parts of the View other names"
+                )
 
 
 @dataclass(frozen=True)
@@ -98,12 +108,14 @@ class Through:
         inverses: of parts that are seen as the parameter that they make.
         named: a function from a name in the checkpoint to that which Views have.
         whole: fused parameters that stay as they are.
+        recorded: the Views of the save; None where all names are known to be canonical, or those of fused parameters.
     """
 
     views: tuple[View, ...] = ()
     inverses: tuple[InverseView, ...] = ()
     named: Callable[[str], str] = str
     whole: frozenset[str] = frozenset()
+    recorded: tuple[View, ...] | None = None
     _known: dict[str, View | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -112,10 +124,11 @@ class Through:
         views: Sequence[View | InverseView],
         named: Callable[[str], str] = str,
         whole: frozenset[str] = frozenset(),
+        recorded: tuple[View, ...] | None = None,
     ) -> Through:
         """Return the Views in a list of both kinds."""
         forward = tuple(view for view in views if isinstance(view, View))
-        return cls(forward, tuple(view for view in views if isinstance(view, InverseView)), named, whole)
+        return cls(forward, tuple(view for view in views if isinstance(view, InverseView)), named, whole, recorded)
 
     def view_of(self, where: str, name: str) -> View | None:
         """Return the View of a fused name; None where there is none. The name of a part is a canonical name already.
@@ -149,6 +162,8 @@ class Through:
             view = self.view_of(where, name)
             if view is not None:
                 split[name] = view.bind(name, shape)
+            else:
+                self._check_sure(where, name, shapes)
         joined: dict[str, BoundView] = {}
         for inverse in self.inverses:
             for name, bound in inverse.joined(shapes).items():
@@ -161,6 +176,32 @@ class Through:
         _check_names(where, shapes, seen)
         return seen
 
+    def _check_sure(self, where: str, name: str, shapes: Mapping[str, Shape]) -> None:
+        """Refuse a name that may be that of a fused parameter, or of a part, as those are which a View only permutes.
+
+        A part it is where a View of the save has it, or where the parts that the fused one would have are there.
+        """
+        if self.recorded is None or any(view.has_part(name) for view in self.recorded) or name in self.whole:
+            return
+        for view in self.views:
+            bound = _fitting(view, name, shapes[name])
+            if bound is None or any(part in shapes and not self._is_fused(part) for part in bound.names):
+                continue
+            own = dict(bound.parts).get(name)
+            if own is None or (own.shape == shapes[name] and run_in_live(own) != 0):
+                raise _unsure(where, name, view)
+
+    def check_joined(self, where: str, seen: Seen) -> None:
+        """Refuse a part of which the checkpoint may have the parameter that it makes, by the same name."""
+        for live, bound in seen.joined.items():
+            own = dict(bound.parts).get(live)
+            is_recorded = any(view.has_part(live) for view in self.recorded or ())
+            if own is not None and own.shape == bound.live_shape and run_in_live(own) != 0 and not is_recorded:
+                raise _unsure(where, live, bound.view)
+
+    def _is_fused(self, name: str) -> bool:
+        return any(view.matches(name) for view in self.views)
+
     def unused(self, seen: Iterable[Seen]) -> tuple[View | InverseView, ...]:
         """Return the Views that none of these has used."""
         used = list[SomeView | InverseView]()
@@ -170,6 +211,22 @@ class Through:
         known = frozenset(used)
         given: list[View | InverseView] = [*self.views, *self.inverses]
         return tuple(view for view in given if view not in known)
+
+
+def _unsure(where: str, name: str, view: SomeView) -> StateError:
+    return StateError(
+        f"{where}: {name}: is the name of a fused parameter and of a part by the Views, and the save has recorded neither: leave "
+        f"{view} out if it was saved without Views, as the live parameter is; if it is the part, make the fused one of it first, "
+        "by convert with the View's .inverse, and then leave the View out"
+    )
+
+
+def _fitting(view: View, name: str, shape: Shape) -> BoundView | None:
+    """Return the parts of a parameter; None for a name or a shape that the View is not of."""
+    try:
+        return view.bind(name, shape) if view.matches(name) else None
+    except LayoutError:
+        return None
 
 
 def _check_names(where: str, shapes: Mapping[str, Shape], seen: Seen) -> None:

@@ -16,6 +16,7 @@ from fsdp_optim.checkpoint.views.names import Seen, Through
 from fsdp_optim.checkpoint.views.state import SeenState, as_full_state, check_dtypes, with_full_state
 from fsdp_optim.errors import StateError
 from fsdp_optim.fingerprints import Fingerprint
+from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, ReadSmall, SavedOptim, stored_in
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
@@ -45,8 +46,13 @@ def seen(
         return reader
     files = MappedFiles(min(scratch_nbytes, SCRATCH_NBYTES))
     # State that no View can cut keeps the name of the fused parameter, beside canonical weights.
-    whole = frozenset(map(named, reader.index.facts.fused_state))
-    return SeenReader(reader, Through.of(views, named, whole), files)
+    facts = reader.index.facts
+    whole = frozenset(map(named, facts.fused_state))
+    with as_checkpoint_error(f"{reader.index.where}: the Views of the save"):
+        # Weights alone of another library are those of a hub, under canonical names.
+        is_known = facts.names_are_fqns or reader.index.optim is not None
+        recorded = tuple(map(View.from_text, facts.views)) if is_known else None
+    return SeenReader(reader, Through.of(views, named, whole, recorded), files)
 
 
 def reader_inside(reader: Reader) -> Reader:
@@ -91,11 +97,17 @@ class SeenReader(Reader):
     @cached_property
     def _names(self) -> Mapping[str, str]:
         """The weights by the names that Views have, each with its name there."""
-        keys = list(self.reader.index.weights)
-        named: dict[str, str] = {}
-        for key, name in zip(keys, self._clean(keys), strict=True):
-            named[key if name in named else name] = key  # two of one name are refused later, as without Views
+        named = dict[str, str]()
+        for key, name in self._name_of_key.items():
+            if name not in named or key == name:
+                named[name] = key
         return named
+
+    @cached_property
+    def _name_of_key(self) -> Mapping[str, str]:
+        """All weights by key. Two keys may have one name; of these `_names` has one, and the others stay as they are."""
+        keys = list(self.reader.index.weights)
+        return dict(zip(keys, self._clean(keys), strict=True))
 
     def _clean(self, keys: Sequence[str]) -> Iterator[str]:
         """Yield names without the parts of wrappers, as Views have them."""
@@ -116,7 +128,19 @@ class SeenReader(Reader):
         """Which weights change."""
         names = self.through.find(self._where, self._shapes)
         self.seen_at.append(names)
+        self._check_keys(names)
         return names
+
+    def _check_keys(self, names: Seen) -> None:
+        """Refuse a key of the checkpoint that keeps its tensor, and is the name that another one gets."""
+        new = names.shapes
+        for key, name in self._name_of_key.items():
+            is_changed = self._names[name] == key and (name in names.split or name in names.joined_of)
+            if key in new and key != name and not is_changed:
+                raise StateError(
+                    f"{self._where}: {key}: is in the checkpoint, where it is another parameter, {name}, and the Views give its "
+                    "name to a part: convert the checkpoint with Views of the names in it first, then rename"
+                )
 
     @cached_property
     def index(self) -> CheckpointIndex:
@@ -142,9 +166,11 @@ class SeenReader(Reader):
 
     def _weights(self) -> Iterator[tuple[str, StoredTensor]]:
         weights, done = self.reader.index.weights, set[str]()
-        for name, key in self._names.items():
+        for key, name in self._name_of_key.items():
             joined = self.names.joined_of.get(name)
-            if name in self.names.split:
+            if self._names[name] != key:
+                yield key, weights[key]
+            elif name in self.names.split:
                 yield from self.files.split(weights[key], self.names.split[name].parts)
             elif joined is None:
                 yield key, weights[key]
@@ -185,7 +211,7 @@ class SeenReader(Reader):
             shapes: the shapes that are recorded of its parameters.
             read: reads small tensors.
         """
-        renamed = SeenState.named(full, self._name_of)
+        renamed = SeenState.named(self._where, full, self._name_of)
         known = {**{self._name_of(fqn): shape for fqn, shape in shapes.items()}, **self._shapes}
         state = SeenState(self._where, renamed, known, self.files, read)
         names = self.through.find(self._where, state.shapes)

@@ -43,11 +43,19 @@ class SeenState:
     read: ReadSmall
 
     @staticmethod
-    def named(full: FullState, name_of: Callable[[str], str]) -> FullState:
-        """Return a state with other names."""
-        listed = {*full.state, *(fqn for _, fqns in full.groups for fqn in fqns)}
+    def named(where: str, full: FullState, name_of: Callable[[str], str]) -> FullState:
+        """Return a state with other names. Raises StateError where two would be one."""
+        listed = dict.fromkeys([*full.state, *(fqn for _, fqns in full.groups for fqn in fqns)])
         if all(name_of(fqn) == fqn for fqn in listed):
             return full
+        known: dict[str, str] = {}
+        for fqn in listed:
+            other = known.setdefault(name_of(fqn), fqn)
+            if other != fqn:
+                raise StateError(
+                    f"{where}: {name_of(fqn)}: the optimizer has two parameters of this name, {other} and {fqn}: leave "
+                    "the Views out"
+                )
         return replace(
             full,
             state={name_of(fqn): values for fqn, values in full.state.items()},

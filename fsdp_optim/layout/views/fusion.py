@@ -14,7 +14,7 @@ from fsdp_optim.layout.boxes import Shape
 from fsdp_optim.layout.views.axes import Dims, Factor, axes_of, axes_text, read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.inverse import BoundView, InverseView
 from fsdp_optim.layout.views.part import Part
-from fsdp_optim.layout.views.patterns import Bindings, Template, check_pattern, fields_of, match
+from fsdp_optim.layout.views.patterns import Bindings, Template, check_pattern, fields_of, is_index, match
 from fsdp_optim.layout.views.rows import row_blocks_of
 
 
@@ -222,7 +222,11 @@ class View:
         Args:
             name: a canonical name.
         """
-        return any(match(part, name) is not None for part, _ in self.parts)
+        for part, _ in self.parts:
+            texts = match(part, name)
+            if texts is not None and all(is_index(texts[axis]) for axis in self._indexed(part)):
+                return True
+        return False
 
     @property
     def inverse(self) -> InverseView:

@@ -11,7 +11,7 @@ from fsdp_optim.errors import LayoutError, shortened
 from fsdp_optim.layout.boxes import Shape
 from fsdp_optim.layout.views.axes import read_axes, size_of, sizes_for
 from fsdp_optim.layout.views.part import Part
-from fsdp_optim.layout.views.patterns import Bindings, Template, fields_of, match
+from fsdp_optim.layout.views.patterns import Bindings, Template, fields_of, is_index, match
 
 
 class SomeView(Protocol):
@@ -114,7 +114,7 @@ class InverseView:
         """Yield each part whose name this may be. What stands for an axis is a number."""
         for pattern, _ in self.view.parts:
             bindings = match(pattern, name)
-            if bindings is not None and all(_is_index(bindings[axis]) for axis in self._indexed(pattern)):
+            if bindings is not None and all(is_index(bindings[axis]) for axis in self._indexed(pattern)):
                 yield pattern, bindings
 
     def _indexed(self, pattern: str) -> tuple[str, ...]:
@@ -194,7 +194,3 @@ class _Found:
         """Return what stands for the fields of another part: what stands for them in these; an axis stands for itself."""
         bindings = dict(next(iter(self.parts.values()))[1])
         return {field: bindings.get(field, f"{{{field}}}") for field in fields_of(pattern)}
-
-
-def _is_index(text: str) -> bool:
-    return text.isascii() and text.isdigit() and text == str(int(text))

@@ -58,6 +58,11 @@ def _compiled(pattern: str) -> tuple[re.Pattern[str], tuple[str, ...]]:
     return re.compile(text + re.escape(pattern[at:])), tuple(fields)
 
 
+def is_index(text: str) -> bool:
+    """Return whether a text may stand for an axis: it is the index that names of parts have."""
+    return text.isascii() and text.isdigit() and text == str(int(text))
+
+
 @dataclass(frozen=True)
 class Template:
     """A pattern in which some placeholders have their texts. `text`: with `%s` in place of each of `fields`."""

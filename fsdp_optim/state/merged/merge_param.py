@@ -130,7 +130,7 @@ def merge_param(reports: list[ReportedParam], *, take_lowest_rank: bool) -> Para
                 f"{first.fqn}: in param group {first.live.group_index} on {format_ranks(first.ranks)}, in group "
                 f"{other.live.group_index} on {format_ranks(other.ranks)}"
             )
-    reports = _settled(reports)
+    reports = settled(reports)
     first = reports[0]
     if not all(item.live.collected for item in reports):
         variants = tuple({item.placement: item.live.summary for item in reports}.items())
@@ -261,6 +261,12 @@ def _merge_summaries(placement: Placement, reports: list[ReportedParam]) -> Summ
     if len(reports) == 1:
         return reports[0].live.summary
     holding = [item for item in reports if any(placement.numel_on(rank) for rank in item.ranks)] or reports
+    compare_holders(holding)
+    return holding[0].live.summary
+
+
+def compare_holders(holding: list[ReportedParam]) -> None:
+    """Raise StateError where two of the ranks that hold a parameter have different kinds of state for it."""
     first = holding[0]
     for other in holding[1:]:
         a, b = first.live.summary, other.live.summary
@@ -273,10 +279,9 @@ def _merge_summaries(placement: Placement, reports: list[ReportedParam]) -> Summ
                 )
             continue
         _compare(first, a, other, b)
-    return first.live.summary
 
 
-def _settled(reports: list[ReportedParam]) -> list[ReportedParam]:
+def settled(reports: list[ReportedParam]) -> list[ReportedParam]:
     """Give each value one kind in all reports, where ranks classified it differently or were unsure.
 
     A value that has the shape of the local part on some ranks only does not follow the parameter.

@@ -7,6 +7,7 @@ from fsdp_optim.layout import RankSet, Whole
 from fsdp_optim.layout.views import live_placement
 from fsdp_optim.state.dicts.order import merge_lists
 from fsdp_optim.state.merged.global_state import GlobalState
+from fsdp_optim.state.merged.merge_fused import check_fused
 from fsdp_optim.state.merged.merge_param import (
     ReportedParam,
     all_listed,
@@ -61,6 +62,7 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
         for fqn in order
         if fqn in by_fqn
     }
+    check_fused(reports, take_lowest_rank=take_lowest_rank)
     _check_classes(reports)  # last, because the other errors say more
     module_values, differing = _merge_module_values(reports, take_lowest_rank=take_lowest_rank)
     return GlobalState(
