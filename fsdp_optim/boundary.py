@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from fsdp_optim.collector import fewer_collections
 from fsdp_optim.errors import FsdpOptimError
-from fsdp_optim.heap import returned_heap
+from fsdp_optim.heap import LONG_S, give_back
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +38,7 @@ _NOT_USERS = re.compile(
 
 def public(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function that users call: it raises the library's errors without its own frames, collects garbage less often, and
-    gives memory that it no longer needs back to the system.
+    gives memory back to the system that a long call no longer needs.
 
     The text of an error says what is wrong, and on which rank.
 
@@ -46,14 +47,18 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        begun = time.monotonic()
         try:
-            with returned_heap(), fewer_collections():
+            with fewer_collections():
                 return function(*args, **kwargs)
         except FsdpOptimError as error:
             if os.environ.get(FULL, "0") not in ("", "0"):
                 raise
             _shorten(error)
             raise error.with_traceback(None)  # noqa: B904  # the same error, with its own cause
+        finally:
+            if time.monotonic() - begun > LONG_S:
+                give_back()
 
     return call
 

@@ -86,12 +86,13 @@ class FsdpOptimCheckpointManager(_Own):
     FSDP_OPTIM_VIEWS asks for canonical names: "hub" or "hooks" (`CallOptions.views`).
     """
 
+    _views: Any = ()
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._finisher: threading.Thread | None = None
         asked = os.environ.get(_PROVE, "")
-        views: Any = os.environ.get(_VIEWS) or ()
-        self._views = views
+        self._views = os.environ.get(_VIEWS) or ()
         self.prover = ResumeProver(
             "raise" if asked == "raise" else asked == "1", options=CallOptions(views=self._views)
         )

@@ -1,54 +1,58 @@
-"""Memory that a call has freed goes back to the system, where the process has grown."""
+"""Memory that a long call has freed goes back to the system."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import unittest
+from unittest import mock
+
+from fsdp_optim import boundary
+from fsdp_optim.errors import StateError
 
 _GROW = """
 import sys
-from contextlib import nullcontext
-from fsdp_optim.heap import _resident_nbytes, returned_heap
+from fsdp_optim.heap import give_back
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) >> 8  # pages of 4 KiB
 
 def call():
-    made = [bytearray(1000) for _ in range(num)]
+    made = [bytearray(1000) for _ in range(100_000)]
     return made[::100]  # which stay between those that are freed
 
-num = 100_000
-before = _resident_nbytes()
-with returned_heap() if sys.argv[1] == "returned" else nullcontext():
-    kept = call()
-print((_resident_nbytes() - before) >> 20)
-"""
-_FAILS = """
-from unittest import mock
-from fsdp_optim import heap
-
-calls = []
-with mock.patch.object(heap, "_trim", lambda: calls.append):
-    with heap.returned_heap():
-        pass
-    few = len(calls)
-    try:
-        with heap.returned_heap():
-            kept = [bytearray(1000) for _ in range(50_000)]
-            raise ValueError
-    except ValueError:
-        print(few, len(calls))
+before = resident()
+kept = call()
+if sys.argv[1] == "returned":
+    give_back()
+print(resident() - before)
 """
 
 
-def printed(code: str, *arguments: str) -> str:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, check=True, text=True).stdout
-
-
-@unittest.skipUnless(sys.platform == "linux", "only glibc keeps it so")
 class HeapTest(unittest.TestCase):
+    @unittest.skipUnless(sys.platform == "linux", "only glibc keeps it so")
     def test_what_is_freed_between_objects_that_stay_is_given_back(self) -> None:
-        kept, returned = (int(printed(_GROW, how)) for how in ("kept", "returned"))
+        kept, returned = (
+            int(subprocess.run([sys.executable, "-c", _GROW, how], capture_output=True, check=True, text=True).stdout)
+            for how in ("kept", "returned")
+        )
         self.assertGreater(kept, 80)
         self.assertLess(returned, 30)
 
-    def test_only_where_the_process_has_grown_and_after_an_error_too(self) -> None:
-        self.assertEqual(printed(_FAILS).split(), ["0", "1"])
+    def test_after_long_calls_alone_with_errors_too(self) -> None:
+        @boundary.public
+        def call(fails: bool) -> None:
+            if fails:
+                raise StateError("no state")
+
+        for long_s, number in ((1000.0, 0), (-1.0, 1)):
+            with (
+                mock.patch.object(boundary, "LONG_S", long_s),
+                mock.patch.object(boundary, "give_back") as give_back,
+            ):
+                call(False)
+                self.assertEqual(give_back.call_count, number)
+                with self.assertRaises(StateError):
+                    call(True)
+                self.assertEqual(give_back.call_count, 2 * number)
