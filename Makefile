@@ -23,10 +23,10 @@ TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) t
 # Processes that run tests, each a file at a time, on ranks of its own. Five keep two cores busy, because some tests wait.
 JOBS ?= 5
 
-.PHONY: help venv deepspeed megatron test test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
+.PHONY: help venv deepspeed megatron test test-quick test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED)  ## make .venv with the pinned requirements and this package
 
@@ -57,10 +57,13 @@ $(MEGATRON_INSTALLED): requirements-megatron.txt $(INSTALLED)
 		|| { rm -rf $(MEGATRON); echo "megatron-core cannot be installed: its test is skipped"; }
 
 # Ranks import the tests, so that bytecode that is not written is compiled again and again.
-test test-hosts test-long: export PYTHONDONTWRITEBYTECODE =
+test test-quick test-hosts test-long: export PYTHONDONTWRITEBYTECODE =
 
 test: venv deepspeed megatron  ## run the test suite, but for what takes minutes, in JOBS= processes (5)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-quick: venv  ## run the quick third of the suite, while you work: no trainers, no kills, nothing that takes long
+	$(BIN)/python -m pytest --quick -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: venv  ## run the tests that need a GPU, over NCCL
 	$(BIN)/python -m pytest -m nccl

@@ -25,6 +25,10 @@ LONGEST = Path(__file__).parent / "data" / "longest.txt"
 """The files that take longest. They come first: one that began last would let the other processes of `make test` wait for it."""
 
 
+NOT_QUICK = Path(__file__).parent / "data" / "not_quick.txt"
+"""What `make test-quick` leaves out: trainers' packages, ranks that die, and the files that take longest, by folder and name."""
+
+
 class ByFileOrPackage(LoadFileScheduling):
     """Processes take a file at a time; one of them takes all files of a trainer's package, which it imports once.
 
@@ -42,6 +46,21 @@ def loaded_by(file: Path) -> str:
     """The modules that the ranks of a file find imported (`kit.forked`), as the file has them; empty for most files."""
     found = re.search(r"^LOADED = (.*kit\.loaded\..*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else ""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help=f"leave out what {NOT_QUICK.name} lists")
+
+
+@functools.cache
+def not_quick() -> frozenset[Path]:
+    """The folders and files that are left out."""
+    return frozenset(NOT_QUICK.parents[1] / name for name in NOT_QUICK.read_text().split())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what takes long, where that is asked for."""
+    return True if config.getoption("--quick") and collection_path.with_suffix("") in not_quick() else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

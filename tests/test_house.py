@@ -67,6 +67,13 @@ class TestHouse(unittest.TestCase):
         long = {name: num for name, num in lines.items() if num > MOST_LINES_OF_TESTS}
         assert not long, f"split these by subject; helpers of several files go to tests/kit: {long}"
 
+    def test_what_is_not_quick_is_there(self) -> None:
+        tests = Path(__file__).parent
+        names = (tests / "data" / "not_quick.txt").read_text().split()
+        missing = [name for name in names if not (tests / name).is_dir() and not (tests / f"{name}.py").is_file()]
+        assert not missing, missing
+        assert names == [*names[:3], *sorted(set(names[3:]))]
+
     def test_longest_are_files_that_there_are(self) -> None:
         tests = Path(__file__).parent
         names = (tests / "data" / "longest.txt").read_text().split()
