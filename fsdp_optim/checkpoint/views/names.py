@@ -8,7 +8,7 @@ from functools import cached_property
 
 from fsdp_optim.errors import LayoutError, StateError
 from fsdp_optim.layout import Shape
-from fsdp_optim.layout.views import BoundView, InverseView, SomeView, View, run_in_live
+from fsdp_optim.layout.views import BoundView, InverseView, SomeView, View, ViewsByName, run_in_live
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Through:
     named: Callable[[str], str] = str
     whole: frozenset[str] = frozenset()
     recorded: tuple[View, ...] | None = None
-    _known: dict[str, View | None] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[str, list[View]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -135,12 +135,7 @@ class Through:
 
         Raises StateError for a name with two Views.
         """
-        if name not in self._known:
-            self._known[name] = self._found_for(where, name)
-        return self._known[name]
-
-    def _found_for(self, where: str, name: str) -> View | None:
-        matching = [view for view in self.views if view.matches(name)] if name not in self.whole else []
+        matching = self._matching(name)
         if not matching or any(view.has_part(name) for view in self.views):
             return None
         if len(matching) > 1:
@@ -149,6 +144,17 @@ class Through:
                 "that the other does not have"
             )
         return matching[0]
+
+    @cached_property
+    def _by_name(self) -> ViewsByName:
+        return ViewsByName(self.views)
+
+    def _matching(self, name: str) -> list[View]:
+        """Return the Views of a name, each name looked for once: the weights and the state have the same names."""
+        matching = self._known.get(name)
+        if matching is None:
+            matching = self._known[name] = self._by_name.of(name) if name not in self.whole else []
+        return matching
 
     def find(self, where: str, shapes: Mapping[str, Shape]) -> Seen:
         """Return which of some names change. `shapes`: of all parameters that there are, by the names that Views have.
@@ -181,9 +187,10 @@ class Through:
 
         A part it is where a View of the save has it, or where the parts that the fused one would have are there.
         """
-        if self.recorded is None or any(view.has_part(name) for view in self.recorded) or name in self.whole:
+        matching = self._matching(name)
+        if not matching or self.recorded is None or any(view.has_part(name) for view in self.recorded):
             return
-        for view in self.views:
+        for view in matching:
             bound = _fitting(view, name, shapes[name])
             if bound is None or any(part in shapes and not self._is_fused(part) for part in bound.names):
                 continue
