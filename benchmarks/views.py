@@ -29,13 +29,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from many import processor_seconds
+from many import in_fsdp1, in_fsdp2, processor_seconds
 from measure import MIB, peak, reset_peak, table, touch
 
 import fsdp_optim
@@ -87,18 +84,6 @@ class Unit(nn.Module):
                     module.add_module(part, nn.Module())
                 module = getattr(module, part)
             module.register_parameter(attribute, nn.Parameter(torch.rand(shape)))
-
-
-def in_fsdp2(units: list[nn.Module]) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return fully_shard(nn.Sequential(*(fully_shard(unit, mesh=mesh) for unit in units)), mesh=mesh)
-
-
-def in_fsdp1(units: list[nn.Module]) -> nn.Module:
-    def wrap(module: nn.Module) -> nn.Module:
-        return TorchFSDP(module, use_orig_params=True, device_id=torch.device("cpu"))
-
-    return wrap(nn.Sequential(*map(wrap, units)))
 
 
 WRAPPERS = {"FSDP2": in_fsdp2, "FSDP1": in_fsdp1}

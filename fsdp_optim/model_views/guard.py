@@ -39,7 +39,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_closed = True
         """Whether the operations took nothing but what was given, and made: then `flow` says all that they do."""
         self._numbers: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
-        self._count = itertools.count()  # goes on where tensors are gone
+        self._count = itertools.count()  # a number is never given again, also after its tensor is freed
         self._live = {id(tensor): name for name, tensor in live.items()}
         self._memory = {at: name for name, tensor in live.items() if (at := _memory_of(tensor))}
 

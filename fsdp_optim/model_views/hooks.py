@@ -23,7 +23,7 @@ EXACT_NBYTES = 8 << 20
 """The most bytes of numbers of a unit that is learned exactly. Its hooks make several copies of these."""
 
 MOST_NBYTES = 32 << 20
-"""The same for a unit of which no twins can be made."""
+"""The same limit for a unit that has no twins."""
 
 
 def learned_views(unit: HookedUnit) -> list[View]:

@@ -70,7 +70,7 @@ def _key(value: Any, numbers: Mapping[nn.Module, int], depth: int) -> object:
 
 
 def _parts(value: Any) -> Sequence[object] | None:
-    """Return what a value consists of. None for a value of which this is not known."""
+    """Return what a value consists of; None if that is unknown."""
     parts: Sequence[object] | None = None
     if isinstance(value, FunctionType):
         cells = value.__closure__ or ()

@@ -159,7 +159,7 @@ def _below(path: str, view: View) -> View:
 
 
 def _of_tied(aliases: Mapping[str, str], views: Sequence[View], shapes: Mapping[str, Shape]) -> Iterator[View]:
-    """Yield Views that keep the names of tied parameters of which another name is changed, because all names need one."""
+    """Yield Views that keep a name of a tied parameter, where another of its names has a View: then each name needs one."""
     known = {view.name for view in views}
     tied: dict[str, set[str]] = {}
     for alias, fqn in aliases.items():

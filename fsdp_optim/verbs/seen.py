@@ -24,7 +24,7 @@ def seen_by(
     others: Collection[str] = (),
     is_whole: IsWhole | None = None,
 ) -> ModelView:
-    """Return a model as it is seen through the Views of a call, some of which are learned from it. No communication.
+    """Return a model as seen through the Views of a call, which are given or learned from the model. No communication.
 
     Args:
         others: names of the model that are not in `view`, such as buffers.

@@ -199,7 +199,7 @@ class Through:
                 raise _unsure(where, name, view)
 
     def check_joined(self, where: str, seen: Seen) -> None:
-        """Refuse a part of which the checkpoint may have the parameter that it makes, by the same name."""
+        """Refuse a name in the checkpoint that may be that of a part, or of the fused parameter itself."""
         for live, bound in seen.joined.items():
             own = dict(bound.parts).get(live)
             is_recorded = any(view.has_part(live) for view in self.recorded or ())

@@ -137,14 +137,9 @@ class SeenState:
     def _is_cut(self, bound: BoundView, name: Any, value: Any, shape: Shape, words: Mapping[Any, str] | None) -> bool:
         """Return whether a value is cut like its fused parameter; False for a scalar. Raises StateError for all others."""
         word = (words or {}).get(name, "")
-        if (
-            isinstance(value, StoredTensor)
-            and value.shape == shape
-            and (not word or word.startswith((_SHARDED, _PLACED)))
-        ):
-            return True
-        if is_scalar(value) or (isinstance(value, StoredTensor) and not value.shape):
-            return False
+        is_sharded = _is_sharded(value, shape, word)
+        if is_sharded is not None:
+            return is_sharded
         raise StateError(
             f"{self.where}: {bound.name}: {name} is {_what(value, word)}, not of the shape {list(shape)} of the parameter, and "
             f"cannot be cut into its parts ({shortened(bound.names)}): leave the View of {bound.name} out"
@@ -213,14 +208,9 @@ class SeenState:
 
     def _is_joined(self, live: str, part: str, name: Any, value: Any, shape: Shape) -> bool:
         word = self.full.kinds.get(part, {}).get(name, "")
-        if (
-            isinstance(value, StoredTensor)
-            and value.shape == shape
-            and (not word or word.startswith((_SHARDED, _PLACED)))
-        ):
-            return True
-        if is_scalar(value) or (isinstance(value, StoredTensor) and not value.shape):
-            return False
+        is_sharded = _is_sharded(value, shape, word)
+        if is_sharded is not None:
+            return is_sharded
         raise StateError(
             f"{self.where}: {part}: {name} is {_what(value, word)}, not of the shape {list(shape)} of the parameter, and cannot "
             f"become a value of {live}: leave the View out"
@@ -310,6 +300,13 @@ def _rekeyed(value: Any, fqn: str, name: Any) -> Any:
 
 def _key(fqn: str, name: Any) -> str:
     return f"state.{fqn}.{name}"
+
+
+def _is_sharded(value: Any, shape: Shape, word: str) -> bool | None:
+    """Return whether a value has the elements of its parameter; False for a scalar, None for all others."""
+    if isinstance(value, StoredTensor) and value.shape == shape and (not word or word.startswith((_SHARDED, _PLACED))):
+        return True
+    return False if is_scalar(value) or (isinstance(value, StoredTensor) and not value.shape) else None
 
 
 def _what(value: Any, word: str) -> str:

@@ -80,7 +80,7 @@ def _has_parts(view: View, name: str, shape: Shape, parts: Mapping[str, Numbers]
 
 
 def _indices_in_names(parts: Mapping[str, Part]) -> dict[int, int]:
-    """Return the factors of which each part has one index that is in its name. By factor, the position between dots."""
+    """Return the factors whose index is in the names of all parts, each with its position among the texts between dots."""
     indexed = dict[int, int]()
     first = next(iter(parts.values()))
     depth = min(len(name.split(".")) for name in parts)

@@ -102,7 +102,7 @@ def check_fits(
 def begun_anew(
     full: FullState, fit: Fit, fused: Sequence[tuple[str, ...]], live: frozenset[str]
 ) -> tuple[FullState, Fit]:
-    """Leave out the state of fused parameters of which only some parts would have state (`strict=False`).
+    """Leave out the state of each fused parameter if only some of its parts have state (`strict=False`).
 
     Args:
         fused: the FQNs of each fused parameter.
