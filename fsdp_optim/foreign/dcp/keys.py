@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
+
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.dcp.metadata import Path
 
@@ -22,8 +24,7 @@ _EXTRA_STATE = "._extra_state"  # the end of the name of a result of get_extra_s
 _MOST_NAMED = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(Struct, frozen=True, gc=False):
     """The place of one value in a tree of dicts and lists: the key whose value belongs there."""
 
     key: str
@@ -176,8 +177,14 @@ def _optimizer_tree(where: str, members: Mapping[str, Path]) -> Mapping[str, Any
     if flat and GROUPS in firsts:  # this library writes both forms, and this one says more
         members = {key: path for key, path in members.items() if path[0] not in flat}
     tree: dict[Any, Any] = {}
+    inners: dict[Path, dict[Any, Any]] = {}  # those that the paths before led to
     for key, path in members.items():
-        _put(where, tree, path, Leaf(key))
+        inner, last = inners.get(path[:-1]), path[-1]
+        if inner is None:
+            inner = inners[path[:-1]] = _inner(where, tree, path)
+        if last in inner:
+            raise CheckpointError(f"{where}: {'.'.join(map(str, path))} is listed twice")
+        inner[last] = Leaf(key)
     listed: Mapping[str, Any] = _listed(where, tree)
     return listed
 
@@ -266,22 +273,28 @@ def _looks_like_a_model(names: Mapping[str, str], dims: Mapping[str, int]) -> bo
 
 
 def _put(where: str, tree: dict[Any, Any], path: Path, leaf: Leaf) -> None:
+    inner = _inner(where, tree, path)
+    if path[-1] in inner:
+        raise CheckpointError(f"{where}: {'.'.join(map(str, path))} is listed twice")
+    inner[path[-1]] = leaf
+
+
+def _inner(where: str, tree: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    """Return the dict that a path leads to, which may be new."""
     for part in path[:-1]:
         inner = tree.setdefault(part, {})
         if not isinstance(inner, dict):
             raise CheckpointError(f"{where}: {'.'.join(map(str, path))} lies below a value that is no dict")
         tree = inner
-    if path[-1] in tree:
-        raise CheckpointError(f"{where}: {'.'.join(map(str, path))} is listed twice")
-    tree[path[-1]] = leaf
+    return tree
 
 
 def _listed(where: str, tree: Any) -> Any:
     """Return the tree with lists in the place of dicts whose keys are numbers."""
     if not isinstance(tree, dict):
         return tree
-    made = {part: _listed(where, inner) for part, inner in tree.items()}
-    if not made or not any(isinstance(part, int) for part in made):
+    made = {part: _listed(where, inner) if type(inner) is dict else inner for part, inner in tree.items()}
+    if int not in {*map(type, made)}:
         return made
     if sorted(map(str, made)) != sorted(map(str, range(len(made)))) or not all(isinstance(part, int) for part in made):
         missing = next(number for number in range(len(made) + 1) if number not in made)

@@ -69,7 +69,8 @@ def read_metadata(opened: Opened, name: str, folder: str = "") -> Metadata:
     tables = read_tables(where, pieces(digest))
     made = table_of(tables, folder) if tables is not None else None
     if tables is not None and made is not None and len(tables.paths.paths) == tables.paths.num:
-        paths = {key: path for key, path in tables.paths.paths.items() if path and (key in made[0] or key in made[1])}
+        listed = {*tables.tensors.keys}
+        paths = {key: path for key, path in tables.paths.paths.items() if path and key in listed}
         return Metadata(*made, paths, digest.hex)
     digest = Digest()
     saved = load(where, pieces(digest))

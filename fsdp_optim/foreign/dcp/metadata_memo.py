@@ -108,8 +108,9 @@ class Memo:
         of_memo = tokens.numbers(places)
         ids = self._of_texts.at(of_memo)
         values[places] = self._texts[ids]
-        for at in numpy.flatnonzero(ids < 0).tolist():
-            values[places[at]] = self.text(int(of_memo[at]))
+        missing = numpy.flatnonzero(ids < 0)
+        each, which = numpy.unique(of_memo[missing], return_inverse=True)
+        values[places[missing]] = numpy.array([*map(self.text, each.tolist())], object)[which]
         places = numpy.flatnonzero((tokens.codes == ord("K")) | (tokens.codes == ord("M")))
         values[places] = tokens.numbers(places).tolist()
         listed: list[Any] = values.tolist()

@@ -256,10 +256,12 @@ class PlaceRows:
 
         Where a row lacks the last one, its value is None.
         """
-        (span,) = {*columns[0]}
+        span, second = columns[0][0], columns[2][0]
+        if columns[0].count(span) + columns[2].count(second) != 2 * len(columns[0]):
+            raise ValueError("entries with several classes or attributes in one place")
         of_class, first = refs_in(span)
         self._memo.check(of_class, cls)
-        (second,), third = {*columns[2]}, {*columns[4]} - {b""}
+        third = {*columns[4]} - {b""}
         numbers = [first, *(number for attribute in (second, *third) for number in refs_in(attribute))]
         if len(third) > 1:
             raise ValueError("entries with several attributes in one place")

@@ -209,7 +209,7 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
         world_size=summary.world_size if summary is not None else _world_size(opened),
         step=summary.step if summary is not None else None,
         weights=SavedWeights(summary.weights, summary.weights_dtype) if summary is not None else SavedWeights(),
-        optim_tensors=stored.named({key: key for key in meaning.optimizer_keys if key in stored}),
+        optim_tensors=stored.named({key: key for key in meaning.optimizer_keys if key not in saved.values}),
         is_checked=True,
         metadata_digest=saved.digest,
         tells_all=True,
