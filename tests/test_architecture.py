@@ -120,10 +120,20 @@ checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoi
     errors formats.base memory options registry results saying storage.posix transport verbs wire
 checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base storage.posix
     transport verbs wire
-offline: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load checkpoint.save checkpoint.views differences
-    errors fingerprints foreign.archive foreign.torch formats.base formats.own layout layout.views memory merges
-    move options plan prints rank_maps registry results speed state.dicts state.live state.values storage.base storage.posix
-    transport wire
+offline:
+offline.conversion: adapters arguments checkpoint.common checkpoint.load checkpoint.save checkpoint.views errors
+    foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
+    state.values storage.base storage.posix transport wire
+offline.looking: arguments checkpoint.catalog checkpoint.common errors formats.base formats.own layout memory rank_maps
+    results storage.base
+offline.pages: checkpoint.common differences errors rank_maps results speed storage.base storage.posix
+offline.combining: arguments checkpoint.common checkpoint.load errors formats.base formats.own layout memory merges move
+    offline.conversion results state.values transport wire
+offline.values: adapters arguments checkpoint.common checkpoint.load checkpoint.views differences errors fingerprints
+    foreign.archive formats.base layout layout.views memory offline.conversion offline.pages options plan prints results
+    state.dicts state.values storage.base
+offline.keeping: arguments checkpoint.catalog checkpoint.common errors fingerprints foreign.archive formats.base
+    formats.own layout memory move offline.conversion offline.values options registry results storage.base
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.run
     checkpoint.save differences fingerprints formats.base layout.views memory merges model_views options rank_maps
     registry results state.dicts state.live storage.posix transport verbs

@@ -20,11 +20,11 @@ from fsdp_optim.formats.base.header import Header
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.layout import Placement, Shape
 from fsdp_optim.memory import Budget, dtype_name
-from fsdp_optim.offline.element_windows import WindowReader, window_nbytes_in, windows_of
-from fsdp_optim.offline.named_values import Decoded, NamedValue, opened_at
-from fsdp_optim.offline.output_file import checked_output, open_output
-from fsdp_optim.offline.showing import tensor_named
-from fsdp_optim.offline.slices import sliced
+from fsdp_optim.offline.pages.output_file import checked_output, open_output
+from fsdp_optim.offline.values.element_windows import WindowReader, window_nbytes_in, windows_of
+from fsdp_optim.offline.values.named_values import Decoded, NamedValue, opened_at
+from fsdp_optim.offline.values.showing import tensor_named
+from fsdp_optim.offline.values.slices import sliced
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
 from fsdp_optim.results import SaveResult

@@ -18,13 +18,13 @@ from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.offline.agreement import Contents, check_agreement, differing_plain, text_of
-from fsdp_optim.offline.arguments import ConvertArguments
-from fsdp_optim.offline.blending import BlendSource
-from fsdp_optim.offline.convert import callers
-from fsdp_optim.offline.new_files import NewFiles
-from fsdp_optim.offline.source_contents import NamedSource, SourceContents, SourceNaming, name_source
-from fsdp_optim.offline.unit_sources import CheckpointSource
+from fsdp_optim.offline.combining.agreement import Contents, check_agreement, differing_plain, text_of
+from fsdp_optim.offline.combining.blending import BlendSource
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
+from fsdp_optim.offline.conversion.convert import callers
+from fsdp_optim.offline.conversion.new_files import NewFiles
+from fsdp_optim.offline.conversion.source_contents import NamedSource, SourceContents, SourceNaming, name_source
+from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
 from fsdp_optim.results import AverageResult
 from fsdp_optim.transport.agree import all_equal, all_gather_bytes, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup

@@ -31,8 +31,8 @@ from fsdp_optim.formats.base.tree_values import keys_in
 from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import Key
-from fsdp_optim.offline.group_order import by_group
-from fsdp_optim.offline.seen_index import index_of
+from fsdp_optim.offline.conversion.group_order import by_group
+from fsdp_optim.offline.conversion.seen_index import index_of
 from fsdp_optim.options import Model, WhichWeights
 from fsdp_optim.state.dicts.full import FullState, names_in, num_listed
 from fsdp_optim.state.dicts.names import Names, cut

@@ -19,11 +19,11 @@ from fsdp_optim.checkpoint.views import SeenReader, check_used, reader_inside, s
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import Format, Reader
 from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.offline.arguments import ConvertArguments
-from fsdp_optim.offline.convert_file import named, place_of
-from fsdp_optim.offline.new_files import NewFiles
-from fsdp_optim.offline.source_contents import SourceNaming, describe_source
-from fsdp_optim.offline.unit_sources import CheckpointSource
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
+from fsdp_optim.offline.conversion.convert_file import named, place_of
+from fsdp_optim.offline.conversion.new_files import NewFiles
+from fsdp_optim.offline.conversion.source_contents import SourceNaming, describe_source
+from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
 from fsdp_optim.options import CallArguments, Model
 from fsdp_optim.results import SaveResult
 from fsdp_optim.transport.agree import all_equal, all_hear, in_turn

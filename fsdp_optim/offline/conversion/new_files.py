@@ -31,11 +31,11 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.protocols import Half, Reader, Writer, WrittenFormat
 from fsdp_optim.memory import Budget
-from fsdp_optim.offline.arguments import ConvertArguments
-from fsdp_optim.offline.copy_ranges import CopyRange, plan_units
-from fsdp_optim.offline.source_contents import SourceContents
-from fsdp_optim.offline.unit_sources import UnitSource
-from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
+from fsdp_optim.offline.conversion.copy_ranges import CopyRange, plan_units
+from fsdp_optim.offline.conversion.source_contents import SourceContents
+from fsdp_optim.offline.conversion.unit_sources import UnitSource
+from fsdp_optim.offline.conversion.workers import RankWork, num_lanes_in, unit_nbytes_in
 from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.base import (
     Staging,

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from html import escape
 
 from fsdp_optim.errors import counted_noun, shortened
-from fsdp_optim.offline.diff_page import layer_of
+from fsdp_optim.offline.pages.diff_page import layer_of
 from fsdp_optim.rank_maps import PlacementResult, RankRun, runs_of
 from fsdp_optim.speed import sized
 

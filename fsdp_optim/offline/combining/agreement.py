@@ -14,8 +14,8 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import Key
-from fsdp_optim.offline.blending import is_averaged
-from fsdp_optim.offline.source_contents import NamedSource
+from fsdp_optim.offline.combining.blending import is_averaged
+from fsdp_optim.offline.conversion.source_contents import NamedSource
 from fsdp_optim.state.values.kinds import Kind
 
 Name: TypeAlias = "tuple[str, Any]"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Box, Placement, Shape
-from fsdp_optim.offline.element_windows import all_elements, elements_in_box
+from fsdp_optim.offline.values.element_windows import all_elements, elements_in_box
 
 _RANGE = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
 _INDEX = re.compile(r"\s*(-?\d+)\s*")

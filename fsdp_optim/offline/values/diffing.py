@@ -24,16 +24,17 @@ from fsdp_optim.differences import DiffResult, ObjectDiff, ShapeDiff, ValueDiff
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.layout.views import InverseView, View
 from fsdp_optim.memory import Budget
-from fsdp_optim.offline.diff_names import (
+from fsdp_optim.offline.pages.diff_page import page_of
+from fsdp_optim.offline.pages.output_file import checked_output, write_output
+from fsdp_optim.offline.values.diff_names import (
     ValuePair,
     hyperparameters_that_differ,
     named_alike,
     paired,
     text_of,
 )
-from fsdp_optim.offline.diff_page import page_of
-from fsdp_optim.offline.element_numbers import ChunkDifference, ChunkMemory
-from fsdp_optim.offline.element_windows import (
+from fsdp_optim.offline.values.element_numbers import ChunkDifference, ChunkMemory
+from fsdp_optim.offline.values.element_windows import (
     CHUNK_NUMEL,
     Window,
     WindowReader,
@@ -44,9 +45,8 @@ from fsdp_optim.offline.element_windows import (
     window_nbytes_in,
     windows_of,
 )
-from fsdp_optim.offline.named_values import Decoded, NamedValues, opened_at
-from fsdp_optim.offline.output_file import checked_output, write_output
-from fsdp_optim.offline.stored_prints import equal_by_prints
+from fsdp_optim.offline.values.named_values import Decoded, NamedValues, opened_at
+from fsdp_optim.offline.values.stored_prints import equal_by_prints
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
 from fsdp_optim.state.values.same import same

@@ -23,7 +23,8 @@ from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.manifest import MOST_NBYTES, NAME
 from fsdp_optim.formats.own.reader import Checkpoint
 from fsdp_optim.memory import Budget
-from fsdp_optim.offline.copied_files import (
+from fsdp_optim.offline.conversion.workers import unit_nbytes_in
+from fsdp_optim.offline.keeping.copied_files import (
     CopiedFile,
     CopiedUnit,
     files_beside,
@@ -31,7 +32,6 @@ from fsdp_optim.offline.copied_files import (
     opened_source,
     small_files,
 )
-from fsdp_optim.offline.workers import unit_nbytes_in
 from fsdp_optim.options import LEAST_CONVERT_NBYTES
 from fsdp_optim.registry import scheme_of
 from fsdp_optim.results import CopyResult

@@ -22,13 +22,13 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.merges import AdapterMergeResult
 from fsdp_optim.move import Key
-from fsdp_optim.offline.arguments import ConvertArguments
-from fsdp_optim.offline.convert import callers
-from fsdp_optim.offline.lora import CONFIG_NAME, MOST_CONFIG_NBYTES, LoraConfig
-from fsdp_optim.offline.merged_source import Factors, MergedSource, check_fits
-from fsdp_optim.offline.new_files import NewFiles
-from fsdp_optim.offline.source_contents import SourceNaming, name_source
-from fsdp_optim.offline.unit_sources import CheckpointSource
+from fsdp_optim.offline.combining.lora import CONFIG_NAME, MOST_CONFIG_NBYTES, LoraConfig
+from fsdp_optim.offline.combining.merged_source import Factors, MergedSource, check_fits
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
+from fsdp_optim.offline.conversion.convert import callers
+from fsdp_optim.offline.conversion.new_files import NewFiles
+from fsdp_optim.offline.conversion.source_contents import SourceNaming, name_source
+from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
 from fsdp_optim.transport.agree import all_equal, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
 

@@ -9,10 +9,10 @@ from html import escape
 
 from fsdp_optim.checkpoint.common.stores import StorageOptions
 from fsdp_optim.errors import counted_noun
-from fsdp_optim.offline.diff_page import layer_of
-from fsdp_optim.offline.output_file import write_output
-from fsdp_optim.offline.rank_page import rank_map
-from fsdp_optim.offline.rank_page import style as rank_style
+from fsdp_optim.offline.pages.diff_page import layer_of
+from fsdp_optim.offline.pages.output_file import write_output
+from fsdp_optim.offline.pages.rank_page import rank_map
+from fsdp_optim.offline.pages.rank_page import style as rank_style
 from fsdp_optim.rank_maps import PlacementResult
 from fsdp_optim.results import CheckpointSummary, TensorInfo
 from fsdp_optim.speed import sized

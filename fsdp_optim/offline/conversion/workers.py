@@ -15,8 +15,8 @@ from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.checksums import Rows, rows_of
 from fsdp_optim.memory import Budget
-from fsdp_optim.offline.copy_ranges import Copier, CopyRange
-from fsdp_optim.offline.unit_sources import UnitSource
+from fsdp_optim.offline.conversion.copy_ranges import Copier, CopyRange
+from fsdp_optim.offline.conversion.unit_sources import UnitSource
 from fsdp_optim.storage.base import StoreWriter
 
 _UNIT_NBYTES, _MOST_WORKERS = 8 << 20, 16

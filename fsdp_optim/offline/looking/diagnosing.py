@@ -11,7 +11,7 @@ from fsdp_optim.checkpoint.common.stores import StorageOptions, directory_at, st
 from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.probe import any_summary
-from fsdp_optim.offline.inspecting import inspect
+from fsdp_optim.offline.looking.inspecting import inspect
 from fsdp_optim.results import CheckpointInfo, Diagnosis
 from fsdp_optim.storage.base import Opened, is_reserved
 

@@ -16,7 +16,7 @@ from fsdp_optim.fingerprints import Fingerprint, ValueFingerprint
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.memory import dtype_name
-from fsdp_optim.offline.diff_names import ValuePair
+from fsdp_optim.offline.values.diff_names import ValuePair
 from fsdp_optim.plan import Copy
 from fsdp_optim.prints import LocalSums, RowsOfValues, RowSums
 from fsdp_optim.storage.base import StoreWriter

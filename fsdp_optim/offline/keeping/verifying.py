@@ -19,10 +19,10 @@ from fsdp_optim.formats.base.protocols import Half, PlannedFile, Reader, StoredT
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
-from fsdp_optim.offline.copy_ranges import plan_units
-from fsdp_optim.offline.stored_prints import FilePrints
-from fsdp_optim.offline.unit_sources import CheckpointSource
-from fsdp_optim.offline.workers import RankWork, num_lanes_in, unit_nbytes_in
+from fsdp_optim.offline.conversion.copy_ranges import plan_units
+from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
+from fsdp_optim.offline.conversion.workers import RankWork, num_lanes_in, unit_nbytes_in
+from fsdp_optim.offline.values.stored_prints import FilePrints
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.results import VerifyResult
 

@@ -26,7 +26,7 @@ from fsdp_optim.formats.base.protocols import COMMON, Reader, StoredTensor
 from fsdp_optim.formats.base.tree_values import InFile, leaves_of
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name, dtype_named
-from fsdp_optim.offline.source_contents import renamed_aliases, renamed_weights
+from fsdp_optim.offline.conversion.source_contents import renamed_aliases, renamed_weights
 from fsdp_optim.results import TensorInfo
 from fsdp_optim.state.dicts.flattened import is_flattened
 from fsdp_optim.state.dicts.full import FullState, names_in, num_listed
