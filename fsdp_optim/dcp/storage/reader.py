@@ -21,9 +21,9 @@ from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import name_of, store_at
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue
-from fsdp_optim.dcp.at_path import AtPath
-from fsdp_optim.dcp.saved_values import bytes_with
-from fsdp_optim.dcp.torch_metadata import RawBytes, TorchKeys
+from fsdp_optim.dcp.storage.at_path import AtPath
+from fsdp_optim.dcp.storage.saved_values import bytes_with
+from fsdp_optim.dcp.storage.torch_metadata import RawBytes, TorchKeys
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import Reader as OpenCheckpoint

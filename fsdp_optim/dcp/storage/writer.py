@@ -16,10 +16,10 @@ from torch.futures import Future
 
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.stores import store_at, store_of_leader
-from fsdp_optim.dcp.at_path import AtPath
-from fsdp_optim.dcp.box_writing import BoxWriter, Written
-from fsdp_optim.dcp.planned_boxes import PlannedBoxes
-from fsdp_optim.dcp.staged_save import RankOrders, StagedSave, WriterSettings
+from fsdp_optim.dcp.storage.at_path import AtPath
+from fsdp_optim.dcp.storage.box_writing import BoxWriter, Written
+from fsdp_optim.dcp.storage.planned_boxes import PlannedBoxes
+from fsdp_optim.dcp.storage.staged_save import RankOrders, StagedSave, WriterSettings
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.memory import Budget
 

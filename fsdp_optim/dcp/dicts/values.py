@@ -10,7 +10,7 @@ import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
-from fsdp_optim.dcp.options import SOURCE_RANK, Given
+from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
 from fsdp_optim.dtensors import is_complete, is_dtensor, local_of
 from fsdp_optim.errors import StateError, StateKeysError, shortened
 from fsdp_optim.layout import Placement

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp_optim.checkpoint.common.contents import RECORDS
-from fsdp_optim.dcp.saved_values import at_path
+from fsdp_optim.dcp.storage.saved_values import at_path
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.values import flattened, key_of
 from fsdp_optim.formats.base.codec import Withheld

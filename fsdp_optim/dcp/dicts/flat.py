@@ -17,9 +17,9 @@ from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.load.targets import Weights
-from fsdp_optim.dcp.initial import initial_maker
-from fsdp_optim.dcp.options import SOURCE_RANK, Given
-from fsdp_optim.dcp.values import Described, check_names, of_all_ranks
+from fsdp_optim.dcp.dicts.initial import initial_maker
+from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
+from fsdp_optim.dcp.dicts.values import Described, check_names, of_all_ranks
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra

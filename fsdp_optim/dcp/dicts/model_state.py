@@ -14,9 +14,9 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
 from fsdp_optim.adapters.unwrapping import clean_name
-from fsdp_optim.dcp.flat import chunked_weights, flat_names, is_flat, prepare_flat
-from fsdp_optim.dcp.options import SOURCE_RANK, Given
-from fsdp_optim.dcp.values import check_names, delivered, of_all_ranks
+from fsdp_optim.dcp.dicts.flat import chunked_weights, flat_names, is_flat, prepare_flat
+from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
+from fsdp_optim.dcp.dicts.values import check_names, delivered, of_all_ranks
 from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Placement, Shape, Whole

@@ -14,9 +14,9 @@ from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import ModelTree
 from fsdp_optim.checkpoint.save import background, foreground
-from fsdp_optim.dcp.options import not_of_dicts
-from fsdp_optim.dcp.state_tree import StateTree, called
-from fsdp_optim.dcp.writer import Writer
+from fsdp_optim.dcp.dicts.options import not_of_dicts
+from fsdp_optim.dcp.storage.writer import Writer
+from fsdp_optim.dcp.trees.state_tree import StateTree, called
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.layout.views import View

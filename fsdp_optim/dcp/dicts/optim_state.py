@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.dcp.flat import chunked_state, is_flat
-from fsdp_optim.dcp.initial import initial_maker
-from fsdp_optim.dcp.optim_dict import GROUPS, NAMES, PARAMS, STATE, GivenDict, flattened, group_for, read_given
-from fsdp_optim.dcp.options import SOURCE_RANK, Given
-from fsdp_optim.dcp.values import delivered
+from fsdp_optim.dcp.dicts.flat import chunked_state, is_flat
+from fsdp_optim.dcp.dicts.initial import initial_maker
+from fsdp_optim.dcp.dicts.optim_dict import GROUPS, NAMES, PARAMS, STATE, GivenDict, flattened, group_for, read_given
+from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
+from fsdp_optim.dcp.dicts.values import delivered
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.options import CallArguments, ScatterArguments
 from fsdp_optim.state.live.local import LocalOptim, LocalParam

@@ -16,17 +16,17 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, LoadResult, StateError
-from fsdp_optim.integrations import signs
-from fsdp_optim.integrations.hugging_face_folders import (
+from fsdp_optim.integrations.common.patches import status_in
+from fsdp_optim.integrations.hugging_face import signs
+from fsdp_optim.integrations.hugging_face.folders import (
     SHARDED_OPTIM,
     is_outdated,
     look_at,
     optimizer_inside,
     remove_older,
 )
-from fsdp_optim.integrations.patches import status_in
-from fsdp_optim.integrations.proofs import number_of, prover_of
-from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.integrations.hugging_face.proofs import number_of, prover_of
+from fsdp_optim.integrations.hugging_face.settings import Settings
 from fsdp_optim.plugins import (
     Rename,
     TrainerFolder,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.integrations.hugging_face.settings import Settings
 from fsdp_optim.plugins import (
     by_lowest,
     folders_by_number,

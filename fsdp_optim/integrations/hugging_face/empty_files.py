@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_optim.integrations.patches import status_in
+from fsdp_optim.integrations.common.patches import status_in
 
 
 def without_reading(models: Any, note: Callable[[nn.Module], None]) -> Callable[..., Any]:

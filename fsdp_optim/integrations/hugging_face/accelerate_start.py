@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_optim
 from fsdp_optim import LoadOptions, StateError
-from fsdp_optim.integrations.empty_files import without_reading
-from fsdp_optim.integrations.needed import needed
-from fsdp_optim.integrations.patches import put_back, replace_function, replace_method, status_in
+from fsdp_optim.integrations.common.needed import needed
+from fsdp_optim.integrations.common.patches import put_back, replace_function, replace_method, status_in
+from fsdp_optim.integrations.hugging_face.empty_files import without_reading
 
 _CAST = LoadOptions(cast=True)
 _ACCELERATOR, _UTILS, _MODELS = "accelerate.accelerator", "accelerate.utils.fsdp_utils", "transformers.modeling_utils"

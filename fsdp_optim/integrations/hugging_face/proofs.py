@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.integrations.hugging_face.settings import Settings
 from fsdp_optim.plugins import ResumeProver
 
 _PROVER = "_fsdp_optim_prover"

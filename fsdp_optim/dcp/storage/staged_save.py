@@ -10,9 +10,9 @@ from fsdp_optim.checkpoint.catalog.listing import next_sequence
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.stores import store_at
-from fsdp_optim.dcp.box_writing import FilePlace, TensorPlace, Written, joined_rows
-from fsdp_optim.dcp.planned_boxes import ItemName, PlannedBoxes, owned_by
-from fsdp_optim.dcp.saved_values import at_path, nested, paths_of, value_in
+from fsdp_optim.dcp.storage.box_writing import FilePlace, TensorPlace, Written, joined_rows
+from fsdp_optim.dcp.storage.planned_boxes import ItemName, PlannedBoxes, owned_by
+from fsdp_optim.dcp.storage.saved_values import at_path, nested, paths_of, value_in
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, NewTree
 from fsdp_optim.formats.base.protocols import COMMON, PlannedFile, SavedWeights, Stamp, StoredTensor, WrittenFiles

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim import SaveOptions
-from fsdp_optim.integrations.accelerator_state import write_config
+from fsdp_optim.integrations.hugging_face.accelerator_state import write_config
 from fsdp_optim.plugins import TrainerFolder, absolute
 
 _OUTDATED = re.compile(

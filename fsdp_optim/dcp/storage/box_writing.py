@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_optim.checkpoint.common.local_extents import bytes_of, lies_on_host
-from fsdp_optim.dcp.planned_boxes import ItemBox, ItemName, box_of
+from fsdp_optim.dcp.storage.planned_boxes import ItemBox, ItemName, box_of
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.bools import check_bools_of
 from fsdp_optim.formats.base.checksums import Rows, rows_of

@@ -13,12 +13,12 @@ from fsdp_optim.boundary import public
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.dcp.meta_values import with_memory
-from fsdp_optim.dcp.reader import Reader
-from fsdp_optim.dcp.saving import place_of
-from fsdp_optim.dcp.seen_tree import TreeViews
-from fsdp_optim.dcp.state_tree import StateTree, called, is_stateful
-from fsdp_optim.dcp.tree_view import Places, TreeFormat
+from fsdp_optim.dcp.storage.reader import Reader
+from fsdp_optim.dcp.trees.meta_values import with_memory
+from fsdp_optim.dcp.trees.saving import place_of
+from fsdp_optim.dcp.trees.seen_tree import TreeViews
+from fsdp_optim.dcp.trees.state_tree import StateTree, called, is_stateful
+from fsdp_optim.dcp.trees.tree_view import Places, TreeFormat
 from fsdp_optim.elements import is_on_meta
 from fsdp_optim.formats.base.protocols import SeenAs
 from fsdp_optim.memory import ordinary_tensors

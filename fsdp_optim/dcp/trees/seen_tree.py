@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_optim.arguments import check_views
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.checkpoint.views import MappedFiles, Seen, SeenState, Through
-from fsdp_optim.dcp.options import not_of_dicts
+from fsdp_optim.dcp.dicts.options import not_of_dicts
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, StoredExtra

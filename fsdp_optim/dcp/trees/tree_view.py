@@ -17,8 +17,8 @@ from typing import Any
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.common.printing import prints_by_key
 from fsdp_optim.checkpoint.load.matching import renamer
-from fsdp_optim.dcp.seen_tree import TreeViews
-from fsdp_optim.dcp.state_tree import StateTree
+from fsdp_optim.dcp.trees.seen_tree import TreeViews
+from fsdp_optim.dcp.trees.state_tree import StateTree
 from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.foreign.dcp.reader import DCP, DCP_TREES, own_summary

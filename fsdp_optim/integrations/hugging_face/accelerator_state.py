@@ -14,11 +14,11 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.integrations import signs
-from fsdp_optim.integrations.hugging_face_folders import is_outdated, look_at, optimizers_inside, remove_older
-from fsdp_optim.integrations.patches import status_in
-from fsdp_optim.integrations.proofs import number_of, prover_of
-from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.integrations.common.patches import status_in
+from fsdp_optim.integrations.hugging_face import signs
+from fsdp_optim.integrations.hugging_face.folders import is_outdated, look_at, optimizers_inside, remove_older
+from fsdp_optim.integrations.hugging_face.proofs import number_of, prover_of
+from fsdp_optim.integrations.hugging_face.settings import Settings
 from fsdp_optim.plugins import TrainerFolder, absolute, by_lowest, folders_by_number, wait_on_all
 
 _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
