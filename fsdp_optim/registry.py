@@ -27,6 +27,17 @@ def named(where: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def imported_when_asked(module: str, where: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module whose public names are imported on first access. `where`: as `named` takes it."""
+
+    def get(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return named(where[name])
+
+    return get
+
+
 @functools.cache
 def installed_points(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of all installed packages, looked up once per process because that takes milliseconds."""

@@ -14,9 +14,9 @@ Names are imported when they are asked for: `_WHERE` is the one table of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdp_optim.registry import named
+from fsdp_optim.registry import imported_when_asked
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -73,9 +73,4 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
-
-    def __getattr__(name: str) -> Any:
-        """Import a public name on first access."""
-        if name not in _WHERE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return named(_WHERE[name])
+    __getattr__ = imported_when_asked(__name__, _WHERE)

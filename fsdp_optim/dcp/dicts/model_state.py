@@ -75,10 +75,6 @@ class _Live:
     handle: Handle | None
 
 
-Incompatible = tuple[list[str], list[str]]
-"""(missing, unexpected) names."""
-
-
 def prepare(model: nn.Module, given: Mapping[Any, Any], options: Given) -> Callable[[], Any]:
     """Bring a dict into the form of the live model. Returns the function that loads it, on this rank, and gives torch's result.
 

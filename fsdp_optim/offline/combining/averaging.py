@@ -12,16 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fsdp_optim.arguments import check_one_of, is_integer
-from fsdp_optim.checkpoint.common.retry import retry_if_replaced
-from fsdp_optim.checkpoint.common.stores import Place, options_of, store_at
-from fsdp_optim.checkpoint.load.opening import open_on_all
+from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.offline.combining.agreement import Contents, check_agreement, differing_plain, text_of
 from fsdp_optim.offline.combining.blending import BlendSource
 from fsdp_optim.offline.conversion.arguments import ConvertArguments
-from fsdp_optim.offline.conversion.convert import callers
+from fsdp_optim.offline.conversion.convert import opened_on_all, ranks_of_call
 from fsdp_optim.offline.conversion.new_files import NewFiles
 from fsdp_optim.offline.conversion.source_contents import NamedSource, SourceContents, SourceNaming, name_source
 from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
@@ -69,7 +67,7 @@ class AverageArguments(ConvertArguments):
 
 def average(sources: Sequence[Place], target: Place, options: AverageArguments) -> AverageResult:
     """Average checkpoints into a new one of this library's own format. Called by all ranks of the process group."""
-    group = callers(options.call)
+    group = ranks_of_call(options.call)
     with in_turn(group), all_hear(group):
         options.validate()
         if isinstance(sources, (str, bytes)) or not isinstance(sources, Sequence):
@@ -79,13 +77,8 @@ def average(sources: Sequence[Place], target: Place, options: AverageArguments) 
             raise StateError(f"an average is of two or more checkpoints, and there is no second one: {given} was given")
         weights = options.weights_for(len(sources))
         with ExitStack() as held:
-            readers = [held.enter_context(closing(_opened(group, source, options))) for source in sources]
+            readers = [held.enter_context(closing(opened_on_all(group, source, options))) for source in sources]
             return _Average(group, readers, weights, options).run(target)
-
-
-def _opened(group: RankGroup, source: Place, options: AverageArguments) -> Reader:
-    store = store_at(source, OURS, options_of(source, options.storage_options))
-    return retry_if_replaced(lambda: open_on_all(group, store, "", verify=True, format=None))
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, options_of, store_at
-from fsdp_optim.checkpoint.load.opening import open_on_all
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
@@ -25,7 +23,7 @@ from fsdp_optim.move import Key
 from fsdp_optim.offline.combining.lora import CONFIG_NAME, MOST_CONFIG_NBYTES, LoraConfig
 from fsdp_optim.offline.combining.merged_source import Factors, MergedSource, check_fits
 from fsdp_optim.offline.conversion.arguments import ConvertArguments
-from fsdp_optim.offline.conversion.convert import callers
+from fsdp_optim.offline.conversion.convert import opened_on_all, ranks_of_call
 from fsdp_optim.offline.conversion.new_files import NewFiles
 from fsdp_optim.offline.conversion.source_contents import SourceNaming, name_source
 from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
@@ -41,18 +39,16 @@ _MERGED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def merge_adapter(base: Place, adapter: Place, target: Place, options: ConvertArguments) -> AdapterMergeResult:
     """Merge an adapter into a new checkpoint of this library's own format. Called by all ranks of the process group."""
-    group = callers(options.call)
+    group = ranks_of_call(options.call)
     with in_turn(group), all_hear(group):
         options.validate()
         options.refuse_views("merge_adapter")
-        with closing(_opened(group, base, options)) as of_base, closing(_opened(group, adapter, options)) as of_adapter:
+        with (
+            closing(opened_on_all(group, base, options)) as of_base,
+            closing(opened_on_all(group, adapter, options)) as of_adapter,
+        ):
             config = _config_at(adapter, options)
             return _Merge(group, of_base, of_adapter, config, options).run(target)
-
-
-def _opened(group: RankGroup, source: Place, options: ConvertArguments) -> Reader:
-    store = store_at(source, OURS, options_of(source, options.storage_options))
-    return retry_if_replaced(lambda: open_on_all(group, store, "", verify=True, format=None))
 
 
 def _config_at(adapter: Place, options: ConvertArguments) -> LoraConfig:

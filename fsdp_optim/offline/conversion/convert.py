@@ -46,17 +46,11 @@ def convert(
 
     `source_format` None: the format is recognised. `target_format` None: the format that the options name.
     """
-    group = callers(options.call)
+    group = ranks_of_call(options.call)
     with in_turn(group), all_hear(group):
         options.validate()
         format = format_of_option(target_format if target_format is not None else options.format)
-        source_store = store_at(source, source_format or OURS, options_of(source, options.storage_options))
-
-        def open_source() -> Reader:
-            return open_on_all(group, source_store, "", verify=True, format=source_format)
-
-        # Only the open is retried: files that are written already would mix two checkpoints, so a later replacement raises.
-        with closing(seen(retry_if_replaced(open_source), options.views)) as checkpoint:
+        with closing(seen(opened_on_all(group, source, options, source_format), options.views)) as checkpoint:
             naming, writer = SourceNaming(options.param_names, model), format.writer()
             transcript = describe_source(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
             check_used(checkpoint)
@@ -96,8 +90,17 @@ def _fingerprint_of(checkpoint: Reader, work: NewFiles) -> tuple[bytes, tuple[st
     return kept.to_json().encode(), ()
 
 
-def callers(options: CallArguments) -> RankGroup:
+def ranks_of_call(options: CallArguments) -> RankGroup:
     """The ranks that make the call: those of the process group, or all ranks of the job."""
     world, group = world_here(), options.process_group
     ranks = world.ranks_of(group) if group is not None else range(world.size)
     return world.group("convert", ranks, group, options.seconds, options.bucket_nbytes)
+
+
+def opened_on_all(group: RankGroup, source: Place, options: ConvertArguments, format: Format | None = None) -> Reader:
+    """Return the open source of a conversion. Called by all ranks. `format` None: the format is recognised.
+
+    Only the open is retried: files that are written already would mix two checkpoints, so a later replacement raises.
+    """
+    store = store_at(source, format or OURS, options_of(source, options.storage_options))
+    return retry_if_replaced(lambda: open_on_all(group, store, "", verify=True, format=format))

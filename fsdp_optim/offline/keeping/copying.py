@@ -17,7 +17,7 @@ import torch
 
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.progress import Progress
-from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, path_of, store_at
+from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, options_of, path_of, store_at
 from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.manifest import MOST_NBYTES, NAME
@@ -33,7 +33,6 @@ from fsdp_optim.offline.keeping.copied_files import (
     small_files,
 )
 from fsdp_optim.options import LEAST_CONVERT_NBYTES
-from fsdp_optim.registry import scheme_of
 from fsdp_optim.results import CopyResult
 from fsdp_optim.storage.base import Opened, Staging, Store, StoreWriter
 
@@ -55,8 +54,8 @@ def copy(
 ) -> CopyResult:
     """Copy a checkpoint, and verify it meanwhile."""
     check_at_least("bucket_nbytes", bucket_nbytes, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
-    store = store_at(source, OURS, _options_of(source, storage_options))
-    target_store = store_at(target, OURS, _options_of(target, storage_options))
+    store = store_at(source, OURS, options_of(source, storage_options))
+    target_store = store_at(target, OURS, options_of(target, storage_options))
     budget = Budget(bucket_nbytes, "bytes of a checkpoint that is copied")
     with store.open() as opened, store.open_any() as beside:
         checkpoint = opened_source(opened)
@@ -81,10 +80,6 @@ def copy(
         has_checksums=checkpoint.index.facts.has_checksums,
         left_out=copied.left_out,
     )
-
-
-def _options_of(place: Place, options: StorageOptions) -> StorageOptions:
-    return options if isinstance(place, str) and scheme_of(place) is not None else None
 
 
 @contextmanager

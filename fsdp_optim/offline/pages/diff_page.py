@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
+from typing import TypeVar
 
 from fsdp_optim.differences import DiffResult, ValueDiff
 from fsdp_optim.errors import counted_noun
+
+T = TypeVar("T")
 
 _MOST_ROWS = 5000  # of a table, so that a browser can show it
 _COLOURS = 9
@@ -78,10 +81,17 @@ def _strips(values: Sequence[ValueDiff]) -> Iterator[str]:
     yield "<h2>Layers</h2>"
     yield '<p class="faint">‖a - b‖ / ‖a‖: the number of a layer, and a field for each of its parameters.</p>'
     yield _legend()
+    yield from table_of_layers(cells, kinds, lambda by_kind, kind: _strip(by_kind.get(kind, [])))
+
+
+def table_of_layers(
+    cells: Mapping[str, Mapping[str, T]], kinds: Sequence[str], shown: Callable[[Mapping[str, T], str], str]
+) -> Iterator[str]:
+    """Yield a table with a row for each layer and a column for each kind. `shown`: a field, as HTML."""
     yield "<div class=wide><table><thead><tr><th>layer</th>"
     yield "".join(f"<th>{escape(kind)}</th>" for kind in kinds) + "</tr></thead><tbody>"
     for layer, by_kind in cells.items():
-        columns = "".join(f"<td>{_strip(by_kind.get(kind, []))}</td>" for kind in kinds)
+        columns = "".join(f"<td>{shown(by_kind, kind)}</td>" for kind in kinds)
         yield f"<tr><td><code>{escape(layer)}</code></td>{columns}</tr>"
     yield "</tbody></table></div>"
 

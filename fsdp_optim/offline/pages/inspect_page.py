@@ -9,7 +9,7 @@ from html import escape
 
 from fsdp_optim.checkpoint.common.stores import StorageOptions
 from fsdp_optim.errors import counted_noun
-from fsdp_optim.offline.pages.diff_page import layer_of
+from fsdp_optim.offline.pages.diff_page import layer_of, table_of_layers
 from fsdp_optim.offline.pages.output_file import write_output
 from fsdp_optim.offline.pages.rank_page import rank_map
 from fsdp_optim.offline.pages.rank_page import style as rank_style
@@ -170,9 +170,5 @@ def _without(area: Area, share: float) -> Area:
 
 
 def _table(nbytes: Mapping[str, Mapping[str, int]], kinds: Sequence[str]) -> Iterator[str]:
-    yield "<h2>Bytes</h2><div class=wide><table><thead><tr><th>layer</th>"
-    yield "".join(f"<th>{escape(kind)}</th>" for kind in kinds) + "</tr></thead><tbody>"
-    for layer, by_kind in nbytes.items():
-        cells = "".join(f"<td>{sized(by_kind[kind]) if kind in by_kind else ''}</td>" for kind in kinds)
-        yield f"<tr><td><code>{escape(layer)}</code></td>{cells}</tr>"
-    yield "</tbody></table></div>"
+    yield "<h2>Bytes</h2>"
+    yield from table_of_layers(nbytes, kinds, lambda by_kind, kind: sized(by_kind[kind]) if kind in by_kind else "")
