@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from fsdp_optim import LoadOptions, SaveOptions
-from fsdp_optim.integrations import accelerator_state, trainer_folder
-from fsdp_optim.integrations.accelerate_start import weights_from
-from fsdp_optim.integrations.needed import needed, version_of
-from fsdp_optim.integrations.patches import is_replaced, put_back, replace_function, replace_method
-from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.integrations.common.needed import needed, version_of
+from fsdp_optim.integrations.common.patches import is_replaced, put_back, replace_function, replace_method
+from fsdp_optim.integrations.hugging_face import accelerator_state, trainer_folder
+from fsdp_optim.integrations.hugging_face.accelerate_start import weights_from
+from fsdp_optim.integrations.hugging_face.settings import Settings
 from fsdp_optim.plugins import Prove
 
 __all__ = ["FsdpOptimTrainerMixin", "Settings", "disable", "enable", "weights_from"]

@@ -20,7 +20,7 @@ from torch.distributed import group
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, FsdpOptimError, LoadOptions, SaveOptions, StateError
-from fsdp_optim.integrations.needed import refusal
+from fsdp_optim.integrations.common.needed import refusal
 from fsdp_optim.plugins import (
     Prove,
     ResumeProver,

@@ -33,7 +33,7 @@ from fsdp_optim import (
     StateError,
     per_rank,
 )
-from fsdp_optim.integrations.needed import needed
+from fsdp_optim.integrations.common.needed import needed
 from fsdp_optim.integrations.torchtitan_state import TrainState, Unloaded, loader_state
 from fsdp_optim.plugins import by_lowest, copy_beside, is_url, make_folder, remove_checkpoint
 

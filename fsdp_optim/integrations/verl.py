@@ -23,7 +23,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CallOptions, CheckpointError, LoadOptions, SaveHandle, SaveOptions
-from fsdp_optim.integrations.needed import needed
+from fsdp_optim.integrations.common.needed import needed
 from fsdp_optim.plugins import (
     ResumeProver,
     WhichWeights,

@@ -32,7 +32,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.offline.workers import RankWork
+from fsdp_optim.offline.conversion.workers import RankWork
 from fsdp_optim.storage.posix import Folder, opened
 from fsdp_optim.testing import run_on_ranks
 

@@ -27,8 +27,8 @@ from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
-from fsdp_optim.offline.arguments import ConvertArguments
-from fsdp_optim.offline.convert import convert
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
+from fsdp_optim.offline.conversion.convert import convert
 from fsdp_optim.registry import FORMATS
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import run_on_ranks

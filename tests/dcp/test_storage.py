@@ -269,7 +269,7 @@ def all_cases(root: Path) -> None:
 KILLED = """
 import os, signal, sys, torch, torch.distributed.checkpoint as dcp
 from fsdp_optim.dcp import Writer
-from fsdp_optim.dcp.staged_save import StagedSave
+from fsdp_optim.dcp.storage.staged_save import StagedSave
 path, at = {path!r}, {at!r}
 def kill(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 if at == "write":

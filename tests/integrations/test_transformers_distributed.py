@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import fsdp_optim
 from fsdp_optim.integrations import transformers as plugin
-from fsdp_optim.integrations.needed import MissingNameError
+from fsdp_optim.integrations.common.needed import MissingNameError
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)

@@ -23,8 +23,8 @@ import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.foreign.torch.writer import TorchFilesProbe
-from fsdp_optim.offline import convert as conversion
-from fsdp_optim.offline.arguments import ConvertArguments
+from fsdp_optim.offline.conversion import convert as conversion
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
 from fsdp_optim.plugins import TorchFiles
 from fsdp_optim.testing import run_on_ranks
 

@@ -54,7 +54,7 @@ class Guarded(dict[str, Any]):
         if isinstance(value, Unread):
             value = value.read()
             self[key] = value
-        return _checked(value)
+        return checked(value)
 
     def __iter__(self) -> Iterator[str]:  # makes dict(guarded) access each value, instead of copying the internal ones
         return super().__iter__()
@@ -257,7 +257,8 @@ def _is_old_managers(common: Mapping[str, Any], own: Any) -> bool:
     return own.keys() == {_OLD_RANK, _OLD_STATE} and isinstance(common.get(_OLD_STATE), dict)
 
 
-def _checked(value: Any) -> Any:
+def checked(value: Any) -> Any:
+    """Return a value. Raises CheckpointError where it is a pickle and not allowed."""
     if isinstance(value, Withheld):
         raise CheckpointError(value.why)
     return value

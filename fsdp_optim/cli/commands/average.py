@@ -12,6 +12,7 @@ from fsdp_optim.cli.options import (
     convert_options,
     json_option,
     memory_option,
+    names_option,
     only_warnings,
     quiet_option,
     storage_options,
@@ -48,12 +49,7 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
     default="drop",
     help="leave the optimizer out, or average its state too (drop)",
 )
-@click.option(
-    "--names",
-    type=click.File(encoding="utf-8"),
-    metavar="FILE",
-    help="the names of parameters that have ids, one a line in order of the ids",
-)
+@names_option
 @writing_options("OUT")
 @memory_option
 @json_option

@@ -31,7 +31,7 @@ class ReportedParam(NamedTuple):
     def is_sure(self) -> bool:
         """Whether nothing is left to settle if all holders of the parameter give this report."""
         live, summary = self.live, self.live.summary
-        return live.collected and (summary is None or not summary.unsure)
+        return live.collected and (summary is None or not summary.unsure or live.what == ELEMENTS)
 
 
 def sure_params(live: Iterable[LiveParam], ranks: RankSet, not_held: Set[str]) -> dict[str, Param]:
@@ -312,8 +312,11 @@ def compare_holders(holding: list[ReportedParam]) -> None:
 def settled(reports: list[ReportedParam]) -> list[ReportedParam]:
     """Give each value one kind in all reports, where ranks classified it differently or were unsure.
 
-    A value that has the shape of the local part on some ranks only does not follow the parameter.
+    A value that has the shape of the local part on some ranks only does not follow the parameter. Elements of parameters and
+    buffers are not settled: they are what the shape is of, and no evidence is needed where ranks hold at most one of them.
     """
+    if reports[0].live.what == ELEMENTS:
+        return reports
     summaries = [item.live.summary for item in reports if item.live.summary is not None]
     if not any(summary.unsure for summary in summaries) and len({summary.sharded for summary in summaries}) < 2:
         return reports
