@@ -6,7 +6,7 @@ import os
 import socket
 import unittest
 
-from kit.checkpoints import InFolder
+from kit.folders import InFolder
 from kit.forked import WITHOUT_FAIRSCALE, run, start
 
 ON_A_RANK = """

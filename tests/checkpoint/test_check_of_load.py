@@ -9,14 +9,9 @@ from unittest import mock
 
 import torch
 from kit.cases import expand, some
-from kit.checkpoints import (
-    InFolder,
-    Whole,
-    everything,
-    load,
-    save_trained,
-)
+from kit.checkpoints import Whole, everything, load, save_trained
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.local_parts import local_of
 from kit.models import Tied
 from kit.opaque import Blockwise

@@ -19,16 +19,9 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.checkpoints import (
-    InFolder,
-    Whole,
-    async_save,
-    check_files,
-    load_trained,
-    oracle_after,
-    save,
-)
+from kit.checkpoints import Whole, async_save, check_files, load_trained, oracle_after, save
 from kit.compare import Differs, check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.optimizers import OfModel, two_groups
 from kit.trained import STEPS, Trained
 from kit.wrapping import cpu

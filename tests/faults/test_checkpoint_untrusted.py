@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
-import tempfile
 import tracemalloc
 import unittest
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,13 +16,14 @@ import xxhash
 from kit.cases import expand, some
 from kit.checkpoint_format import canonical, read_manifest
 from kit.compare import check_same, error_text
+from kit.folders import InFolder
 from kit.options import as_options, state_for
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
 from fsdp_optim.checkpoint.load import stored_state
-from fsdp_optim.formats.base.json_text import parse_json
+from fsdp_optim.plugins import parse_json
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
 
@@ -42,12 +41,7 @@ def contents(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": dict(model.state_dict()), "state": [dict(optim.state[p]) for p in model.parameters()]}
 
 
-class InFolder(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = Path(folder.name) / "step"
-
+class Rewriting(InFolder):
     def rewrite(self, edit: Callable[[Any], Any]) -> None:
         """Another manifest, with the right checksum."""
         text = canonical(edit(read_manifest(self.path)))
@@ -58,7 +52,7 @@ class InFolder(unittest.TestCase):
 # ------------------------------------------------------------------------------------------ of the process
 
 
-class ProcessTest(InFolder):
+class ProcessTest(Rewriting):
     def test_default_device(self) -> None:
         """The meta device stands for CUDA: what is made there by mistake has no elements."""
         model, optim = stepped()
@@ -126,7 +120,7 @@ class ProcessTest(InFolder):
 # ------------------------------------------------------------------------------------------ of the optimizer
 
 
-class OptimizerTest(InFolder):
+class OptimizerTest(Rewriting):
     @parameterized.expand(
         (
             ("tuple keys", {"scales": {(1, 2): 3.0, ("a",): [4]}}),
@@ -223,7 +217,7 @@ class OptimizerTest(InFolder):
 # ------------------------------------------------------------------------------------------ of the checkpoint
 
 
-class SaidTest(InFolder):
+class SaidTest(Rewriting):
     def edited(self, edit: Callable[[dict[str, Any]], Any]) -> tuple[str, str]:
         model, optim = stepped()
         fsdp_optim.save(self.path, model, optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **QUIET))
@@ -275,7 +269,7 @@ class SaidTest(InFolder):
                 self.assertEqual(error_text(call), ("AttributeError", "a mistake in the library"))
 
 
-class NoWeightsTest(InFolder):
+class NoWeightsTest(Rewriting):
     def test_a_manifest_that_has_lost_the_model(self) -> None:
         """A load that restores the optimizer and leaves the weights as they are would be silently wrong."""
         model, optim = stepped()
@@ -292,7 +286,7 @@ class NoWeightsTest(InFolder):
         check_same("as it was", contents(model, optim), before)
 
 
-class GrowthTest(InFolder):
+class GrowthTest(Rewriting):
     def test_keys_twice_take_linear_time(self) -> None:
         """Comparisons are counted: those of the keys."""
 

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint.common.random_states import set_random_states
 from fsdp_optim.checkpoint.common.run_state import RANDOM
-from fsdp_optim.plugins import encode_values
+from fsdp_optim.plugins import encode_values, set_random_states
 from fsdp_optim.testing import run_on_ranks
 
 STEPS = 4

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
-from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.offline.conversion.group_order import by_group
+from fsdp_optim.plugins import StoredTensor
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)

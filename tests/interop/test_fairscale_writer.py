@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import unittest
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +158,6 @@ def convert_on_ranks(root: Path) -> None:
         format=FairscaleShards(3, UNITS),
         options=fsdp_optim.ConvertOptions(bucket_nbytes=16 << 20),
     )
-
-
-def units_with(**changed: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    return {**UNITS, **{"" if path == "root" else path: its for path, its in changed.items()}}
 
 
 class Mixed(nn.Module):

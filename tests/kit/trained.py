@@ -155,6 +155,11 @@ class Trained:
             self.model, self.optim, recipient_rank, key_by, **as_options(fsdp_optim.CallOptions, **kwargs)
         )
 
+    def gather_model(self) -> dict[str, Any]:
+        """The whole model dict, on every rank."""
+        options = fsdp_optim.CallOptions(process_group=self.process_group)
+        return fsdp_optim.gather_full_model_state_dict(self.model, None, options=options) or {}
+
     def shard(self, full: Any, **kwargs: Any) -> Any:
         """This rank's part, by the call that does not need the other ranks where these are not needed."""
         needs_others = isinstance(self.model, list) or is_sharded(full)

@@ -78,7 +78,7 @@ def load_all(root: str, options: Options, wraps: Sequence[str]) -> None:
 
 
 def manage(root: str, options: Options) -> None:
-    """A run of a manager that is stopped by a signal on one rank, goes on, and goes back."""
+    """A run of a manager that is stopped by a signal on one rank, continues, and goes back."""
     asked: Options = {"every": 1, "keep_last": 2, "agree_every": 1, "storage_options": options}
 
     def steps() -> list[int | None]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_optim.formats.base.frames import Frames, joined
-from fsdp_optim.formats.base.protocols import PlannedFile
+from fsdp_optim.plugins import PlannedFile
 
 
 @st.composite

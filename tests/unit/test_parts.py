@@ -15,8 +15,8 @@ from parameterized import parameterized
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.save.part_ranges import PartedFile, cuts_of, ranges_on
-from fsdp_optim.formats.base.protocols import PlannedFile
 from fsdp_optim.layout import FlatChunks
+from fsdp_optim.plugins import PlannedFile
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 LEAST_PART = 8
