@@ -78,7 +78,7 @@ buckets.s3: buckets.objects errors storage.base
 memory: plan transposed
 prints: memory plan
 buckets: buckets.fsspec buckets.objects buckets.s3 storage.base storage.posix
-dtensors: errors layout memory
+dtensors: elements errors layout memory
 transport: errors layout memory options plan transport.job wire
 formats.base: dtensors elements errors fingerprints layout memory registry storage.base
 move: errors layout memory plan transport

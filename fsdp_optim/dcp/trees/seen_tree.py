@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from msgspec import structs
+
 from fsdp_optim.arguments import check_views
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.checkpoint.views import MappedFiles, Seen, SeenState, Through
@@ -143,7 +145,7 @@ class SeenTree(Reader):
             if isinstance(before, InFile) and index.trees[before.key] is value:
                 return before
             key = f"{'.'.join(face.place)} as {fqn}: {name}"
-            tensors[key] = replace(value, key=key)
+            tensors[key] = structs.replace(value, key=key)
             return InFile(key)
 
         before = {fqn: {name: stored(leaf) for name, leaf in values.items()} for fqn, values in read.state.items()}

@@ -10,6 +10,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from msgspec import structs
+
 from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.foreign.dcp.boxes import Cuts
@@ -195,7 +197,7 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
     return ForeignReader(
         opened,
         DCP.name,
-        {name: replace(stored[key], key=name) for name, key in meaning.model.items()},
+        {name: structs.replace(stored[key], key=name) for name, key in meaning.model.items()},
         full_dict(
             opened.where, [filled(tree, lambda key: values.get(key, stored.get(key))) for tree in meaning.optimizers]
         ),

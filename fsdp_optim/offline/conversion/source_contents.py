@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.known import wrapper_parts
@@ -351,7 +352,7 @@ class _Optim:
                 key = f"state.{fqn}.{name}"
                 if (fqn, name) in stored_state.tensors:
                     tensor = stored[True, fqn, name] = stored_state.tensors[fqn, name]
-                    entries[name], words[name] = replace(tensor, key=key), Kind.SHARDED.value
+                    entries[name], words[name] = structs.replace(tensor, key=key), Kind.SHARDED.value
                     values.append(
                         SavedValue(fqn, name, dtype_named(tensor.dtype), Whole(tensor.shape, (0,)), True, key)
                     )

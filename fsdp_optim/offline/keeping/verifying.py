@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 from fsdp_optim.arguments import check_at_least
-from fsdp_optim.checkpoint.common.contents import RECORDS, TREE, SavedValue, planned
-from fsdp_optim.checkpoint.common.files import File
+from fsdp_optim.checkpoint.common.contents import RECORDS, TREE, SavedValue
+from fsdp_optim.checkpoint.common.files import File, planned
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced

@@ -86,21 +86,19 @@ class RankReport:
         parts: dict[str, int] = {}
         numbers: dict[int, int] = {}
 
-        def number(part: object) -> int:
-            """Return the number of a part's text among the texts of all parts, in the order in which they come."""
-            known = numbers.get(id(part))  # the report keeps its parts alive, and so their ids
-            if known is None:
-                known = numbers[id(part)] = parts.setdefault(repr(part), len(parts))
-            return known
-
+        # The number of a part's text among the texts of all parts, in the order in which they come.
+        for param in self.params:
+            for part in (*param.placements, param.num_padded, param.summary):
+                if id(part) not in numbers:  # the report keeps its parts alive, and so their ids
+                    numbers[id(part)] = parts.setdefault(repr(part), len(parts))
         lines = [
             (
                 param.fqns,
-                [number(placement) for placement in param.placements],
+                [numbers[id(placement)] for placement in param.placements],
                 param.group_index,
-                number(param.num_padded),
+                numbers[id(param.num_padded)],
                 param.collected,
-                number(param.summary),
+                numbers[id(param.summary)],
                 param.fingerprint,
                 param.loose,
                 param.what,
