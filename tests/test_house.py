@@ -45,6 +45,8 @@ ALIKE = {
 }
 PRONOUNS = {"one", "ones", "its", "found", "mine", "theirs", "ours", "those", "these", "that", "it", "them"}
 
+PRONOUNS_OF_TESTS = {"its", "everyones", "those", "these", "that", "it", "them"}  # others are still in them
+
 
 def names_bound_in(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Iterator[tuple[str, int]]:
     """Yield the parameters and local variables of a function, also of comprehensions inside, each with its line."""
@@ -173,6 +175,16 @@ class TestHouse(unittest.TestCase):
                         if name in PRONOUNS
                     }
         assert not wrong, wrong
+
+    def test_no_variable_of_tests_is_named_by_some_pronouns(self) -> None:
+        wrong = []
+        for file in Path(__file__).parent.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                    wrong += [
+                        f"{file}:{line}: {name}" for name, line in names_bound_in(node) if name in PRONOUNS_OF_TESTS
+                    ]
+        assert not wrong, sorted(set(wrong))
 
     def test_no_two_classes_have_one_name(self) -> None:
         """One word, one thing, in all rooms. Classes that begin with `_` belong to their file."""

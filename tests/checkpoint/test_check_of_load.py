@@ -45,7 +45,7 @@ def lossy(name: str) -> Any:
 
     def load_and_lose(optim: Any, *args: Any, **kwargs: Any) -> Any:
         found = load_shard(optim, *args, **kwargs)
-        values = next((its for its in reversed(optim.state.values()) if name in its), optim.param_groups[-1])
+        values = next((state for state in reversed(optim.state.values()) if name in state), optim.param_groups[-1])
         if isinstance(values[name], Tensor):
             local_of(values[name]).view(-1)[-1] += 1
         elif isinstance(values[name], list):

@@ -46,9 +46,9 @@ def nothing_lies_on_the_host(*, has_part: bool) -> Iterator[None]:
     made = []
     real = local_extents._by_way_of_host
 
-    def by_way_of_host(its: Any) -> Any:
-        made.append(sum(len(run.memory) for run in its))
-        return real(its)
+    def by_way_of_host(runs: Any) -> Any:
+        made.append(sum(len(run.memory) for run in runs))
+        return real(runs)
 
     with (
         mock.patch.object(local_extents, "lies_on_host", return_value=False),

@@ -208,10 +208,10 @@ def other_names(path: Path) -> tuple[str, str]:
 class RanksTest(Saving):
     def test_at_another_world_size(self) -> None:
         run_on_ranks(save_on_ranks, 2, self.path)
-        for rank, (common, own, missing, everyones) in enumerate(run_on_ranks(load_on_ranks, 3, self.path)):
+        for rank, (common, own, missing, of_all_ranks) in enumerate(run_on_ranks(load_on_ranks, 3, self.path)):
             self.assertEqual(common, 10, "the lowest rank's")
             self.assertEqual((own, missing), (rank, ()) if rank < 2 else (99, ("state['own']",)))
-            self.assertEqual(everyones, [{"own": {"count": 0}}, {"own": {"count": 1}}])
+            self.assertEqual(of_all_ranks, [{"own": {"count": 0}}, {"own": {"count": 1}}])
         self.assertEqual([found[1] for found in run_on_ranks(load_on_ranks, 1, self.path)], [0])
 
     def test_one_rank_refuses(self) -> None:

@@ -57,7 +57,7 @@ class ProcessTest(Rewriting):
         """The meta device stands for CUDA: what is made there by mistake has no elements."""
         model, optim = stepped()
         extra: dict[str, Any] = {"tensor": torch.arange(3), "array": torch.arange(4).numpy(), "step": 7}
-        other, its = stepped()
+        other, other_optim = stepped()
         torch.set_default_device("meta")
         try:
             fsdp_optim.save(
@@ -67,7 +67,7 @@ class ProcessTest(Rewriting):
                 state=state_for(extra, [extra]),
                 **as_options(fsdp_optim.SaveOptions, **QUIET),
             )
-            restored = fsdp_optim.load(self.path, other, its, options=fsdp_optim.LoadOptions(compare=True))
+            restored = fsdp_optim.load(self.path, other, other_optim, options=fsdp_optim.LoadOptions(compare=True))
             fsdp_optim.async_save(
                 self.path,
                 model,
@@ -76,13 +76,13 @@ class ProcessTest(Rewriting):
                 overwrite=True,
                 **as_options(fsdp_optim.SaveOptions, **QUIET),
             ).wait()
-            fsdp_optim.load(self.path, other, its)
+            fsdp_optim.load(self.path, other, other_optim)
             full = fsdp_optim.gather_full_optim_state_dict(model, optim)
-            shard = fsdp_optim.get_shard_from_optim_state_dict(other, its, full)
-            fsdp_optim.load_optim_state_dict(its, shard)
+            shard = fsdp_optim.get_shard_from_optim_state_dict(other, other_optim, full)
+            fsdp_optim.load_optim_state_dict(other_optim, shard)
         finally:
             torch.set_default_device(None)
-        check_same("loaded", contents(other, its), contents(model, optim))
+        check_same("loaded", contents(other, other_optim), contents(model, optim))
         values = dict(restored.state)
         for found in (values.pop("per_rank_extra")[0], values):
             found["array"] = torch.from_numpy(found["array"])
@@ -93,19 +93,19 @@ class ProcessTest(Rewriting):
         fsdp_optim.save(
             self.path, model, optim, state={"t": torch.arange(3)}, **as_options(fsdp_optim.SaveOptions, **QUIET)
         )
-        other, its = stepped()
+        other, other_optim = stepped()
         with torch.inference_mode():
-            restored = fsdp_optim.load(self.path, other, its, options=fsdp_optim.LoadOptions(compare=True))
+            restored = fsdp_optim.load(self.path, other, other_optim, options=fsdp_optim.LoadOptions(compare=True))
             inference_only = nn.Linear(3, 2)
             fsdp_optim.load(self.path, inference_only)
         check_same("weights", dict(inference_only.state_dict()), dict(model.state_dict()))
-        check_same("loaded", contents(other, its), contents(model, optim))
+        check_same("loaded", contents(other, other_optim), contents(model, optim))
         restored.state["t"].add_(1)
-        for one, with_optim in ((model, optim), (other, its)):
+        for one, with_optim in ((model, optim), (other, other_optim)):
             with_optim.zero_grad()
             one(torch.ones(4, 3)).sum().backward()
             with_optim.step()
-        check_same("a step later", contents(other, its), contents(model, optim))
+        check_same("a step later", contents(other, other_optim), contents(model, optim))
 
     @parameterized.expand((("nan", math.nan), ("negative", -1.0), ("a word", "7")))
     def test_wait_for_no_time(self, _: str, timeout: Any) -> None:
@@ -133,10 +133,10 @@ class OptimizerTest(Rewriting):
         fsdp_optim.save(
             self.path, model, optim, state=state_for(options), **as_options(fsdp_optim.SaveOptions, **QUIET)
         )
-        other, its = stepped(**dict.fromkeys(options))
-        restored = fsdp_optim.load(self.path, other, its)
+        other, other_optim = stepped(**dict.fromkeys(options))
+        restored = fsdp_optim.load(self.path, other, other_optim)
         for key, value in options.items():
-            check_same(key, [its.param_groups[0][key], restored.state[key]], [value, value])
+            check_same(key, [other_optim.param_groups[0][key], restored.state[key]], [value, value])
 
     @parameterized.expand(
         (
@@ -193,11 +193,12 @@ class OptimizerTest(Rewriting):
             **as_options(fsdp_optim.SaveOptions, **QUIET, bucket_nbytes=16),
         )
         wanted = [
-            {name: value.resolve_conj().resolve_neg() for name, value in its.items()} for its in optim.state.values()
+            {name: value.resolve_conj().resolve_neg() for name, value in state.items()}
+            for state in optim.state.values()
         ]
         for _ in range(2):
             restored = fsdp_optim.load(self.path, model, optim, options=fsdp_optim.LoadOptions(compare=True))
-            found = [dict(its) for its in optim.state.values()]
+            found = [dict(state) for state in optim.state.values()]
             check_same("state", found, wanted)
             check_same("extra", dict(restored.state), {"conj": wanted[0]["conj"], "neg": wanted[1]["neg"]})
 
@@ -206,12 +207,12 @@ class OptimizerTest(Rewriting):
         for values in optim.state.values():
             del values["step"]
         fsdp_optim.save(self.path, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
-        other, its = stepped()
-        before = [dict(its.state[p]) for p in other.parameters()]
-        kind, text = error_text(lambda: fsdp_optim.load(self.path, other, its))
+        other, other_optim = stepped()
+        before = [dict(other_optim.state[p]) for p in other.parameters()]
+        kind, text = error_text(lambda: fsdp_optim.load(self.path, other, other_optim))
         self.assertEqual(kind, "StateError", text)
         self.assertIn("step", text)
-        check_same("before", [dict(its.state[p]) for p in other.parameters()], before)
+        check_same("before", [dict(other_optim.state[p]) for p in other.parameters()], before)
 
 
 # ------------------------------------------------------------------------------------------ of the checkpoint
@@ -363,9 +364,9 @@ class GrowthTest(Rewriting):
             state={"words": "[[" * 100_000, "lists": [[]] * 100_000},
             **as_options(fsdp_optim.SaveOptions, **QUIET),
         )
-        other, its = stepped(words="", quoted="")
-        restored = fsdp_optim.load(self.path, other, its)
-        self.assertEqual(its.param_groups[0]["words"], "[{" * 100_000)
+        other, other_optim = stepped(words="", quoted="")
+        restored = fsdp_optim.load(self.path, other, other_optim)
+        self.assertEqual(other_optim.param_groups[0]["words"], "[{" * 100_000)
         self.assertEqual(restored.state["lists"], [[]] * 100_000)
 
 

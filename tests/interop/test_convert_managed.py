@@ -96,8 +96,8 @@ class ManagedTest(SharedFolder):
         backs = [self.root / f"back-{name}" / self.source.name for name in ways]
         backs += [self.root / "torch-0", self.root / "torch_file-0" / "checkpoint.pt"]
         found = run_on_ranks(resumed, 2, str(self.root / "others"), list(map(str, backs)))
-        for rank, its in enumerate(found):
-            for name, losses in zip(backs, its, strict=True):
+        for rank, of_rank in enumerate(found):
+            for name, losses in zip(backs, of_rank, strict=True):
                 check_same(f"{name} on rank {rank}", losses, self.losses[rank])
 
     def test_stock_torch_reads_it(self) -> None:

@@ -58,8 +58,8 @@ def resumed_by_fairscale(folder: Path, name: str) -> dict[str, Any]:
         mapped = torch.load(folder / f"checkpoint_last-shard{rank}.pt", weights_only=True, mmap=True)
         check_same("mapped", mapped, file)
         said, wanted_metadata = file.pop("shard_metadata"), one.model.local_metadata_dict()
-        for its in (said, wanted_metadata):
-            its["buffer_names"].sort()
+        for metadata in (said, wanted_metadata):
+            metadata["buffer_names"].sort()
         check_same("metadata", said, wanted_metadata)
         there = one.model.local_state_dict()
         shapes = {key: tuple(value.shape) for key, value in there.items() if isinstance(value, torch.Tensor)}
@@ -70,7 +70,7 @@ def resumed_by_fairscale(folder: Path, name: str) -> dict[str, Any]:
         one.step(range(STEPS, STEPS + 2))
         wanted = Oracle(make, STEPS + 2, model=Buffered)
         full = one.gather(None, "name")
-        state = {fqn: {key: full["state"][fqn][key] for key in its} for fqn, its in wanted.by_name().items()}
+        state = {fqn: {key: full["state"][fqn][key] for key in values} for fqn, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
         weights = one.model.state_dict()
         check_same(

@@ -140,9 +140,9 @@ class Trained:
     def _positions_of(self, names: Collection[str]) -> set[int]:
         """The live parameters that have elements of these parameters on some rank."""
         mine = {i for i, index in enumerate(self.index) if self.numbers.names_of(index) & set(names)}
-        everyones: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyones, mine)
-        return set().union(*everyones)
+        of_all_ranks: list[set[int]] = [set() for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_all_ranks, mine)
+        return set().union(*of_all_ranks)
 
     def forget_gradients(self) -> None:
         for param in self.params:

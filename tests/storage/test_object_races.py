@@ -223,7 +223,7 @@ class RaceTest(unittest.TestCase):
                 if how == "first" and conditions:
                     self.assertEqual((error is None, other is None).count(True), 1, (error, other))
                 self.assertTrue(error is None or other is None)
-                self.assertIn(found, [number for number, its in ((1, error), (2, other)) if its is None])
+                self.assertIn(found, [number for number, failure in ((1, error), (2, other)) if failure is None])
 
         self.every_request(how, conditions, then, probe)
 
