@@ -359,7 +359,9 @@ class _Prints:
         """`every_replica`: also of replicas that a wrapper keeps equal."""
         self._rank, self._everyone = group.rank, RankSet(group.ranks)
         self._every_replica = every_replica
-        self._kept_equal: dict[tuple[int, ...], bool] = {}  # by the ids of placements, which the Handles keep unique
+        self._kept_equal: dict[
+            tuple[int, ...] | int, bool
+        ] = {}  # by the ids of placements, which the Handles keep unique
 
     def of(self, param: LocalParam, placements: tuple[Placement, ...]) -> str:
         """Return the fingerprint of the state of a parameter; "" where replicas need none."""
@@ -369,7 +371,7 @@ class _Prints:
         return print_of_state(param, self._rank)
 
     def _are_equal(self, handle: Handle, placements: tuple[Placement, ...]) -> bool:
-        key = tuple(map(id, placements))
+        key = tuple(map(id, placements)) if len(placements) > 1 else id(placements[0]) if placements else 0
         known = self._kept_equal.get(key)
         if known is None:
             # A wrapper keeps the shards of its own group consistent, but not those of another group with the same names.

@@ -326,7 +326,8 @@ def read_state(
             for fqn in fqns
             if (summary := global_state.params[fqn].summary) is not None
         ]
-        for name in dict.fromkeys([name for *_, summary in unit for name in summary.names]):
+        names = unit[0][2].names if len(unit) == 1 else dict.fromkeys([n for *_, each in unit for n in each.names])
+        for name in names:
             for fqn, placement, summary in unit:
                 dtype = summary.dtypes.get(name)
                 if dtype is not None:
@@ -366,8 +367,9 @@ def _opaque(group: RankGroup, local: Local, global_state: GlobalState) -> Mappin
 def _units(global_state: GlobalState) -> Iterator[tuple[str, ...]]:
     """Yield the FQNs of each live parameter, each FQN once, so that values that are adjacent on a rank are so in the file."""
     seen: set[str] = set()
+    params = global_state.params
     for live in global_state.live:
-        fqns = tuple(fqn for fqn in live.fqns if fqn in global_state.params and fqn not in seen)
+        fqns = tuple([fqn for fqn in live.fqns if fqn in params and fqn not in seen])
         seen.update(fqns)
         if fqns:
             yield fqns
@@ -394,5 +396,5 @@ def with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
 
 def aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
     """Sort tensors by element size, the largest first, so that every tensor begins at a multiple of its element size."""
-    order = {dtype: -dtype.itemsize for dtype in {tensor.dtype for tensor in tensors}}
-    return tuple(sorted(tensors, key=lambda tensor: order[tensor.dtype])) if len(order) > 1 else tuple(tensors)
+    sizes = {tensor.dtype.itemsize for tensor in tensors}
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)) if len(sizes) > 1 else tuple(tensors)

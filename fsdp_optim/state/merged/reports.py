@@ -91,10 +91,11 @@ class RankReport:
             for part in (*param.placements, param.num_padded, param.summary):
                 if id(part) not in numbers:  # the report keeps its parts alive, and so their ids
                     numbers[id(part)] = parts.setdefault(repr(part), len(parts))
-        lines = [
-            (
-                param.fqns,
-                [numbers[id(placement)] for placement in param.placements],
+        kinds: dict[tuple[object, ...], int] = {}
+        lines = []
+        for param in self.params:
+            kind = (
+                *[numbers[id(placement)] for placement in param.placements],
                 param.group_index,
                 numbers[id(param.num_padded)],
                 param.collected,
@@ -103,9 +104,9 @@ class RankReport:
                 param.loose,
                 param.what,
             )
-            for param in self.params
-        ]
-        return f"{replace(self, params=())!r} {lines!r} {list(parts)!r}"
+            lines.append(kinds.setdefault(kind, len(kinds)))
+        fqns = [param.fqns for param in self.params]
+        return f"{replace(self, params=())!r} {fqns!r} {lines!r} {list(kinds)!r} {list(parts)!r}"
 
 
 ReportsByRanks = Sequence[tuple[RankReport, tuple[int, ...]]]
