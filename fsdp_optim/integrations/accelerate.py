@@ -74,7 +74,7 @@ def enable(
     Call this on all ranks, with the same arguments, before training. A second call changes the arguments.
 
     Args:
-        background: write while training goes on. An error is raised by the next save, at the end of `Trainer.train`, or by
+        background: write while training continues. An error is raised by the next save, at the end of `Trainer.train`, or by
             `accelerator.end_training()`, with which a program with an Accelerator must end. A save that something wants to
             read at once (a callback with `on_save`, `push_to_hub`) is waited for. False: a checkpoint is complete when the call
             returns.

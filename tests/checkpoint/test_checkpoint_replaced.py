@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import tempfile
 import threading
 import unittest
 from collections import Counter
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_same, error_text
+from kit.folders import InFolder
 from kit.groups import Meeting
 from kit.local_parts import local_of
 from kit.options import as_options
@@ -211,12 +211,7 @@ def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str
         return looks[0], str(values(target, got[0]) if got else had), error
 
 
-class ReplacedTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-
+class ReplacedTest(InFolder):
     def check_found(self, found: dict[str, dict[str, int]]) -> None:
         for what, outcomes in found.items():
             self.assertEqual(set(outcomes), {"[1.0]", "[2.0]"}, (what, outcomes))

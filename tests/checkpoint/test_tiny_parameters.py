@@ -21,8 +21,6 @@ from kit.wrapping import cpu
 from parameterized import parameterized
 from torch import nn
 
-import fsdp_optim
-
 
 class One(nn.Module):
     """A single element: all ranks but one hold nothing."""
@@ -78,9 +76,9 @@ def round_trip(wrapper: str, case: str) -> None:
         check_same("after saving", everything(trained), before)
         if dist.get_rank() == 0:
             check_files(path, oracle)
-        gathered = fsdp_optim.gather_full_model_state_dict(trained.model, recipient_rank=None)
-        check_same("the gathered model", gathered, {name: oracle.model.state_dict()[name] for name in gathered or {}})
-        check_same("its names", sorted(gathered or {}), sorted(oracle.model.state_dict()))
+        gathered = trained.gather_model()
+        check_same("the gathered model", gathered, {name: oracle.model.state_dict()[name] for name in gathered})
+        check_same("its names", sorted(gathered), sorted(oracle.model.state_dict()))
         full = trained.gather(None, "name")
         check_same("the gathered optimizer", full["state"], oracle.by_name())
         target = Trained(wrapper, adam, 0, model)

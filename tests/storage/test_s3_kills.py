@@ -102,7 +102,7 @@ class KillTest(unittest.TestCase):
         self.die_and_live_on("moto", MOMENTS // 2)
 
     def die_and_live_on(self, kind: Server, moments: int) -> None:
-        """Some ways of saving in turn, each in a place of its own, in which life goes on after each death."""
+        """Some ways of saving in turn, each in a place of its own, in which life continues after each death."""
         rng = random.Random(SEED)
         options = self.held.enter_context(serving(kind))
         places = {mode: Place(mode, options) for mode in MODES}

@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.checkpoints import InFolder
 from kit.compare import error_text, refused
+from kit.folders import InFolder
 from torch import nn
 
 import fsdp_optim

@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.checkpoints import InFolder
 from kit.compare import check_same, refused
+from kit.folders import InFolder
 from parameterized import parameterized
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

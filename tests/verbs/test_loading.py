@@ -227,7 +227,7 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
             for name in target.numbers.start:
                 wanted = old["state"].get(name) if name in missing else named["state"].get(name)
                 check_same(f"{what}, state of {name}", got.get(name), wanted)
-        target.step([7])  # and training goes on
+        target.step([7])  # and training continues
     return errors
 
 

@@ -32,7 +32,7 @@ _OLD_STATE, _OLD_RANK, _OLD_RANDOM = "state", "rank", "random"
 """The keys under which older versions of a CheckpointManager saved the state of objects, for all ranks and for each rank."""
 
 
-class Unread(Struct, frozen=True):
+class UnreadTree(Struct, frozen=True):
     """Stands for a value with large tensors that a load was not asked for. It is read when it is accessed."""
 
     tree: Any
@@ -51,7 +51,7 @@ class Guarded(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if isinstance(value, Unread):
+        if isinstance(value, UnreadTree):
             value = value.read()
             self[key] = value
         return checked(value)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 10  # names
 
 
-class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+class WeightList(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """Numbers with commas between them, as in 1,1,2."""
 
     name = "numbers"
@@ -42,7 +42,7 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
 @click.command("average")
 @click.argument("sources", type=PATH, nargs=-1, required=True)
 @click.option("-o", "--output", required=True, metavar="OUT", type=PATH, help="the new checkpoint")
-@click.option("--weights", type=Weights(), metavar="1,1,2", help="a number for each source (all weigh the same)")
+@click.option("--weights", type=WeightList(), metavar="1,1,2", help="a number for each source (all weigh the same)")
 @click.option(
     "--moments",
     type=click.Choice(["drop", "average"]),

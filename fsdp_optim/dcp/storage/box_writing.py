@@ -56,7 +56,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenRows:
     """The report of a rank: the store's receipt, and the segments of each file by its number, as bytes of `Rows`."""
 
     receipt: bytes
@@ -97,10 +97,10 @@ class BoxWriter:
             results.append(WriteResult(item.index, len(data), data))
         return results
 
-    def report(self) -> Written:
+    def report(self) -> WrittenRows:
         """Return when all writes are complete, and on the disk if the save is durable."""
         receipt = self._writer.finish()
-        return Written(receipt, {number: numpy.concatenate(rows).tobytes() for number, rows in self._rows.items()})
+        return WrittenRows(receipt, {number: numpy.concatenate(rows).tobytes() for number, rows in self._rows.items()})
 
     def _order(self, item: WriteItem) -> tuple[int, int, Shape]:
         place = self._place(item)
@@ -220,7 +220,7 @@ def runs(shape: Shape, box: ItemBox) -> tuple[NDArray[numpy.int64], int]:
     return starts, prod(sizes[cut:])
 
 
-def joined_rows(reports: Sequence[Written], number: int) -> list[Rows]:
+def joined_rows(reports: Sequence[WrittenRows], number: int) -> list[Rows]:
     """Return the segments of one file by rank."""
     return [
         numpy.frombuffer(report.rows[number], dtype="<u8").reshape(-1, 3) if number in report.rows else rows_of(())

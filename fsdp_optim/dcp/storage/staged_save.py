@@ -10,7 +10,7 @@ from fsdp_optim.checkpoint.catalog.listing import next_sequence
 from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.stores import store_at
-from fsdp_optim.dcp.storage.box_writing import FilePlace, TensorPlace, Written, joined_rows
+from fsdp_optim.dcp.storage.box_writing import FilePlace, TensorPlace, WrittenRows, joined_rows
 from fsdp_optim.dcp.storage.planned_boxes import ItemName, PlannedBoxes, owned_by
 from fsdp_optim.dcp.storage.saved_values import at_path, nested, paths_of, value_in
 from fsdp_optim.errors import CheckpointError
@@ -119,7 +119,9 @@ class StagedSave:
             for rank in range(self.num_ranks)
         ]
 
-    def commit(self, reports: Sequence[Written], values: Mapping[str, bytes], planner_data: Any, save_id: str) -> None:
+    def commit(
+        self, reports: Sequence[WrittenRows], values: Mapping[str, bytes], planner_data: Any, save_id: str
+    ) -> None:
         """Write the values and the tables of checksums, then the manifest, which makes the checkpoint.
 
         `values`: those that are no tensors, as the bytes of a planner, by key. `planner_data`: of torch's metadata.

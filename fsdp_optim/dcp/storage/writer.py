@@ -17,7 +17,7 @@ from torch.futures import Future
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.stores import store_at, store_of_leader
 from fsdp_optim.dcp.storage.at_path import AtPath
-from fsdp_optim.dcp.storage.box_writing import BoxWriter, Written
+from fsdp_optim.dcp.storage.box_writing import BoxWriter, WrittenRows
 from fsdp_optim.dcp.storage.planned_boxes import PlannedBoxes
 from fsdp_optim.dcp.storage.staged_save import RankOrders, StagedSave, WriterSettings
 from fsdp_optim.errors import CheckpointError
@@ -158,13 +158,13 @@ class Writer(AtPath, StorageWriter):
         self._staged, self._undo = None, None
 
 
-def _reports_in(results: Sequence[Sequence[WriteResult]]) -> tuple[list[Written], dict[str, bytes]]:
+def _reports_in(results: Sequence[Sequence[WriteResult]]) -> tuple[list[WrittenRows], dict[str, bytes]]:
     """Return the report of each rank, and the bytes of all values by key."""
-    reports = list[Written]()
+    reports = list[WrittenRows]()
     values: dict[str, bytes] = {}
     for of_rank in results:
         for result in of_rank:
-            if isinstance(result.storage_data, Written):
+            if isinstance(result.storage_data, WrittenRows):
                 reports.append(result.storage_data)
             elif isinstance(result.storage_data, bytes):
                 values.setdefault(result.index.fqn, result.storage_data)

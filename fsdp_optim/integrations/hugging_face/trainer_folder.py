@@ -132,7 +132,7 @@ def _remember_best(trainer: Any, path: str) -> None:
 
 @contextmanager
 def _redirected(trainer: Any, save: TrainerFolder, folder: str) -> Iterator[None]:
-    """The trainer's methods write into the folder for its files. An error is noted, and the trainer goes on."""
+    """The trainer's methods write into the folder for its files. An error is noted, and the trainer continues."""
     final = absolute(folder)
 
     def inside(path: Any) -> Any:

@@ -23,7 +23,7 @@ Name: TypeAlias = "tuple[str, Any]"
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointValues:
     """The values of one checkpoint by name.
 
     Attributes:
@@ -45,7 +45,7 @@ class Contents:
     aliases: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, checkpoint: Reader, source: NamedSource, *, allow_pickle: bool) -> Contents:
+    def of(cls, checkpoint: Reader, source: NamedSource, *, allow_pickle: bool) -> CheckpointValues:
         """Read what a checkpoint says, and the numbers of its optimizer. Reads no large tensors."""
         index = source.index
         tensors: dict[Name, StoredTensor] = {(fqn, None): tensor for fqn, tensor in index.weights.items()}
@@ -86,7 +86,7 @@ class Contents:
             aliases=index.aliases,
         )
 
-    def with_names_of(self, last: Contents) -> Contents:
+    def with_names_of(self, last: CheckpointValues) -> CheckpointValues:
         """Return the same, with the elements of tied weights under each of their names that `last` has stored."""
         stored_as = {
             (alias, None): (fqn, None)
@@ -99,7 +99,7 @@ class Contents:
             del tensors[name]
         return replace(self, tensors=tensors, averaged=averaged & tensors.keys())
 
-    def _is_tied_in(self, last: Contents, name: Name) -> bool:
+    def _is_tied_in(self, last: CheckpointValues, name: Name) -> bool:
         """Return whether `last` has a weight of its own as another name of one, and both are the same bytes here."""
         tied = (last.aliases.get(name[0], ""), None)
         if name[1] is not None or name in last.tensors or tied not in self.tensors:
@@ -128,7 +128,7 @@ def text_of(name: Name) -> str:
     return fqn if value is None else f"{fqn}:{value}"
 
 
-def check_agreement(all_contents: Sequence[Contents]) -> None:
+def check_agreement(all_contents: Sequence[CheckpointValues]) -> None:
     """Raise StateError that names two checkpoints and the parameter, unless all have the same names and shapes."""
     last = all_contents[-1]
     for other in all_contents[:-1]:
@@ -156,7 +156,7 @@ def _is_complex(tensor: StoredTensor) -> bool:
     return dtype_named(tensor.dtype).is_complex
 
 
-def _check_names(other: Contents, last: Contents) -> None:
+def _check_names(other: CheckpointValues, last: CheckpointValues) -> None:
     of_other, of_last = {**other.tensors, **other.plain}, {**last.tensors, **last.plain}
     for name in [*of_last, *of_other]:
         if name in of_other and name in of_last:
@@ -174,7 +174,7 @@ def _check_names(other: Contents, last: Contents) -> None:
             )
 
 
-def differing_plain(all_contents: Sequence[Contents]) -> set[str]:
+def differing_plain(all_contents: Sequence[CheckpointValues]) -> set[str]:
     """Return the names of the numbers, other plain values and hyperparameters that differ from those of the last checkpoint."""
     last, differing = all_contents[-1], set[str]()
     for other in all_contents[:-1]:

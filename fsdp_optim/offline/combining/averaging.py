@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.common.stores import Place
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.offline.combining.agreement import Contents, check_agreement, differing_plain, text_of
+from fsdp_optim.offline.combining.agreement import CheckpointValues, check_agreement, differing_plain, text_of
 from fsdp_optim.offline.combining.blending import BlendSource
 from fsdp_optim.offline.conversion.arguments import ConvertArguments
 from fsdp_optim.offline.conversion.convert import opened_on_all, ranks_of_call
@@ -94,13 +94,13 @@ class _Average:
         """Compare the checkpoints, and write the new one. Nothing is written where they do not fit together."""
         named = [self._named(reader) for reader in self.readers]
         pairs = zip(self.readers, named, strict=True)
-        read = [Contents.of(*pair, allow_pickle=self.options.allow_pickle) for pair in pairs]
-        contents = [content.with_names_of(read[-1]) for content in read]
-        check_agreement(contents)
+        read = [CheckpointValues.of(*pair, allow_pickle=self.options.allow_pickle) for pair in pairs]
+        by_name = [values.with_names_of(read[-1]) for values in read]
+        check_agreement(by_name)
         writer = OURS.writer()
-        transcript = named[-1].contents(writer, allow_pickle=self.options.allow_pickle)
-        source = self._source(contents, transcript)
-        files = NewFiles.of(self.group, self.readers[-1], transcript, OURS, self.options, writer=writer, source=source)
+        contents = named[-1].contents(writer, allow_pickle=self.options.allow_pickle)
+        source = self._source(by_name, contents)
+        files = NewFiles.of(self.group, self.readers[-1], contents, OURS, self.options, writer=writer, source=source)
         new = replace(files, doing="averaging")
         identities = [reader.index.identity for reader in self.readers]
         if not all_equal(self.group, "read", f"{identities} {new.compared}".encode()):
@@ -109,8 +109,8 @@ class _Average:
                 "give all of them the same paths and options"
             )
         saved = new.run(target)
-        names = {key: text_of(name) for name, key in contents[-1].keys.items()}
-        differing = differing_plain(contents) | self._of_all_ranks({names[key] for key in source.differing})
+        names = {key: text_of(name) for name, key in by_name[-1].keys.items()}
+        differing = differing_plain(by_name) | self._of_all_ranks({names[key] for key in source.differing})
         return AverageResult(
             path=saved.path,
             sources=tuple(reader.index.where for reader in self.readers),
@@ -132,14 +132,14 @@ class _Average:
         naming = SourceNaming(options.param_names)
         return name_source(reader, naming, allow_pickle=options.allow_pickle, with_optim=averages_moments)
 
-    def _source(self, contents: Sequence[Contents], transcript: SourceContents) -> BlendSource:
+    def _source(self, by_name: Sequence[CheckpointValues], contents: SourceContents) -> BlendSource:
         """Return the source of elements: each checkpoint by the keys of the last one."""
-        last = contents[-1]
+        last = by_name[-1]
         sources = [
-            CheckpointSource(reader, {last.keys[name]: tensor for name, tensor in content.tensors.items()})
-            for reader, content in zip(self.readers[:-1], contents[:-1], strict=True)
+            CheckpointSource(reader, {last.keys[name]: tensor for name, tensor in values.tensors.items()})
+            for reader, values in zip(self.readers[:-1], by_name[:-1], strict=True)
         ]
-        sources.append(CheckpointSource(self.readers[-1], transcript.stored))
+        sources.append(CheckpointSource(self.readers[-1], contents.stored))
         averaged = frozenset(last.keys[name] for name in last.averaged)
         return BlendSource(tuple(sources), self.weights, averaged)
 

@@ -82,14 +82,14 @@ class _Merge:
         fit = _Fit.of(named.index, self.adapter.index, self.config)
         budget = Budget(options.bucket_nbytes, "the elements of a checkpoint that a process merges")
         check_fits(budget, tuple(fit.factors.values()))
-        transcript = named.contents(writer, allow_pickle=options.allow_pickle)
+        contents = named.contents(writer, allow_pickle=options.allow_pickle)
         source = MergedSource(
-            base=CheckpointSource(self.base, transcript.stored),
+            base=CheckpointSource(self.base, contents.stored),
             adapter=CheckpointSource(self.adapter, fit.replaced),
             factors=fit.factors,
             budget=budget,
         )
-        new = NewFiles.of(self.group, self.base, transcript, OURS, options, writer=writer, source=source)
+        new = NewFiles.of(self.group, self.base, contents, OURS, options, writer=writer, source=source)
         compared = f"{self.base.index.identity} {self.adapter.index.identity} {self.config} {new.compared}"
         if not all_equal(self.group, "read", compared.encode()):
             raise StateError(

@@ -52,16 +52,16 @@ def convert(
         format = format_of_option(target_format if target_format is not None else options.format)
         with closing(seen(opened_on_all(group, source, options, source_format), options.views)) as checkpoint:
             naming, writer = SourceNaming(options.param_names, model), format.writer()
-            transcript = describe_source(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
+            contents = describe_source(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
             check_used(checkpoint)
             work = NewFiles.of(
                 group,
                 checkpoint,
-                transcript,
+                contents,
                 format,
                 options,
                 writer=writer,
-                source=CheckpointSource(checkpoint, transcript.stored),
+                source=CheckpointSource(checkpoint, contents.stored),
             )
             if not all_equal(group, "read", work.compared.encode()):
                 raise StateError(
@@ -69,7 +69,7 @@ def convert(
                     "give all of them the same path and options"
                 )
             fingerprint, why_not = _fingerprint_of(checkpoint, work)
-            for why in (*transcript.left_out, *why_not) if work.leads else ():
+            for why in (*contents.left_out, *why_not) if work.leads else ():
                 log.warning("left out of the new checkpoint: %s", why)
             if work.leads:
                 target, options = place_of(target, format, options)
@@ -86,7 +86,7 @@ def _fingerprint_of(checkpoint: Reader, work: NewFiles) -> tuple[bytes, tuple[st
         return b"", ("the fingerprint, which is of the values that Views have cut or joined",)
     if not work.writer.keeps_fingerprint:
         return b"", (f"the fingerprint, for which the format {work.format.name} has no place",)
-    kept = saved if work.transcript.has_optim else replace(saved, optim={})
+    kept = saved if work.contents.has_optim else replace(saved, optim={})
     return kept.to_json().encode(), ()
 
 

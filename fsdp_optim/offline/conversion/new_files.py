@@ -35,7 +35,7 @@ from fsdp_optim.offline.conversion.arguments import ConvertArguments
 from fsdp_optim.offline.conversion.copy_ranges import CopyRange, plan_units
 from fsdp_optim.offline.conversion.source_contents import SourceContents
 from fsdp_optim.offline.conversion.unit_sources import UnitSource
-from fsdp_optim.offline.conversion.workers import RankWork, num_lanes_in, unit_nbytes_in
+from fsdp_optim.offline.conversion.workers import RankWork, num_threads_in, unit_nbytes_in
 from fsdp_optim.results import SaveResult
 from fsdp_optim.storage.base import (
     Staging,
@@ -74,7 +74,7 @@ class NewFiles:
 
     Attributes:
         checkpoint: the source, whose facts the new checkpoint gets.
-        transcript: its contents.
+        contents: those of the source, as a save would produce them.
         source: where the elements come from.
         doing: what a bar of progress calls this.
         fingerprint: the fingerprints of the values, which are those of the source, as JSON; empty if there are none.
@@ -82,7 +82,7 @@ class NewFiles:
 
     group: RankGroup
     checkpoint: Reader
-    transcript: SourceContents
+    contents: SourceContents
     source: UnitSource
     writer: Writer
     format: WrittenFormat
@@ -96,26 +96,26 @@ class NewFiles:
         cls,
         group: RankGroup,
         checkpoint: Reader,
-        transcript: SourceContents,
+        contents: SourceContents,
         format: WrittenFormat,
         options: ConvertArguments,
         *,
         writer: Writer,
         source: UnitSource,
     ) -> NewFiles:
-        shared, most = transcript.prepared.shared, options.max_file_size
+        shared, most = contents.prepared.shared, options.max_file_size
         halves: dict[Half, Sequence[SavedValue]] = {}
-        if transcript.weights != "none":
-            halves["model"] = transcript.model
-        if transcript.has_optim:
-            halves["optim"] = transcript.optim
-        if transcript.trees:
-            halves["state"] = transcript.trees
+        if contents.weights != "none":
+            halves["model"] = contents.model
+        if contents.has_optim:
+            halves["optim"] = contents.optim
+        if contents.trees:
+            halves["state"] = contents.trees
         files = planned_files(writer, halves, shared, most_nbytes=most, num_ranks=1)
         return cls(
             group=group,
             checkpoint=checkpoint,
-            transcript=transcript,
+            contents=contents,
             source=source,
             writer=writer,
             format=format,
@@ -127,7 +127,7 @@ class NewFiles:
     def compared(self) -> str:
         """The text that ranks compare: the source, the options and the files."""
         files = [[file.name, file.plan.nbytes, hex_of(file.plan.head), self._frames_of(file)] for file in self.files]
-        small = {name: hex_of(data) for name, data in self.transcript.prepared.files.items()}
+        small = {name: hex_of(data) for name, data in self.contents.prepared.files.items()}
         described = [self.format.name, self.unit_nbytes, files, small, self.checkpoint.index.identity]
         return f"{self.options.compared_text()} {json.dumps(described, sort_keys=True, default=str)}"
 
@@ -157,7 +157,7 @@ class NewFiles:
             with failure:
                 first = self._join(begun)
                 job.start(first)
-                share.run(first, self._num_lanes(begun))
+                share.run(first, self._num_threads(begun))
             with failure:
                 if failure.error is None:
                     self.source.check_unchanged()
@@ -187,7 +187,7 @@ class NewFiles:
                 undo.callback(claim.release)
                 staging = store.begin(overwrite=self.options.overwrite, durable=self.options.durable)
                 undo.callback(staging.abandon)
-                leader = LeaderSide(self.transcript.prepared, staging, claim)
+                leader = LeaderSide(self.contents.prepared, staging, claim)
                 content = encode(self._decide(store, staging, is_one_machine=is_one_machine)).encode()
             result = all_gather_bytes(group, "folder", content)
             decision = decode(_Decision, result.content_of(group.ranks[0]))
@@ -247,7 +247,7 @@ class NewFiles:
             plan=FilePlan(self.files, owners, is_alone=len(ranks) == 1),
             absent=(),
             writer=self.writer,
-            extras=self.transcript.prepared.files if self.leads else {},
+            extras=self.contents.prepared.files if self.leads else {},
             leader=begun.leader,
             wrapper=self.checkpoint.index.facts.wrapper,
             fingerprint=self.fingerprint,
@@ -276,8 +276,8 @@ class NewFiles:
         address, durable = begun.decision.address, begun.decision.durable
         return begun.store.join(address, durable=durable, who=who, budget_nbytes=budget.nbytes)
 
-    def _num_lanes(self, begun: _Begun) -> int:
+    def _num_threads(self, begun: _Begun) -> int:
         """The number of threads of this rank: several only where the store takes ranges of one file from several writers."""
         if begun.decision.strategy != IN_PLACE:
             return 1
-        return num_lanes_in(self.budget, self.unit_nbytes, self.source)
+        return num_threads_in(self.budget, self.unit_nbytes, self.source)

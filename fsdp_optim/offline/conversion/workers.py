@@ -35,7 +35,7 @@ def unit_nbytes_in(budget: Budget, num_extra: int = 0) -> int:
     )
 
 
-def num_lanes_in(budget: Budget, unit_nbytes: int, source: UnitSource) -> int:
+def num_threads_in(budget: Budget, unit_nbytes: int, source: UnitSource) -> int:
     """Return the number of worker threads that fit into a budget: at most one per core; more if they wait for a remote store."""
     wanted = _MOST_WORKERS if source.is_remote else torch.get_num_threads()
     uses = _USES + source.num_extra_units

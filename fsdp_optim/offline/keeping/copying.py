@@ -36,8 +36,8 @@ from fsdp_optim.options import LEAST_CONVERT_NBYTES
 from fsdp_optim.results import CopyResult
 from fsdp_optim.storage.base import Opened, Staging, Store, StoreWriter
 
-_MOST_LANES = 8
-_USES = 2  # of a lane's memory: a unit, and its bytes that the store keeps
+_MOST_THREADS = 8
+_USES = 2  # of a thread's memory: a unit, and its bytes that the store keeps
 
 log = logging.getLogger("fsdp_optim")
 
@@ -135,7 +135,7 @@ class _Copy:
                 for name in strangers:
                     nbytes += self._copy_stranger(first, name)
                 self._create(first, files, shared=shared)
-                receipts = self._copy_units(first, units, bar.up_to, num_lanes=self._num_lanes if shared else 1)
+                receipts = self._copy_units(first, units, bar.up_to, num_threads=self._num_threads if shared else 1)
             finally:
                 first.discard()
             self.staging.seal([file.name for file in files], receipts, durable=self.durable)
@@ -151,9 +151,9 @@ class _Copy:
         return unit_nbytes_in(self.budget)
 
     @property
-    def _num_lanes(self) -> int:
+    def _num_threads(self) -> int:
         fitting = self.budget.num_fitting(_USES * self.unit_nbytes)
-        return max(min(torch.get_num_threads(), _MOST_LANES, fitting), 1)
+        return max(min(torch.get_num_threads(), _MOST_THREADS, fitting), 1)
 
     def _join(self) -> StoreWriter:
         budget = self.budget.share(_USES, "units, and their bytes that the store keeps")
@@ -174,18 +174,18 @@ class _Copy:
         return size
 
     def _copy_units(
-        self, first: StoreWriter, units: Sequence[CopiedUnit], shown: Callable[[int], None], *, num_lanes: int
+        self, first: StoreWriter, units: Sequence[CopiedUnit], shown: Callable[[int], None], *, num_threads: int
     ) -> list[bytes]:
-        """Copy units, each lane its own range of them; return the receipts of all writers."""
-        num, done = min(num_lanes, max(len(units), 1)), _Done(shown)
+        """Copy units, each thread its own range of them; return the receipts of all writers."""
+        num, done = min(num_threads, max(len(units), 1)), _Done(shown)
         writers = [first, *(self._join() for _ in range(num - 1))]
-        parts = [units[len(units) * lane // num : len(units) * (lane + 1) // num] for lane in range(num)]
+        parts = [units[len(units) * number // num : len(units) * (number + 1) // num] for number in range(num)]
         try:
             with ThreadPoolExecutor(num, thread_name_prefix="fsdp_optim: copy") as pool:
-                lanes = [pool.submit(self._run_lane, *pair, done) for pair in zip(writers, parts, strict=True)]
+                futures = [pool.submit(self._run_thread, *pair, done) for pair in zip(writers, parts, strict=True)]
                 try:
-                    for lane in lanes:
-                        lane.result()
+                    for future in futures:
+                        future.result()
                 except BaseException:
                     done.stopped.set()
                     raise
@@ -194,7 +194,7 @@ class _Copy:
             for writer in writers[1:]:
                 writer.discard()
 
-    def _run_lane(self, writer: StoreWriter, units: Sequence[CopiedUnit], done: _Done) -> None:
+    def _run_thread(self, writer: StoreWriter, units: Sequence[CopiedUnit], done: _Done) -> None:
         buffer = memoryview(bytearray(max((unit.stop - unit.start for unit in units), default=0)))
         for unit in units:
             if done.stopped.is_set():
@@ -207,7 +207,7 @@ class _Copy:
 
 
 class _Done:
-    """The bytes that all lanes have copied. `stopped`: set when a lane has failed, so that the others end."""
+    """The bytes that all threads have copied. `stopped`: set when a thread has failed, so that the others end."""
 
     def __init__(self, shown: Callable[[int], None]) -> None:
         self.stopped = threading.Event()

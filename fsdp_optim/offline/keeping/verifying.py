@@ -21,7 +21,7 @@ from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.conversion.copy_ranges import plan_units
 from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
-from fsdp_optim.offline.conversion.workers import RankWork, num_lanes_in, unit_nbytes_in
+from fsdp_optim.offline.conversion.workers import RankWork, num_threads_in, unit_nbytes_in
 from fsdp_optim.offline.values.stored_prints import FilePrints
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.results import VerifyResult
@@ -66,7 +66,7 @@ def verify(
                 shown=lambda num: shown.up_to(of_archives + num),
                 failed=lambda error: problems.append(str(error)),
             )
-            share.run(prints.writer(), num_lanes_in(budget, unit_nbytes, source))
+            share.run(prints.writer(), num_threads_in(budget, unit_nbytes, source))
             checkpoint.check_unchanged()
             num_proven, wrong = prints.compare() if not problems else (0, [])
             problems += wrong

@@ -36,7 +36,7 @@ from fsdp_optim.offline.values.diff_names import (
 from fsdp_optim.offline.values.element_numbers import ChunkDifference, ChunkMemory
 from fsdp_optim.offline.values.element_windows import (
     CHUNK_NUMEL,
-    Window,
+    ElementWindow,
     WindowReader,
     all_elements,
     batches_of,
@@ -179,7 +179,7 @@ class _Comparison:
             shown.done()
         return [self._result(index) for index in range(len(self.pairs))]
 
-    def _work(self, batches: Iterator[list[Window]], window_nbytes: int, shown: Progress) -> None:
+    def _work(self, batches: Iterator[list[ElementWindow]], window_nbytes: int, shown: Progress) -> None:
         plans = Plans()
         sides = [WindowReader(side.reader, window_nbytes, plans) for side in (self.a, self.b)]
         memory = ChunkMemory(CHUNK_NUMEL)
@@ -199,7 +199,7 @@ class _Comparison:
             self._stopped.set()
             raise
 
-    def _compare(self, batch: Sequence[Window], sides: Sequence[WindowReader], memory: ChunkMemory) -> None:
+    def _compare(self, batch: Sequence[ElementWindow], sides: Sequence[WindowReader], memory: ChunkMemory) -> None:
         pairs = [self.pairs[window.index] for window in batch]
         flats = [
             side.read(

@@ -49,7 +49,7 @@ def num_threads_in(budget: Budget, window_nbytes: int, num_checkpoints: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ElementWindow:
     """Elements [first, first + num) of the value with the number `index`. `itemsize`: the most bytes of an element."""
 
     index: int
@@ -62,12 +62,12 @@ class Window:
         return -(-self.num * self.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def windows_of(values: Iterable[tuple[int, int, int]], most_nbytes: int) -> Iterator[Window]:
+def windows_of(values: Iterable[tuple[int, int, int]], most_nbytes: int) -> Iterator[ElementWindow]:
     """Cut values, which are given as (index, number of elements, bytes of an element), into windows of whole chunks."""
     for index, numel, itemsize in values:
         step = max(most_nbytes // (itemsize * CHUNK_NUMEL), 1) * CHUNK_NUMEL
         for first in range(0, numel, step):
-            yield Window(index, first, min(step, numel - first), itemsize)
+            yield ElementWindow(index, first, min(step, numel - first), itemsize)
 
 
 def chunks_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -141,9 +141,9 @@ def elements_in_box(shape: Shape, box: Box) -> Placement:
     return Boxes(shape, ((0, (Block(box, 0),)),))
 
 
-def batches_of(windows: Iterable[Window], most_nbytes: int) -> Iterator[list[Window]]:
+def batches_of(windows: Iterable[ElementWindow], most_nbytes: int) -> Iterator[list[ElementWindow]]:
     """Yield windows in their order, together up to a number of bytes."""
-    batch, total = list[Window](), 0
+    batch, total = list[ElementWindow](), 0
     for window in windows:
         if batch and total + window.nbytes > most_nbytes:
             yield batch

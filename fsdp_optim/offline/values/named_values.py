@@ -70,7 +70,7 @@ class NamedValue:
     @classmethod
     def of(cls, value: Any) -> NamedValue:
         """Return a value of a state or a weight, as the reader of a checkpoint gives it."""
-        if isinstance(value, Unread):
+        if isinstance(value, UnreadTensor):
             value = value.stored
         if isinstance(value, StoredTensor):
             return cls(TensorInfo(value.dtype, value.shape, value.placement.numel * value.itemsize), value)
@@ -84,19 +84,19 @@ class NamedValue:
         return cls(TensorInfo(type(value).__name__, (), 0), other=value)
 
 
-class Unread(torch.Tensor):
+class UnreadTensor(torch.Tensor):
     """A large tensor that is not read with the description of an optimizer. `stored`: its place."""
 
     stored: StoredTensor
 
     @classmethod
-    def of(cls, stored: StoredTensor) -> Unread:
+    def of(cls, stored: StoredTensor) -> UnreadTensor:
         """Return the stand-in for a stored tensor."""
         made = torch.empty(stored.shape, dtype=dtype_named(stored.dtype), device="meta").as_subclass(cls)
         made.stored = stored
         return made
 
-    def clone(self, *args: Any, **kwargs: Any) -> Unread:
+    def clone(self, *args: Any, **kwargs: Any) -> UnreadTensor:
         """Return the same stand-in: a tensor in several places is one tensor."""
         return self
 
@@ -275,7 +275,7 @@ class Decoded:
         """Read small tensors; return stand-ins for large ones."""
         small = [tensor for tensor in tensors if tensor.placement.numel * tensor.itemsize <= _MOST_READ]
         elements = {tensor.key: value for tensor, value in zip(small, read_constants(self.reader, small), strict=True)}
-        return [elements[tensor.key] if tensor.key in elements else Unread.of(tensor) for tensor in tensors]
+        return [elements[tensor.key] if tensor.key in elements else UnreadTensor.of(tensor) for tensor in tensors]
 
     def fits(self, order: Sequence[str], shapes: Mapping[str, Shape]) -> bool:
         """Return whether ids may have these names: each parameter with state has a value of its own shape, or only numbers."""
