@@ -68,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The threads of several processes would wait for each other on few cores, in loops that take their time.
     """
+    # torch looks up the name of each address that it connects to: a lost answer of a name server then takes 1 s, not 5.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
     from kit.forked import shared_servers
 
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
