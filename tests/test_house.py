@@ -9,6 +9,7 @@ import unittest
 from collections.abc import Iterator
 from pathlib import Path
 
+from kit import quick
 from kit.source_tree import FILES, MODULES, PACKAGE, ROOT, nodes_of, tree_of
 from parameterized import parameterized
 
@@ -59,6 +60,22 @@ def names_bound_in(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
             yield node.name, node.lineno
 
 
+def names_a_test(name: str, tree: ast.Module) -> bool:
+    """Whether a test of a file begins with this name, or is a case of one that this name begins with."""
+    tests = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            functions = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            inherits = [ast.unparse(base) for base in node.bases] != ["unittest.TestCase"]
+            tests += [f"{node.name}::{each}" for each in functions if each.startswith("test")]
+            tests += (
+                [f"{node.name}::{name.partition('::')[2]}"]
+                if inherits and name.startswith(f"{node.name}::test")
+                else []
+            )
+    return any(test.startswith(name) or re.fullmatch(re.escape(test) + r"(_\d+.*|\[.*)", name) for test in tests)
+
+
 class TestHouse(unittest.TestCase):
     def test_no_file_is_long(self) -> None:
         lines = {file: file.read_text().count("\n") for file in FILES}
@@ -73,11 +90,21 @@ class TestHouse(unittest.TestCase):
         assert not long, f"split these by subject; helpers of several files go to tests/kit: {long}"
 
     def test_what_is_not_quick_is_there(self) -> None:
-        tests = Path(__file__).parent
-        names = (tests / "data" / "not_quick.txt").read_text().split()
-        missing = [name for name in names if not (tests / name).is_dir() and not (tests / f"{name}.py").is_file()]
+        """Folders, files, and the beginnings of names of tests; sorted, so that a place has its lines together."""
+        missing = []
+        for line in quick.listed():
+            place, _, name = line.partition("::")
+            file = quick.TESTS / f"{place}.py"
+            if not file.is_file() or (name and not names_a_test(name, tree_of(file))):
+                missing += [] if (quick.TESTS / place).is_dir() and not name else [line]
         assert not missing, missing
-        assert names == [*names[:3], *sorted(set(names[3:]))]
+        places = [line.partition("::")[0] for line in quick.listed()]
+        assert places == sorted(places)
+
+    def test_every_folder_of_tests_has_quick_ones(self) -> None:
+        folders = {file.parent for file in quick.TESTS.rglob("test_*.py")} - {quick.TESTS / "hosts"}  # which needs root
+        with_quick = {file.parent for file in quick.TESTS.rglob("test_*.py") if not quick.is_left_out(file)}
+        assert not folders - with_quick
 
     def test_longest_are_files_that_there_are(self) -> None:
         tests = Path(__file__).parent

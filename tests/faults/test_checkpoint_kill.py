@@ -50,7 +50,7 @@ class KillTest(unittest.TestCase):
     def setUp(self) -> None:
         self.root = self.folder / self.id().split(".")[-1]
 
-    @pytest.mark.slow  # tests/faults/test_soak.py kills at a few random moments in `make test`
+    @pytest.mark.slow  # tests/faults/test_soak.py kills at a few random moments in `make test-all`
     def test_at_random_moments(self) -> None:
         self.die_and_live_on(FEW_MOMENTS)
 

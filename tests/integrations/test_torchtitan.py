@@ -80,7 +80,7 @@ class TestResume(SharedFolder):
         """Two optimizers, the loader of each rank, the schedule, random states; parameters that a hook joins; a pipeline."""
         run_on_ranks(stop_and_resume, 2, self.root / mode, async_mode=mode, spec=spec)
 
-    @expand(soon=[], later=[(1,), (3,), (4,)])  # test_torchtitan_layouts.py has another number in `make test`
+    @expand(soon=[], later=[(1,), (3,), (4,)])  # test_torchtitan_layouts.py has another number in `make test-all`
     def test_other_numbers_of_ranks(self, world_size: int) -> None:
         """The sums of two and of four equal gradients are exact, those of three are not, so three ranks only load."""
         folder = self.root / f"alike {world_size}"

@@ -157,7 +157,7 @@ class WorkflowsTest(InFolder):
                 run_on_ranks(resume, 2, one, "fairscale flat")
                 self.assertEqual(fsdp_optim.load(root / "both.pt").state["step"], BEFORE)
 
-    @pytest.mark.slow  # test_s3_checkpoints.py and test_checkpoint_hugging_face.py have its two halves in `make test`
+    @pytest.mark.slow  # test_s3_checkpoints.py and test_checkpoint_hugging_face.py have its two halves in `make test-all`
     def test_asynchronous_to_a_bucket(self) -> None:
         """Sharded asynchronous saves resume at another shard degree; a whole checkpoint is opened by Hugging Face."""
         options = shared("moto")

@@ -32,7 +32,7 @@ from fsdp_optim.testing import run_on_ranks
 
 WRAPS = ("fairscale flat", "fairscale non-flat", "FSDP1 orig", "FSDP1 flat", "FSDP2", "HSDP", "FSDP2 x TP", "DDP")
 FEW = {"moto": ("fairscale flat", "FSDP2", "DDP"), "rclone": ("FSDP1 flat", "HSDP")}
-"""What `make test` saves on each server; tests/checkpoint/test_store_checkpoints.py has all of them in a store in memory."""
+"""What `make test-all` saves on each server; tests/checkpoint/test_store_checkpoints.py has all of them in a store in memory."""
 
 SPLIT = {"FSDP2", "FSDP1 flat"}  # the wrappers whose checkpoints are split into several files
 IN_BACKGROUND = {"FSDP2", "FSDP1 flat", "DDP"}

@@ -89,7 +89,7 @@ class KillTest(unittest.TestCase):
         cls.ranks = Ranks(cls.folder, "boto3")
         held.callback(cls.ranks.close)
 
-    @pytest.mark.slow  # test_object_races.py lets saves die before each of their requests in `make test`
+    @pytest.mark.slow  # test_object_races.py lets saves die before each of their requests in `make test-all`
     def test_at_random_moments(self) -> None:
         self.die_and_live_on("rclone", FEW_MOMENTS)
 

@@ -250,7 +250,7 @@ PARTLY = ("missing", "extra", "frozen")
 
 
 def meets(wrapper: str, case: str) -> bool:
-    """Whether `make test` has this pair: each wrapper meets one case, and FSDP2 and flat parameters meet all of them."""
+    """Whether `make test-all` has this pair: each wrapper meets one case, and FSDP2 and flat parameters meet all of them."""
     in_turn = (list(WRAPPERS).index(wrapper) + PARTLY.index(case)) % len(PARTLY) == 0
     return in_turn or wrapper in ("FSDP2", "fairscale flat")
 
