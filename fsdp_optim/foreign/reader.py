@@ -96,6 +96,8 @@ class ForeignReader:
         model: the weights and buffers, by the names in the checkpoint.
         full_dict: the optimizer's full dict in any dialect that `fsdp_optim.state.dicts.dialects` reads, with a StoredTensor in
             the place of each tensor; None if no optimizer was saved.
+        optim_tensors: the tensors of `full_dict`, by their keys; None: as many as there are in it.
+        is_checked: whether all tensors are known to lie inside their files.
         num_optims: the number of optimizers that `full_dict` has joined.
         sources: the objects that the StoredTensors name, where these are not simply files of the place.
         aliases: other names of weights, each with the stored name.
@@ -106,6 +108,7 @@ class ForeignReader:
         rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
         pickled: a function that returns `extra_values` with all pickles loaded; None if no value is withheld.
         cut: as for `Facts`.
+        tells_all: whether `metadata_digest` is of all bytes that say the names, dtypes and shapes of tensors.
         metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
         files: further files that are read, whose change during the load is noticed.
         notes: what users should know about the choice of files, a line for each.
@@ -133,6 +136,9 @@ class ForeignReader:
     files: Sequence[str] = field(default=(), repr=False)
     notes: Sequence[str] = field(default=(), repr=False)
     archives: Callable[[], Sequence[Archive]] | None = field(default=None, repr=False)
+    optim_tensors: Mapping[str, StoredTensor] | None = field(default=None, repr=False)
+    is_checked: bool = False
+    tells_all: bool = False
     _versions: dict[str, tuple[object, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _last: _LastMade = field(default_factory=_LastMade, init=False, repr=False, compare=False)
 
@@ -140,7 +146,8 @@ class ForeignReader:
         """Check that all tensors lie inside their files. Raises CheckpointError that names the file and the tensor."""
         _check_names(self.where, [*self.model, *self.aliases, *self.aliases.values(), *self.optim])
         sizes: dict[str, int] = {}
-        for stored in (*self.model.values(), *self.optim.values(), *self.trees.values()):
+        halves = [] if self.is_checked else [self.model, self.optim, self.trees]
+        for stored in (stored for half in halves for stored in half.values()):
             if stored.chunks is not None and stored.chunks.is_checked:
                 continue
             for name, start, nbytes in _places(stored):
@@ -169,6 +176,8 @@ class ForeignReader:
     @cached_property
     def optim(self) -> Mapping[str, StoredTensor]:
         """The tensors of the optimizer's full dict, by their keys."""
+        if self.optim_tensors is not None:
+            return self.optim_tensors
         by_key: dict[str, StoredTensor] = {}
         for stored in stored_in(self.full_dict):
             if by_key.setdefault(stored.key, stored) is not stored and by_key[stored.key] != stored:
@@ -209,12 +218,12 @@ class ForeignReader:
         return {**common, **of_modules, **of_ranks}
 
     def _identity(self) -> Mapping[str, Any]:
-        return {
-            "format": self.format_name,
-            "digest": self.metadata_digest,
-            "model": [[stored.key, stored.dtype, list(stored.shape)] for stored in self.model.values()],
-            "optim": [[stored.key, stored.dtype, list(stored.shape)] for stored in self.optim.values()],
+        halves = {} if self.tells_all else {"model": self.model, "optim": self.optim}
+        listed = {
+            half: [[stored.key, stored.dtype, list(stored.shape)] for stored in tensors.values()]
+            for half, tensors in halves.items()
         }
+        return {"format": self.format_name, "digest": self.metadata_digest, **listed}
 
     @property
     def where(self) -> str:

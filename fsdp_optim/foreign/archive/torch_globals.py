@@ -165,11 +165,12 @@ def table_of(tensors: TensorMaker) -> Table:
         io.BytesIO: _set_buffer,
         **NUMPY_BUILD,
     }
-    return Table({**_dtypes(), **_storage_classes(), **NUMPY, **known}, build)
+    return Table({**dtypes(), **_storage_classes(), **NUMPY, **known}, build)
 
 
 @cache
-def _dtypes() -> dict[str, torch.dtype]:
+def dtypes() -> dict[str, torch.dtype]:
+    """Return all dtypes, each by `torch.` and its name."""
     return {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 

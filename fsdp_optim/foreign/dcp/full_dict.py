@@ -32,15 +32,38 @@ def filled(tree: Any, value_of: Callable[[str], Any]) -> Any:
     return tree
 
 
-def full_dict(where: str, optims: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the full dict of all optimizers of a checkpoint; None if there are none.
+class FilledTree(Mapping[Any, Any]):
+    """A tree with values in the place of leaves, which are made anew when a part of it is asked for."""
+
+    def __init__(self, tree: Mapping[Any, Any], value_of: Callable[[str], Any]) -> None:
+        self._tree, self._value_of = tree, value_of
+
+    def __getitem__(self, name: Any) -> Any:
+        return filled(self._tree[name], self._value_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tree
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tree)
+
+    def __len__(self) -> int:
+        return len(self._tree)
+
+
+def full_dict(
+    where: str, optims: Sequence[Mapping[str, Any]], value_of: Callable[[str], Any]
+) -> Mapping[str, Any] | None:
+    """Return the full dict of all optimizers of a checkpoint, whose trees these are; None if there are none.
+
+    The state has values when they are asked for, because there may be a million; all else has them at once.
 
     Raises CheckpointError where they cannot be one: two have the same parameter, or one is flattened and another is not.
     """
     if not optims:
         return None
     if all(GROUPS not in optim for optim in optims):
-        return _united(where, optims)
+        return FilledTree(_united(where, optims), value_of)
     if any(GROUPS not in optim for optim in optims):
         raise CheckpointError(
             f"{where}: some of its optimizers have flattened state dicts, and others do not: save them alike"
@@ -50,7 +73,7 @@ def full_dict(where: str, optims: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     others: dict[str, Any] = {}
     num_params = 0
     for optim in optims:
-        listed = [dict(group) for group in optim[GROUPS]]
+        listed = [dict(group) for group in filled(optim[GROUPS], value_of)]
         params = [param for group in listed for param in group.get("params", ())]
         shift = num_params if len(optims) > 1 else 0
         ids = {str(param): param + shift for param in params if type(param) is int}
@@ -59,11 +82,15 @@ def full_dict(where: str, optims: Sequence[Mapping[str, Any]]) -> dict[str, Any]
                 group["params"] = [
                     ids.get(str(param), param) if type(param) is int else param for param in group["params"]
                 ]
-        _unite(where, state, {ids.get(str(key), key): values for key, values in optim.get(STATE, {}).items()})
-        _unite(where, others, {name: value for name, value in optim.items() if name not in (STATE, GROUPS)})
+        of_params = optim.get(STATE, {})
+        if isinstance(of_params, Leaf):  # the state is one value
+            of_params = filled(of_params, value_of)
+        _unite(where, state, {ids.get(str(key), key): values for key, values in of_params.items()})
+        rest = {name: value for name, value in optim.items() if name not in (STATE, GROUPS)}
+        _unite(where, others, filled(rest, value_of))
         groups += listed
         num_params += len(params)
-    return {STATE: state, GROUPS: groups, **others}
+    return {STATE: FilledTree(state, value_of), GROUPS: groups, **others}
 
 
 def _united(where: str, optims: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -16,9 +16,8 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive, read_archive
 from fsdp_optim.foreign.archive.tree import children
-from fsdp_optim.foreign.dcp.metadata import Tensor
-from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
 from fsdp_optim.foreign.dcp.safetensors_items import SafetensorsInside
+from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor
 from fsdp_optim.foreign.reader import Archive, Source
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import Unread
@@ -46,17 +45,17 @@ class Items:
         self._opened = opened
         self._tensors = tensors
         self._heads: dict[tuple[int, str, Shape], _ItemHead] = {}
-        self._places: dict[ItemPlace, tuple[str, int]] = {}
+        self._places: dict[tuple[ItemPlace, Shape], tuple[str, int]] = {}
         self._ahead: dict[ItemPlace, bytes] = {}
-        self._order: dict[str, list[ItemPlace]] | None = None
+        self._order: dict[str, list[tuple[ItemPlace, Shape]]] | None = None
         self._safetensors = SafetensorsInside(opened)
         self.sources: dict[str, Source] = {}
 
     def place(self, name: str, item: ItemPlace, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
         """Return the file, or the name in `sources`, and the byte at which the elements of a chunk begin. `name`: for errors."""
-        place = self._places.get(item)
+        place = self._places.get((item, sizes))
         if place is None:
-            place = self._places[item] = self._place(name, item, dtype, offsets, sizes)
+            place = self._places[item, sizes] = self._place(name, item, dtype, offsets, sizes)
         return place
 
     def read_apart(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -108,8 +107,10 @@ class Items:
     def _read_ahead(self, item: ItemPlace, nbytes: int) -> None:
         """Read the heads of the next items of a file at the same time, where each request takes long."""
         order = self._items_of(item.file)
-        at = bisect.bisect_left(order, item.start, key=lambda other: other.start)
-        some = [other for other in order[at:] if other not in self._places][: _AHEAD * self._opened.num_requests]
+        at = bisect.bisect_left(order, item.start, key=lambda other: other[0].start)
+        some = [other for other, sizes in order[at:] if (other, sizes) not in self._places][
+            : _AHEAD * self._opened.num_requests
+        ]
 
         def read(other: ItemPlace) -> bytes:
             return self._opened.read(other.file, other.start, min(nbytes, other.nbytes))
@@ -117,15 +118,15 @@ class Items:
         with ThreadPoolExecutor(self._opened.num_requests, thread_name_prefix="fsdp_optim: read") as pool:
             self._ahead.update(zip(some, pool.map(read, some), strict=True))
 
-    def _items_of(self, file: str) -> list[ItemPlace]:
-        """Return the items of tensors in one file, in the order of their bytes."""
+    def _items_of(self, file: str) -> list[tuple[ItemPlace, Shape]]:
+        """Return the items of tensors in one file with the sizes of their chunks, in the order of their bytes."""
         if self._order is None:
             self._order = {}
             for tensor in self._tensors.values():
-                for item in tensor.items:
-                    self._order.setdefault(item.file, []).append(item)
+                for item, (_, sizes) in zip(tensor.items, tensor.boxes, strict=True):
+                    self._order.setdefault(item.file, []).append((item, sizes))
             for items in self._order.values():
-                items.sort(key=lambda item: item.start)
+                items.sort(key=lambda pair: pair[0].start)
         return self._order[file]
 
 
@@ -157,20 +158,20 @@ def read_values(opened: Opened, items: Mapping[str, ItemPlace], *, allow_pickle:
     """
     values: dict[str, Any] = {}
     known: dict[bytes, TorchArchive] = {}  # thousands of parameters have the same learning rate
-    ordered = sorted(items, key=lambda key: (items[key].file, items[key].start))
-    for batch in in_batches(
-        ordered, lambda key: items[key].nbytes, _MOST_TOGETHER, lambda a, b: _are_close(items[a], items[b])
-    ):
-        first, last = items[batch[0]], items[batch[-1]]
-        data = opened.read(first.file, first.start, last.start + last.nbytes - first.start)
-        for key in batch:
-            item = items[key]
-            start = item.start - first.start
-            part = data[start : start + item.nbytes]
+    keys_at: dict[tuple[str, int, int], list[str]] = {}  # which may be stored once
+    for key, item in items.items():
+        keys_at.setdefault((item.file, item.start, item.nbytes), []).append(key)
+    for batch in in_batches(sorted(keys_at), lambda place: place[2], _MOST_TOGETHER, _are_close):
+        (file, first, _), (_, last, nbytes) = batch[0], batch[-1]
+        data = opened.read(file, first, last + nbytes - first)
+        for place in batch:
+            start = place[1] - first
+            part, keys = data[start : start + place[2]], keys_at[place]
             if part not in known:
-                known[part] = _archive(key, _Part(opened, item.start, part), item)
+                known[part] = _archive(keys[0], _Part(opened, place[1], part), items[keys[0]])
             archive = known[part]
-            values[key] = archive.materialised(archive.unpickled() if allow_pickle else archive.value)
+            for key in keys:
+                values[key] = archive.materialised(archive.unpickled() if allow_pickle else archive.value)
     return values
 
 
@@ -192,8 +193,8 @@ def archives_in(
     ]
 
 
-def _are_close(item: ItemPlace, following: ItemPlace) -> bool:
-    return item.file == following.file and 0 <= following.start - item.start - item.nbytes <= _GAP_NBYTES
+def _are_close(place: tuple[str, int, int], following: tuple[str, int, int]) -> bool:
+    return place[0] == following[0] and 0 <= following[1] - place[1] - place[2] <= _GAP_NBYTES
 
 
 def _archive(name: str, opened: Opened, item: ItemPlace) -> TorchArchive:

@@ -17,6 +17,7 @@ from fsdp_optim.foreign.dcp.metadata import Path
 GROUPS, STATE = "param_groups", "state"
 _OF_A_MODEL = ("model", "state_dict", "module", "model_state_dict", "model_state")
 _NUMBERED = re.compile(r"(.*?)(\d+)/?")
+_DOTTED = re.compile(rf"{GROUPS}\.\d+\.params")
 _EXTRA_STATE = "._extra_state"  # the end of the name of a result of get_extra_state(), after a dot
 _MOST_NAMED = 6
 
@@ -36,6 +37,7 @@ class Meaning:
         model: FQN -> key of a tensor.
         module_values: FQN -> tree of other values that modules keep.
         optimizers: for each optimizer its full dict, as a tree.
+        optimizer_keys: the keys in these trees.
         extra: all other values, as a tree.
     """
 
@@ -43,6 +45,7 @@ class Meaning:
     module_values: Mapping[str, Any]
     optimizers: Sequence[Mapping[str, Any]]
     extra: Mapping[str, Any]
+    optimizer_keys: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class _Root:
         return ".".join(map(str, (*self.path, *([self.head] if self.head else [])))) or "the top level"
 
 
+_TOP = _Root(())
+
+
 def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]) -> Meaning:
     """Return the meaning of keys. `paths`: the place of each key; `tensors`: the number of dimensions of each key that is a
     tensor.
@@ -79,12 +85,13 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
     """
     roots = _optimizer_roots(paths.values())
     members: dict[_Root, dict[str, Path]] = {root: {} for root in roots}
+    of_roots = [(root.rest_of, root != _TOP, members[root]) for root in roots]
     rest = {}
     for key, path in paths.items():
-        for root in roots:
-            inside = root.rest_of(path)
-            if inside is not None and (root != _Root(()) or _is_of_optimizer(inside[0])):
-                members[root][key] = inside
+        for rest_of, is_below, inner in of_roots:
+            inside = rest_of(path)
+            if inside is not None and (is_below or _is_of_optimizer(inside[0])):
+                inner[key] = inside
                 break
         else:
             rest[key] = path
@@ -92,6 +99,7 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
     optimizers = [_optimizer_tree(f"{where}: {root}", members[root]) for root in roots]
     fqns = {fqn for root in roots for fqn in _fqns(members[root].values())}
     model = _model_root(where, {key: rest[key] for key in rest if key in tensors}, fqns, roots, tensors)
+    is_above = model is not None and model != _TOP
     weights: dict[str, str] = {}
     module_values: dict[str, Any] = {}
     extra: dict[Any, Any] = {}
@@ -100,11 +108,12 @@ def meaning_of(where: str, paths: Mapping[str, Path], tensors: Mapping[str, int]
         is_of_module = inside is not None and f".{inside[0]}".endswith(_EXTRA_STATE)
         if inside is not None and len(inside) == 1 and key in tensors and not is_of_module:
             weights[str(inside[0])] = key
-        elif inside is not None and (model != _Root(()) or is_of_module):
+        elif inside is not None and (is_above or is_of_module):
             _put(where, module_values, inside, Leaf(key))
         else:
             _put(where, extra, path, Leaf(key))
-    return Meaning(weights, _listed(where, module_values), optimizers, _listed(where, extra))
+    keys = [key for root in roots for key in members[root]]
+    return Meaning(weights, _listed(where, module_values), optimizers, _listed(where, extra), keys)
 
 
 def as_trees(where: str, paths: Mapping[str, Path]) -> Meaning:
@@ -160,10 +169,12 @@ def _in_order(where: str, roots: Sequence[_Root]) -> list[_Root]:
 
 def _optimizer_tree(where: str, members: Mapping[str, Path]) -> Mapping[str, Any]:
     """Return the full dict of one optimizer, nested or flattened as it was saved."""
-    if any(isinstance(path[0], str) and _is_dotted(path[0]) for path in members.values()):
+    if any(map(_is_dotted, {path[0] for path in members.values()})):
         members = {key: _undotted(path) for key, path in members.items()}
-    if any(path[0] == GROUPS for path in members.values()):  # this library writes both forms, and this one says more
-        members = {key: path for key, path in members.items() if not str(path[0]).startswith(f"{GROUPS}.")}
+    firsts = {path[0] for path in members.values()}
+    flat = {first for first in firsts if isinstance(first, str) and first.startswith(f"{GROUPS}.")}
+    if flat and GROUPS in firsts:  # this library writes both forms, and this one says more
+        members = {key: path for key, path in members.items() if path[0] not in flat}
     tree: dict[Any, Any] = {}
     for key, path in members.items():
         _put(where, tree, path, Leaf(key))
@@ -171,9 +182,9 @@ def _optimizer_tree(where: str, members: Mapping[str, Path]) -> Mapping[str, Any
     return listed
 
 
-def _is_dotted(part: str) -> bool:
+def _is_dotted(part: str | int) -> bool:
     """Return whether a part of a path joins keys of nested dicts, as writers do that record no paths: `param_groups.0.params`."""
-    return re.fullmatch(rf"{GROUPS}\.\d+\.params", part) is not None
+    return isinstance(part, str) and part.startswith(GROUPS) and _DOTTED.fullmatch(part) is not None
 
 
 def _undotted(path: Path) -> Path:

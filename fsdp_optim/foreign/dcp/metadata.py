@@ -13,15 +13,17 @@ import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.metadata_pickle import (
-    ItemPlace,
     SavedBytes,
     SavedIndex,
     SavedMetadata,
+    SavedPlace,
     SavedProperties,
     SavedTensor,
     in_words,
     load,
 )
+from fsdp_optim.foreign.dcp.metadata_tables import read_tables
+from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor, table_of
 from fsdp_optim.formats.base.checksums import Digest
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.layout import Shape
@@ -33,16 +35,6 @@ Path = tuple[str | int, ...]
 
 _MOST_NBYTES = 1 << 31  # some 14 million chunks: a chunk takes about 150 bytes
 _PIECE_NBYTES = 8 << 20  # of the file, which are read and checked at once
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """A tensor without its elements. `boxes`: (offsets, sizes) of each chunk; `items`: the item of each chunk."""
-
-    dtype: str
-    shape: Shape
-    boxes: tuple[tuple[Shape, Shape], ...]
-    items: tuple[ItemPlace, ...]
 
 
 @dataclass(frozen=True)
@@ -63,17 +55,24 @@ def read_metadata(opened: Opened, name: str, folder: str = "") -> Metadata:
 
     Raises CheckpointError if it is damaged, or was not written by torch.distributed.checkpoint.
     """
-    where, nbytes, digest = opened.named(name), opened.size_of(name), Digest()
+    where, nbytes = opened.named(name), opened.size_of(name)
     if nbytes > _MOST_NBYTES:
         raise CheckpointError(f"{where}: has {nbytes} bytes, and at most {_MOST_NBYTES} are allowed")
 
-    def pieces() -> Iterator[bytes]:
+    def pieces(digest: Digest) -> Iterator[bytes]:
         for start in range(0, nbytes, _PIECE_NBYTES):
             piece = opened.read(name, start, min(_PIECE_NBYTES, nbytes - start))
             digest.add(piece)
             yield piece
 
-    saved = load(where, pieces())
+    digest = Digest()
+    tables = read_tables(where, pieces(digest))
+    made = table_of(tables, folder) if tables is not None else None
+    if tables is not None and made is not None and len(tables.paths.paths) == tables.paths.num:
+        paths = {key: path for key, path in tables.paths.paths.items() if path and (key in made[0] or key in made[1])}
+        return Metadata(*made, paths, digest.hex)
+    digest = Digest()
+    saved = load(where, pieces(digest))
     with as_checkpoint_error(where):
         if not isinstance(saved, SavedMetadata):
             raise CheckpointError(
@@ -88,15 +87,13 @@ def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadat
         raise CheckpointError(f"{where}: does not list {'keys' if not isinstance(listed, dict) else 'files'}")
     items: dict[tuple[str, Shape | None], ItemPlace] = {}
     for index, item in stored.items():
-        if not isinstance(index, SavedIndex) or not isinstance(item, ItemPlace):
+        if not isinstance(index, SavedIndex) or not isinstance(item, SavedPlace):
             raise CheckpointError(
                 f"{where}: lists {in_words(index)} in {in_words(item)}; only the writers of torch.distributed.checkpoint and of "
                 "OLMo-core are known"
             )
-        if folder:
-            item.file = folder + item.file
-        item.key = index.fqn
-        items[index.fqn, index.offset] = item
+        place = ItemPlace(folder + item.file, item.start, item.nbytes, item.transforms, index.fqn)
+        items[index.fqn, index.offset] = place
     tensors: dict[str, Tensor] = {}
     values: dict[str, ItemPlace] = {}
     for key, value in listed.items():

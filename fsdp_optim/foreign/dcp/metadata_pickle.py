@@ -80,31 +80,24 @@ class SavedIndex(_PickledRecord):
     offset: Any = None
 
 
-class ItemPlace:
-    """A range of a file: an archive of torch.save. Equal to itself only.
+class SavedPlace(_PickledRecord):
+    """A range of a file: an archive of torch.save. `transforms`: as for `ItemPlace`."""
 
-    Attributes:
-        file, start, nbytes: the place. The file is counted from the folder of the metadata until `read_metadata` returns.
-        key: the key of the value, which `read_metadata` sets.
-        transforms: how the bytes were transformed when they were written, such as "stream.zstd/1".
-    """
-
-    __slots__ = ("file", "key", "nbytes", "start", "transforms")
-
-    def __init__(self, file: str = "", start: int = 0, nbytes: int = 0, transforms: tuple[str, ...] = ()) -> None:
-        self.file, self.start, self.nbytes, self.transforms = file, start, nbytes, transforms
-        self.key: Any = None
+    file: Any = None
+    start: Any = None
+    nbytes: Any = None
+    transforms: Any = None
 
     def __setstate__(self, state: Any) -> None:
         file, start, nbytes = state["relative_path"], state["offset"], state["length"]
         if type(file) is not str or type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
             raise ValueError(f"{nbytes!r} bytes from {start!r} on in {file!r} are no part of a file")
-        self.file, self.start, self.nbytes, self.key = file, start, nbytes, None
+        self.file, self.start, self.nbytes = file, start, nbytes
         self.transforms = tuple(state.get("transform_descriptors") or ())
 
 
-class _StorageMeta(_PickledRecord):
-    pass
+class SavedStorageMeta(_PickledRecord):
+    """What a writer says about the place of the checkpoint, which is not needed."""
 
 
 class Unknown:
@@ -138,7 +131,7 @@ _OF_METADATA: Mapping[str, type] = {
     "ChunkStorageMetadata": SavedChunk,
     "TensorProperties": SavedProperties,
     "MetadataIndex": SavedIndex,
-    "StorageMeta": _StorageMeta,
+    "StorageMeta": SavedStorageMeta,
 }
 WORDS = frozenset(
     {
@@ -153,7 +146,7 @@ WORDS = frozenset(
 
 CLASSES: Mapping[str, type] = {
     **{f"{module}.{name}": made for module in _OF_TORCH for name, made in _OF_METADATA.items()},
-    **{f"{module}._StorageInfo": ItemPlace for module in _OF_WRITERS},
+    **{f"{module}._StorageInfo": SavedPlace for module in _OF_WRITERS},
     f"{_SHARDED_TENSORS}.TensorProperties": SavedProperties,
 }
 
@@ -167,7 +160,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(io.BufferedReader(file))  # in blocks: there are no frames
-        self._made: dict[str, Any] = {"torch.Size": _size, "collections.OrderedDict": dict}
+        self._made: dict[str, Any] = {"torch.Size": size_of, "collections.OrderedDict": dict}
 
     def persistent_load(self, made: Any) -> Any:
         """Look at each tuple when it is made, which `Operations` asks for: it is a path, a shape, or arguments."""
@@ -196,7 +189,7 @@ class _Unpickler(pickle.Unpickler):
         if what in WORDS:
             return lambda *args: ""
         parent = CLASSES.get(what, Unknown)
-        return type(parent.__name__, (parent,), {"__slots__": ()} if parent is ItemPlace else {"what": what})
+        return type(parent.__name__, (parent,), {"what": what})
 
 
 def load(where: str, pieces: Iterable[bytes]) -> Any:
@@ -215,7 +208,7 @@ def load(where: str, pieces: Iterable[bytes]) -> Any:
             raise ValueError(str(error)) from error
 
 
-def _size(items: Any = ()) -> tuple[int, ...]:
+def size_of(items: Any = ()) -> tuple[int, ...]:
     """Return a torch.Size, which is made of numbers only."""
     made = tuple(items)
     if not all(type(item) is int for item in made):

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
-
-from msgspec import structs
 
 from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.foreign.archive.torch_archive import read_archive
-from fsdp_optim.foreign.dcp.boxes import Cuts
-from fsdp_optim.foreign.dcp.full_dict import filled, full_dict, keys_in
-from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces, archives_in, read_values, unread_class_in
+from fsdp_optim.foreign.dcp.full_dict import full_dict
+from fsdp_optim.foreign.dcp.items import Items, archives_in, read_values, unread_class_in
 from fsdp_optim.foreign.dcp.keys import GROUPS, Meaning, as_trees, meaning_of
-from fsdp_optim.foreign.dcp.metadata import Metadata, Path, Tensor, read_metadata
-from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
+from fsdp_optim.foreign.dcp.metadata import Metadata, Path, read_metadata
 from fsdp_optim.foreign.dcp.probe import NAME as METADATA
 from fsdp_optim.foreign.dcp.probe import summary_of
+from fsdp_optim.foreign.dcp.stored_table import StoredTable
+from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor, TensorTable, as_table
 from fsdp_optim.foreign.dcp.trainer_values import WholeValues, of_ranks, withheld
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.protocols import Chunks, SavedWeights, StoredTensor
+from fsdp_optim.formats.base.protocols import SavedWeights
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.base.tree_values import keys_in as tensors_in
-from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
 
 _NAME = re.compile(r"(?:([^/]+)/)?(__(\d+))?\.metadata")
@@ -54,8 +50,7 @@ class Dcp(ForeignFormat):
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         with as_checkpoint_error(opened.where):
             saved = _DcpContents.read(opened)
-            dimensions = {key: len(tensor.shape) for key, tensor in saved.tensors.items()}
-            return _reader(opened, saved, meaning_of(opened.where, saved.paths, dimensions))
+            return _reader(opened, saved, meaning_of(opened.where, saved.paths, saved.tensors.dimensions()))
 
 
 DCP = Dcp()
@@ -77,7 +72,7 @@ DCP_TREES = DcpTrees()
 class _DcpContents:
     """The metadata of all folders of a checkpoint together: as `Metadata`, and every key has a path."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: TensorTable
     values: Mapping[str, ItemPlace]
     paths: Mapping[str, Path]
     digest: str
@@ -91,14 +86,13 @@ class _DcpContents:
             folder: _joined([read_metadata(opened, name, folder) for name in names])
             for folder, names in folders.items()
         }
-        whole = [folder for folder, metadata in each.items() if _has_both(metadata)]
-        if len(each) > 1 and whole:
+        if len(each) > 1 and any(map(_has_both, each.values())):
             named = shortened(folder.rstrip("/") for folder in each)
             raise wrong_use(f"{opened.where}: has several checkpoints, {named}: give the path of one of them")
         files = tuple(name for names in folders.values() for name in names)
         if len(each) == 1:
             only = next(iter(each.values()))
-            return cls(only.tensors, only.values, only.paths, only.digest, files)
+            return cls(as_table(only.tensors), only.values, only.paths, only.digest, files)
         tensors = {
             f"{folder}{key}": entry for folder, metadata in each.items() for key, entry in metadata.tensors.items()
         }
@@ -111,7 +105,11 @@ class _DcpContents:
             for key, path in metadata.paths.items()
         }
         return cls(
-            tensors, values, paths, hex_of("".join(metadata.digest for metadata in each.values()).encode()), files
+            as_table(tensors),
+            values,
+            paths,
+            hex_of("".join(metadata.digest for metadata in each.values()).encode()),
+            files,
         )
 
 
@@ -141,7 +139,8 @@ def _joined(parts: Sequence[Metadata]) -> Metadata:
     """Join the metadata of ranks that saved without each other. Of a value that several ranks have, the first rank's counts."""
     if len(parts) == 1:
         only = parts[0]
-        return replace(only, paths={key: only.paths.get(key, (key,)) for key in (*only.tensors, *only.values)})
+        missing = {key: (key,) for keys in (only.tensors, only.values) for key in keys if key not in only.paths}
+        return replace(only, paths={**only.paths, **missing}) if missing else only
     tensors: dict[str, Tensor] = {}
     values: dict[str, ItemPlace] = {}
     paths: dict[str, Path] = {}
@@ -150,7 +149,7 @@ def _joined(parts: Sequence[Metadata]) -> Metadata:
             other = tensors.setdefault(key, tensor)
             if other is not tensor:
                 chunks = dict(zip((*tensor.boxes, *other.boxes), (*tensor.items, *other.items), strict=True))
-                tensors[key] = replace(other, boxes=tuple(chunks), items=tuple(chunks.values()))
+                tensors[key] = Tensor(other.dtype, other.shape, tuple(chunks), tuple(chunks.values()))
         for key, item in part.values.items():
             values.setdefault(key, item)
         for key in (*part.tensors, *part.values):
@@ -174,11 +173,10 @@ def _has_both(metadata: Metadata) -> bool:
 def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignReader:
     files = _checked_files(opened, saved)
     items = Items(opened, saved.tensors)
-    stored = dict(_stored(opened, saved, items))
+    stored = StoredTable(opened, saved.tensors, items)
     extra = WholeValues.of(opened, saved, stored, items, meaning.extra)
     of_modules = WholeValues.of(opened, saved, stored, items, meaning.module_values)
-    of_optimizers = [key for tree in meaning.optimizers for key in keys_in(tree)]
-    values = read_values(opened, {key: saved.values[key] for key in of_optimizers if key in saved.values})
+    values = read_values(opened, {key: saved.values[key] for key in meaning.optimizer_keys if key in saved.values})
     for key, value in values.items():
         if what := unread_class_in(value):
             raise CheckpointError(
@@ -197,10 +195,8 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
     return ForeignReader(
         opened,
         DCP.name,
-        {name: structs.replace(stored[key], key=name) for name, key in meaning.model.items()},
-        full_dict(
-            opened.where, [filled(tree, lambda key: values.get(key, stored.get(key))) for tree in meaning.optimizers]
-        ),
+        stored.named(meaning.model),
+        full_dict(opened.where, meaning.optimizers, lambda key: values[key] if key in values else stored.get(key)),
         items.sources,
         extra_values={**(extra.values if summary is None else given), **of_lightning},
         extra_trees={**in_trees, **of_lightning},
@@ -213,7 +209,10 @@ def _reader(opened: Opened, saved: _DcpContents, meaning: Meaning) -> ForeignRea
         world_size=summary.world_size if summary is not None else _world_size(opened),
         step=summary.step if summary is not None else None,
         weights=SavedWeights(summary.weights, summary.weights_dtype) if summary is not None else SavedWeights(),
+        optim_tensors=stored.named({key: key for key in meaning.optimizer_keys if key in stored}),
+        is_checked=True,
         metadata_digest=saved.digest,
+        tells_all=True,
         files=(*saved.files, *files),
         archives=partial(archives_in, opened, saved.tensors, saved.values, _OF_LIGHTNING),
     )
@@ -233,14 +232,13 @@ def _checked_files(opened: Opened, saved: _DcpContents) -> list[str]:
 
     Raises CheckpointError that names a file which is missing or too short, and one of its keys.
     """
-    ends: dict[str, tuple[int, str]] = {}
-    items = ((item, key) for key, tensor in saved.tensors.items() for item in tensor.items)
-    for item, key in (*items, *((item, key) for key, item in saved.values.items())):
+    tensors = saved.tensors
+    for key in tensors.keys_of_chunks([*tensors.transforms]):
+        raise _transformed(opened, next(item for item in tensors[key].items if item.transforms))
+    ends = tensors.ends_of_files()
+    for key, item in saved.values.items():
         if item.transforms:
-            raise CheckpointError(
-                f"{opened.named(item.file)}: {key} was written through {', '.join(item.transforms)}, which "
-                "cannot be read in parts: load it with torch.distributed.checkpoint, and save it without extensions"
-            )
+            raise _transformed(opened, item)
         end = item.start + item.nbytes
         if item.file not in ends or end > ends[item.file][0]:
             ends[item.file] = (end, key)
@@ -256,31 +254,11 @@ def _checked_files(opened: Opened, saved: _DcpContents) -> list[str]:
     return list(ends)
 
 
-def _stored(opened: Opened, saved: _DcpContents, items: Items) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield every tensor by key, without its elements. Raises CheckpointError where its chunks are not the whole tensor."""
-    cuts = Cuts()
-    for key, tensor in saved.tensors.items():
-        name = f"{opened.where}: {key}"
-        placement = cuts.placement(name, tensor.shape, tensor.boxes)
-        itemsize = dtype_named(tensor.dtype).itemsize
-        for (_, sizes), item in zip(tensor.boxes, tensor.items, strict=True):
-            if prod(sizes) * itemsize > item.nbytes:
-                raise CheckpointError(
-                    f"{name}: a chunk of the sizes {list(sizes)} has {prod(sizes) * itemsize} bytes, but {item.nbytes} in its "
-                    "file"
-                )
-        yield (
-            key,
-            StoredTensor(
-                key,
-                tensor.dtype,
-                tensor.shape,
-                "",
-                tensor.items[0].start if tensor.items else 0,
-                request_nbytes=opened.request_nbytes,
-                chunks=Chunks(placement, LazyChunkPlaces(items, key, tensor), is_checked=True),
-            ),
-        )
+def _transformed(opened: Opened, item: ItemPlace) -> CheckpointError:
+    return CheckpointError(
+        f"{opened.named(item.file)}: {item.key} was written through {', '.join(item.transforms)}, which cannot be read in parts: "
+        "load it with torch.distributed.checkpoint, and save it without extensions"
+    )
 
 
 def _of_lightning(opened: Opened) -> Mapping[str, Any]:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
 from fsdp_optim.foreign.dcp.sharding_info import offsets_in
+from fsdp_optim.foreign.dcp.tensor_table import ItemPlace
 from fsdp_optim.formats.base.header import HeaderEntry, length_of_header, parse_header
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened

@@ -11,8 +11,7 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.full_dict import filled, keys_in
 from fsdp_optim.foreign.dcp.items import Items, read_values, unread_class_in
-from fsdp_optim.foreign.dcp.metadata import Tensor
-from fsdp_optim.foreign.dcp.metadata_pickle import ItemPlace
+from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor
 from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, with_keys
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import COMMON, StoredTensor, rank_extra_name

@@ -84,6 +84,7 @@ class HuggingFace(ForeignFormat):
             model,
             world_size=num_ranks_of(shards),
             metadata_digest=digest.hexdigest(),
+            tells_all=True,
             files=shards,
             notes=notes,
         )

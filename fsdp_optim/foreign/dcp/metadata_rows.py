@@ -1,0 +1,267 @@
+"""The entries of torch's metadata as rows of tables, thousands at once. `metadata_patterns.py` has what they look like.
+
+Sizes are ids of the memo (`metadata_memo.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from fsdp_optim.foreign.dcp.metadata_memo import NO_SIZE, NONE, Memo
+from fsdp_optim.foreign.dcp.metadata_patterns import (
+    CHUNKS,
+    PATH_TOKENS,
+    Numbers,
+    Tokens,
+    refs_in,
+)
+from fsdp_optim.foreign.dcp.metadata_pickle import (
+    SavedBytes,
+    SavedChunk,
+    SavedIndex,
+    SavedPlace,
+    SavedProperties,
+    SavedTensor,
+)
+
+_PLAIN = -1  # in the place of a dtype: a value that is no tensor
+_TUPLES = tuple(b"t\x85\x86\x87")
+_OF_OBJECT = 2  # values that an object adds to the memo: itself, and its attributes
+_HEAD = 5  # values that a tensor adds to the memo before its size: key, object, attributes, properties, their tuple
+
+Row = tuple[bytes, ...]
+
+
+def _starts(lengths: Numbers, first: int) -> Numbers:
+    """Return where each of several ranges begins that lie end to end."""
+    return numpy.cumsum(lengths) - lengths + first
+
+
+class TensorRows:
+    """The tensors and other values: keys, dtypes and sizes, and the boxes of chunks. Sizes are ids of the memo."""
+
+    def __init__(self, memo: Memo) -> None:
+        self._memo = memo
+        self.keys: list[str] = []
+        self.dtypes: list[torch.dtype] = []
+        self._columns: dict[str, list[Numbers]] = {
+            name: [] for name in ("dtype", "size", "num_chunks", "offsets", "sizes")
+        }
+        self._heads: dict[bytes, int] = {b"": _PLAIN}
+        self._checked: set[bytes] = {b""}
+
+    def column(self, name: str) -> Numbers:
+        """Return one of the columns: `dtype`, `size`, `num_chunks` of each row, or `offsets`, `sizes` of each chunk."""
+        return numpy.concatenate(self._columns[name] or [numpy.empty(0, numpy.int64)])
+
+    def _add(self, keys: Sequence[str], **columns: Numbers) -> None:
+        self.keys += keys
+        for name, column in columns.items():
+            self._columns[name].append(column)
+
+    def add_one(self, key: Any, value: Any) -> bool:
+        """Add an object that was made of one entry; False: it is none, or not complete."""
+        if type(key) is not str:
+            return False
+        sizes: list[tuple[int, int]] = []
+        dtype, size = _PLAIN, NO_SIZE
+        if isinstance(value, SavedTensor):
+            if not isinstance(value.properties, SavedProperties) or type(value.size) is not tuple:
+                return False
+            dtype, size = self._id_of(value.properties.dtype), self._memo.id_of_size(value.size)
+            for chunk in value.chunks:
+                if not isinstance(chunk, SavedChunk) or {type(chunk.offsets), type(chunk.sizes)} != {tuple}:
+                    return False
+                sizes.append((self._memo.id_of_size(chunk.offsets), self._memo.id_of_size(chunk.sizes)))
+        elif not isinstance(value, SavedBytes):
+            return False
+        boxes = numpy.array(sizes, numpy.int64).reshape(-1, 2)
+        self._add(
+            [key],
+            dtype=numpy.array([dtype]),
+            size=numpy.array([size]),
+            num_chunks=numpy.array([len(sizes)]),
+            offsets=boxes[:, 0],
+            sizes=boxes[:, 1],
+        )
+        return True
+
+    def _id_of(self, dtype: Any) -> int:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"a {type(dtype).__name__} in the place of a dtype")
+        if dtype not in self.dtypes:
+            self.dtypes.append(dtype)
+        return self.dtypes.index(dtype)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows of `TENSORS`."""
+        keys, heads, size_tokens, lists, singles, several, plains, _ = zip(*rows, strict=True)
+        memo = self._memo
+        for head in set(heads) - self._heads.keys():
+            self._heads[head] = self._dtype_in(head)
+        for span in {*lists, *plains} - self._checked:
+            memo.check(refs_in(span)[0], "chunks" if span.endswith(b"]\x94") else SavedBytes)
+            self._checked.add(span)
+        dtypes = numpy.array([self._heads[head] for head in heads])
+        is_tensor = dtypes != _PLAIN
+        chunks, nums = _chunks(singles, several)
+        firsts, offset_tokens, seconds, sizes_tokens = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+        for first, second in set(zip(firsts, seconds, strict=True)):
+            memo.check_new(first, SavedChunk, "offsets")
+            memo.check(refs_in(second)[0], "sizes")
+        size_tokens = tuple([token or NONE for token in size_tokens])
+        (size, of_size), (offsets, of_offsets), (sizes, of_sizes) = map(
+            memo.new_sizes, (size_tokens, offset_tokens, sizes_tokens)
+        )
+        before = numpy.where(is_tensor, _HEAD + of_size + 1, 2)
+        per_chunk = 2 + of_offsets + of_sizes
+        row_of = numpy.repeat(numpy.arange(len(rows)), nums)
+        in_chunks = numpy.bincount(row_of, per_chunk, len(rows)).astype(numpy.int64)
+        starts = _starts(before + in_chunks, memo.length)
+        of_chunks = _starts(per_chunk, 0)
+        of_chunks += (starts + before - _starts(in_chunks, 0))[row_of]
+        memo.length += int(before.sum() + per_chunk.sum())
+        texts = memo.texts(Tokens(keys), starts)
+        after = of_chunks + 2 + of_offsets
+        memo.add_sizes(
+            [starts + _HEAD + of_size - 1, after - 1, after + of_sizes - 1],
+            [size, offsets, sizes],
+        )
+        columns = [size_tokens, offset_tokens, sizes_tokens]
+        for tokens, ids in zip(columns, (size, offsets, sizes), strict=True):
+            memo.resolve_sizes(tokens, ids)
+        self._add(texts, dtype=dtypes, size=size, num_chunks=nums, offsets=offsets, sizes=sizes)
+
+    def _dtype_in(self, head: bytes) -> int:
+        of_class, properties, of_properties, dtype, *_, size = refs_in(head)
+        self._memo.check(of_class, SavedTensor)
+        self._memo.check(properties, "properties")
+        self._memo.check(of_properties, SavedProperties)
+        self._memo.check(size, "size")
+        return self._id_of(self._memo.value(dtype))
+
+
+def _chunks(singles: Sequence[bytes], several: Sequence[bytes]) -> tuple[list[Row], Numbers]:
+    """Return the chunks of all rows, and their number in each row."""
+    if not any(several):
+        return CHUNKS.findall(b"".join(singles)), numpy.array([*map(bool, singles)], numpy.int64)
+    of_rows = [CHUNKS.findall(chunk or chunks) for chunk, chunks in zip(singles, several, strict=True)]
+    return [chunk for chunks in of_rows for chunk in chunks], numpy.array([*map(len, of_rows)], numpy.int64)
+
+
+class PathRows:
+    """The places of keys in the saved tree."""
+
+    def __init__(self, memo: Memo) -> None:
+        self._memo = memo
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.num = 0
+
+    def add_one(self, key: Any, value: Any) -> bool:
+        """Add one path that was made of one entry; False: it is none."""
+        if type(key) is not str or type(value) is not tuple or not all(type(part) in (str, int) for part in value):
+            return False
+        self._add([key], [value])
+        return True
+
+    def _add(self, keys: Sequence[str], paths: Iterable[tuple[str | int, ...]]) -> None:
+        self.paths.update(zip(keys, paths, strict=True))
+        self.num += len(keys)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows of `PATHS`: first all texts, in the order of the memo, and then the values that refer to them."""
+        memo = self._memo
+        tokens = Tokens(PATH_TOKENS.findall(b"".join([entry for entry, _ in rows])))
+        is_end = numpy.isin(tokens.codes, _TUPLES)
+        adds = tokens.are_texts.astype(numpy.int64) + is_end
+        values = memo.texts(tokens, _starts(adds, memo.length))
+        memo.length += int(adds.sum())
+        ends = numpy.flatnonzero(is_end).tolist()
+        starts = [0, *[end + 1 for end in ends[:-1]]]
+        self._add(
+            [values[start] for start in starts],
+            [tuple(values[start + 1 : end]) for start, end in zip(starts, ends, strict=True)],
+        )
+
+
+class PlaceRows:
+    """The places of chunks and values: key, offsets (an id of the memo, or -1), file, first byte and number of bytes."""
+
+    def __init__(self, memo: Memo) -> None:
+        self._memo = memo
+        self.keys: list[str] = []
+        self.files: list[str] = []
+        self.starts: list[int] = []
+        self.nbytes: list[int] = []
+        self._offsets: list[Numbers] = []
+
+    @property
+    def offsets(self) -> Numbers:
+        return numpy.concatenate(self._offsets or [numpy.empty(0, numpy.int64)])
+
+    def _add(self, keys: Sequence[str], offsets: Numbers, files: Sequence[str], *ranges: Sequence[int]) -> None:
+        self.keys += keys
+        self._offsets.append(offsets)
+        self.files += files
+        self.starts += ranges[0]
+        self.nbytes += ranges[1]
+
+    def add_one(self, index: Any, place: Any) -> bool:
+        """Add one place that was made of one entry; False: it is none, or not complete."""
+        if not isinstance(index, SavedIndex) or not isinstance(place, SavedPlace) or place.transforms != ():
+            return False
+        if type(index.fqn) is not str or type(index.offset) not in (tuple, type(None)):
+            return False
+        offset = NO_SIZE if index.offset is None else self._memo.id_of_size(index.offset)
+        self._add([index.fqn], numpy.array([offset]), [place.file], [place.start], [place.nbytes])
+        return True
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows of `PLACES`."""
+        memo, columns = self._memo, list(zip(*rows, strict=True))
+        index, place = self._by_name(columns[:6], SavedIndex), self._by_name(columns[6:12], SavedPlace)
+        index.setdefault("offset", (NONE,) * len(rows))
+        texts = Tokens((*index["fqn"], *place["relative_path"]))
+        of_keys, of_files = texts.are_texts[: len(rows)].astype(numpy.int64), texts.are_texts[len(rows) :]
+        if not {token[:1] for token in index["index"]} <= {b"K", b"M", b"J", NONE}:
+            raise ValueError("the index of a chunk that is no number")
+        offsets, of_offsets = memo.new_sizes(index["offset"])
+        adds = {"fqn": of_keys, "offset": of_offsets}
+        total = 2 * _OF_OBJECT + sum(adds.values()) + of_files
+        starts = _starts(total, memo.length)
+        memo.length += int(total.sum())
+        numbers, at = dict[str, Numbers](), starts + _OF_OBJECT
+        for name in index:
+            numbers[name] = at
+            at = at + adds.get(name, 0)
+        memo.add_sizes([numbers["offset"] + of_offsets - 1], [offsets])
+        named = memo.texts(texts, numpy.concatenate([numbers["fqn"], at + _OF_OBJECT]))
+        if {*map(type, named)} != {str}:
+            raise ValueError("a key or a file that is no text")
+        memo.resolve_sizes(index["offset"], offsets)
+        self._add(
+            named[: len(rows)],
+            offsets,
+            named[len(rows) :],
+            Tokens(place["offset"]).ints(),
+            Tokens(place["length"]).ints(),
+        )
+
+    def _by_name(self, columns: Sequence[Row], cls: object) -> dict[str, Row]:
+        """Return the values of three attributes by name. Raises ValueError for rows with other attributes.
+
+        Where a row lacks the last one, its value is None.
+        """
+        (span,) = {*columns[0]}
+        of_class, first = refs_in(span)
+        self._memo.check(of_class, cls)
+        (second,), third = {*columns[2]}, {*columns[4]} - {b""}
+        numbers = [first, *(number for attribute in (second, *third) for number in refs_in(attribute))]
+        if len(third) > 1:
+            raise ValueError("entries with several attributes in one place")
+        values = [*columns[1:4:2], tuple([value or NONE for value in columns[5]])]
+        return dict(zip(map(self._memo.text, numbers), values, strict=False))

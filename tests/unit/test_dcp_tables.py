@@ -1,0 +1,198 @@
+"""Torch's metadata read as tables: as the reader does that makes an object of each value, or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import pickletools
+import random
+import unittest
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import torch
+from kit.dcp_files import DcpFiles, InFolder, fill, open_any
+from parameterized import parameterized
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fsdp_optim import CheckpointError
+from fsdp_optim.foreign.dcp import metadata
+from fsdp_optim.foreign.dcp.metadata_tables import Tables, read_tables
+from fsdp_optim.foreign.dcp.tensor_table import TensorTable, table_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+OLD_PROTOCOLS = (2, 3)
+
+
+def any_metadata(rng: random.Random, num: int) -> Metadata:
+    """As torch writes it, and as it might: shared and equal objects, any number of dimensions and chunks, any names."""
+    tensors: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    shared = torch.Size([0, 0])
+    for number in range(num):
+        fqn = rng.choice([f"layers.{number}.w", f"l{number}"])
+        paths_like = (("model", fqn), ("optim", "state", fqn, "exp_avg"), (fqn,), ("a", number, fqn, "b", "c"))
+        path = rng.choice(paths_like)
+        key = ".".join(map(str, path)) + rng.choice([""] * 40 + ["é", "x" * 260])
+        paths[key] = path
+        if rng.random() < 0.2:
+            tensors[key], places[MetadataIndex(key)] = BytesStorageMetadata(), _StorageInfo("v.distcp", number, 10)
+            continue
+        size = torch.Size(rng.choice([1, 3, 300, 70_000]) for _ in range(rng.randrange(6)))
+        num_chunks = rng.choice([1, 1, 1, 2, 3]) if size else 1
+        chunks = []
+        for at in range(num_chunks):
+            offsets = torch.Size([at * size[0], *[0] * (len(size) - 1)]) if size else size
+            is_shared = len(size) == 2 and at == 0 and rng.random() < 0.5
+            chunks.append(ChunkStorageMetadata(shared if is_shared else offsets, size))
+        whole = torch.Size([size[0] * num_chunks, *size[1:]]) if num_chunks > 1 else size
+        tensors[key] = TensorStorageMetadata(TensorProperties(rng.choice(DTYPES)), whole, chunks)
+        for at, chunk in enumerate(chunks):
+            name = key if rng.random() < 0.5 else "".join([*key])
+            index = MetadataIndex(name, rng.choice([chunk.offsets, torch.Size(tuple(chunk.offsets))]), at)
+            start = rng.choice([number * 100, number << 20, number << 33, number << 45])
+            places[index] = _StorageInfo(f"__{at}_0.distcp", start, rng.choice([5, 500, 1 << 20]))
+    return Metadata(tensors, paths, places)
+
+
+def in_pieces(data: bytes, length: int) -> Any:
+    return (data[at : at + length] for at in range(0, len(data), length))
+
+
+def tables_of(data: bytes, length: int = 1 << 20) -> Tables | None:
+    return read_tables("here", in_pieces(data, length))
+
+
+def values_of(found: metadata.Metadata) -> list[Any]:
+    """All that metadata say, in their order."""
+    return [list(found.tensors.items()), list(found.values.items()), list(found.paths.items()), found.digest]
+
+
+class SameTest(InFolder):
+    def read(self, data: bytes, *, as_tables: bool) -> list[Any]:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / ".metadata").write_bytes(data)
+        found = open_any(self.folder)
+        try:
+            if as_tables:
+                return values_of(metadata.read_metadata(found, ".metadata"))
+            with mock.patch.object(metadata, "read_tables", return_value=None):
+                return values_of(metadata.read_metadata(found, ".metadata"))
+        finally:
+            found.close()
+
+    @parameterized.expand(itertools.product((4, 5), (7, 400, 3000)))
+    def test_any_metadata(self, protocol: int, num: int) -> None:
+        """Of many frames too, and in pieces of any length. The memo is counted as the unpickler counts it."""
+        data = pickle.dumps(any_metadata(random.Random(num), num), protocol)
+        self.assertEqual(self.read(data, as_tables=True), self.read(data, as_tables=False))
+        num_values = sum(code.name == "MEMOIZE" for code, _, _ in pickletools.genops(data))
+        for length in (1009, 70_001, len(data)):
+            tables = tables_of(data, length)
+            assert tables is not None, length
+            self.assertEqual(tables.memo.length, num_values)
+            self.assertEqual(len(tables.tensors.keys), num)
+
+    def test_what_this_library_writes_is_read_as_tables(self) -> None:
+        files = fill(DcpFiles(self.folder))
+        data = (files.finish() / ".metadata").read_bytes()
+        self.assertIsNotNone(tables_of(data))
+        self.assertEqual(self.read(data, as_tables=True), self.read(data, as_tables=False))
+
+    def test_damage_gives_the_same_or_nothing(self) -> None:
+        """Whatever bytes are changed: tables say what the other reader says, or there are none."""
+        rng, ends = random.Random(0), Counter[str]()
+        originals = [pickle.dumps(any_metadata(rng, num)) for num in (3, 8, 20)]
+        for _ in range(300):
+            data = bytearray(rng.choice(originals))
+            for at in rng.sample(range(len(data)), rng.choice([1, 1, 2])):
+                data[at] = rng.choice([rng.randrange(256), rng.choice(data), data[at] ^ 1])
+            tables = tables_of(bytes(data))
+            ends["none" if tables is None else "some"] += 1
+            if tables is None or table_of(tables, "") is None:
+                continue
+            try:
+                wanted = self.read(bytes(data), as_tables=False)
+            except CheckpointError:
+                ends["refused"] += 1  # a value that is named before it is there
+                continue
+            self.assertEqual(self.read(bytes(data), as_tables=True), wanted)
+        self.assertGreater(min(ends["none"], ends["some"]), 10)
+        self.assertLess(ends["refused"], 5)
+
+
+class GivingUpTest(unittest.TestCase):
+    @parameterized.expand(OLD_PROTOCOLS)
+    def test_old_protocols(self, protocol: int) -> None:
+        self.assertIsNone(tables_of(pickle.dumps(any_metadata(random.Random(0), 7), protocol)))
+
+    @parameterized.expand([("other values", 3), ("a key twice", 1)])
+    def test_entries_that_are_not_torchs(self, what: str, num: int) -> None:
+        """A dict of the large ones that has another entry, or is used elsewhere."""
+        saved = any_metadata(random.Random(1), 20)
+        if what == "other values":
+            saved.planner_data["one more"] = {"a": num}
+        else:
+            saved.storage_meta = saved.planner_data  # type: ignore[assignment]
+        tables = tables_of(pickle.dumps(saved))
+        self.assertTrue(tables is None or what == "a key twice")
+
+    def test_a_text_that_says_another_length(self) -> None:
+        data = pickle.dumps(any_metadata(random.Random(2), 30))
+        at = data.index(b"layers.2", len(data) // 4)
+        damaged = bytearray(data)
+        damaged[at - 1] -= 1
+        self.assertEqual(data[at - 2], pickle.SHORT_BINUNICODE[0])
+        self.assertIsNone(tables_of(bytes(damaged)))
+
+    def test_soon(self) -> None:
+        """A large pickle without entries of torch is given up after a bounded part of it, in every way of writing it."""
+        for filler in (b"K\x01", b"N0", b")0", b"]\x94", b"\x95" + bytes(8), b"(1", b"}\x94"):
+            data = b"\x80\x04" + filler * (8 << 20)
+            pieces = Counter[str]()
+
+            def counted(data: bytes = data, pieces: Counter[str] = pieces) -> Any:
+                for piece in in_pieces(data, 1 << 20):
+                    pieces["read"] += 1
+                    yield piece
+
+            self.assertIsNone(read_tables("here", counted()), filler)
+            self.assertLess(pieces["read"], 4, filler)
+
+
+class TableTest(unittest.TestCase):
+    def test_of_objects_and_of_rows(self) -> None:
+        """A table that is made of objects is the table that rows make."""
+        tables = tables_of(pickle.dumps(any_metadata(random.Random(3), 200)))
+        assert tables is not None
+        made = table_of(tables, "folder/")
+        assert made is not None
+        again = TensorTable.of(dict(made[0]))
+        self.assertEqual(dict(again), dict(made[0]))
+        self.assertEqual(again.ends_of_files(), made[0].ends_of_files())
+        self.assertEqual(again.dimensions(), {key: len(tensor.shape) for key, tensor in made[0].items()})
+        self.assertTrue(all(item.file.startswith("folder/__") for tensor in again.values() for item in tensor.items))
+
+    def test_memory(self) -> None:
+        """Of a closed reader nothing but the columns stays: some bytes for each chunk."""
+        tables = tables_of(pickle.dumps(any_metadata(random.Random(4), 2000)))
+        assert tables is not None
+        made = table_of(tables, "")
+        assert made is not None
+        nbytes = sum(column.nbytes for column in made[0].columns)
+        num_chunks = sum(len(tensor.items) for tensor in made[0].values())
+        self.assertLess(nbytes, 32 * num_chunks)
+
+
+if __name__ == "__main__":
+    unittest.main()
