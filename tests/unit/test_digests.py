@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_optim.state.values.same import fingerprint_of
+from fsdp_optim.state.values import fingerprint_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.int64, torch.complex64)
 SHAPES = ((), (0,), (1,), (3, 4), (0, 5), (2, 3, 4))
