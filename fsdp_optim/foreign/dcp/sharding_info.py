@@ -15,7 +15,7 @@ import msgspec
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.header import Header, HeaderEntry
+from fsdp_optim.formats.base.header import Header, HeaderEntry, ReadHeader
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
 from fsdp_optim.layout import Shape
@@ -68,7 +68,7 @@ class OpenFile:
     """A safetensors file whose header has been read. `start`: the byte at which its data begins."""
 
     name: str
-    header: Header
+    header: ReadHeader
     start: int
 
 

@@ -26,6 +26,7 @@ from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.header import length_of_header, parse_header
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.base.stored_columns import StoredColumns, StoredEntries
 from fsdp_optim.formats.own.manifest import NAME
 from fsdp_optim.formats.own.small_files import MOST_INDEX_NBYTES
 from fsdp_optim.storage.base import Opened, check_inside
@@ -62,15 +63,17 @@ class HuggingFace(ForeignFormat):
         shards = shards_in(opened, opened.names()) if not selected else []
         if not selected and not shards:
             selected = self._chosen(opened, notes)
+        files: Sequence[str] = ()
         if shards:
             opens = [_open_file(opened, name, digest) for name in shards]
-            model = {tensor.key: tensor for tensor in joined_chunks(opened, opens)}
+            model: Mapping[str, StoredTensor] = {tensor.key: tensor for tensor in joined_chunks(opened, opens)}
         elif selected.endswith(_INDEX):
             text = opened.read_whole(selected, most_nbytes=MOST_INDEX_NBYTES)
             digest.update(text)
             listed = weight_map_of(opened.named(selected), text)
-            model = _whole_tensors(opened, [_open_file(opened, name, digest) for name in sorted(set(listed.values()))])
-            check_index(opened.named(selected), listed, {key: stored.file for key, stored in model.items()})
+            files = sorted(set(listed.values()))
+            model = whole = _whole_tensors(opened, [_open_file(opened, name, digest) for name in files])
+            check_index(opened.named(selected), listed, whole.file_of_each())
             ranks = ranks_beside(opened.names()) if selected == _WHOLE_INDEX else []
             if ranks and any(not tensor.shape for tensor in model.values()):
                 sharded = joined_chunks(opened, [_open_file(opened, name, digest) for name in ranks])
@@ -85,7 +88,8 @@ class HuggingFace(ForeignFormat):
             world_size=num_ranks_of(shards),
             metadata_digest=digest.hexdigest(),
             tells_all=True,
-            files=shards,
+            files=shards or files,
+            is_checked=not shards,
             notes=notes,
         )
 
@@ -150,21 +154,19 @@ def _open_file(opened: Opened, name: str, digest: xxh3_128) -> OpenFile:
     return OpenFile(name, parse_header(path, text, nbytes - 8 - len(text)), 8 + len(text))
 
 
-def _whole_tensors(opened: Opened, files: Sequence[OpenFile]) -> dict[str, StoredTensor]:
+def _whole_tensors(opened: Opened, files: Sequence[OpenFile]) -> StoredColumns:
     """Return the tensors of several files, each complete in one of them.
 
     Raises CheckpointError if two files have the same tensor.
     """
-    model: dict[str, StoredTensor] = {}
-    request = opened.request_nbytes
+    columns = StoredColumns(opened.request_nbytes)
     for file in files:
         check_is_whole(opened, file)
-        for entry in file.header.entries:
-            key, start = entry.key, file.start + entry.start
-            if key in model:
-                raise CheckpointError(f"{opened.named(file.name)}: {key} is in {model[key].file} too")
-            model[key] = StoredTensor(key, entry.dtype, entry.shape, file.name, start, request_nbytes=request)
-    return model
+        entries = file.header.entries
+        twice = columns.add(StoredEntries(file.name, entries.keys, entries, file.start))
+        if twice is not None:
+            raise CheckpointError(f"{opened.named(file.name)}: {twice} is in {columns.file_of(twice)} too")
+    return columns
 
 
 def _named_by_config(opened: Opened, names: Sequence[str]) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import attrgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, overload
 
 import msgspec
+import numpy
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
@@ -85,11 +87,56 @@ class HeaderEntry(Struct, frozen=True, gc=False):
         return DTYPES[self.code][1]
 
 
+class Entries(Sequence[HeaderEntry]):
+    """The tensors of a header that was read, as columns. Each question makes a new object.
+
+    `keys`: the names; `kinds`: of each tensor the number of its code and shape in `shapes`; `starts`: its first byte.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        kinds: NDArray[numpy.uint16 | numpy.int64],
+        starts: NDArray[numpy.int64],
+        shapes: Sequence[tuple[str, tuple[int, ...]]],
+    ) -> None:
+        self.keys, self._kinds, self._starts, self._shapes = keys, kinds, starts, shapes
+        self._nbytes = [prod(shape) * DTYPES[code][1] for code, shape in shapes]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, at: int) -> HeaderEntry: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[HeaderEntry]: ...
+    def __getitem__(self, at: int | slice) -> HeaderEntry | Sequence[HeaderEntry]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(len(self))[at]]
+        kind, start = int(self._kinds[at]), int(self._starts[at])
+        return HeaderEntry(self.keys[at], *self._shapes[kind], start, start + self._nbytes[kind])
+
+    def __iter__(self) -> Iterator[HeaderEntry]:
+        for key, kind, start in zip(self.keys, self._kinds.tolist(), self._starts.tolist(), strict=True):
+            code, shape = self._shapes[kind]
+            yield HeaderEntry(key, code, shape, start, start + self._nbytes[kind])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def of_code(self, code: str) -> list[HeaderEntry]:
+        """Return the tensors of one dtype."""
+        kinds = [kind for kind, (other, _) in enumerate(self._shapes) if other == code]
+        return [self[at] for at in numpy.flatnonzero(numpy.isin(self._kinds, kinds)).tolist()] if kinds else []
+
+
 @dataclass(frozen=True)
 class Header:
     """The tensors of one file, in the order of their bytes, and its metadata."""
 
-    entries: tuple[HeaderEntry, ...]
+    entries: Sequence[HeaderEntry]
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -208,11 +255,51 @@ def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:
     return int(length)
 
 
-def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
+@dataclass(frozen=True)
+class ReadHeader(Header):
+    """The header of a file that is there."""
+
+    entries: Entries
+
+
+def parse_header(name: str, text: bytes, data_nbytes: int) -> ReadHeader:
     """Decode a header. Raises CheckpointError unless its tensors fill the data section without gaps."""
     check_density(f"{name}: its header", text)
     listed = _listed_at_once(name, text)
     tensors, metadata = listed if listed is not None else _listed(name, text)
+    entries = _in_columns(tensors, data_nbytes)
+    if entries is None:
+        entries = _in_columns(_checked(name, tensors, data_nbytes), data_nbytes)
+    if entries is None:
+        raise CheckpointError(f"{name}: its tensors do not fill its data")
+    return ReadHeader(entries, metadata)
+
+
+def _in_columns(tensors: Mapping[str, _Tensor], data_nbytes: int) -> Entries | None:
+    """Return tensors as columns, in the order of their bytes; None where something is wrong, which `_checked` says."""
+    ranges = numpy.array([tensor.data_offsets for tensor in tensors.values()], numpy.int64).reshape(-1, 2)
+    numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+    kinds = numpy.array([numbers.setdefault((t.dtype, t.shape), len(numbers)) for t in tensors.values()], numpy.int64)
+    shapes = [_shape_in_memory(code, shape) for code, shape in numbers]
+    if None in shapes:
+        return None
+    known = [(code, shape) for (code, _), shape in zip(numbers, shapes, strict=True) if shape is not None]
+    lengths = [prod(shape) * DTYPES[code][1] for code, shape in known]
+    if max(lengths, default=0) > data_nbytes:
+        return None
+    keys, starts, stops = [*tensors], ranges[:, 0], ranges[:, 1]
+    if (starts[1:] < starts[:-1]).any() or (stops[1:] < stops[:-1]).any():
+        order = numpy.lexsort((stops, starts))
+        keys, kinds, starts, stops = [keys[at] for at in order.tolist()], kinds[order], starts[order], stops[order]
+    if (stops - starts != numpy.array(lengths, numpy.int64)[kinds]).any():
+        return None
+    if (numpy.concatenate([[0], stops]) != numpy.concatenate([starts, [data_nbytes]])).any():
+        return None
+    return Entries(keys, kinds.astype(numpy.uint16) if len(known) <= 1 << 16 else kinds, starts.copy(), known)
+
+
+def _checked(name: str, tensors: Mapping[str, _Tensor], data_nbytes: int) -> Mapping[str, _Tensor]:
+    """Return the same tensors. Raises CheckpointError that says what is wrong with them."""
     entries = [_entry(name, key, tensor) for key, tensor in tensors.items()]
     entries.sort(key=attrgetter("start", "stop"))
     at = 0
@@ -225,7 +312,16 @@ def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
         raise CheckpointError(
             f"{name}: its tensors end at byte {at}, but its data at byte {data_nbytes}: the file was cut short or changed"
         )
-    return Header(tuple(entries), metadata)
+    return tensors
+
+
+def _shape_in_memory(code: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape that torch has of a shape in a file; None for an unknown dtype, or numbers that no bytes have."""
+    if code not in DTYPES:
+        return None
+    if code != _IN_PAIRS:
+        return shape
+    return (*shape[:-1], shape[-1] // 2) if shape and shape[-1] % 2 == 0 else None
 
 
 _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -294,10 +390,10 @@ def _entry(name: str, key: str, tensor: _Tensor) -> HeaderEntry:
     code, shape, (start, stop) = tensor.dtype, tensor.shape, tensor.data_offsets
     if code not in DTYPES:
         raise CheckpointError(f"{name}: {key} has the dtype {code!r}, which this library does not know")
-    if code == _IN_PAIRS:
-        if not shape or shape[-1] % 2:
-            raise CheckpointError(f"{name}: {key} is {code} of shape {list(shape)}, but bytes have two numbers each")
-        shape = (*shape[:-1], shape[-1] // 2)
+    in_memory = _shape_in_memory(code, shape)
+    if in_memory is None:
+        raise CheckpointError(f"{name}: {key} is {code} of shape {list(shape)}, but bytes have two numbers each")
+    shape = in_memory
     if stop - start != prod(shape) * DTYPES[code][1]:
         raise CheckpointError(
             f"{name}: {key} is {code} of shape {list(shape)}, {prod(shape) * DTYPES[code][1]} bytes, but has the bytes "

@@ -19,12 +19,13 @@ from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_o
 from fsdp_optim.formats.base.description import decoded
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
-from fsdp_optim.formats.base.header import Header, HeaderEntry, length_of_header, parse_header
+from fsdp_optim.formats.base.header import HeaderEntry, ReadHeader, length_of_header, parse_header
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import Half, replaced_error
 from fsdp_optim.formats.base.records import SavedWeights, StoredTensor
 from fsdp_optim.formats.base.saved_optim import saved_optim
+from fsdp_optim.formats.base.stored_columns import StoredColumns, StoredEntries
 from fsdp_optim.formats.base.tree_values import keys_in, with_tensors
 from fsdp_optim.formats.own.extras import Extra, read_extra
 from fsdp_optim.formats.own.folders import folder_of, in_folder, joined_key, models_with_optim, stem_of, stems_of
@@ -58,7 +59,7 @@ class StoredFile:
     """
 
     name: str
-    header: Header
+    header: ReadHeader
     offset: int
     sums: str | None = None
     num_segments: int = 0
@@ -66,7 +67,7 @@ class StoredFile:
     @cached_property
     def bools(self) -> tuple[HeaderEntry, ...]:
         """The bool tensors, in the order of their bytes."""
-        return tuple(entry for entry in self.header.entries if entry.code == BOOL)
+        return tuple(self.header.entries.of_code(BOOL))
 
     @property
     def short_nbytes(self) -> int:
@@ -120,7 +121,9 @@ class Checkpoint:
     def _opened_in(cls, opened: Opened, version: tuple[object, ...] | None, *, verify: bool) -> Checkpoint:
         manifest = manifest_in(opened)
         files: dict[str, StoredFile] = {}
-        halves: dict[Half, dict[str, StoredTensor]] = {"model": {}, "optim": {}, "state": {}}
+        columns: Mapping[Half, StoredColumns] = {
+            half: StoredColumns(opened.request_nbytes) for half in ("model", "optim", "state")
+        }
         stems = stems_of(manifest.model.models, manifest.model.weights_name)
         for name, info in manifest.files.items():
             if name.startswith("extra/"):
@@ -137,23 +140,21 @@ class Checkpoint:
                     "the trainer's values"
                 )
             file = files[name] = _open_file(opened, name, info, verify=verify)
-            short, request, tensors = file.short_nbytes, opened.request_nbytes, halves[half]
-            for entry in file.header.entries:
-                key = joined_key(folder, half, entry.key)
-                if key in tensors:
-                    raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
-                tensors[key] = StoredTensor(
-                    key, entry.dtype, entry.shape, name, entry.start, short, request_nbytes=request
-                )
+            entries, keys = file.header.entries, file.header.entries.keys
+            if folder:
+                keys = [joined_key(folder, half, key) for key in keys]
+            twice = columns[half].add(StoredEntries(name, keys, entries, short_nbytes=file.short_nbytes))
+            if twice is not None:
+                raise CheckpointError(f"{opened.named(name)}: {twice} is in another file too")
         for stem, half in stems.items():
-            _check_index(opened, stem, half, manifest, halves[half], verify=verify)
+            _check_index(opened, stem, half, manifest, columns[half], verify=verify)
         return cls(
             opened=opened,
             manifest=manifest,
             files=files,
-            model=halves["model"],
-            optim=halves["optim"],
-            trees=halves["state"],
+            model=columns["model"],
+            optim=columns["optim"],
+            trees=columns["state"],
             verifies=verify,
             _manifest_version=version,
         )
@@ -367,7 +368,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def _check_index(
-    opened: Opened, stem: str, half: Half, manifest: Manifest, tensors: Mapping[str, StoredTensor], *, verify: bool
+    opened: Opened, stem: str, half: Half, manifest: Manifest, tensors: StoredColumns, *, verify: bool
 ) -> None:
     """Check that the index of a split half, which other tools read, agrees with the files.
 
@@ -375,9 +376,9 @@ def _check_index(
     """
     if not any(name.startswith(f"{stem}-") for name in manifest.files):
         return
-    folder = folder_of(stem)
+    folder, file_of = folder_of(stem), tensors.file_of_each()
     if folder:
-        tensors = {key: stored for key, stored in tensors.items() if folder_of(stored.file) == folder}
+        file_of = {key: file for key, file in file_of.items() if folder_of(file) == folder}
     name = f"{stem}{INDEX}"
     path = opened.named(name)
     text = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES)
@@ -389,8 +390,7 @@ def _check_index(
         for file in listed.values():
             check_name(path, file)
         weight_map = {joined_key(folder, half, key): in_folder(folder, file) for key, file in listed.items()}
-    for key in {**weight_map, **tensors}:
-        stored = tensors.get(key)
-        if stored is None or weight_map.get(key) != stored.file:
-            where = stored.file if stored is not None else "in no file"
-            raise CheckpointError(f"{path}: says that {key} is in {weight_map.get(key)}, but it is {where}")
+    for key in {**weight_map, **file_of}:
+        if key not in file_of or weight_map.get(key) != file_of[key]:
+            is_in = file_of.get(key, "in no file")
+            raise CheckpointError(f"{path}: says that {key} is in {weight_map.get(key)}, but it is {is_in}")
