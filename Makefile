@@ -20,10 +20,12 @@ SAVE_AND_LOAD := save_load_matrix saved_states load_while_training bytes_of_rank
 TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) tests/checkpoint/test_training_resumes.py \
 	$(SAVE_AND_LOAD:%=tests/checkpoint/test_%.py) tests/adapters/test_torch_wrappers.py tests/adapters/test_torch_names.py \
 	tests/adapters/test_torch_mixes.py tests/adapters/test_fairscale_reshard.py
-# Processes that run tests, each a file at a time, on ranks of its own. Five keep two cores busy, because some tests wait.
-JOBS ?= 5
+# Processes that run tests, each a file at a time, on ranks of its own. Each takes five seconds to import everything.
+test: JOBS ?= 3
+# Here five keep two cores busy, because some tests wait.
+test-all test-oldest test-long: JOBS ?= 5
 
-.PHONY: help venv deepspeed megatron test test-quick test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
+.PHONY: help venv deepspeed megatron test test-all test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,13 +59,13 @@ $(MEGATRON_INSTALLED): requirements-megatron.txt $(INSTALLED)
 		|| { rm -rf $(MEGATRON); echo "megatron-core cannot be installed: its test is skipped"; }
 
 # Ranks import the tests, so that bytecode that is not written is compiled again and again.
-test test-quick test-hosts test-long: export PYTHONDONTWRITEBYTECODE =
+test test-all test-hosts test-long: export PYTHONDONTWRITEBYTECODE =
 
-test: venv deepspeed megatron  ## run the test suite, but for what takes minutes, in JOBS= processes (5)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-
-test-quick: venv  ## run the quick third of the suite, while you work: no trainers, no kills, nothing that takes long
+test: venv  ## run the quick tests, in JOBS= processes (3): all subjects, in less than 5 minutes on 2 cores
 	$(BIN)/python -m pytest --quick -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test-all: venv deepspeed megatron  ## run the complete suite, but for what takes minutes, in JOBS= processes (5)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: venv  ## run the tests that need a GPU, over NCCL
 	$(BIN)/python -m pytest -m nccl

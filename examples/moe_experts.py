@@ -94,7 +94,7 @@ class Shared(torch.autograd.Function):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train up to a step; returns the step from which the run went on."""
+    """Train up to a step; returns the step from which the run continued."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", required=True, help="a folder that all ranks share, or a URL")
     parser.add_argument("--last", type=int, default=100, help="the number of the last step")

@@ -91,7 +91,7 @@ def by_schedule(stages: list[Model], indices: list[int], num_stages: int, device
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train up to a step; returns the step from which the run went on."""
+    """Train up to a step; returns the step from which the run continued."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", required=True, help="a folder that all ranks share, or a URL")
     parser.add_argument("--last", type=int, default=100, help="the number of the last step")

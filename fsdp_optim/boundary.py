@@ -89,8 +89,8 @@ def _link(error: BaseException, cause: BaseException | None) -> None:
 
 def _says_more(cause: BaseException, text: str) -> bool:
     """Return whether a cause has words that the error has not, or comes from the code of a user."""
-    told = str(cause.strerror or cause) if isinstance(cause, OSError) else str(cause)
-    if told and told not in text:
+    reason = str(cause.strerror or cause) if isinstance(cause, OSError) else str(cause)
+    if reason and reason not in text:
         return True
     return any(not _NOT_USERS.match(file) for file in map(_file_of, _frames(cause.__traceback__)))
 

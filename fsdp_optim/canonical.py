@@ -11,6 +11,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
+from msgspec import structs
+
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Placement
 from fsdp_optim.layout.views import BoundView, Part, View, ViewsByName, placement_of_part
@@ -94,7 +96,7 @@ def _split(
     if not fused:
         return named
     handle = replace(named.handle, originals=tuple(originals), aliases=(), fused=tuple(fused))
-    return replace(named, handle=handle, fqns=tuple(fqns))
+    return structs.replace(named, handle=handle, fqns=tuple(fqns))
 
 
 def _view_of(fqn: str, views: ViewsByName) -> View | None:

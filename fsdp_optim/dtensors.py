@@ -6,6 +6,7 @@ DTensor, a number in a param group. Nothing here imports DTensor or makes a coll
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, field
 from math import prod
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
+from fsdp_optim.elements import is_usual
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import (
     MeshBoxes,
@@ -41,10 +43,14 @@ def is_loaded() -> bool:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor, without importing DTensor."""
-    if type(value) is torch.Tensor:  # most values are plain, and each is asked about more than once
-        return False
+    cls: Any = type(value)
+    return cls is not torch.Tensor and _is_dtensor_class(cls)  # each value is asked about more than once
+
+
+@functools.lru_cache(maxsize=256)
+def _is_dtensor_class(cls: Any) -> bool:
     module = sys.modules.get(_MODULE)
-    return module is not None and isinstance(value, module.DTensor)
+    return module is not None and issubclass(cls, module.DTensor)
 
 
 def local_of(value: DTensor) -> torch.Tensor:
@@ -90,9 +96,15 @@ def dtensor_cut_like(local: torch.Tensor, like: DTensor) -> torch.Tensor:
     return dtensor(local, like.device_mesh, like.placements, tuple(like.shape), like.stride())
 
 
+def is_usual_dtensor(value: object) -> bool:
+    """Return whether a value is a DTensor with an ordinary local tensor, which is no part of a sum."""
+    return is_dtensor(value) and is_usual(value._local_tensor) and not is_partial(value)
+
+
 def is_partial(value: DTensor) -> bool:
     """Return whether each rank holds only its part of a reduction."""
-    return any(placement.is_partial() for placement in value._spec.placements)
+    placements = value._spec.placements
+    return placements[0].is_partial() if len(placements) == 1 else any(each.is_partial() for each in placements)
 
 
 def is_complete(value: DTensor) -> bool:

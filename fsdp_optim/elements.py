@@ -26,9 +26,16 @@ _OF_LESS_THAN_A_BYTE = frozenset(f"torch.{kind}{bits}" for kind in ("int", "uint
 
 def is_usual(value: object) -> bool:
     """Return whether a value is an ordinary tensor, whose elements can be copied. Nearly all are, and need no further check."""
-    if type(value) is not torch.Tensor or value.dtype not in _USUAL:
-        return False
-    return value.layout is torch.strided and not value.is_meta and not value.is_nested
+    return type(value) is torch.Tensor and _has_usual_elements(value)
+
+
+def is_usual_weight(value: torch.Tensor) -> bool:
+    """Return whether a parameter or buffer is an ordinary tensor or Parameter, whose elements can be copied."""
+    return type(value) in (torch.nn.Parameter, torch.Tensor) and _has_usual_elements(value)
+
+
+def _has_usual_elements(value: torch.Tensor) -> bool:
+    return value.dtype in _USUAL and value.layout is torch.strided and not value.is_meta and not value.is_nested
 
 
 def check_elements(where: str, value: Any, error: type[FsdpOptimError] = StateError) -> None:

@@ -21,6 +21,18 @@ def shortened(items: Iterable[object], most: int = 8, between: str = ", ") -> st
     return between.join(texts[:most]) + more
 
 
+def one_line(error: BaseException) -> str:
+    """Return the words of an error, without line breaks."""
+    return " ".join(str(error).split())
+
+
+def without(secrets: Iterable[str], line: str) -> str:
+    """Return a line without secrets."""
+    for secret in secrets:
+        line = line.replace(secret, "***")
+    return line
+
+
 def only_differing(calls: Sequence[str]) -> list[str]:
     """Return descriptions of calls without the options that are equal in all of them: `save(the model, ..., step=2, ...)`.
 

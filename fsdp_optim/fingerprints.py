@@ -13,7 +13,6 @@ from fsdp_optim.errors import StateError, counted_noun, shortened
 _VERSION = 1
 """The number of the function that makes the bits. Fingerprints of another number cannot be compared."""
 
-_NONE: Mapping[str, Any] = {}
 _HALVES = ("weights", "optim", "state")
 
 DifferenceKind = Literal["values", "exchanged", "dtype", "shape", "missing here", "missing there"]

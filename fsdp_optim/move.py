@@ -162,7 +162,9 @@ def move(
         exchange(group, _items(values, source, target, plans, failure), failure, budget)
         return
     routes = _routes(values, source, target)
-    direct = [route for route in routes if route.is_direct]
+    direct, others = list[_Route](), list[_Route]()
+    for route in routes:
+        (direct if route.is_direct else others).append(route)
     with failure:
         if failure.error is not None:
             pass  # nothing is read or written after an error
@@ -176,7 +178,7 @@ def move(
         else:
             source.fill([Slice(route.value, route.target, target.memory(route.value)) for route in direct])
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
-    staged = [(route, route.staged.most_numel) for route in routes if not route.is_direct]
+    staged = [(route, route.staged.most_numel) for route in others]
     pages = Pages(is_kept=target.is_stored and target.keeps_memory)
     for batch in _batches(staged, staging.nbytes):
         most = max(route.staged.most_numel for route in batch)

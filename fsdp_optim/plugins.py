@@ -24,9 +24,9 @@ Everything is imported when it is asked for, so that importing this module costs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fsdp_optim.registry import named
+from fsdp_optim.registry import imported_when_asked
 
 if TYPE_CHECKING:
     from fsdp_optim.adapters.base import Adapter, Place
@@ -332,9 +332,4 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
-
-    def __getattr__(name: str) -> Any:
-        """Import a public name on first access."""
-        if name not in _WHERE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return named(_WHERE[name])
+    __getattr__ = imported_when_asked(__name__, _WHERE)

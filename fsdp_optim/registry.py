@@ -27,6 +27,17 @@ def named(where: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def imported_when_asked(module: str, where: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module whose public names are imported on first access. `where`: as `named` takes it."""
+
+    def get(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return named(where[name])
+
+    return get
+
+
 @functools.cache
 def installed_points(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of all installed packages, looked up once per process because that takes milliseconds."""
@@ -102,22 +113,22 @@ class PluginKind:
             self._added.reset(token)
 
 
-CONVERT_ARGUMENTS = "fsdp_optim.offline.arguments:ConvertArguments"
-CONVERT = "fsdp_optim.offline.convert:convert"
-VERIFY = "fsdp_optim.offline.verifying:verify"
-AVERAGE_ARGUMENTS = "fsdp_optim.offline.averaging:AverageArguments"
-AVERAGE = "fsdp_optim.offline.averaging:average"
-MERGE_ADAPTER = "fsdp_optim.offline.merging:merge_adapter"
-INSPECT = "fsdp_optim.offline.inspecting:inspect"
-PRUNE = "fsdp_optim.offline.pruning:prune"
-COPY = "fsdp_optim.offline.copying:copy"
-DIAGNOSE = "fsdp_optim.offline.diagnosing:diagnose"
-PLACEMENT = "fsdp_optim.offline.placing:placement"
-INSPECT_PAGE = "fsdp_optim.offline.inspect_page:write_page"
-DIFF_ARGUMENTS = "fsdp_optim.offline.diffing:DiffArguments"
-DIFF = "fsdp_optim.offline.diffing:diff"
-SHOW = "fsdp_optim.offline.showing:show"
-EXTRACT = "fsdp_optim.offline.extracting:extract"
+CONVERT_ARGUMENTS = "fsdp_optim.offline.conversion.arguments:ConvertArguments"
+CONVERT = "fsdp_optim.offline.conversion.convert:convert"
+VERIFY = "fsdp_optim.offline.keeping.verifying:verify"
+AVERAGE_ARGUMENTS = "fsdp_optim.offline.combining.averaging:AverageArguments"
+AVERAGE = "fsdp_optim.offline.combining.averaging:average"
+MERGE_ADAPTER = "fsdp_optim.offline.combining.merging:merge_adapter"
+INSPECT = "fsdp_optim.offline.looking.inspecting:inspect"
+PRUNE = "fsdp_optim.offline.keeping.pruning:prune"
+COPY = "fsdp_optim.offline.keeping.copying:copy"
+DIAGNOSE = "fsdp_optim.offline.looking.diagnosing:diagnose"
+PLACEMENT = "fsdp_optim.offline.looking.placing:placement"
+INSPECT_PAGE = "fsdp_optim.offline.pages.inspect_page:write_page"
+DIFF_ARGUMENTS = "fsdp_optim.offline.values.diffing:DiffArguments"
+DIFF = "fsdp_optim.offline.values.diffing:diff"
+SHOW = "fsdp_optim.offline.values.showing:show"
+EXTRACT = "fsdp_optim.offline.values.extracting:extract"
 
 # ------------------------------------------------------------------------------------------- adapters
 

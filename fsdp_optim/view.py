@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
+from msgspec import Struct, structs
 from torch import nn
 
 from fsdp_optim.dtensors import as_local, dtensor_like, is_dtensor, local_of, placement_of_value
@@ -81,7 +83,7 @@ class Handle:
 
     def install(self, flat: torch.Tensor) -> None:
         """Overwrite the elements that `weights` gives with the elements of a 1-D tensor."""
-        with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
+        with writing_into(self.param):
             self.weights().copy_(flat.view(self.local_shape))
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
@@ -190,8 +192,7 @@ class Handle:
         return self.param.is_meta
 
 
-@dataclass(frozen=True)
-class NamedHandle:
+class NamedHandle(Struct, frozen=True):
     """A Handle with the clean FQNs of its originals."""
 
     handle: Handle
@@ -203,7 +204,7 @@ class NamedHandle:
 
     def with_all_collected(self) -> NamedHandle:
         """Return the same, also where the wrapper forbids to collect the state."""
-        return self if self.handle.collected else replace(self, handle=replace(self.handle, collected=True))
+        return self if self.handle.collected else structs.replace(self, handle=replace(self.handle, collected=True))
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,18 @@ class ModuleValues:
         paths = [path for path in self.extra_state_loaders if not path or fqn.startswith(f"{path}.")]
         path = max(paths, key=len, default=None)
         return (self.extra_state_loaders[path], fqn[len(path) + 1 :] if path else fqn) if path is not None else None
+
+
+def writing_into(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Return a context in which a tensor can be overwritten: without autograd, in the mode in which the tensor was made."""
+    is_inference = tensor.is_inference()
+    if is_inference == torch.is_inference_mode_enabled():
+        # Nearly always; to enter a mode takes longer than to copy a small tensor.
+        return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(mode=is_inference))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def check_materialized(handles: Iterable[NamedHandle], rank: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from kit import quick
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -22,11 +24,7 @@ settings.register_profile(
 settings.load_profile("fsdp_optim")
 
 LONGEST = Path(__file__).parent / "data" / "longest.txt"
-"""The files that take longest. They come first: one that began last would let the other processes of `make test` wait for it."""
-
-
-NOT_QUICK = Path(__file__).parent / "data" / "not_quick.txt"
-"""What `make test-quick` leaves out: trainers' packages, ranks that die, and the files that take longest, by folder and name."""
+"""The files that take longest. They come first: one that began last would let the other processes wait for it."""
 
 
 class ByFileOrPackage(LoadFileScheduling):
@@ -49,25 +47,23 @@ def loaded_by(file: Path) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help=f"leave out what {NOT_QUICK.name} lists")
-
-
-@functools.cache
-def not_quick() -> frozenset[Path]:
-    """The folders and files that are left out."""
-    return frozenset(NOT_QUICK.parents[1] / name for name in NOT_QUICK.read_text().split())
+    parser.addoption("--quick", action="store_true", help=f"leave out what tests/data/{quick.LIST.name} lists")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out what takes long, where that is asked for."""
-    return True if config.getoption("--quick") and collection_path.with_suffix("") in not_quick() else None
+    """Do not import what is left out, where the quick tests are asked for."""
+    return True if config.getoption("--quick") and quick.is_left_out(collection_path) else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The processes of `make test` share the servers that ranks are forked from, and each computes with one thread.
+    """The processes of `make test-all` share the servers that ranks are forked from, and each computes with one thread.
 
     The threads of several processes would wait for each other on few cores, in loops that take their time.
     """
+    # torch looks up the name of each address that it connects to: a lost answer of a name server then takes 1 s, not 5.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+    if config.getoption("--quick"):
+        os.environ[quick.ASKED] = "1"
     from kit.forked import shared_servers
 
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
@@ -99,8 +95,12 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST.read_text().split())}
+    if config.getoption("--quick"):
+        stays = [quick.is_quick(item.path, item.nodeid) for item in items]
+        config.hook.pytest_deselected(items=[item for item, stay in zip(items, stays, strict=True) if not stay])
+        items[:] = itertools.compress(items, stays)
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for_gpus = [item for item in items if item.get_closest_marker("nccl")]
     if not for_gpus:

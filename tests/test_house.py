@@ -9,6 +9,7 @@ import unittest
 from collections.abc import Iterator
 from pathlib import Path
 
+from kit import quick
 from kit.source_tree import FILES, MODULES, PACKAGE, ROOT, nodes_of, tree_of
 from parameterized import parameterized
 
@@ -39,8 +40,13 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 400, 60
 MOST_LINES_OF_TESTS = 600
 MOST_POSITIONAL = 6  # arguments of one call
 EXAMPLES = {f"{PACKAGE}.foreign.torch.roles"}  # "a key such as model, net or module"
+ALIKE = {
+    *("Reader", "Writer", "FsdpOptimCheckpointManager"),  # the names by which torch and trainers call them
+    *("Chunks", "Kind", "RankReport"),  # each to be removed from here when one of the two has another name
+}
 PRONOUNS = {"one", "ones", "its", "found", "mine", "theirs", "ours", "those", "these", "that", "it", "them"}
-# Rooms that still have such names, each to be removed from here when it has none.
+
+PRONOUNS_OF_TESTS = {"its", "everyones", "those", "these", "that", "it", "them"}  # others are still in them
 
 
 def names_bound_in(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Iterator[tuple[str, int]]:
@@ -52,6 +58,22 @@ def names_bound_in(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
             yield node.id, node.lineno
         elif isinstance(node, ast.ExceptHandler) and node.name is not None:
             yield node.name, node.lineno
+
+
+def names_a_test(name: str, tree: ast.Module) -> bool:
+    """Whether a test of a file begins with this name, or is a case of one that this name begins with."""
+    tests = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            functions = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            inherits = [ast.unparse(base) for base in node.bases] != ["unittest.TestCase"]
+            tests += [f"{node.name}::{each}" for each in functions if each.startswith("test")]
+            tests += (
+                [f"{node.name}::{name.partition('::')[2]}"]
+                if inherits and name.startswith(f"{node.name}::test")
+                else []
+            )
+    return any(test.startswith(name) or re.fullmatch(re.escape(test) + r"(_\d+.*|\[.*)", name) for test in tests)
 
 
 class TestHouse(unittest.TestCase):
@@ -68,11 +90,21 @@ class TestHouse(unittest.TestCase):
         assert not long, f"split these by subject; helpers of several files go to tests/kit: {long}"
 
     def test_what_is_not_quick_is_there(self) -> None:
-        tests = Path(__file__).parent
-        names = (tests / "data" / "not_quick.txt").read_text().split()
-        missing = [name for name in names if not (tests / name).is_dir() and not (tests / f"{name}.py").is_file()]
+        """Folders, files, and the beginnings of names of tests; sorted, so that a place has its lines together."""
+        missing = []
+        for line in quick.listed():
+            place, _, name = line.partition("::")
+            file = quick.TESTS / f"{place}.py"
+            if not file.is_file() or (name and not names_a_test(name, tree_of(file))):
+                missing += [] if (quick.TESTS / place).is_dir() and not name else [line]
         assert not missing, missing
-        assert names == [*names[:3], *sorted(set(names[3:]))]
+        places = [line.partition("::")[0] for line in quick.listed()]
+        assert places == sorted(places)
+
+    def test_every_folder_of_tests_has_quick_ones(self) -> None:
+        folders = {file.parent for file in quick.TESTS.rglob("test_*.py")} - {quick.TESTS / "hosts"}  # which needs root
+        with_quick = {file.parent for file in quick.TESTS.rglob("test_*.py") if not quick.is_left_out(file)}
+        assert not folders - with_quick
 
     def test_longest_are_files_that_there_are(self) -> None:
         tests = Path(__file__).parent
@@ -170,6 +202,25 @@ class TestHouse(unittest.TestCase):
                         if name in PRONOUNS
                     }
         assert not wrong, wrong
+
+    def test_no_variable_of_tests_is_named_by_some_pronouns(self) -> None:
+        wrong = []
+        for file in Path(__file__).parent.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                    wrong += [
+                        f"{file}:{line}: {name}" for name, line in names_bound_in(node) if name in PRONOUNS_OF_TESTS
+                    ]
+        assert not wrong, sorted(set(wrong))
+
+    def test_no_two_classes_have_one_name(self) -> None:
+        """One word, one thing, in all rooms. Classes that begin with `_` belong to their file."""
+        files: dict[str, list[str]] = {}
+        for file in FILES:
+            for node in ast.walk(tree_of(file)):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+        self.assertEqual({name: where for name, where in files.items() if len(where) > 1 and name not in ALIKE}, {})
 
     def test_what_is_public_is_what_is_listed(self) -> None:
         import fsdp_optim

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree
@@ -45,13 +46,12 @@ class CheckpointableAdapter(Adapter):
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """Yield the ranks of the process group or mesh of each tensor; all ranks of the job for a tensor without either."""
-        for param, _ in tree.params():
-            if describes_itself(param):
-                yield _ranks_of(param) if _inside(param) is param else _ranks_of_mesh(param, tree)
+        for param, _ in tree.listed(_params):
+            yield _ranks_of(param) if _inside(param) is param else _ranks_of_mesh(param, tree)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
-        for param, sites in tree.params():
-            if id(param) in claimed or not describes_itself(param):
+        for param, sites in tree.listed(_params):
+            if id(param) in claimed:
                 continue
             fqn = tree.fqn(*sites[0])
             shards = Shards.of(fqn, param)
@@ -73,11 +73,17 @@ class CheckpointableAdapter(Adapter):
         return shards.placement(fqn), flatten(shards.local(value.dtype))
 
 
+def _params(tree: ModuleTree) -> list[tuple[torch.Tensor, list[tuple[nn.Module, str]]]]:
+    return [(param, sites) for param, sites in tree.params() if describes_itself(param)]
+
+
 def describes_itself(value: object) -> bool:
     """Return whether a tensor describes which boxes of the unsharded tensor it holds on this rank."""
     if not isinstance(value, torch.Tensor) or is_plain(value):
         return False
     inside = _inside(value)
+    if type(inside) is torch.Tensor and not vars(inside):  # a program may give a tensor the methods
+        return False  # nearly always
     return _has_chunks(inside) or (inside is value and callable(getattr(value, "local_shards", None)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +29,9 @@ from fsdp_optim.dtensors import (
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Boxes, OnMesh, Ranks, Shape, cut_named, cut_of
 from fsdp_optim.layout import Placement as Where
+from fsdp_optim.layout.once import once_each
 from fsdp_optim.memory import flatten, is_plain, map_container
-from fsdp_optim.view import Handle, LocalPart, Original
+from fsdp_optim.view import Handle, LocalPart, Original, writing_into
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,15 +52,16 @@ class DTensorAdapter(Adapter):
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """Return the ranks of the mesh of every DTensor parameter."""
-        meshes = {id(param.device_mesh): param.device_mesh for param, _ in _params(tree)}
+        meshes = {id(param._spec.mesh): param._spec.mesh for param, _ in tree.listed(_params)}
         return (tree.once(grid_of, mesh).in_order() for mesh in meshes.values())
 
     def kind(self, tree: ModuleTree) -> str:
         """Return "FSDP2", "HSDP" or "sharded DTensors", or several of them, by how the parameters lie on their meshes."""
-        fsdp_dims, kinds = _fsdp_dims(tree.modules), set()
-        for param, _ in _params(tree):
-            dims = fsdp_dims.get(id(param), frozenset())
-            cut = {dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()}
+        fsdp_dims, kinds = tree.listed(_fsdp_dims), set()
+        cuts = {(param._spec.placements, fsdp_dims.get(id(param))) for param, _ in tree.listed(_params)}
+        for placements, of_fsdp in cuts:
+            dims = of_fsdp or frozenset()
+            cut = {dim for dim, placement in enumerate(placements) if not placement.is_replicate()}
             if dims:
                 kinds.add("FSDP2" if dims <= cut else "HSDP")
             if cut - dims:
@@ -70,10 +73,11 @@ class DTensorAdapter(Adapter):
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         placements: dict[
-            tuple[DeviceMesh, tuple[Placement, ...], Shape, frozenset[int] | None], tuple[OnMesh | Boxes, set[object]]
+            tuple[DeviceMesh, tuple[Placement, ...], Shape, frozenset[int] | None],
+            tuple[OnMesh | Boxes, dict[object, dict[str, Any]]],
         ] = {}
-        fsdp_dims = _fsdp_dims(tree.modules)
-        for param, sites in _params(tree):
+        fsdp_dims = tree.listed(_fsdp_dims)
+        for param, sites in tree.listed(_params):
             if id(param) in claimed:
                 continue
             described = param._spec  # one look, where its properties would be three
@@ -86,14 +90,16 @@ class DTensorAdapter(Adapter):
             known = placements.get((mesh, spec, shape, last))
             if known is None:
                 place = placed(tree.fqn(*sites[0]), shape, tree.once(grid_of, mesh), spec, last)
-                known = placements[mesh, spec, shape, last] = place, set()
+                known = placements[mesh, spec, shape, last] = place, {}
             placement, checked = known
-            held = tuple(local.shape)
+            held = local.shape
             seen = held if len(spec) < 2 else (held, getattr(described, "shard_order", None))
-            if seen not in checked:
+            like = checked.get(seen)
+            if like is None:
                 _check(tree.fqn(*sites[0]), param, placement)
-                checked.add(seen)
-            yield _handle(param, placement, sites, tree.once(grid_of, mesh), last)
+                handle = _handle(param, placement, sites[:1], tree.once(grid_of, mesh), last)
+                like = checked[seen] = {**vars(handle), "sort": handle.sort}
+            yield _handle_like(like, param, placement, sites)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
         """Return the Handle of a DTensor buffer, as in a tensor parallel module."""
@@ -141,6 +147,22 @@ def _handle(
     )
 
 
+def _handle_like(
+    like: Mapping[str, Any], param: DTensor, placement: OnMesh | Boxes, sites: list[tuple[nn.Module, str]]
+) -> DTensorHandle:
+    """Return the Handle of a parameter that is cut as another one is. `like`: the attributes of that one's Handle.
+
+    A frozen dataclass sets each of its attributes by a call, which would take most of the time of reading a parameter.
+    """
+    handle = DTensorHandle.__new__(DTensorHandle)
+    attributes = vars(handle)
+    attributes.update(like)
+    attributes["param"], attributes["originals"] = param, (Original(*sites[0], placement),)
+    if len(sites) > 1:
+        attributes["aliases"] = tuple((0, module, attribute) for module, attribute in sites[1:])
+    return handle
+
+
 def _place(fqn: str, value: DTensor, grid: Grid) -> OnMesh | Boxes:
     """Return where the elements of a DTensor are that is no parameter."""
     if says_its_part(value, local_of(value)):
@@ -178,18 +200,27 @@ def _live_param(param: Any) -> Any:
 
     A program may replace it before the first forward pass, in which torch looks for the new one.
     """
-    info = param._module_info
-    registered = getattr(info.module, info.param_name)
-    return registered if param.sharded_state.name == "SHARDED" and is_dtensor(registered) else param.sharded_param
+    if param.sharded_state._name_ != "SHARDED":
+        return param.sharded_param
+    module, name = param._module_info.module, param._module_info.param_name
+    registered = module._parameters.get(name)  # where nearly all are; a module looks there last
+    if registered is None:
+        registered = getattr(module, name)
+    return registered if is_dtensor(registered) else param.sharded_param
 
 
-def _fsdp_dims(modules: Iterable[nn.Module]) -> dict[int, frozenset[int]]:
+def _fsdp_dims(tree: ModuleTree) -> dict[int, frozenset[int]]:
     """Return, by the id of each sharded parameter of fully_shard, the mesh dimensions over which it is cut or replicated."""
     dims_of = {}
-    for param in _params_of_fsdp(modules):
+    all_of = once_each(_dims_of)
+    for param in _params_of_fsdp(tree.modules):
         dims = getattr(param, "_dp_dim_indices", None)  # of a parameter that had all dimensions of the mesh before
-        dims_of[id(_live_param(param))] = frozenset(range(param.mesh_info.mesh.ndim)) if dims is None else dims
+        dims_of[id(_live_param(param))] = all_of(param.mesh_info) if dims is None else dims
     return dims_of
+
+
+def _dims_of(mesh_info: Any) -> frozenset[int]:
+    return frozenset(range(mesh_info.mesh.ndim))
 
 
 def _params_of_fsdp(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -205,12 +236,8 @@ def _params_of_fsdp(modules: Iterable[nn.Module]) -> Iterator[Any]:
                 yield from group.fsdp_params
 
 
-def _params(tree: ModuleTree) -> Iterator[tuple[DTensor, list[tuple[nn.Module, str]]]]:
-    module = sys.modules.get(_MODULE)
-    if module is not None:
-        for param, sites in tree.params():
-            if isinstance(param, module.DTensor):
-                yield param, sites
+def _params(tree: ModuleTree) -> list[tuple[DTensor, list[tuple[nn.Module, str]]]]:
+    return [(param, sites) for param, sites in tree.params() if is_dtensor(param)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,16 +261,20 @@ class DTensorHandle(Handle):
         return self.param if self.kept is None and is_dtensor(self.param) else super().as_value()
 
     def install(self, flat: torch.Tensor) -> None:
-        with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
-            if is_dtensor(self.param):
+        if is_dtensor(self.param):
+            with writing_into(self.param):
                 local_of(self.param).copy_(flat.view(self.local_shape))
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
-        if not is_dtensor(value):
+        spec = getattr(value, "_spec", None)
+        if spec is None or not is_dtensor(value):
             return super().held(value)
-        if not self.is_held(value):
-            return None
-        local = local_of(value)
+        local = value._local_tensor
+        is_alike = spec is getattr(self.param, "_spec", None) and type(local) is torch.Tensor  # nearly always
+        if not is_alike or local.shape != self.local_shape:
+            if not self.is_held(value):
+                return None
+            local = local_of(value)
         return local.detach() if local.requires_grad else local
 
     def is_held(self, value: torch.Tensor) -> bool:
@@ -262,14 +293,14 @@ class DTensorHandle(Handle):
             return dtensor_like(flat, self.param)
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
 
-    @property
-    def sort(self) -> tuple[object, ...] | None:
+    @cached_property
+    def sort(self) -> tuple[object, ...]:
         # Parameters that are cut alike share one placement object, which is made for a mesh, its placements and a shape.
         ids = [id(original.placement) for original in self.originals]
         return type(self), *ids, id(self.mesh), self.shape, self.local_shape
 
     def sort_of(self, value: object) -> object:
-        if not is_dtensor(value):
+        if type(value) is torch.Tensor or not is_dtensor(value):
             return super().sort_of(value)
         return id(value._spec), value.dtype, type(value._local_tensor), value._local_tensor.shape
 

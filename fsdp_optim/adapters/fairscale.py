@@ -48,12 +48,12 @@ class FairscaleAdapter(Adapter):
         return is_flat or bool(getattr(param, "_is_sharded", False))
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
-        groups = {unit.process_group for unit in _units(tree)}
+        groups = {unit.process_group for unit in tree.listed(_units)}
         return (dist.get_process_group_ranks(group) for group in groups)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         ranks_of: dict[dist.ProcessGroup, Ranks] = {}
-        for unit in _units(tree):
+        for unit in tree.listed(_units):
             group = unit.process_group
             if group not in ranks_of:
                 ranks_of[group] = ranks_in_order(dist.get_process_group_ranks(group))
@@ -63,14 +63,14 @@ class FairscaleAdapter(Adapter):
                     yield _handle(tree, unit, param, index, ranks_of[group])
 
     def param_order(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
-        return (param for unit in _units(tree) for param in unit.non_shared_params())
+        return (param for unit in tree.listed(_units) for param in unit.non_shared_params())
 
     def cast_buffers(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
         """Return all floating point buffers of fairscale's units."""
-        return (buffer for unit in _units(tree) for buffer in unit.buffers() if buffer.is_floating_point())
+        return (buffer for unit in tree.listed(_units) for buffer in unit.buffers() if buffer.is_floating_point())
 
     def reshard(self, tree: ModuleTree) -> None:
-        for unit in _units(tree):
+        for unit in tree.listed(_units):
             if unit._is_root is not None and any(getattr(p, "_fp32_shard", None) is not None for p in unit.params):
                 unit._free_full_params()
                 unit._use_fp32_param_shard()

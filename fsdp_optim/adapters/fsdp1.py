@@ -6,7 +6,7 @@ It follows the source of torch 2.13. Only this file uses that wrapper's private 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -48,16 +48,16 @@ class FSDP1Adapter(Adapter):
 
     def kind(self, tree: ModuleTree) -> str:
         """Return "FSDP1", or "HSDP (FSDP1)" where units are replicated over groups of ranks too."""
-        return "HSDP (FSDP1)" if any(_across(unit) is not None for unit in _units(tree)) else "FSDP1"
+        return "HSDP (FSDP1)" if any(_across(unit) is not None for unit in tree.listed(_units)) else "FSDP1"
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """Return the ranks of every replica of every unit."""
-        by_id = {id(replicas): replicas for unit in _units(tree) for replicas in [_replicas(tree, unit)]}
+        by_id = {id(replicas): replicas for unit in tree.listed(_units) for replicas in [_replicas(tree, unit)]}
         return (ranks for replicas in by_id.values() for ranks in replicas)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         cuts = _Cuts()
-        for unit in _units(tree):
+        for unit in tree.listed(_units):
             handle = _handle_of(unit)
             replicas = _replicas(tree, unit)
             # torch turns HYBRID_SHARD over a single rank into NO_SHARD, and then does not keep the replicas equal.
@@ -75,7 +75,7 @@ class FSDP1Adapter(Adapter):
                 yield from (buffer for buffer in unit.buffers() if buffer.is_floating_point())
 
     def reshard(self, tree: ModuleTree) -> None:
-        for unit in _units(tree):
+        for unit in tree.listed(_units):
             handle = _handle_of(unit)
             has_shard = hasattr(handle.flat_param, "_local_shard")  # absent before the first use
             if handle.uses_sharded_strategy and has_shard:
@@ -83,10 +83,10 @@ class FSDP1Adapter(Adapter):
                 handle.post_reshard()  # type: ignore[no-untyped-call]
 
 
-def _units(tree: ModuleTree) -> Iterator[FullyShardedDataParallel]:
+def _units(tree: ModuleTree) -> Sequence[FullyShardedDataParallel]:
     """Return the units that have parameters themselves."""
     cls = sys.modules[_MODULE].FullyShardedDataParallel
-    return (module for module in tree.modules if isinstance(module, cls) and module._handle is not None)
+    return [module for module in tree.modules if isinstance(module, cls) and module._handle is not None]
 
 
 def _handle_of(unit: FullyShardedDataParallel) -> FlatParamHandle:

@@ -16,7 +16,7 @@ class Naming:
     def __init__(self, tree: ModuleTree, name_of: NameOf | None) -> None:
         self._tree, self._name_of = tree, name_of
         self._keys: dict[str, tuple[int, int, int]] = {}
-        self._roots: dict[str, int] = {}
+        self._modules: dict[str, nn.Module] = {}
         self.aliases: dict[str, str] = {}
         self.given_names: dict[str, str] = {}
         self._places: dict[nn.Module, dict[str, int]] = {}
@@ -43,18 +43,9 @@ class Naming:
         for original in handle.originals:
             module, attribute = original.module, original.attribute
             fqn = self._rename(handle, self._tree.fqn(module, attribute))
-            root = self._tree.root_of(module)
-            if fqn in self._keys and self._roots[fqn] != root:
-                raise WrapperError(
-                    f"{fqn}: the stages {self._roots[fqn]} and {root} in the list of this rank have two tensors of this name: if "
-                    "they are one tied parameter, register the same Parameter in both stages; else give name_of= that tells "
-                    "them apart"
-                )
             if fqn in self._keys:
-                raise WrapperError(
-                    f"{fqn}: two parameters of the model have this name: give name_of= that tells them apart"
-                )
-            self._roots[fqn] = root
+                raise self._same_name(fqn, module)
+            self._modules[fqn] = module
             if original.place is not None:
                 self._keys[fqn] = (self._tree.index(module), 0, original.place)
             else:
@@ -68,10 +59,24 @@ class Naming:
             self._add_aliases(handle, module, attribute, fqns[position])
         return NamedHandle(handle, tuple(fqns))
 
+    def _same_name(self, fqn: str, module: nn.Module) -> WrapperError:
+        """Return the error of a second parameter of one name, which is in `module`."""
+        first, second = self._tree.root_of(self._modules[fqn]), self._tree.root_of(module)
+        if first == second:
+            return WrapperError(
+                f"{fqn}: two parameters of the model have this name: give name_of= that tells them apart"
+            )
+        return WrapperError(
+            f"{fqn}: the stages {first} and {second} in the list of this rank have two tensors of this name: if "
+            "they are one tied parameter, register the same Parameter in both stages; else give name_of= that tells "
+            "them apart"
+        )
+
     def _place_in(self, module: nn.Module) -> dict[str, int]:
-        if module not in self._places:
-            self._places[module] = {attribute: place for place, attribute in enumerate(module._parameters)}
-        return self._places[module]
+        places = self._places.get(module)
+        if places is None:
+            places = self._places[module] = {attribute: place for place, attribute in enumerate(module._parameters)}
+        return places
 
     def _add_aliases(self, handle: Handle, module: nn.Module, attribute: str, fqn: str) -> None:
         for other in self._tree.other_fqns(module, attribute):

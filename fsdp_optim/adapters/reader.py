@@ -23,6 +23,7 @@ from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, IsWrapperChild, Modul
 from fsdp_optim.elements import is_fake, is_lazy, why_without_elements
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
+from fsdp_optim.memory import is_plain
 from fsdp_optim.options import Model, NameOf
 from fsdp_optim.view import Handle, ModelView, ModuleValues
 
@@ -68,17 +69,19 @@ class ModelReader:
     @cached_property
     def wrappers(self) -> str:
         """The names of the wrappers of the model, as users call them; empty for a plain module."""
-        kinds = [
-            adapter.kind(self._tree) for adapter in self._adapters if any(True for _ in adapter.rank_sets(self._tree))
-        ]
+        kinds = [adapter.kind(self._tree) for adapter, sets in self._sets_of_adapters if sets]
         return " and ".join(kinds)
 
     @cached_property
     def _rank_sets(self) -> list[Ranks]:
-        sets = [ranks for adapter in self._adapters for ranks in adapter.rank_sets(self._tree)]
+        sets = [ranks for _, of_adapter in self._sets_of_adapters for ranks in of_adapter]
         if self._has_declared and dist.is_initialized():
             sets.append(range(dist.get_world_size()))  # a slice does not show which other ranks have slices
         return sets
+
+    @cached_property
+    def _sets_of_adapters(self) -> list[tuple[Adapter, list[Ranks]]]:
+        return [(adapter, list(adapter.rank_sets(self._tree))) for adapter in self._adapters]
 
     @cached_property
     def _has_declared(self) -> bool:
@@ -202,7 +205,9 @@ class ModelReader:
 
 
 def _is_without_elements(value: torch.Tensor) -> bool:
-    return is_lazy(value) or is_fake(value) or (type(value) in (torch.Tensor, nn.Parameter) and value.is_nested)
+    if is_plain(value):
+        return value.is_nested
+    return is_lazy(value) or is_fake(value)
 
 
 def _wrapper_children(adapters: Sequence[Adapter]) -> IsWrapperChild:

@@ -64,6 +64,7 @@ class ModuleTree:
         self._sites: dict[nn.Module, _Site] = {}
         self._other_paths: list[tuple[str, nn.Module]] = []
         self._known: dict[tuple[int, ...], tuple[tuple[object, ...], Any]] = {}
+        self._listed: dict[Callable[[ModuleTree], Any], Any] = {}
         self._first_of_root = []
         for root in roots:
             self._first_of_root.append(len(self._sites))
@@ -89,6 +90,8 @@ class ModuleTree:
 
     def root_of(self, module: nn.Module) -> int:
         """Return the number of the root, in the order in which the roots were given, that has a module."""
+        if len(self._first_of_root) == 1:
+            return 0
         return bisect.bisect_right(self._first_of_root, self._sites[module].index) - 1
 
     def once(self, read: Callable[..., T], *things: object) -> T:
@@ -101,6 +104,13 @@ class ModuleTree:
         if known is None:
             known = self._known[key] = ((read, *things), read(*things))  # references that keep the ids unique
         result: T = known[1]
+        return result
+
+    def listed(self, read: Callable[[ModuleTree], T]) -> T:
+        """Return `read(tree)`, computed once in the life of this tree."""
+        if read not in self._listed:
+            self._listed[read] = read(self)
+        result: T = self._listed[read]
         return result
 
     @property
@@ -119,8 +129,10 @@ class ModuleTree:
             )
         return join(site.path, attribute)
 
-    def other_fqns(self, module: nn.Module, attribute: str) -> Iterator[str]:
+    def other_fqns(self, module: nn.Module, attribute: str) -> Iterable[str]:
         """Return the names of a parameter by other paths to the same module."""
+        if not self._other_paths:
+            return ()
         return (join(path, attribute) for path, other in self._other_paths if other is module)
 
     def other_paths(self, module: nn.Module) -> Iterator[str]:

@@ -5,8 +5,9 @@ Each file is imported when a name of it is asked for, so that a job which saves 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fsdp_optim.registry import imported_when_asked
 
 if TYPE_CHECKING:
     from fsdp_optim.api.folders import checkpoints, latest, resume, unfinished_saves, wait_for_saves
@@ -166,12 +167,7 @@ _PLACES = {
 """By module, its public names."""
 
 
-def _where() -> dict[str, str]:
-    """Return the module of each public name."""
-    return {name: module for module, names in _PLACES.items() for name in names.split()}
-
-
-_WHERE = _where()
+_WHERE = {name: f"{module}:{name}" for module, names in _PLACES.items() for name in names.split()}
 
 
 def __dir__() -> list[str]:
@@ -179,9 +175,4 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # with a __getattr__, type checkers would accept any name
-
-    def __getattr__(name: str) -> Any:
-        """Import a public name on first access."""
-        if name not in _WHERE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_WHERE[name]), name)
+    __getattr__ = imported_when_asked(__name__, _WHERE)

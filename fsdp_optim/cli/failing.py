@@ -6,7 +6,7 @@ import re
 
 import click
 
-from fsdp_optim.errors import FsdpOptimError
+from fsdp_optim.errors import FsdpOptimError, one_line
 
 FINE, BROKEN, WRONG = 0, 1, 2
 """The exit codes: fine; differs, damaged or unfinished; wrong use, or nothing is there."""
@@ -31,7 +31,7 @@ def exit_code_of(error: FsdpOptimError) -> int:
 
 def line_of(error: FsdpOptimError, command: click.Command | None) -> str:
     """Return the message of an error on one line, with the options of the command in the place of Python's arguments."""
-    return with_flags(_ONLY_IN_PYTHON.sub("", " ".join(str(error).split())), command)
+    return with_flags(_ONLY_IN_PYTHON.sub("", one_line(error)), command)
 
 
 def with_flags(text: str, command: click.Command | None) -> str:

@@ -105,6 +105,16 @@ def json_option(function: FunctionT) -> FunctionT:
     return click.option("--json", "as_json", is_flag=True, help="print one JSON object, for programs")(function)
 
 
+def names_option(function: FunctionT) -> FunctionT:
+    """Add `--names FILE`: the parameter `names`, an open file of text."""
+    return click.option(
+        "--names",
+        type=click.File(encoding="utf-8"),
+        metavar="FILE",
+        help="the names of parameters that have ids, one a line in order of the ids",
+    )(function)
+
+
 def memory_option(function: FunctionT) -> FunctionT:
     """Add `--memory SIZE`: the parameter `memory`, the most bytes of elements that a process holds at a time."""
     return click.option(

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_optim.boundary import public
-from fsdp_optim.dcp import model_state, optim_state
-from fsdp_optim.dcp.options import read_options
+from fsdp_optim.dcp.dicts import model_state, optim_state
+from fsdp_optim.dcp.dicts.options import read_options
 from fsdp_optim.memory import ordinary_tensors
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

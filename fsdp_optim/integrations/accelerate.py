@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from fsdp_optim import LoadOptions, SaveOptions
-from fsdp_optim.integrations import accelerator_state, trainer_folder
-from fsdp_optim.integrations.accelerate_start import weights_from
-from fsdp_optim.integrations.needed import needed, version_of
-from fsdp_optim.integrations.patches import is_replaced, put_back, replace_function, replace_method
-from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.integrations.common.needed import needed, version_of
+from fsdp_optim.integrations.common.patches import is_replaced, put_back, replace_function, replace_method
+from fsdp_optim.integrations.hugging_face import accelerator_state, trainer_folder
+from fsdp_optim.integrations.hugging_face.accelerate_start import weights_from
+from fsdp_optim.integrations.hugging_face.settings import Settings
 from fsdp_optim.plugins import Prove
 
 __all__ = ["FsdpOptimTrainerMixin", "Settings", "disable", "enable", "weights_from"]
@@ -74,7 +74,7 @@ def enable(
     Call this on all ranks, with the same arguments, before training. A second call changes the arguments.
 
     Args:
-        background: write while training goes on. An error is raised by the next save, at the end of `Trainer.train`, or by
+        background: write while training continues. An error is raised by the next save, at the end of `Trainer.train`, or by
             `accelerator.end_training()`, with which a program with an Accelerator must end. A save that something wants to
             read at once (a callback with `on_save`, `push_to_hub`) is waited for. False: a checkpoint is complete when the call
             returns.

@@ -20,7 +20,7 @@ from torch.distributed import group
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, FsdpOptimError, LoadOptions, SaveOptions, StateError
-from fsdp_optim.integrations.needed import refusal
+from fsdp_optim.integrations.common.needed import refusal
 from fsdp_optim.plugins import (
     Prove,
     ResumeProver,
@@ -73,7 +73,7 @@ class Checkpoints:
 
     Args:
         args, kwargs: those of Lightning's own strategy.
-        async_save: write in the background while the training goes on. The next save and the end of the training wait for it, and
+        async_save: write in the background while training continues. The next save and the end of the training wait for it, and
             raise its error on all ranks.
         weights: the weights that are saved and loaded, as for `fsdp_optim.save` and `load`.
         save_options: a `fsdp_optim.SaveOptions`, such as `SaveOptions(max_file_size=10**9)`. The ranks are the strategy's.

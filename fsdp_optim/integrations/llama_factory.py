@@ -16,8 +16,8 @@ from typing import Any
 
 import fsdp_optim
 from fsdp_optim import LoadOptions, SaveOptions
-from fsdp_optim.integrations.needed import needed
-from fsdp_optim.integrations.pretrained_folder import save_folder
+from fsdp_optim.integrations.common.needed import needed
+from fsdp_optim.integrations.hugging_face.pretrained_folder import save_folder
 from fsdp_optim.plugins import absolute, by_lowest, has_checkpoint
 
 __all__ = ["disable", "enable"]

@@ -21,9 +21,9 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import LoadOptions, SaveOptions
-from fsdp_optim.integrations.needed import needed
-from fsdp_optim.integrations.patches import put_back, replace_method
-from fsdp_optim.integrations.pretrained_folder import save_folder
+from fsdp_optim.integrations.common.needed import needed
+from fsdp_optim.integrations.common.patches import put_back, replace_method
+from fsdp_optim.integrations.hugging_face.pretrained_folder import save_folder
 from fsdp_optim.plugins import by_lowest, has_checkpoint, is_url, wait_on_all
 
 __all__ = ["disable", "enable"]

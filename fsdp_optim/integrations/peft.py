@@ -22,7 +22,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import LoadOptions, LoadResult, SaveHandle, SaveOptions, SaveResult, StateError, View, WrapperError
-from fsdp_optim.integrations.needed import refusal
+from fsdp_optim.integrations.common.needed import refusal
 from fsdp_optim.plugins import OnDamage, Optimizers, OwnFormat, WhichWeights, clean_name, module_inside
 
 __all__ = ["async_save", "load", "resume", "save"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import fsdp_optim
 from fsdp_optim import LoadOptions, SaveOptions, per_rank
-from fsdp_optim.integrations.needed import needed
-from fsdp_optim.integrations.patches import put_back, replace_method
+from fsdp_optim.integrations.common.needed import needed
+from fsdp_optim.integrations.common.patches import put_back, replace_method
 from fsdp_optim.plugins import by_lowest, has_checkpoint
 
 __all__ = ["disable", "enable"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_optim import StateError
-from fsdp_optim.integrations.needed import needed
+from fsdp_optim.integrations.common.needed import needed
 from fsdp_optim.integrations.torchdata_sampler import OF_DATA, OF_RANKS, POSITION, Order, Position, ReshardableSampler
 
 __all__ = ["ReshardableLoader", "ReshardableSampler"]

@@ -33,7 +33,7 @@ from fsdp_optim import (
     StateError,
     per_rank,
 )
-from fsdp_optim.integrations.needed import needed
+from fsdp_optim.integrations.common.needed import needed
 from fsdp_optim.integrations.torchtitan_state import TrainState, Unloaded, loader_state
 from fsdp_optim.plugins import by_lowest, copy_beside, is_url, make_folder, remove_checkpoint
 
@@ -83,7 +83,7 @@ class FsdpOptimCheckpointManager(_Base):
         """The options of all of torchtitan's checkpoint managers, and some more."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """Write in the background. Both kinds of it copy the state to (pinned) host memory, and then go on."""
+        """Write in the background. Both kinds of it copy the state to (pinned) host memory, and then continue."""
 
         hf_weights: bool = True
         """Whether each save writes the weights as Hugging Face names them too, where the model has an adapter."""
@@ -315,7 +315,7 @@ class FsdpOptimCheckpointManager(_Base):
             raise CheckpointError(f"{place}: does not have {missing[0]}{more}, which the model needs")
 
     def _load_everything(self, place: str) -> None:
-        """Load a checkpoint of this manager, or of torchtitan's own, to go on from it in a new folder."""
+        """Load a checkpoint of this manager, or of torchtitan's own, to continue from it in a new folder."""
         result = fsdp_optim.load(place, self._model, self._optimizers, options=self._call)
         values, num_ranks = dict(result.state), dist.get_world_size() if dist.is_initialized() else 1
         for key, part in self._objects.items():

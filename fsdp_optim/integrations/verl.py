@@ -23,7 +23,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CallOptions, CheckpointError, LoadOptions, SaveHandle, SaveOptions
-from fsdp_optim.integrations.needed import needed
+from fsdp_optim.integrations.common.needed import needed
 from fsdp_optim.plugins import (
     ResumeProver,
     WhichWeights,
@@ -81,7 +81,7 @@ class FsdpOptimCheckpointManager(_Own):
     """verl's checkpoint manager on this library: the same calls, options and folders; other files.
 
     `global_step_8/actor/huggingface` is a checkpoint that loads on any number of ranks, and that `from_pretrained` opens.
-    With `checkpoint.async_save` it is written while training goes on. verl's config has no place for an option of its own, so
+    With `checkpoint.async_save` it is written while training continues. verl's config has no place for an option of its own, so
     the environment variable FSDP_OPTIM_PROVE of the workers asks for proofs of resumes: "1", or "raise" (`CheckpointManager`).
     FSDP_OPTIM_VIEWS asks for canonical names: "hub" or "hooks" (`CallOptions.views`).
     """

@@ -16,7 +16,7 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View, fitted_view
 from fsdp_optim.layout.views.numbered import Numbers
 from fsdp_optim.model_views.numbering import Numbering
-from fsdp_optim.model_views.running import HookFailed, Run, refusal, run_load, run_save
+from fsdp_optim.model_views.running import HookFailed, HookRun, refusal, run_load, run_save
 from fsdp_optim.model_views.twins import Twins
 
 EXACT_NBYTES = 8 << 20
@@ -34,7 +34,7 @@ def learned_views(unit: HookedUnit) -> list[View]:
     """
     shapes = {name: tensor.shape for name, tensor in unit.tensors.items()}
     try:
-        at_full_size: Run | None = run_save(unit, {name: on_meta(shape) for name, shape in shapes.items()})
+        at_full_size: HookRun | None = run_save(unit, {name: on_meta(shape) for name, shape in shapes.items()})
     except HookFailed:  # it may look at elements, which there are none of
         at_full_size = None
     touched = at_full_size.touched if at_full_size is not None else list(shapes)
@@ -103,7 +103,7 @@ def views_at(unit: HookedUnit, shapes: Mapping[str, Shape], touched: list[str]) 
     return views
 
 
-def _parts_by_owner(run: Run, numbering: Numbering) -> dict[str, dict[str, Numbers]]:
+def _parts_by_owner(run: HookRun, numbering: Numbering) -> dict[str, dict[str, Numbers]]:
     """Return, by live parameter, the elements in each part. Parameters that the hooks leave, or drop, have none."""
     parts: dict[str, dict[str, Numbers]] = {}
     for key, value in run.state.items():
@@ -129,7 +129,7 @@ def _parts_by_owner(run: Run, numbering: Numbering) -> dict[str, dict[str, Numbe
     return {name: made for name, made in parts.items() if not numbering.is_whole(name, run.state.get(name))}
 
 
-def _prove(run: Run, numbering: Numbering, views: Mapping[str, View]) -> None:
+def _prove(run: HookRun, numbering: Numbering, views: Mapping[str, View]) -> None:
     """Refuse hooks of load_state_dict() that do not make of the parts what state_dict() began with."""
     if not views or not any(hooked.load for hooked in run.unit.hooked):
         return

@@ -20,7 +20,7 @@ class HookFailed(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class HookRun:
     """The hooks of one unit, with tensors in place of its parameters and buffers.
 
     Attributes:
@@ -46,7 +46,7 @@ class Run:
         return self.state.get(name) is self.given[name] and not self.guard.is_written(self.given[name])
 
 
-def run_save(unit: HookedUnit, given: Mapping[str, torch.Tensor]) -> Run:
+def run_save(unit: HookedUnit, given: Mapping[str, torch.Tensor]) -> HookRun:
     """Run the hooks of state_dict(), those of inner modules first.
 
     Raises:
@@ -68,10 +68,10 @@ def run_save(unit: HookedUnit, given: Mapping[str, torch.Tensor]) -> Run:
                 hooked is unit.outermost and not hooked.path
             ):  # torch returns what the root's hooks return, and only that
                 state = taken
-    return Run(unit, dict(given), dict(state), guard, tuple(guard.trace))
+    return HookRun(unit, dict(given), dict(state), guard, tuple(guard.trace))
 
 
-def run_load(run: Run, state: Mapping[str, Any]) -> dict[str, Any]:
+def run_load(run: HookRun, state: Mapping[str, Any]) -> dict[str, Any]:
     """Run the hooks of load_state_dict() on a dict, those of outer modules first, and return what the modules would load.
 
     Raises as `run_save` does.

@@ -23,7 +23,7 @@ from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import View
 from fsdp_optim.layout.views.axes import read_axes
-from fsdp_optim.model_views.running import HookFailed, Run, refusal, run_load, run_save
+from fsdp_optim.model_views.running import HookFailed, HookRun, refusal, run_load, run_save
 
 _TIMES = (3, 5)
 """By how many units the dimensions of the two twins are long: primes that are rare as numbers of parts or heads."""
@@ -45,7 +45,7 @@ class Twins:
         views_at: learns from one twin.
     """
 
-    full: Run
+    full: HookRun
     touched: list[str]
     views_at: ViewsAt
 
@@ -100,7 +100,7 @@ class Twins:
                         self.touched,
                     )
 
-    def _run(self, shapes: Mapping[str, Shape]) -> Run:
+    def _run(self, shapes: Mapping[str, Shape]) -> HookRun:
         given = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
         return run_save(self.full.unit, given)
 

@@ -310,14 +310,14 @@ class _Call:
             return [self.outcomes[rank].value for rank in range(len(self.workers))]
         if unfinished and (self._first_failure is None or self._deadline <= self._first_failure + self.grace):
             raise RankTimeoutError(
-                f"{name}: {_ranks(unfinished)} of {len(self.workers)} did not finish within "
+                f"{name}: {listed_ranks(unfinished)} of {len(self.workers)} did not finish within "
                 f"{self.timeout:g} s and had to be killed.{self._report()}"
             )
         for rank in unfinished:
             error = RankTimeoutError(f"killed {self.grace:g} s after another rank failed: it had not finished")
             errors[rank] = error
             self.outcomes[rank] = Outcome(error=error, text=f"{type(error).__name__}: {error}\n")
-        failed = f"{_ranks(sorted(errors))} of {len(self.workers)} failed"
+        failed = f"{listed_ranks(sorted(errors))} of {len(self.workers)} failed"
         raise RanksFailed(f"{name}: {failed}.{self._report()}", errors)
 
     def _end(self) -> float:
@@ -378,10 +378,11 @@ class _Call:
         ranks_by_text: dict[str, list[int]] = {}
         for rank, outcome in sorted(self.outcomes.items()):
             ranks_by_text.setdefault(outcome.text or f"returned {_short(outcome.value)}\n", []).append(rank)
-        return "".join(f"\n\n--- {_ranks(ranks)}:\n{text.rstrip()}" for text, ranks in ranks_by_text.items())
+        return "".join(f"\n\n--- {listed_ranks(ranks)}:\n{text.rstrip()}" for text, ranks in ranks_by_text.items())
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return some ranks as an error names them."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 

@@ -28,20 +28,20 @@ WAYS_OUT = (
 
 
 @dataclass(frozen=True)
-class Summary:
+class AnySummary:
     """The summary of a checkpoint of any bytes: no checkpoint is older than another."""
 
     order: tuple[int, int, int, str] = (0, 0, 0, "")
 
 
-class AnyManifest(CheckpointProbe[Summary]):
+class AnyManifest(CheckpointProbe[AnySummary]):
     """The probe of a format in which a manifest makes a checkpoint complete. A manifest is any line and the token of the save."""
 
     manifest = MANIFEST
 
-    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[Summary]:
+    def status_in(self, opened: Opened, *, whole: bool) -> CheckpointStatus[AnySummary]:
         """Return whether there is a manifest."""
-        return CheckpointStatus(Summary()) if opened.has(MANIFEST) else CheckpointStatus(reason="it has no manifest")
+        return CheckpointStatus(AnySummary()) if opened.has(MANIFEST) else CheckpointStatus(reason="it has no manifest")
 
     def token_in(self, opened: Opened) -> str | None:
         """Return the second line of the manifest."""
@@ -61,7 +61,7 @@ class StoreCase(MixIn):
     another object for the same place, as another process would make it.
     """
 
-    def make_store(self, probe: CheckpointProbe[Summary]) -> Store:
+    def make_store(self, probe: CheckpointProbe[AnySummary]) -> Store:
         """Return a store at a new, empty place."""
         raise NotImplementedError
 

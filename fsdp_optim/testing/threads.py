@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fsdp_optim.errors import RankTimeoutError
-from fsdp_optim.testing.ranks import RanksFailed
+from fsdp_optim.testing.ranks import RanksFailed, listed_ranks
 from fsdp_optim.transport.in_process import InProcessTransport, InProcessWorld, Shared
 from fsdp_optim.transport.world import entered, world_here
 
@@ -86,15 +86,11 @@ def run_on_threads(
     report = "".join(f"\n\n--- rank {rank}:\n{text.rstrip()}" for rank, text in sorted(texts.items()))
     if unfinished and not failed:
         raise RankTimeoutError(
-            f"{name}: {_ranks(unfinished)} of {world_size} did not finish within {timeout:g} s.{report}"
+            f"{name}: {listed_ranks(unfinished)} of {world_size} did not finish within {timeout:g} s.{report}"
         )
     if errors:
-        raise RanksFailed(f"{name}: {_ranks(sorted(errors))} of {world_size} failed.{report}", errors)
+        raise RanksFailed(f"{name}: {listed_ranks(sorted(errors))} of {world_size} failed.{report}", errors)
     return [results[rank] for rank in range(world_size)]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def thread_rank() -> int:

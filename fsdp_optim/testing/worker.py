@@ -147,20 +147,20 @@ def _take_fsdp_apart() -> bool:
     the process, with their process groups and the threads of these.
     """
     has_models = False
-    for thing in gc.get_objects():  # what this world has made: what was there before is frozen, and not listed
-        if not issubclass(type(thing), torch.Tensor):
+    for candidate in gc.get_objects():  # what this world has made: what was there before is frozen, and not listed
+        if not issubclass(type(candidate), torch.Tensor):
             continue
         for name in ("_post_backward_hook_state", "_shard_bwd_hook"):  # of torch and of fairscale
-            if name in thing.__dict__:
+            if name in candidate.__dict__:
                 has_models = True
-                handle = thing.__dict__.pop(name)[-1]
+                handle = candidate.__dict__.pop(name)[-1]
                 hooks = handle.hooks_dict_ref() if type(handle) is RemovableHandle else None
                 handle.remove()
                 if hooks is not None:  # fairscale forgets the handle of a hook when it adds another
                     hooks.clear()
-        if "_param_infos" in thing.__dict__:  # a flat parameter, of either
+        if "_param_infos" in candidate.__dict__:  # a flat parameter, of either
             has_models = True
-            thing.__dict__.clear()
+            candidate.__dict__.clear()
     return has_models
 
 

@@ -31,7 +31,7 @@ class Failure:
         """Note an error of the block and continue after the block; an error of all ranks is not caught."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, RANK_ERRORS) or getattr(error, "on_all_ranks", False):
+        if error is None or not isinstance(error, RANK_ERRORS) or getattr(error, "on_all_ranks", False):
             return False
         self.note(error)
         return True

@@ -1,7 +1,7 @@
 """One meeting of ranks in the rendezvous store: the ranks that came, their statements, and one verdict for all of them.
 
 Any set of ranks can meet, and a missing rank leaves nothing pending in the process group. The ranks are a tree (`tree.py`): each
-waits for the statements of the ranks below it, and tells the rank above it what all of them state, as one `Summary`. The root
+waits for the statements of the ranks below it, and tells the rank above it what all of them state, as one `TreeSummary`. The root
 makes the verdict, for which all wait. A rank that others tell waits for a bell, which each of them rings.
 
 Whatever the number of ranks, a leaf waits twice for an answer of the store: there is a verdict, and it reads the verdict. All
@@ -23,7 +23,7 @@ from fsdp_optim.transport.long_wait import LongWait
 from fsdp_optim.transport.stored_contents import reader
 from fsdp_optim.transport.stored_meeting import FANOUT as _FANOUT
 from fsdp_optim.transport.stored_meeting import Attendance, StoredMeeting, at_key, bell_key, ended_key
-from fsdp_optim.transport.stored_verdict import StoredVerdict, Summary
+from fsdp_optim.transport.stored_verdict import StoredVerdict, TreeSummary
 from fsdp_optim.transport.tree import Tree
 from fsdp_optim.transport.verdict import Statement
 from fsdp_optim.wire import decode, encode
@@ -78,7 +78,7 @@ class Meeting(StoredMeeting):
 
     def _attended(self, statement: Statement) -> StoredVerdict:
         """Take part in the meeting to its end."""
-        part = Part(self, statement)
+        part = MeetingPart(self, statement)
         begun = time.monotonic()
         while (left := begun + min(_QUIET, self.group.timeout) - time.monotonic()) > 0:
             verdict = part.wait(left)
@@ -91,16 +91,16 @@ class Meeting(StoredMeeting):
         summary = self._publish(statement)
         return self.decide(StoredVerdict(reasons=summary.reasons))
 
-    def _publish(self, statement: Statement) -> Summary:
+    def _publish(self, statement: Statement) -> TreeSummary:
         """Come to the meeting. A leaf tells its statement at once."""
-        summary = Summary.of(self.group.rank, statement)
+        summary = TreeSummary.of(self.group.rank, statement)
         if self.is_leaf:
             self.tell(summary)
         else:
             self.store.set(at_key(self.prefix, self.group.rank), str(self.number))
         return summary
 
-    def tell(self, summary: Summary) -> None:
+    def tell(self, summary: TreeSummary) -> None:
         """Tell the rank above what this one and those below it state."""
         summary = self._without_long(summary)
         keys, values = [self.told_key(self.position)], [f"{self.number} {encode(summary)}"]
@@ -110,11 +110,11 @@ class Meeting(StoredMeeting):
         bell = bell_key(self.prefix, self.tree.above(self.position))  # the last, when all else is there
         self.store.multi_set([*keys, bell], [*values, ""])
 
-    def verdict_of(self, summary: Summary) -> StoredVerdict:
+    def verdict_of(self, summary: TreeSummary) -> StoredVerdict:
         """Make the verdict, on the root, when all have come; return the verdict of the meeting."""
         return self.decide(StoredVerdict.of(self._without_long(summary)))
 
-    def _without_long(self, summary: Summary) -> Summary:
+    def _without_long(self, summary: TreeSummary) -> TreeSummary:
         """Return a summary whose contents are short enough to be told. Others are put into the store."""
         return self.attendance.contents.without_long(summary, self.group.rank, self._put)
 
@@ -124,17 +124,17 @@ class Meeting(StoredMeeting):
         self.attendance.contents.written.append((self.number, key))
         self.store.set(key, piece)
 
-    def heard(self) -> list[Summary] | StoredVerdict | None:
+    def heard(self) -> list[TreeSummary] | StoredVerdict | None:
         """Return what the ranks below this one tell; None where some have not come. Where the meeting has ended, its verdict."""
         keys = [ended_key(self.prefix), *(self.told_key(position) for position in self.tree.below(self.position))]
         if not self.attendance.sees_all_below:
             if not self.store.check(keys):
                 return self.verdict() if self.has_verdict() else None
             self.attendance.sees_all_below = True
-        ended, *told = self.store.multi_get(keys)
-        numbers_and_texts = [value.split(b" ", 1) for value in told]
+        ended, *values = self.store.multi_get(keys)
+        numbers_and_texts = [value.split(b" ", 1) for value in values]
         if all(int(number) == self.number for number, _ in numbers_and_texts):
-            return [decode(Summary, text) for _, text in numbers_and_texts]
+            return [decode(TreeSummary, text) for _, text in numbers_and_texts]
         return self.verdict() if int(ended) >= self.number else None
 
     def answer(self) -> None:
@@ -162,7 +162,7 @@ class Meeting(StoredMeeting):
         attendance.complete = self.number
 
 
-class Part:
+class MeetingPart:
     """The part of one rank in a meeting: it comes, hears the ranks below, tells the rank above, and waits for the verdict."""
 
     def __init__(self, meeting: Meeting, statement: Statement) -> None:
@@ -190,7 +190,7 @@ class Part:
         heard = self._meeting.heard()
         if heard is None or isinstance(heard, StoredVerdict):
             return heard
-        summary = Summary.merged([self._own, *heard])
+        summary = TreeSummary.merged([self._own, *heard])
         if self._meeting.position == 0:
             return self._meeting.verdict_of(summary)
         self._meeting.tell(summary)

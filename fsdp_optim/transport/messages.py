@@ -25,7 +25,7 @@ _ALONE_FROM = (
 )  # bytes; a longer block is a message by itself, without packing at the ends where it is contiguous
 
 
-class Span(NamedTuple):
+class BlockSpan(NamedTuple):
     """Consecutive blocks of one dtype in a message, from byte `offset` on; `views` of the local tensor, or None for no memory."""
 
     dtype: torch.dtype
@@ -40,14 +40,14 @@ class Message:
     __slots__ = ("lies", "nbytes", "spans")
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[BlockSpan] = []
         self.nbytes = 0
         self.lies: torch.Tensor | None = None
 
     def add(self, view: torch.Tensor | None, numel: int, dtype: torch.dtype) -> None:
         if not self.spans or self.spans[-1].dtype is not dtype:
             self.nbytes = self.start(dtype)
-            self.spans.append(Span(dtype, self.nbytes, [], []))
+            self.spans.append(BlockSpan(dtype, self.nbytes, [], []))
         span = self.spans[-1]
         span.views.append(view)
         span.numels.append(numel)

@@ -15,7 +15,7 @@ from fsdp_optim.transport.stored_verdict import (
     Runs,
     StatedContent,
     StoredVerdict,
-    Summary,
+    TreeSummary,
     ranks_in,
     runs_of,
 )
@@ -34,7 +34,7 @@ class Contents:
 
     written: list[tuple[int, str]] = field(default_factory=list)
 
-    def without_long(self, summary: Summary, rank: int, put: Callable[[int, bytes], None]) -> Summary:
+    def without_long(self, summary: TreeSummary, rank: int, put: Callable[[int, bytes], None]) -> TreeSummary:
         """Return what `rank` tells in place of a summary with too long contents. `put` writes a numbered part of them."""
         if summary.content_nbytes <= _SHORT_NBYTES:
             return summary

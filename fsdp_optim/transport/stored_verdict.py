@@ -82,7 +82,7 @@ class Blob(Struct, array_like=True, frozen=True):
     runs: Runs
 
 
-class Summary(Struct, array_like=True, frozen=True):
+class TreeSummary(Struct, array_like=True, frozen=True):
     """What the ranks of a part of the tree state: those at a position and below it.
 
     Attributes:
@@ -100,7 +100,7 @@ class Summary(Struct, array_like=True, frozen=True):
     blobs: tuple[Blob, ...] = ()
 
     @classmethod
-    def of(cls, rank: int, statement: Statement) -> Summary:
+    def of(cls, rank: int, statement: Statement) -> TreeSummary:
         """Return the summary of one rank."""
         here = ((rank, rank),)
         error = statement.error
@@ -115,7 +115,7 @@ class Summary(Struct, array_like=True, frozen=True):
         )
 
     @classmethod
-    def merged(cls, summaries: Sequence[Summary]) -> Summary:
+    def merged(cls, summaries: Sequence[TreeSummary]) -> TreeSummary:
         """Return one summary of several, which have no rank in common."""
         if len(summaries) == 1:
             return summaries[0]
@@ -185,7 +185,7 @@ class StoredVerdict(Struct, array_like=True, frozen=True):
     Attributes:
         all_equal, reasons, missing, text, is_early, flags: as in `Verdict`.
         is_complete: all ranks had come when the verdict was made.
-        contents, long_contents, blobs: the contents that ranks have brought, as in `Summary`.
+        contents, long_contents, blobs: the contents that ranks have brought, as in `TreeSummary`.
     """
 
     all_equal: bool = False
@@ -200,7 +200,7 @@ class StoredVerdict(Struct, array_like=True, frozen=True):
     blobs: tuple[Blob, ...] = ()
 
     @classmethod
-    def of(cls, summary: Summary) -> StoredVerdict:
+    def of(cls, summary: TreeSummary) -> StoredVerdict:
         """Return the verdict of a meeting to which all ranks have come."""
         reasons = (*summary.reasons, *summary.at_other_steps())[:MOST_REASONS]
         return cls(

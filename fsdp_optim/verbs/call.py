@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fsdp_optim.canonical import IsWhole
 from fsdp_optim.elements import check_no_fake_mode
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
+from fsdp_optim.layout.once import once_each
 from fsdp_optim.layout.views import live_placement
 from fsdp_optim.options import CallArguments, Model, OnReplicaMismatch
 from fsdp_optim.speed import speed_of
@@ -259,15 +261,15 @@ def agree_on_state(
 def _with_all_listed(local: Local, global_state: GlobalState) -> Local:
     """Return `local` with the shards of all ranks, where an adapter knows only the shards of its own rank."""
     listed: dict[int, NamedHandle] = {}
+    is_open: Callable[[Placement], bool] = once_each(attrgetter("is_open"))
     for named in local.view.handles:
-        if any(original.placement.is_open for original in named.handle.originals):
+        if any(is_open(original.placement) for original in named.handle.originals):
+            merged = global_state.params
             originals = tuple(
-                replace(original, placement=global_state.params[fqn].placement)
-                if fqn in global_state.params
-                else original
+                replace(original, placement=merged[fqn].placement) if fqn in merged else original
                 for fqn, original in zip(named.fqns, named.handle.originals, strict=True)
             )
-            listed[id(named)] = replace(named, handle=replace(named.handle, originals=originals))
+            listed[id(named)] = structs.replace(named, handle=replace(named.handle, originals=originals))
     if not listed:
         return local
     handles = tuple(listed.get(id(named), named) for named in local.view.handles)
@@ -293,7 +295,8 @@ def _report(
     optim = local.optim
     summaries = optim.summaries if with_state else (None,) * len(optim.params)
     for param, summary in zip(optim.params, summaries, strict=True):
-        check_follows(param, summary)
+        if param.named.handle.fused:
+            check_follows(param, summary)
     prints = _Prints(group, what, every_replica=every_replica) if with_state and len(group.ranks) > 1 else None
     params = [_live_param(param, summary, prints, what) for param, summary in zip(optim.params, summaries, strict=True)]
     return RankReport(
@@ -355,7 +358,9 @@ class _Prints:
         """`every_replica`: also of replicas that a wrapper keeps equal."""
         self._rank, self._everyone = group.rank, RankSet(group.ranks)
         self._every_replica = every_replica
-        self._kept_equal: dict[tuple[int, ...], bool] = {}  # by the ids of placements, which the Handles keep unique
+        self._kept_equal: dict[
+            tuple[int, ...] | int, bool
+        ] = {}  # by the ids of placements, which the Handles keep unique
 
     def of(self, param: LocalParam, placements: tuple[Placement, ...]) -> str:
         """Return the fingerprint of the state of a parameter; "" where replicas need none."""
@@ -365,7 +370,7 @@ class _Prints:
         return print_of_state(param, self._rank)
 
     def _are_equal(self, handle: Handle, placements: tuple[Placement, ...]) -> bool:
-        key = tuple(map(id, placements))
+        key = tuple(map(id, placements)) if len(placements) > 1 else id(placements[0]) if placements else 0
         known = self._kept_equal.get(key)
         if known is None:
             # A wrapper keeps the shards of its own group consistent, but not those of another group with the same names.

@@ -125,7 +125,9 @@ def load_shard(
     if len(optims) != len(shards):
         raise StateError(f"{counted_noun(len(optims), 'optimizer')} cannot load {counted_noun(len(shards), 'shard')}")
     incompatible = shards[0].get(INCOMPATIBLE, {}) if shards else {}
-    shards = [_ordinary({key: value for key, value in listed.items() if key != INCOMPATIBLE}) for listed in shards]
+    shards = [{key: value for key, value in listed.items() if key != INCOMPATIBLE} for listed in shards]
+    if is_given or torch.is_inference_mode_enabled():
+        shards = [_ordinary(listed) for listed in shards]
     for live, own in zip(optims, shards, strict=True):
         _refuse_full(live, own)
     all_groups = [_keeping(live, own, keep) for live, own in zip(optims, shards, strict=True)]

@@ -9,13 +9,15 @@ Optimizers whose replicas differ between steps make them equal first (`synchroni
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from msgspec import Struct, structs
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement
+from fsdp_optim.layout.once import once_each
 from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.merged.global_state import GlobalState, Param
@@ -80,10 +82,12 @@ def compare_unsharded(
     """
     shared = []
     for fqn, param in global_state.params.items():
-        if param.summary is not None and not param.variants:
-            if param.placement.has_replicas:
-                shared += [_Shared((fqn,), name, param.placement) for name, _ in param.summary.opaque]
-            shared += _placed_in(fqn, param.summary)
+        summary = param.summary
+        if summary is not None and not param.variants:
+            if summary.opaque and param.placement.has_replicas:
+                shared += [_Shared((fqn,), name, param.placement) for name, _ in summary.opaque]
+            if summary.placed:
+                shared += _placed_in(fqn, summary)
     return _compared(group, local, global_state, on_replica_mismatch, STATE, shared)
 
 
@@ -123,12 +127,14 @@ def _shared_in(global_state: GlobalState) -> list[_Shared]:
     """Return the replicated parameters and values without a fingerprint in the reports, in the order of the model."""
     unprinted = {live.fqns[0]: live.fqns for live in global_state.live if live.fqns and not live.fingerprint}
     shared = []
+    has_replicas: Callable[[Placement], bool] = once_each(attrgetter("has_replicas"))
     for fqn, param in global_state.params.items():
         if param.summary is None:
             continue
-        if fqn in unprinted and param.placement.has_replicas:
+        if has_replicas(param.placement) and fqn in unprinted:
             shared.append(_Shared(unprinted[fqn], None, param.placement))
-        shared += _placed_in(fqn, param.summary)
+        if param.summary.placed:
+            shared += _placed_in(fqn, param.summary)
     return shared
 
 

@@ -23,8 +23,8 @@ from fsdp_optim import WrapperError, registry
 from fsdp_optim.adapters import Adapter, ModelReader, all_adapters, use_adapters
 from fsdp_optim.adapters.known import built_in_adapters
 from fsdp_optim.layout import Whole
+from fsdp_optim.plugins import Handle, Original
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.view import Handle, Original
 
 ADAPTERS = Path(fsdp_optim.__file__).parent / "adapters"
 WRAPPERS = {"fairscale", "fsdp1", "dtensor", "replicated", "checkpointable"}

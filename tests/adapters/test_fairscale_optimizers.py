@@ -33,10 +33,10 @@ Case = tuple[str, str, int]
 
 
 def cases() -> tuple[list[Case], list[Case]]:
-    """Optimizer, wrapping, world size; those of `make test`, and the others.
+    """Optimizer, wrapping, world size; those of `make test-all`, and the others.
 
     What cuts state sees its values and never the optimizer's class, so that one optimizer is enough for all wrappings at all
-    world sizes; each of the others meets every awkward wrapping, at one size, two of them in `make test`.
+    world sizes; each of the others meets every awkward wrapping, at one size, two of them in `make test-all`.
     """
     soon, later = list(itertools.product(EVERYWHERE, WRAPPINGS, WORLD_SIZES)), []
     for i, optimizer in enumerate(name for name in OPTIMIZERS if name not in EVERYWHERE):

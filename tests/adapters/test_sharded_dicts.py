@@ -208,8 +208,8 @@ class ShardedDictsTest(unittest.TestCase):
             ("1 param group on rank 0", "2 on rank 1"),
             ("head.bias: further", "rank 0"),
         )
-        for its, errors in zip(words, zip(*by_rank, strict=True), strict=True):
-            check_refused(str(its), errors, "StateError", *its)
+        for expected, errors in zip(words, zip(*by_rank, strict=True), strict=True):
+            check_refused(str(expected), errors, "StateError", *expected)
 
 
 class BoxesTest(unittest.TestCase):

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit.checkpoints import InFolder
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.local_parts import local_of
 from kit.tables import Table
 from kit.trained import Oracle, Trained

@@ -373,13 +373,6 @@ def check_elements(trained: Trained, named: Mapping[str, Any]) -> None:
                     check_same(key, tables[key][index[real]], local[real])
 
 
-def frozen_left_out(wrapper: str) -> None:
-    """The dict of an optimizer of a part of the model has that part only, and a load needs no more."""
-    with cpu():
-        some = OfModel(lambda model: adam([p for p in model.parameters() if p.requires_grad]))
-        check_trip(wrapper, some, prepare=freeze_stem)
-
-
 def other_number(wrapper: str) -> list[tuple[str, str]]:
     """A list of shards for another number of optimizers."""
     with cpu():

@@ -297,7 +297,7 @@ LATER = {
     *("_HYBRID_SHARD_ZERO2 (4, 1), orig", "mixed precision, orig", "CPU offload", "ignored modules", "one unit, orig"),
     *("reshard_after_forward=True", "HSDP 2 x 2", "HSDP 3 x 1", "x TP, even"),
     *("tensor parallel on 3", "Shard(0), Shard(1)", "HSDP, Shard of the last dimension", "Replicate"),
-    # These are in other tests of `make test`: of WRAPPERS, or after the model was used.
+    # These are in other tests of `make test-all`: of WRAPPERS, or after the model was used.
     *("FULL_SHARD, flat", "NO_SHARD, flat", "1-D mesh", "x TP 2 x 2", "reshard_after_forward=False", "mixed precision"),
     "FULL_SHARD, orig",
 }

@@ -6,7 +6,7 @@ import os
 import socket
 import unittest
 
-from kit.checkpoints import InFolder
+from kit.folders import InFolder
 from kit.forked import WITHOUT_FAIRSCALE, run, start
 
 ON_A_RANK = """
@@ -43,23 +43,23 @@ for name in ("FSDP2", "FSDP1 orig", "FSDP1 flat", "DDP"):
     full = gathered(model, optim)
     assert len(full["state"]) > 4, full["state"].keys()
     for how in ("get_shard", "scatter", "transfer", "load", "async_save") if name == "FSDP2" else ("get_shard", "load"):
-        other, its = trained(name, steps=0 if how == "transfer" else 2)
+        other, other_optim = trained(name, steps=0 if how == "transfer" else 2)
         if how == "get_shard":
-            shard = fsdp_optim.get_shard_from_optim_state_dict(other, its, full)
-            fsdp_optim.load_optim_state_dict(its, shard)
+            shard = fsdp_optim.get_shard_from_optim_state_dict(other, other_optim, full)
+            fsdp_optim.load_optim_state_dict(other_optim, shard)
         elif how == "scatter":
             given = full if dist.get_rank() == 1 else None
-            shard = fsdp_optim.scatter_full_optim_state_dict(other, its, given, source_rank=1)
-            fsdp_optim.load_optim_state_dict(its, shard)
+            shard = fsdp_optim.scatter_full_optim_state_dict(other, other_optim, given, source_rank=1)
+            fsdp_optim.load_optim_state_dict(other_optim, shard)
         elif how == "transfer":
-            fsdp_optim.transfer_optim_state(model, optim, other, its)
+            fsdp_optim.transfer_optim_state(model, optim, other, other_optim)
         elif how == "load":
             fsdp_optim.save(folder / name, model, optim)
-            fsdp_optim.load(folder / name, other, its)
+            fsdp_optim.load(folder / name, other, other_optim)
         else:
             fsdp_optim.async_save(folder / f"{name}-async", model, optim).wait()
-            fsdp_optim.load(folder / f"{name}-async", other, its)
-        check_same(f"{name}, {how}", gathered(other, its), full)
+            fsdp_optim.load(folder / f"{name}-async", other, other_optim)
+        check_same(f"{name}, {how}", gathered(other, other_optim), full)
     streamed = dict(fsdp_optim.iter_full_optim_state(model, optim, recipient_rank=None))
     check_same(f"{name}, streamed", streamed, full["state"])
     by_id = fsdp_optim.rekey_optim_state_dict(full, model, "id", optim=optim)

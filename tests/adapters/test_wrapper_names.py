@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import unittest
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from kit.compare import Differs, check_same, refused, refused_on_ranks
+from kit.folders import InFolder
 from kit.options import as_options
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -91,8 +91,8 @@ def kept_in(kind: str, root: Path) -> None:
         check_same("saved", dict(sorted(load_file(root / "it" / "model.safetensors").items())), wanted)
         gathered = fsdp_optim.gather_full_optim_state_dict(one, optim, None, key_by="name")
         check_same("state", dict(sorted(gathered["state"].items())), dict(sorted(state.items())))
-        other, its = trained(kind, seed=1)
-        fsdp_optim.load(root / "it", other, its, options=fsdp_optim.LoadOptions(compare=True))
+        other, other_optim = trained(kind, seed=1)
+        fsdp_optim.load(root / "it", other, other_optim, options=fsdp_optim.LoadOptions(compare=True))
         alone, of_alone = trained("none", seed=2)
         fsdp_optim.load(root / "it", alone, of_alone)
         check_same("in a plain model", dict(sorted(alone.state_dict().items())), wanted)
@@ -140,12 +140,7 @@ def merging(root: Path, *, equal: bool) -> None:
         raise Differs("the other tensor was loaded")
 
 
-class NamesTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-
+class NamesTest(InFolder):
     @parameterized.expand(WRAPS)
     def test_fqns_are_those_of_the_unwrapped_model(self, kind: str) -> None:
         run_on_ranks(kept_in, 1 if kind == "compile" else 2, kind, self.root)

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_optim
 from fsdp_optim import CheckpointError, ConvertOptions, StateError
 from fsdp_optim.errors import ReplacedError
-from fsdp_optim.offline.workers import RankWork
+from fsdp_optim.offline.conversion.workers import RankWork
 from fsdp_optim.plugins import TorchFiles
 from fsdp_optim.testing import run_on_ranks
 

@@ -9,14 +9,9 @@ from unittest import mock
 
 import torch
 from kit.cases import expand, some
-from kit.checkpoints import (
-    InFolder,
-    Whole,
-    everything,
-    load,
-    save_trained,
-)
+from kit.checkpoints import Whole, everything, load, save_trained
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.local_parts import local_of
 from kit.models import Tied
 from kit.opaque import Blockwise
@@ -50,7 +45,7 @@ def lossy(name: str) -> Any:
 
     def load_and_lose(optim: Any, *args: Any, **kwargs: Any) -> Any:
         found = load_shard(optim, *args, **kwargs)
-        values = next((its for its in reversed(optim.state.values()) if name in its), optim.param_groups[-1])
+        values = next((state for state in reversed(optim.state.values()) if name in state), optim.param_groups[-1])
         if isinstance(values[name], Tensor):
             local_of(values[name]).view(-1)[-1] += 1
         elif isinstance(values[name], list):

@@ -9,8 +9,8 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from kit.checkpoints import InFolder
 from kit.compare import Differs, check_same, error_text
+from kit.folders import InFolder
 from kit.groups import Meeting
 from kit.options import as_options
 from kit.trained import Trained

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from kit import forked
 from kit.checkpoints import (
-    InFolder,
     Whole,
     async_save,
     before_writes,
@@ -31,6 +30,7 @@ from kit.checkpoints import (
     scramble,
 )
 from kit.compare import Differs, check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.optimizers import OfModel, two_groups
 from kit.options import as_options, state_for
 from kit.trained import STEPS, Trained
@@ -105,7 +105,7 @@ def full_disk(is_full: bool = True, *, copies_on_write: bool = False) -> Iterato
         yield
 
 
-# ------------------------------------------------------------------------------------------ training goes on
+# ------------------------------------------------------------------------------------------ training continues
 
 
 def train_on(root: Path, wrapper: str, **options: Any) -> None:
@@ -349,7 +349,7 @@ def fail_in_background(root: Path, bad: int, told_by: str, copies_on_write: bool
     check_same("checkpoints", [(root / "first").exists(), (root / "second").exists()], [False, False])
     check_same("done", handle.done(), True)
     check_same("newest", fsdp_optim.latest(root), None)
-    dist.barrier()  # before others go on to save
+    dist.barrier()  # before others continue to save
     save(root / "first", trained)  # told once, it is over
     return error
 

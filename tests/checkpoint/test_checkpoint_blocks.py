@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-import unittest
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.compare import Differs, check_same, error_text
+from kit.folders import InFolder
 from kit.local_parts import local_of
 from kit.opaque import Wide, eight_bits
 from kit.options import as_options
@@ -74,12 +73,7 @@ def eight_bits_come_back(folder: str) -> None:
         check_same("a small manifest", (path / "fsdp_optim.json").stat().st_size < _MOST, True)
 
 
-class BlocksTest(unittest.TestCase):
-    def setUp(self) -> None:
-        temporary = tempfile.TemporaryDirectory()
-        self.addCleanup(temporary.cleanup)
-        self.root = Path(temporary.name)
-
+class BlocksTest(InFolder):
     def test_8_bit_adam_of_torchao(self) -> None:
         try:
             import torchao.optim  # noqa: F401

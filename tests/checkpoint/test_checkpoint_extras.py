@@ -7,7 +7,6 @@ import itertools
 import json
 import logging
 import pickle
-import tempfile
 import tracemalloc
 import unittest
 from collections import OrderedDict
@@ -20,6 +19,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from kit.compare import check_same, error_text
+from kit.folders import InFolder
 from kit.optimizers import adam
 from kit.options import as_options, state_for
 from kit.trained import Trained
@@ -42,12 +42,7 @@ class Own:
         return 0
 
 
-class InFolder(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = Path(folder.name) / "step"
-
+class Saving(InFolder):
     def save(self, **kwargs: Any) -> None:
         fsdp_optim.save(
             self.path,
@@ -56,7 +51,7 @@ class InFolder(unittest.TestCase):
         )
 
 
-class PickledTest(InFolder):
+class PickledTest(Saving):
     @parameterized.expand([("a dict", {"good": 1, "own": Own()}), ("in order", OrderedDict(good=1, own=[Own()]))])
     def test_only_the_pickled_value_needs_trust(self, _: str, extra: Any) -> None:
         own = {f"own {name}": value for name, value in extra.items()}
@@ -148,7 +143,7 @@ class WithViews(nn.Linear):
         self.loaded = state
 
 
-class ViewsTest(InFolder):
+class ViewsTest(Saving):
     def test_elements_are_those_that_a_view_shows(self) -> None:
         """torch notes in a view that its elements are conjugated or negated, and leaves the memory as it is."""
         base = torch.tensor([1 + 2j, -3 + 0.5j])
@@ -162,7 +157,7 @@ class ViewsTest(InFolder):
             self.assertEqual({name: loaded[name].tolist() for name in views}, wanted)
 
 
-class AlignedTest(InFolder):
+class AlignedTest(Saving):
     def test_every_tensor_begins_at_a_multiple_of_its_element(self) -> None:
         """So that a reader that maps the file needs no copy, whatever the order of the values is."""
         dtypes = (torch.int8, torch.float64, torch.bfloat16, torch.int8, torch.float32)
@@ -177,7 +172,7 @@ class AlignedTest(InFolder):
         self.assertEqual([(first, size) for first, size in sizes if (start + first) % size], [])
 
 
-class AllRanksTest(InFolder):
+class AllRanksTest(Saving):
     def test_a_rank_that_did_not_exist(self) -> None:
         run_on_ranks(save_of, 2, self.path)
         saved = [{"rank": rank, "rng": torch.arange(3) + rank} for rank in range(2)]

@@ -14,13 +14,12 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.compare import check_refused, check_same, error_text
-from kit.retention import save_managed
+from kit.retention import name_of_step, save_managed
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.checkpoint.common.pending import Pending
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save.job import Job

@@ -19,16 +19,9 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.checkpoints import (
-    InFolder,
-    Whole,
-    async_save,
-    check_files,
-    load_trained,
-    oracle_after,
-    save,
-)
+from kit.checkpoints import Whole, async_save, check_files, load_trained, oracle_after, save
 from kit.compare import Differs, check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.optimizers import OfModel, two_groups
 from kit.trained import STEPS, Trained
 from kit.wrapping import cpu
@@ -53,9 +46,9 @@ def nothing_lies_on_the_host(*, has_part: bool) -> Iterator[None]:
     made = []
     real = local_extents._by_way_of_host
 
-    def by_way_of_host(its: Any) -> Any:
-        made.append(sum(len(run.memory) for run in its))
-        return real(its)
+    def by_way_of_host(runs: Any) -> Any:
+        made.append(sum(len(run.memory) for run in runs))
+        return real(runs)
 
     with (
         mock.patch.object(local_extents, "lies_on_host", return_value=False),

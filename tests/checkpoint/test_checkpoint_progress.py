@@ -167,7 +167,7 @@ ALL = [
     for verb, place, length, progress in itertools.product(
         ("save", "load", "async_save"), ("terminal", "file"), ("long", "short"), (None, True, False)
     )
-    # Whether training that goes on wants a bar across its own output is not documented: only for those who ask for one.
+    # Whether training that continues wants a bar across its own output is not documented: only for those who ask for one.
     if not (verb == "async_save" and length == "long" and progress is None)
 ]
 

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import tempfile
 import threading
 import unittest
 from collections import Counter
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_same, error_text
+from kit.folders import InFolder
 from kit.groups import Meeting
 from kit.local_parts import local_of
 from kit.options import as_options
@@ -32,7 +32,9 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.offline.workers import RankWork
+from fsdp_optim.errors import ReplacedError
+from fsdp_optim.offline.conversion import convert as conversion
+from fsdp_optim.offline.conversion.workers import RankWork
 from fsdp_optim.storage.posix import Folder, opened
 from fsdp_optim.testing import run_on_ranks
 
@@ -211,12 +213,7 @@ def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str
         return looks[0], str(values(target, got[0]) if got else had), error
 
 
-class ReplacedTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-
+class ReplacedTest(InFolder):
     def check_found(self, found: dict[str, dict[str, int]]) -> None:
         for what, outcomes in found.items():
             self.assertEqual(set(outcomes), {"[1.0]", "[2.0]"}, (what, outcomes))
@@ -369,6 +366,31 @@ class ReplacedTest(unittest.TestCase):
             self.assertEqual(kind, "ReplacedError", text)
             self.assertIn(f"{source}", text)
         self.assertFalse(target.exists())
+
+    def test_replaced_while_sources_of_new_checkpoints_are_opened(self) -> None:
+        """Nothing is written yet, so each source is opened again; one that is replaced again and again is an error."""
+        save_two(self.root, {})
+        source, quick = self.root / "save-1", fsdp_optim.ConvertOptions(durable=False, progress=False)
+        calls: dict[str, Callable[[Path], Any]] = {
+            "converted": lambda target: fsdp_optim.convert(source, target, options=quick),
+            "averaged": lambda target: fsdp_optim.average([source, source], target, options=quick),
+        }
+        open_on_all = conversion.open_on_all
+        for name, call in calls.items():
+            for num_replaced, kind in ((1, ""), (100, "ReplacedError")):
+                left, target = [num_replaced], self.root / f"{name}-{num_replaced}"
+
+                def opened_late(*args: Any, left: list[int] = left, **options: Any) -> Any:
+                    left[0] -= 1
+                    if left[0] >= 0:
+                        raise ReplacedError(f"{source}: was replaced")
+                    return open_on_all(*args, **options)
+
+                with mock.patch.object(conversion, "open_on_all", opened_late):
+                    self.assertEqual(error_text(lambda: call(target))[0], kind, name)  # noqa: B023
+                self.assertEqual(target.exists(), not kind, name)
+                if not kind:
+                    fsdp_optim.verify(target)
 
     @parameterized.expand((("verified", {}), ("not verified", {"verify": False})))
     def test_in_a_race(self, _: str, options: dict[str, Any]) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kit.checkpoints import InFolder
 from kit.compare import check_refused, check_same, error_text
 from kit.described import training_here
+from kit.folders import InFolder
 from parameterized import parameterized
 from torch import nn
 

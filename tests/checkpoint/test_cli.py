@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import shutil
 import socket
@@ -13,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kit.commands import called
 from kit.conversions import check_converted, save_some
 from kit.folders import SharedFolder
 from kit.forked import LIBRARY, run, start
@@ -22,7 +21,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.cli.app import main
 from fsdp_optim.cli.tree import shown
 from fsdp_optim.cli.units import size_of, sized
 from fsdp_optim.plugins import DeepSpeedUniversal, FairscaleShards, TorchFiles
@@ -52,13 +50,6 @@ def save(path: Path, model: nn.Module, **options: Any) -> Any:
         param.grad = torch.ones_like(param)
     optim.step()
     return fsdp_optim.save(path, model, optim, **as_options(fsdp_optim.SaveOptions, **options, durable=False))
-
-
-def called(*arguments: object) -> tuple[int, str, str]:
-    """The exit code, the standard output and the standard error of one command."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main([str(one) for one in arguments])
-    return code, out.getvalue(), err.getvalue()
 
 
 def free_port() -> int:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import unittest
 from pathlib import Path
 
 import torch
 from kit.checkpoint_format import all_bytes
+from kit.commands import called
 from kit.compare import check_same
 from kit.folders import SharedFolder
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.cli.app import main
-
-
-def called(*arguments: object) -> tuple[int, str, str]:
-    """The exit code, the standard output and the standard error of one command."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main(list(map(str, arguments)))
-    return code, out.getvalue(), err.getvalue()
 
 
 def save(path: Path, seed: int) -> Path:

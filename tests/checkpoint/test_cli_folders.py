@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kit.commands import called
 from kit.folders import SharedFolder
 from torch import nn
 
@@ -26,13 +27,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-def called(*arguments: object) -> tuple[int, str, str]:
-    """The exit code, the standard output and the standard error of one command."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main([str(argument) for argument in arguments])
-    return code, out.getvalue(), err.getvalue()
 
 
 def printed(*arguments: object) -> Any:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -16,7 +14,6 @@ import fsdp_optim
 from fsdp_optim.cli.app import COMMANDS
 
 WRITES = {"average": "averaged", "convert": "converted", "copy": "copied", "merge-adapter": "merged"}
-Uploaded = Callable[[str, Path], tuple[str, Any]]
 
 
 @pytest.fixture(scope="module")

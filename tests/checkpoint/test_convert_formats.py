@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.offline.arguments import ConvertArguments
-from fsdp_optim.offline.convert import convert
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
+from fsdp_optim.offline.conversion.convert import convert
 from fsdp_optim.testing import run_on_threads
 
 FORMATS = [("dcp",), ("torchtitan",)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import unittest
-from pathlib import Path
 from typing import Any
 
 from kit.cases import expand, those
 from kit.conversions import MEMORY
+from kit.folders import InFolder
 from kit.forked import LIBRARY, run
 from kit.large import NAMES, SOURCES, ours
 
@@ -36,12 +35,7 @@ print(done.nbytes, peak.mib)
 """
 
 
-class ConvertMemoryTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-
+class ConvertMemoryTest(InFolder):
     def check(self, **options: Any) -> None:
         """In a process that has converted something already, so that no import counts."""
         code = SCRIPT.format(root=str(self.root), options=options, memory=MEMORY)

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from kit.commands import called
 from kit.compare import check_same
 from kit.folders import SharedFolder, at
 from kit.options import as_options
@@ -16,7 +17,6 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.cli.app import main
 from fsdp_optim.storage.posix import one_file
 from fsdp_optim.testing import run_on_threads
 
@@ -57,10 +57,9 @@ class OneFileTest(SharedFolder):
 
     @parameterized.expand([(end,) for end in (".pt", ".pth", ".bin", ".ckpt")])
     def test_the_command_line(self, end: str) -> None:
-        with at(self.folder), contextlib.redirect_stdout(None):
-            self.assertEqual(
-                main(["convert", str(self.root / "source"), f"out{end}", "--format", "torch_file", "--quiet"]), 0
-            )
+        with at(self.folder):
+            code, *_ = called("convert", self.root / "source", f"out{end}", "--format", "torch_file", "--quiet")
+            self.assertEqual(code, 0)
         self.check(self.folder / f"out{end}")
 
     def test_the_call(self) -> None:

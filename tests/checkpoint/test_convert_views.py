@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import io
 import tempfile
 import unittest
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from kit import commands
 from kit.cases import expand, some
 from kit.compare import check_same, refused_on_ranks, sorted_state
 from kit.forked import LIBRARY, run
@@ -24,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import fsdp_optim
 from fsdp_optim import ConvertOptions, LoadOptions, SaveOptions, View
-from fsdp_optim.cli.app import main
 from fsdp_optim.errors import FsdpOptimError
 from fsdp_optim.plugins import TorchFiles
 from fsdp_optim.registry import format_names
@@ -380,10 +378,8 @@ def stepped(optim: torch.optim.Optimizer, *params: nn.Parameter) -> torch.optim.
 
 
 def called(*words: str) -> tuple[int, str]:
-    out = io.StringIO()
-    with redirect_stdout(out), redirect_stderr(out):
-        code = main(list(words))
-    return code, out.getvalue()
+    code, out, err = commands.called(*words)
+    return code, out + err
 
 
 class TestCommands(unittest.TestCase):

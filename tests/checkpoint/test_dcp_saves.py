@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.compare import check_same, error_text
+from kit.folders import InFolder
 from kit.optimizers import adam
 from kit.options import as_options, state_for
 from kit.servers import new_bucket, shared
@@ -140,12 +141,7 @@ def check_loads(path: Path, steps: int) -> None:
     check_same("state", state, oracle.by_name())
 
 
-class FolderTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-
+class FolderTest(InFolder):
     def save(self, name: str, seed: int = 0, **options: Any) -> Path:
         fsdp_optim.save(
             self.root / name,

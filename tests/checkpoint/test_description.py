@@ -14,15 +14,8 @@ from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
 from fsdp_optim.formats.base.codec import Encoder
-from fsdp_optim.formats.base.description import (
-    GroupDescription,
-    OptimDescription,
-    ParamDescription,
-    decoded,
-    encoded,
-    from_plain,
-    to_plain,
-)
+from fsdp_optim.formats.base.description import decoded, encoded, from_plain, to_plain
+from fsdp_optim.plugins import GroupDescription, OptimDescription, ParamDescription
 
 WORDS = st.text(max_size=3).filter(lambda text: not any(0xD800 <= ord(letter) < 0xE000 for letter in text))
 PLAIN = st.recursive(

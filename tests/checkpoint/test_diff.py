@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.offline import named_values
+from fsdp_optim.offline.values import named_values
 from fsdp_optim.testing import run_on_ranks
 
 QUICK = fsdp_optim.SaveOptions(durable=False, progress=False)

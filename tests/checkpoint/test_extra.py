@@ -14,12 +14,9 @@ import numpy
 import torch
 import torch.distributed as dist
 from kit.cases import expand
-from kit.checkpoints import (
-    InFolder,
-    load,
-    save,
-)
+from kit.checkpoints import load, save
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.log_texts import lines_said
 from kit.options import as_options, state_for
 from kit.trained import Trained

@@ -92,7 +92,7 @@ class TestLoads(unittest.TestCase):
         )
     )
     def test_a_run_that_did_not_know_of_views(self, first: str, n: int, is_fused: bool, second: str, m: int) -> None:
-        """It goes on as if its checkpoint had canonical names: unfused as the run that never fused, and fused."""
+        """It continues as if its checkpoint had canonical names: unfused as the run that never fused, and fused."""
         with tempfile.TemporaryDirectory() as folder:
             run_on_ranks(save_fused, n, f"{folder}/step", first, "safetensors")
             run_on_ranks(resume, m, f"{folder}/step", is_fused, second)

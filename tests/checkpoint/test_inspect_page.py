@@ -12,7 +12,7 @@ from kit.folders import SharedFolder
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.offline.inspect_page import Area, nbytes_by_layer, squares
+from fsdp_optim.offline.pages.inspect_page import Area, nbytes_by_layer, squares
 
 QUICK = fsdp_optim.SaveOptions(durable=False, progress=False)
 

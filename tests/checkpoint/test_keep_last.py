@@ -12,19 +12,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.checkpoints import (
-    InFolder,
-    before_writes,
-)
+from kit.checkpoints import before_writes
 from kit.compare import error_text
+from kit.folders import InFolder
 from kit.options import as_options
-from kit.retention import path_of_step, save_managed
+from kit.retention import name_of_step, path_of_step, save_managed
 from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.testing import run_on_ranks

@@ -9,16 +9,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
-from kit.checkpoints import (
-    InFolder,
-    Whole,
-    everything,
-    load,
-    mine,
-    optims_of,
-    save_trained,
-)
+from kit.checkpoints import Whole, everything, load, mine, optims_of, save_trained
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.optimizers import OfModel, adam
 from kit.trained import STEPS, Trained
 from kit.wrapping import cpu
@@ -105,7 +98,7 @@ def load_failing(path: Path, wrapper: str, kind: Any, rank: int) -> list[tuple[s
             check_same("after the failure", seen(target), before)
             check_same("optimizers", [id(optim) for optim in optims_of(target)], optims)
             check_same("loss scale", getattr(target.optim, "loss_scale", 1.0), 1.0)
-            target.step([STEPS])  # and it can go on
+            target.step([STEPS])  # and it can continue
     return errors
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoints import (
     FURTHER,
-    InFolder,
     Whole,
     check_files,
     everything,
@@ -23,6 +22,7 @@ from kit.checkpoints import (
     save_trained,
 )
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.models import freeze_stem
 from kit.optimizers import OfModel, two_groups, two_optimizers
 from kit.options import as_options

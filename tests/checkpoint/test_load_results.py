@@ -7,6 +7,7 @@ import copy
 import torch
 from kit.compare import check_same, refused
 from kit.folders import SharedFolder
+from kit.models import TiedHead
 from safetensors.torch import save_file
 from torch import nn
 
@@ -14,14 +15,6 @@ import fsdp_optim
 from fsdp_optim import StateError
 
 QUICK = fsdp_optim.SaveOptions(durable=False, progress=False)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
 
 
 class ResultTest(SharedFolder):
@@ -54,7 +47,7 @@ class ResultTest(SharedFolder):
         embed, head = torch.arange(15.0).view(5, 3), torch.arange(15.0).view(5, 3)
         head[4, 2] = -1.0
         save_file({"embed.weight": embed, "head.weight": head}, self.folder / "model.safetensors")
-        model = Tied()
+        model = TiedHead()
         words = ("head.weight", "the model ties it to embed.weight, but they differ in the checkpoint")
         refused(lambda: fsdp_optim.load(self.folder / "model.safetensors", model), StateError, *words)
         result = fsdp_optim.load(self.folder / "model.safetensors", model, strict=False)

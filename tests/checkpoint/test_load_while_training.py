@@ -9,17 +9,9 @@ from typing import Any
 
 import torch
 from kit.cases import expand, some
-from kit.checkpoints import (
-    InFolder,
-    Whole,
-    buffers_of,
-    check_files,
-    load,
-    mine,
-    optims_of,
-    save,
-)
+from kit.checkpoints import Whole, buffers_of, check_files, load, mine, optims_of, save
 from kit.compare import Differs, check_same
+from kit.folders import InFolder
 from kit.torch_limits import cannot_run, skip_if
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu

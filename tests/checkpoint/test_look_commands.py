@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 
 import numpy
 import torch
+from kit.commands import called
 from kit.folders import SharedFolder, at
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.cli.app import main
 
 QUICK = fsdp_optim.SaveOptions(durable=False, progress=False)
-
-
-def called(*arguments: object) -> tuple[int, str, str]:
-    """The exit code, the standard output and the standard error of one command."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main([str(argument) for argument in arguments])
-    return code, out.getvalue(), err.getvalue()
 
 
 class LookCommandsTest(SharedFolder):

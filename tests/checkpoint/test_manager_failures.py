@@ -39,7 +39,7 @@ class Faulty(Loader):
 
 
 def fail(root: Path, bad: int) -> None:
-    """One rank fails, in each place: all ranks raise its error, and go on."""
+    """One rank fails, in each place: all ranks raise its error, and continue."""
     folder = root / f"bad-{bad}"
     faulty = Faulty()
     run = Run(folder, "FSDP2", agree_every=1, state={"faulty": faulty}, keep_last=2)
@@ -58,7 +58,7 @@ def fail(root: Path, bad: int) -> None:
         run.steps(range(6, 7))
         run.manager.wait()
         check_same("the next one", steps_in(folder), [6, 2])
-        check_same("goes on from the last that is there", record_of(folder, 6)["after"], 2)
+        check_same("continues from the last that is there", record_of(folder, 6)["after"], 2)
 
         with full_disk(is_bad):
             run.steps(range(7, 9))

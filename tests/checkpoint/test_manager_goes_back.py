@@ -30,7 +30,7 @@ class BackTest(CatalogTest):
 
     @parameterized.expand([("short", shorten), ("bit", flip_a_weight), ("garbled", garble)])
     def test_a_damaged_newest_one(self, _: str, damage: Callable[[Path], None]) -> None:
-        """It is named; with on_damage="previous" the run goes on from the one before it, and saves the step again."""
+        """It is named; with on_damage="previous" the run continues from the one before it, and saves the step again."""
         self.run_to(6)
         damage(self.root / "step-00000006")
         run = Run(self.root, "plain")

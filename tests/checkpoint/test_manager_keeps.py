@@ -128,9 +128,9 @@ class KeepTest(CatalogTest):
                 events.append("sync")
             real_sync(file)
 
-        def remove(directory: Any, ones: Any, reason: str) -> None:
+        def remove(directory: Any, entries: Any, reason: str) -> None:
             events.append("remove")
-            real_remove(directory, ones, reason)
+            real_remove(directory, entries, reason)
 
         patches = (mock.patch.object(os, "fsync", sync), mock.patch.object(FolderDirectory, "remove", remove))
         with run.manager, patches[0], patches[1]:

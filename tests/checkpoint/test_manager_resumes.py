@@ -1,4 +1,4 @@
-"""CheckpointManager: a run that stopped goes on as if it had not, also on another number of ranks."""
+"""CheckpointManager: a run that stopped continues as if it had not, also on another number of ranks."""
 
 from __future__ import annotations
 

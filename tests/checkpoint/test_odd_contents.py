@@ -9,6 +9,7 @@ import numpy
 import torch
 from kit.commands import called
 from kit.folders import SharedFolder
+from kit.models import TiedHead
 from parameterized import parameterized
 from safetensors.torch import save_file
 from torch import nn
@@ -18,14 +19,6 @@ import fsdp_optim
 QUICK = fsdp_optim.SaveOptions(durable=False, progress=False)
 CHUNK = 1 << 16  # elements that figures are computed of together
 HUGE = 1.7e308
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
 
 
 class Colons(nn.Module):
@@ -49,7 +42,7 @@ class OddContentsTest(SharedFolder):
     @classmethod
     def fill(cls) -> None:
         torch.manual_seed(3)
-        model = Tied()
+        model = TiedHead()
         fsdp_optim.save(cls.root / "tied", model, trained(model), options=QUICK)
         weight = cls.weight = model.embed.weight.detach().clone()
         save_file({"embed.weight": weight, "head.weight": weight.clone()}, cls.root / "apart.safetensors")

@@ -11,21 +11,14 @@ import torch
 import torch.distributed as dist
 from kit.catalogs import CatalogTest, save
 from kit.compare import check_same, refused
-from kit.retention import path_of_step
-from torch import nn
+from kit.models import filled
+from kit.retention import name_of_step, path_of_step
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.testing import run_on_ranks
 
 BAD = os.fsdecode(b"run-\xff\xfe")
-
-
-def filled(value: float) -> nn.Module:
-    model = nn.Linear(3, 2)
-    nn.init.constant_(model.weight, value)
-    return model
 
 
 def value_of(model: Any) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
 from html import escape
@@ -11,6 +9,7 @@ from typing import Any
 
 import torch
 from kit.checkpoints import Whole
+from kit.commands import called
 from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.local_parts import local_of
@@ -22,7 +21,6 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.cli.app import main
 from fsdp_optim.errors import StateError
 from fsdp_optim.testing import run_on_ranks
 
@@ -249,7 +247,5 @@ class PlacementPageTest(SharedFolder):
         self.assertEqual(self._called("inspect", self.root / "a", "--ranks", "8", "--wrapper", "no")[0], 2)
 
     def _called(self, *arguments: Any) -> tuple[int, str]:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            code = main([str(argument) for argument in arguments])
-        return code, out.getvalue()
+        code, out, _ = called(*arguments)
+        return code, out

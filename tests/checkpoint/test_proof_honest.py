@@ -19,7 +19,6 @@ from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="proof-honest-")
 _SHARDED = ("fairscale flat", "fairscale non-flat", "FSDP1 flat", "FSDP1 orig", "FSDP2", "HSDP", "FSDP2 x TP", "DDP")
-_WORLDS = (2, 1, 3, 4)
 _ALL = (
     *(Kind(wrapper) for wrapper in _SHARDED),
     *(Kind(optim=optim) for optim in OPTIMIZERS if optim != "adamw"),

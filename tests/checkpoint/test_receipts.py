@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from kit import forked
 from kit.compare import check_same
+from kit.folders import InFolder
 from kit.log_texts import lines_said
 from kit.managed import Run
 from kit.models import Net
@@ -52,12 +53,7 @@ def tensors_in(run_of: Path) -> tuple[int, int]:
     return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
 
-class ReceiptTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-
+class ReceiptTest(InFolder):
     @parameterized.expand(
         [
             ("FSDP2", 2, "HSDP", 4, "2 -> 4 ranks, FSDP2 -> HSDP"),

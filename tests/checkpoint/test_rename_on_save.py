@@ -70,13 +70,7 @@ def load_all(folder: str) -> None:
                 target.optim,
                 options=fsdp_optim.LoadOptions(rename=BACK, compare=True, process_group=group),
             )
-            full = (
-                fsdp_optim.gather_full_model_state_dict(
-                    target.model, None, options=fsdp_optim.CallOptions(process_group=group)
-                )
-                or {}
-            )
-            check_same(f"{saver} into {loader}", in_order(full), in_order(oracle.model.state_dict()))
+            check_same(f"{saver} into {loader}", in_order(target.gather_model()), in_order(oracle.model.state_dict()))
             check_same(f"{saver} into {loader}: state", target.gather(None, "name")["state"], oracle.by_name())
 
 

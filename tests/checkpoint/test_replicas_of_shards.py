@@ -230,9 +230,9 @@ def save_with_padding(folder: str) -> None:
             for value in (param.detach(), target.optim.state[param]["exp_avg"]) if num_padded else ():
                 value[-num_padded:] = 50.0 + dist.get_rank()
             num += num_padded
-        everyones: list[int] = [0] * RANKS
-        dist.all_gather_object(everyones, num)
-        check_same("there is some", max(everyones) > 0, True)
+        of_all_ranks: list[int] = [0] * RANKS
+        dist.all_gather_object(of_all_ranks, num)
+        check_same("there is some", max(of_all_ranks) > 0, True)
         fsdp_optim.save(Path(folder, "padded"), target.model, target.optim)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import tempfile
-import unittest
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from kit.compare import check_refused, check_same, error_text
 from kit.described import training_here
+from kit.folders import InFolder
 from kit.optimizers import adam
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -160,13 +159,6 @@ class Lines(logging.Handler):
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("fsdp_optim").removeHandler(self)
-
-
-class InFolder(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = Path(folder.name) / "step"
 
 
 class AskedTest(InFolder):

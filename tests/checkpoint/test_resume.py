@@ -17,6 +17,7 @@ from kit.catalogs import CatalogTest, clock, save
 from kit.checkpoint_damage import flip_a_weight, garble, shorten
 from kit.checkpoints import before_writes
 from kit.compare import check_same, refused
+from kit.models import filled
 from kit.optimizers import adam
 from kit.options import as_options
 from kit.trained import Trained
@@ -28,12 +29,6 @@ from fsdp_optim import CheckpointError, RankTimeoutError
 from fsdp_optim.testing import run_on_ranks
 
 LOG = "fsdp_optim"
-
-
-def filled(value: float) -> nn.Module:
-    model = nn.Linear(3, 2)
-    nn.init.constant_(model.weight, value)
-    return model
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None]]] = [("short", shorten), ("bit", flip_a_weight), ("garbled", garble)]

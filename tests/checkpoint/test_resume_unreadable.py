@@ -16,18 +16,12 @@ from kit.checkpoint_format import MANIFEST
 from kit.compare import check_same, refused
 from kit.folders import as_nobody, can_change, close
 from kit.managed import Run, steps_in
+from kit.models import filled
 from parameterized import parameterized
-from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.testing import run_on_threads
-
-
-def filled(value: float) -> nn.Module:
-    model = nn.Linear(3, 2)
-    nn.init.constant_(model.weight, value)
-    return model
 
 
 def closed(folder: Path) -> Any:

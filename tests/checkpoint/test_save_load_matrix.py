@@ -91,7 +91,7 @@ def save_one(root: Path, wrapper: str) -> None:
 EACH = list(itertools.product(WRAPPERS, SIZES))
 ALONE, ON_FOUR = ("FSDP2", "plain"), ("fairscale flat", "HSDP", "FSDP2 x TP")
 QUICK = [(w, n) for w, n in EACH if n == 3 or (n == 1 and w in ALONE) or (n == 4 and w in ON_FOUR)]
-"""What `make test` has: every wrapper cut unevenly, and some on one rank and on four. `make test-long` has all."""
+"""What `make test-all` has: every wrapper cut unevenly, and some on one rank and on four. `make test-long` has all."""
 POSSIBLE = [(w, n) for w, n in EACH if not cannot_make(w)]
 
 

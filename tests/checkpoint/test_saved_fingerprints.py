@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from kit.checkpoints import Whole, load, save
 from kit.compare import error_text
-from kit.folders import SharedFolder
+from kit.folders import InFolder, SharedFolder
 from kit.log_texts import lines_said
 from kit.optimizers import OfModel, two_groups
 from kit.trained import Trained
@@ -243,13 +243,8 @@ def managed(root: Path) -> None:
                 manager.step(1)
 
 
-class TestDoors(unittest.TestCase):
+class TestDoors(InFolder):
     """What else saves and loads: dcp, a manager, stores of objects."""
-
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
 
     def test_dcp_and_a_manager(self) -> None:
         run_on_ranks(both_doors, 2, self.root)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand, some
 from kit.checkpoints import (
-    InFolder,
     Whole,
     check_files,
     check_groups,
@@ -29,6 +28,7 @@ from kit.checkpoints import (
     scramble,
 )
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.groups import (
     Distribution,
     name_of_experts,

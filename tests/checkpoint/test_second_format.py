@@ -13,7 +13,7 @@ from kit.compare import check_same
 from kit.folders import SharedFolder
 from kit.installed import installed as installed_format
 from kit.installed import nothing_asked_for
-from kit.options import as_options, state_for
+from kit.options import as_options
 from kit.raw_format import INDEX, RAW, encoded_index, index_in
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -23,12 +23,10 @@ import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
-from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.load import restore
-from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
-from fsdp_optim.offline.arguments import ConvertArguments
-from fsdp_optim.offline.convert import convert
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
+from fsdp_optim.offline.conversion.convert import convert
 from fsdp_optim.registry import FORMATS
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import run_on_ranks
@@ -46,13 +44,12 @@ def save_all(root: Path) -> None:
         with cpu():
             one = Trained(wrapper, adam)
             rank = torch.distributed.get_rank()
-            options = SaveArguments(state=RunState(state_for(extra(), rank)), step=7, durable=False)
-            save.save(root / f"raw-{wrapper}", one.model, one.optim, options, RAW)
-            background.async_save(root / f"async-{wrapper}", one.model, one.optim, options, RAW).wait()
-            mine: dict[str, Any] = {"extra": extra(), "per_rank_extra": rank, "step": 7, "durable": False}
-            fsdp_optim.save(
-                root / f"ours-{wrapper}", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **mine)
+            options: dict[str, Any] = as_options(
+                fsdp_optim.SaveOptions, extra=extra(), per_rank_extra=rank, step=7, durable=False
             )
+            fsdp_optim.save(root / f"raw-{wrapper}", one.model, one.optim, format=RAW, **options)
+            fsdp_optim.async_save(root / f"async-{wrapper}", one.model, one.optim, format=RAW, **options).wait()
+            fsdp_optim.save(root / f"ours-{wrapper}", one.model, one.optim, **options)
 
 
 def load_all(root: Path, names: tuple[str, ...], installed: bool) -> None:

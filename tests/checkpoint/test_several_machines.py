@@ -18,8 +18,9 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.catalogs import sequence_of
-from kit.checkpoints import InFolder, Whole, check_files, load, mine, oracle_after, save, scramble
+from kit.checkpoints import Whole, check_files, load, mine, oracle_after, save, scramble
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.managed import Run, closing_all, steps_in
 from kit.optimizers import OfModel, two_groups
 from kit.options import as_options

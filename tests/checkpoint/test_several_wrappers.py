@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from kit.checkpoint_format import check_folder
 from kit.checkpoints import check_files, mine, scramble
 from kit.compare import check_same
+from kit.folders import InFolder
 from kit.optimizers import adam
 from kit.several import models, numbers, plain, wrapped
 from kit.stages import Language, stage_of
@@ -95,11 +94,7 @@ def on_ranks(root: Path) -> None:
     pipeline_stages(root / "stages")
 
 
-class SeveralWrappersTest(unittest.TestCase):
-    def setUp(self) -> None:
-        self.root = Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, self.root)
-
+class SeveralWrappersTest(InFolder):
     def test_on_ranks(self) -> None:
         run_on_ranks(on_ranks, WORLD, self.root)
         whole = language(False)

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy
 import torch
-from kit.checkpoints import InFolder
 from kit.conversions import MEMORY
-from kit.folders import SharedFolder
+from kit.folders import InFolder, SharedFolder
 from kit.forked import run
 from kit.optimizers import adam
 from kit.rank_files import Buffered, save_fairscale

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand
-from kit.checkpoints import InFolder
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.slices import Experts, Moe, TrainedSlices, whole_moe
 from kit.trained import STEPS
 from kit.wraps import in_fsdp1

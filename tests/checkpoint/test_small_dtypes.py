@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import unittest
 from pathlib import Path
 
 import torch
 from kit.compare import check_same
+from kit.folders import InFolder
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -31,13 +31,8 @@ def bytes_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer.contiguous().view(torch.uint8) for name, buffer in model.named_buffers()}
 
 
-class SmallDtypesTest(unittest.TestCase):
+class SmallDtypesTest(InFolder):
     root: Path
-
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
 
     def test_there_and_back(self) -> None:
         saved, loaded = Holding(1), Holding(0)

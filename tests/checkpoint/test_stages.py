@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand
-from kit.checkpoints import InFolder
 from kit.compare import check_refused, check_same, error_text
+from kit.folders import InFolder
 from kit.local_parts import local_of
 from kit.optimizers import adam
 from kit.stages import Language, TrainedStages, stage_of, whole_oracle

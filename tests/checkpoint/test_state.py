@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.compare import check_same, error_text
+from kit.folders import InFolder
 from kit.optimizers import adam
 from kit.trained import Trained
 from kit.wrapping import cpu
@@ -44,18 +44,16 @@ class CounterOfRank(Counter):
         return [states[rank] if rank < len(states) else None for rank in range(world_size)]
 
 
-class InFolder(unittest.TestCase):
+class Saving(InFolder):
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = Path(folder.name) / "step"
+        super().setUp()
         self.model = nn.Linear(3, 2)
 
     def save(self, state: Any, **more: Any) -> None:
         fsdp_optim.save(self.path, self.model, state=state, options=QUIET, **more)
 
 
-class OneProcessTest(InFolder):
+class OneProcessTest(Saving):
     def test_objects_are_loaded_and_values_are_returned(self) -> None:
         self.save({"counter": Counter(3), "tree": {"a": (1, torch.ones(2))}, "own": fsdp_optim.per_rank(Counter(5))})
         counter, own = Counter(), Counter()
@@ -207,13 +205,13 @@ def other_names(path: Path) -> tuple[str, str]:
         return error_text(lambda: fsdp_optim.save(path, one.model, one.optim, state={name: 1}, options=QUIET))
 
 
-class RanksTest(InFolder):
+class RanksTest(Saving):
     def test_at_another_world_size(self) -> None:
         run_on_ranks(save_on_ranks, 2, self.path)
-        for rank, (common, own, missing, everyones) in enumerate(run_on_ranks(load_on_ranks, 3, self.path)):
+        for rank, (common, own, missing, of_all_ranks) in enumerate(run_on_ranks(load_on_ranks, 3, self.path)):
             self.assertEqual(common, 10, "the lowest rank's")
             self.assertEqual((own, missing), (rank, ()) if rank < 2 else (99, ("state['own']",)))
-            self.assertEqual(everyones, [{"own": {"count": 0}}, {"own": {"count": 1}}])
+            self.assertEqual(of_all_ranks, [{"own": {"count": 0}}, {"own": {"count": 1}}])
         self.assertEqual([found[1] for found in run_on_ranks(load_on_ranks, 1, self.path)], [0])
 
     def test_one_rank_refuses(self) -> None:

@@ -19,8 +19,8 @@ from kit.cases import expand
 from kit.checkpoint_format import MANIFEST
 from kit.checkpoints import everything, mine, scramble
 from kit.compare import Differs, check_same, error_text
-from kit.options import state_for
 from kit.retention import save_managed
+from kit.store_calls import load_from, save_in_background, save_to
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -28,11 +28,6 @@ from parameterized import parameterized
 import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
-from fsdp_optim.checkpoint.common.run_state import RunState
-from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.save.background import async_save
-from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.base import Store
@@ -41,31 +36,6 @@ from fsdp_optim.testing import run_on_ranks
 PARTS = (True, False)  # whether several ranks can put the parts of one file
 PART_NBYTES = 1000
 WRAPS = ("fairscale flat", "FSDP1 orig", "FSDP2", "DDP")
-
-
-def arguments_of(trained: Trained, **options: Any) -> SaveArguments:
-    """The arguments of a save. `extra`, `per_rank_extra`: values of all ranks, and of each."""
-    state = RunState(state_for(options.pop("extra", None), options.pop("per_rank_extra", None)) or None)
-    return SaveArguments(
-        **{"process_group": trained.process_group, "durable": False, "progress": False, "state": state, **options}
-    )
-
-
-def save_to(store: Store, trained: Trained, **options: Any) -> Any:
-    return save(store, trained.model, trained.optim, arguments_of(trained, **options))
-
-
-def save_in_background(store: Store, trained: Trained, **options: Any) -> Any:
-    return async_save(store, trained.model, trained.optim, arguments_of(trained, **options))
-
-
-def load_from(store: Store, trained: Trained, **options: Any) -> Any:
-    return restore(
-        store,
-        trained.model,
-        trained.optim,
-        LoadArguments(process_group=trained.process_group, progress=False, **options),
-    )
 
 
 def store_in(memory: Any, prefix: str, by_many: bool = True) -> ObjectStore:

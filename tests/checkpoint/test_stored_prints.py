@@ -16,7 +16,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, Fingerprint, LoadOptions, SaveOptions
-from fsdp_optim.offline import element_windows
+from fsdp_optim.offline.values import element_windows
 
 
 class Model(torch.nn.Module):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
-import tempfile
 import unittest
 from collections import OrderedDict
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 from kit.compare import check_same, error_text, refused
 from kit.cut_trees import FULL, complete, cut, emptied, meshes, numbers
+from kit.folders import InFolder
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -218,7 +217,7 @@ def async_and_managed(root: Path) -> None:
     tree = cut(flat, grid)
     handle = fsdp_optim.async_save(root / "async", nn.Linear(1, 1), state={"t": tree}, options=QUIET)
     for tensor in tree.values():
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()  # training goes on
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()  # training continues
     handle.wait()
     into = emptied(cut(flat, grid, other=True))
     load(root / "async", {"t": into})
@@ -338,11 +337,7 @@ def on_ranks(root: Path) -> None:
 # ------------------------------------------------------------------------------------------- one process
 
 
-class TreesTest(unittest.TestCase):
-    def setUp(self) -> None:
-        self.root = Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, self.root)
-
+class TreesTest(InFolder):
     def test_on_ranks(self) -> None:
         run_on_ranks(on_ranks, WORLD, self.root)
         run_on_ranks(at_another_world_size, 2, self.root)

@@ -11,9 +11,8 @@ from kit.compare import refused
 from kit.managed import Run, steps_in
 
 import fsdp_optim
-from fsdp_optim import CheckpointError
-from fsdp_optim.checkpoint.common.pending import Pending, SaveHandle
-from fsdp_optim.results import SaveResult
+from fsdp_optim import CheckpointError, SaveHandle, SaveResult
+from fsdp_optim.checkpoint.common.pending import Pending
 from fsdp_optim.transport import Completion
 
 

@@ -133,7 +133,7 @@ def every_call(folder: str, wrapper: str) -> None:
 
 
 def trained_apart(folder: str, wrapper: str) -> None:
-    """On one rank: a model without hooks has its names, with the same option; so a run goes on fused or unfused."""
+    """On one rank: a model without hooks has its names, with the same option; so a run continues fused or unfused."""
     with cpu():
         apart, fused = (Trained(wrapper, adam, 0, model) for model in (Apart, Net))
         fsdp_optim.load(f"{folder}/apart", apart.model, apart.optim, options=LoadOptions(views="hooks"))

@@ -19,6 +19,7 @@ from kit.checkpoint_format import in_order
 from kit.compare import check_same, error_text
 from kit.optimizers import adam
 from kit.options import as_options
+from kit.store_calls import url_of
 from kit.trained import Oracle, Trained
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
@@ -29,10 +30,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.common.casting import cast_part
-from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.testing import run_on_ranks
 
@@ -85,13 +83,7 @@ def load_all(folder: str, wrappers: Sequence[str]) -> None:
                 target.optim,
                 options=fsdp_optim.LoadOptions(cast=True, compare=True, process_group=group),
             )
-            full = (
-                fsdp_optim.gather_full_model_state_dict(
-                    target.model, None, options=fsdp_optim.CallOptions(process_group=group)
-                )
-                or {}
-            )
-            check_same(f"{saver} into {loader}", in_order(full), in_order(wanted))
+            check_same(f"{saver} into {loader}", in_order(target.gather_model()), in_order(wanted))
             check_same(f"{saver} into {loader}: state", target.gather(None, "name")["state"], oracle.by_name())
 
 
@@ -233,9 +225,10 @@ class PartsTest(unittest.TestCase):
         """Parts that begin in the middle of an element."""
         store = ObjectStore(MemoryBucket(Memory()), "run/step-1", OURS.probe, part_nbytes=part_nbytes)
         model, optim = stepped()
-        save(store, model, optim, SaveArguments(weights_dtype=BF16, durable=False))
         target, target_optim = stepped()
-        restore(store, target, target_optim, LoadArguments(cast=True, compare=True))
+        with url_of(store) as url:
+            fsdp_optim.save(url, model, optim, options=fsdp_optim.SaveOptions(weights_dtype=BF16, durable=False))
+            fsdp_optim.load(url, target, target_optim, options=fsdp_optim.LoadOptions(cast=True, compare=True))
         check_same("weights", target.layer.weight, model.layer.weight.to(BF16).to(torch.float32))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
 import unittest
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from kit.compare import check_same, error_text, refused
 from kit.cut_trees import complete, emptied
 from kit.dcp_trees import AppState, everything, trained
+from kit.folders import InFolder
 from parameterized import parameterized
 from safetensors.torch import load_file
 from torch import nn
@@ -234,11 +233,7 @@ class Factored(torch.optim.Optimizer):
             }
 
 
-class OptimHalfTest(unittest.TestCase):
-    def setUp(self) -> None:
-        self.root = Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, self.root)
-
+class OptimHalfTest(InFolder):
     def test_on_ranks(self) -> None:
         run_on_ranks(on_ranks, WORLD, self.root)
         run_on_ranks(at_another_world_size, 2, self.root / "each_way")

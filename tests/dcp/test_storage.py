@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import signal
-import tempfile
 import unittest
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from kit.compare import check_same
 from kit.cut_trees import FULL, complete, emptied, meshes, numbers
 from kit.cut_trees import cut as cut_over
+from kit.folders import InFolder
 from kit.forked import run
 from parameterized import parameterized
 from safetensors.torch import load_file
@@ -269,7 +268,7 @@ def all_cases(root: Path) -> None:
 KILLED = """
 import os, signal, sys, torch, torch.distributed.checkpoint as dcp
 from fsdp_optim.dcp import Writer
-from fsdp_optim.dcp.staged_save import StagedSave
+from fsdp_optim.dcp.storage.staged_save import StagedSave
 path, at = {path!r}, {at!r}
 def kill(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 if at == "write":
@@ -282,22 +281,14 @@ dcp.save({{"w": torch.ones(5)}}, storage_writer=Writer(path), planner=Planner(),
 """
 
 
-class TestOnRanks(unittest.TestCase):
-    def setUp(self) -> None:
-        self.root = Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, self.root)
-
+class TestOnRanks(InFolder):
     @parameterized.expand([(2,), (WORLD,)])
     def test_bit_for_bit(self, world: int) -> None:
         run_on_ranks(all_cases, world, self.root)
 
 
-class TestAlone(unittest.TestCase):
+class TestAlone(InFolder):
     """One process, without a process group."""
-
-    def setUp(self) -> None:
-        self.root = Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, self.root)
 
     def save(self, name: str, tree: Any, **options: Any) -> None:
         dcp.save(tree, storage_writer=Writer(self.root / name, durable=False, **options), no_dist=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
-import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from kit.compare import check_same, refused
 from kit.cut_trees import complete, emptied, numbers, sharded
+from kit.folders import InFolder
 from kit.trained import Trained
 from kit.wrapping import cpu
 from safetensors.torch import load_file
@@ -207,11 +206,7 @@ class Counting:
         self.loaded = state
 
 
-class ValuesTest(unittest.TestCase):
-    def setUp(self) -> None:
-        self.root = Path(tempfile.mkdtemp())
-        self.addCleanup(shutil.rmtree, self.root)
-
+class ValuesTest(InFolder):
     def test_on_ranks(self) -> None:
         run_on_ranks(on_ranks, WORLD, self.root)
         run_on_ranks(at_another_world_size, 2, self.root)

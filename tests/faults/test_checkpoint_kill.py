@@ -50,7 +50,7 @@ class KillTest(unittest.TestCase):
     def setUp(self) -> None:
         self.root = self.folder / self.id().split(".")[-1]
 
-    @pytest.mark.slow  # tests/faults/test_soak.py kills at a few random moments in `make test`
+    @pytest.mark.slow  # tests/faults/test_soak.py kills at a few random moments in `make test-all`
     def test_at_random_moments(self) -> None:
         self.die_and_live_on(FEW_MOMENTS)
 
@@ -59,7 +59,7 @@ class KillTest(unittest.TestCase):
         self.die_and_live_on(MOMENTS)
 
     def die_and_live_on(self, moments: int) -> None:
-        """Three ways of saving in turn, each in a folder of its own, in which life goes on after each death."""
+        """Three ways of saving in turn, each in a folder of its own, in which life continues after each death."""
         rng = random.Random(SEED)
         newest, lasts = {}, {}
         for mode in MODES:

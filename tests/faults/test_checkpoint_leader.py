@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 import time
 import unittest
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from kit.compare import Differs, check_same, error_text
+from kit.folders import InFolder
 from kit.groups import Meeting
 from kit.optimizers import adam
 from kit.options import as_options
@@ -117,12 +117,7 @@ def take_away_all(root: Path, hows: list[str]) -> list[Any]:
     return [take_away(root / str(number), how) for number, how in enumerate(hows)]
 
 
-class LeaderTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-
+class LeaderTest(InFolder):
     def test_a_rank_that_dies_is_missed_soon(self) -> None:
         by_rank = run_on_ranks(save_and_die, 3, self.root, CASES)
         for (dead, where), errors in zip(CASES, by_rank[0], strict=True):

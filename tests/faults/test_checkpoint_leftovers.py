@@ -70,7 +70,7 @@ class LeftoversTest(unittest.TestCase):
         self.assertEqual((rest.exists(), named.exists()), (False, True))
 
     def test_removed_while_it_is_made(self) -> None:
-        """Before each call that the one makes, the other looks and removes; before each call of the other, the one goes on."""
+        """Before each call that the one makes, the other looks and removes; before each call of the other, the one continues."""
         for first in ("mkdir", "open", "flock", "rename"):
             with self.subTest(paused_before=first):
                 self.use_new_place()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
-import tempfile
 import tracemalloc
 import unittest
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,13 +16,14 @@ import xxhash
 from kit.cases import expand, some
 from kit.checkpoint_format import canonical, read_manifest
 from kit.compare import check_same, error_text
+from kit.folders import InFolder
 from kit.options import as_options, state_for
 from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
 from fsdp_optim.checkpoint.load import stored_state
-from fsdp_optim.formats.base.json_text import parse_json
+from fsdp_optim.plugins import parse_json
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
 
@@ -42,12 +41,7 @@ def contents(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": dict(model.state_dict()), "state": [dict(optim.state[p]) for p in model.parameters()]}
 
 
-class InFolder(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = Path(folder.name) / "step"
-
+class Rewriting(InFolder):
     def rewrite(self, edit: Callable[[Any], Any]) -> None:
         """Another manifest, with the right checksum."""
         text = canonical(edit(read_manifest(self.path)))
@@ -58,12 +52,12 @@ class InFolder(unittest.TestCase):
 # ------------------------------------------------------------------------------------------ of the process
 
 
-class ProcessTest(InFolder):
+class ProcessTest(Rewriting):
     def test_default_device(self) -> None:
         """The meta device stands for CUDA: what is made there by mistake has no elements."""
         model, optim = stepped()
         extra: dict[str, Any] = {"tensor": torch.arange(3), "array": torch.arange(4).numpy(), "step": 7}
-        other, its = stepped()
+        other, other_optim = stepped()
         torch.set_default_device("meta")
         try:
             fsdp_optim.save(
@@ -73,7 +67,7 @@ class ProcessTest(InFolder):
                 state=state_for(extra, [extra]),
                 **as_options(fsdp_optim.SaveOptions, **QUIET),
             )
-            restored = fsdp_optim.load(self.path, other, its, options=fsdp_optim.LoadOptions(compare=True))
+            restored = fsdp_optim.load(self.path, other, other_optim, options=fsdp_optim.LoadOptions(compare=True))
             fsdp_optim.async_save(
                 self.path,
                 model,
@@ -82,13 +76,13 @@ class ProcessTest(InFolder):
                 overwrite=True,
                 **as_options(fsdp_optim.SaveOptions, **QUIET),
             ).wait()
-            fsdp_optim.load(self.path, other, its)
+            fsdp_optim.load(self.path, other, other_optim)
             full = fsdp_optim.gather_full_optim_state_dict(model, optim)
-            shard = fsdp_optim.get_shard_from_optim_state_dict(other, its, full)
-            fsdp_optim.load_optim_state_dict(its, shard)
+            shard = fsdp_optim.get_shard_from_optim_state_dict(other, other_optim, full)
+            fsdp_optim.load_optim_state_dict(other_optim, shard)
         finally:
             torch.set_default_device(None)
-        check_same("loaded", contents(other, its), contents(model, optim))
+        check_same("loaded", contents(other, other_optim), contents(model, optim))
         values = dict(restored.state)
         for found in (values.pop("per_rank_extra")[0], values):
             found["array"] = torch.from_numpy(found["array"])
@@ -99,19 +93,19 @@ class ProcessTest(InFolder):
         fsdp_optim.save(
             self.path, model, optim, state={"t": torch.arange(3)}, **as_options(fsdp_optim.SaveOptions, **QUIET)
         )
-        other, its = stepped()
+        other, other_optim = stepped()
         with torch.inference_mode():
-            restored = fsdp_optim.load(self.path, other, its, options=fsdp_optim.LoadOptions(compare=True))
+            restored = fsdp_optim.load(self.path, other, other_optim, options=fsdp_optim.LoadOptions(compare=True))
             inference_only = nn.Linear(3, 2)
             fsdp_optim.load(self.path, inference_only)
         check_same("weights", dict(inference_only.state_dict()), dict(model.state_dict()))
-        check_same("loaded", contents(other, its), contents(model, optim))
+        check_same("loaded", contents(other, other_optim), contents(model, optim))
         restored.state["t"].add_(1)
-        for one, with_optim in ((model, optim), (other, its)):
+        for one, with_optim in ((model, optim), (other, other_optim)):
             with_optim.zero_grad()
             one(torch.ones(4, 3)).sum().backward()
             with_optim.step()
-        check_same("a step later", contents(other, its), contents(model, optim))
+        check_same("a step later", contents(other, other_optim), contents(model, optim))
 
     @parameterized.expand((("nan", math.nan), ("negative", -1.0), ("a word", "7")))
     def test_wait_for_no_time(self, _: str, timeout: Any) -> None:
@@ -126,7 +120,7 @@ class ProcessTest(InFolder):
 # ------------------------------------------------------------------------------------------ of the optimizer
 
 
-class OptimizerTest(InFolder):
+class OptimizerTest(Rewriting):
     @parameterized.expand(
         (
             ("tuple keys", {"scales": {(1, 2): 3.0, ("a",): [4]}}),
@@ -139,10 +133,10 @@ class OptimizerTest(InFolder):
         fsdp_optim.save(
             self.path, model, optim, state=state_for(options), **as_options(fsdp_optim.SaveOptions, **QUIET)
         )
-        other, its = stepped(**dict.fromkeys(options))
-        restored = fsdp_optim.load(self.path, other, its)
+        other, other_optim = stepped(**dict.fromkeys(options))
+        restored = fsdp_optim.load(self.path, other, other_optim)
         for key, value in options.items():
-            check_same(key, [its.param_groups[0][key], restored.state[key]], [value, value])
+            check_same(key, [other_optim.param_groups[0][key], restored.state[key]], [value, value])
 
     @parameterized.expand(
         (
@@ -199,11 +193,12 @@ class OptimizerTest(InFolder):
             **as_options(fsdp_optim.SaveOptions, **QUIET, bucket_nbytes=16),
         )
         wanted = [
-            {name: value.resolve_conj().resolve_neg() for name, value in its.items()} for its in optim.state.values()
+            {name: value.resolve_conj().resolve_neg() for name, value in state.items()}
+            for state in optim.state.values()
         ]
         for _ in range(2):
             restored = fsdp_optim.load(self.path, model, optim, options=fsdp_optim.LoadOptions(compare=True))
-            found = [dict(its) for its in optim.state.values()]
+            found = [dict(state) for state in optim.state.values()]
             check_same("state", found, wanted)
             check_same("extra", dict(restored.state), {"conj": wanted[0]["conj"], "neg": wanted[1]["neg"]})
 
@@ -212,18 +207,18 @@ class OptimizerTest(InFolder):
         for values in optim.state.values():
             del values["step"]
         fsdp_optim.save(self.path, model, optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
-        other, its = stepped()
-        before = [dict(its.state[p]) for p in other.parameters()]
-        kind, text = error_text(lambda: fsdp_optim.load(self.path, other, its))
+        other, other_optim = stepped()
+        before = [dict(other_optim.state[p]) for p in other.parameters()]
+        kind, text = error_text(lambda: fsdp_optim.load(self.path, other, other_optim))
         self.assertEqual(kind, "StateError", text)
         self.assertIn("step", text)
-        check_same("before", [dict(its.state[p]) for p in other.parameters()], before)
+        check_same("before", [dict(other_optim.state[p]) for p in other.parameters()], before)
 
 
 # ------------------------------------------------------------------------------------------ of the checkpoint
 
 
-class SaidTest(InFolder):
+class SaidTest(Rewriting):
     def edited(self, edit: Callable[[dict[str, Any]], Any]) -> tuple[str, str]:
         model, optim = stepped()
         fsdp_optim.save(self.path, model, optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **QUIET))
@@ -275,7 +270,7 @@ class SaidTest(InFolder):
                 self.assertEqual(error_text(call), ("AttributeError", "a mistake in the library"))
 
 
-class NoWeightsTest(InFolder):
+class NoWeightsTest(Rewriting):
     def test_a_manifest_that_has_lost_the_model(self) -> None:
         """A load that restores the optimizer and leaves the weights as they are would be silently wrong."""
         model, optim = stepped()
@@ -292,7 +287,7 @@ class NoWeightsTest(InFolder):
         check_same("as it was", contents(model, optim), before)
 
 
-class GrowthTest(InFolder):
+class GrowthTest(Rewriting):
     def test_keys_twice_take_linear_time(self) -> None:
         """Comparisons are counted: those of the keys."""
 
@@ -369,9 +364,9 @@ class GrowthTest(InFolder):
             state={"words": "[[" * 100_000, "lists": [[]] * 100_000},
             **as_options(fsdp_optim.SaveOptions, **QUIET),
         )
-        other, its = stepped(words="", quoted="")
-        restored = fsdp_optim.load(self.path, other, its)
-        self.assertEqual(its.param_groups[0]["words"], "[{" * 100_000)
+        other, other_optim = stepped(words="", quoted="")
+        restored = fsdp_optim.load(self.path, other, other_optim)
+        self.assertEqual(other_optim.param_groups[0]["words"], "[{" * 100_000)
         self.assertEqual(restored.state["lists"], [[]] * 100_000)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from kit.folders import InFolder
 from kit.forked import LIBRARY, run
 from parameterized import parameterized
 from safetensors.torch import load_file
@@ -83,12 +84,7 @@ INSPECT = """
 """
 
 
-class MetadataTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-
+class MetadataTest(InFolder):
     @parameterized.expand([(name,) for name in HOSTILE])
     def test_refused_in_little_memory(self, name: str) -> None:
         """In a process of its own, which must not end by a signal, and has a fraction of what the objects would take."""

@@ -192,7 +192,7 @@ class Tracer:
 
 
 def interrupted_anywhere(folder: Path, num_trials: int) -> list[str]:
-    """An interrupt at many places of a call, on one rank after the other: nobody waits for long, and the ranks go on."""
+    """An interrupt at many places of a call, on one rank after the other: nobody waits for long, and the ranks continue."""
     trained = Trained("FSDP2", adam, 1)
     both, wanted = (trained.model, trained.optim), trained.gather(None)
     calls: list[Callable[[], Any]] = [

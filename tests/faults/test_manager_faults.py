@@ -62,7 +62,7 @@ class TwoRunsTest(CatalogTest):
             second.steps(range(1, 3))
             refused(lambda: second.steps([3]), CheckpointError, "step-00000003", "step-00000006", *ANOTHER)
             self.assertEqual(steps_in(self.root), [6, 4, 2])
-            check_same("it goes on from the other's", second.manager.resume(), 6)
+            check_same("it continues from the other's", second.manager.resume(), 6)
             second.steps(range(7, 10))
             second.manager.wait()
             self.assertEqual(steps_in(self.root), [9])
@@ -182,7 +182,7 @@ class KilledTest(CatalogTest):
 
 
 def cannot_write(root: Path) -> None:
-    """Rank 0 makes folders, on a file system that has become read-only; all ranks raise its error, and training can go on."""
+    """Rank 0 makes folders, on a file system that has become read-only; all ranks raise its error, and training can continue."""
     (root / "runs").mkdir(exist_ok=True)
     run = Run(root / "runs" / "first", "FSDP2", agree_every=1)
     real = os.mkdir

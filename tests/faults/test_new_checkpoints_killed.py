@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 import torch
-from kit.checkpoints import InFolder
 from kit.compare import check_same
+from kit.folders import InFolder
 from kit.forked import LIBRARY, run
 from parameterized import parameterized
 from safetensors.torch import save_file

@@ -18,7 +18,7 @@ class ShortTest(unittest.TestCase):
         later=[
             ("kills", 4),
             ("races", 1),
-        ],  # test_checkpoint_kill.py and test_checkpoint_replaced.py have a few in `make test`
+        ],  # test_checkpoint_kill.py and test_checkpoint_replaced.py have a few in `make test-all`
     )
     def test_torture(self, name: str, cases: int) -> None:
         torture = Torture(name, SEED, cases=cases, short=True)

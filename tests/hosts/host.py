@@ -167,7 +167,7 @@ class Host:
         process.wait(0.5)
 
     def _continue_started(self) -> None:
-        """Let those go on that wait outside for a command: nsenter stops itself where its command is stopped."""
+        """Let those continue that wait outside for a command: nsenter stops itself where its command is stopped."""
         for process in self._started:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)

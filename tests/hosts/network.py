@@ -47,7 +47,7 @@ class Network:
         """Let each round trip between two hosts take so many milliseconds longer.
 
         `bandwidth`: bytes in a second that each host can send, and as many that it can receive; None for no limit.
-        The connections that exist go on through the relay. `delay(0)` takes the relay away.
+        The connections that exist continue through the relay. `delay(0)` takes the relay away.
         """
         self._speed = {"delay": milliseconds / 2000, "bandwidth": bandwidth}
         if milliseconds or bandwidth:

@@ -119,7 +119,7 @@ class Run:
         self.hosts[host].signal_programs(signal.SIGSTOP, mount)
 
     def continue_host(self, host: int) -> None:
-        """Let all that was stopped on a host go on."""
+        """Let all that was stopped on a host continue."""
         self.hosts[host].signal_programs(signal.SIGCONT, mount=True)
 
     def end(self) -> None:

@@ -100,7 +100,7 @@ class FaultTest(TimedTest):
         self.until(lambda: self.num_ticks(run.output(0)) > self.num_ticks(running) + 20, "host 0 is stopped too")
         self.assertEqual(run.output(3), stopped)
         run.continue_host(1)
-        self.until(lambda: len(run.output(3)) > len(stopped), "host 1 does not go on")
+        self.until(lambda: len(run.output(3)) > len(stopped), "host 1 does not continue")
 
     def test_a_host_is_stopped_with_its_mount(self) -> None:
         bench = self.bench(2, Sshfs())

@@ -74,7 +74,7 @@ class _Lost:
         return next(iter(self.jobs.values()))
 
     def let_go(self, *, of_lost: bool) -> None:
-        """Let those that are held go on, on the host that is lost, or on the other one."""
+        """Let those that are held continue, on the host that is lost, or on the other one."""
         for phase, run in self.jobs.items():
             if of_lost == (self.held[phase][0] in RANKS[self.host]):
                 (run.folder / "go").touch()
@@ -112,7 +112,7 @@ class _Lost:
                         self.test.assertIn("ranks 2, 3", outcome["text"])
 
     def check_goes_on(self, *, may_write: bool) -> None:
-        """A job on the other host alone goes on. `may_write`: the lost host lives, and its files are left alone."""
+        """A job on the other host alone continues. `may_write`: the lost host lives, and its files are left alone."""
         for phase, found in self.on([1 - self.host], "resume").items():
             with self.test.subTest(phase):
                 number = 2 if self.is_saved(phase) else 1
@@ -208,7 +208,7 @@ class LostTest(LostCase):
 
     @parameterized.expand(CASES)
     def test_cut_off_and_goes_on_alone(self, _: str, call: str, host: int) -> None:
-        """The lost host goes on while its link is cut: both hosts take the other one for lost."""
+        """The lost host continues while its link is cut: both hosts take the other one for lost."""
         jobs = self.jobs(call, host)
         jobs.bench.cut(host)
         jobs.let_go(of_lost=False)

@@ -1,4 +1,4 @@
-"""Two hosts in `make test`, where root and FUSE allow: background saves and a manager on a file system like NFS at its worst."""
+"""Two hosts, where root and FUSE allow, in `make test-all`: background saves and a manager on what is like NFS at its worst."""
 
 from __future__ import annotations
 

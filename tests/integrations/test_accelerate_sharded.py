@@ -1,4 +1,4 @@
-"""Folders that Accelerate and the Trainer themselves have saved as sharded: a run that switches to the plug-in goes on.
+"""Folders that Accelerate and the Trainer themselves have saved as sharded: a run that switches to the plug-in continues.
 
 Accelerate's own function loads the optimizer of FSDP1 into what `FSDP.optim_state_dict` gives of the new optimizer, which has no
 state before its first step, so nothing is loaded.

@@ -28,7 +28,7 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim import CheckpointError, LoadOptions, SaveOptions
 from fsdp_optim.integrations import accelerate as plugin
-from fsdp_optim.integrations.needed import version_of
+from fsdp_optim.integrations.common.needed import version_of
 from fsdp_optim.storage.posix import FolderWriter
 from fsdp_optim.testing import run_on_ranks
 

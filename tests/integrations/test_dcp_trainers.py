@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 import fsdp_optim
 from fsdp_optim.integrations import llama_factory, nemo_automodel, prime_rl
-from fsdp_optim.integrations.needed import MissingNameError
+from fsdp_optim.integrations.common.needed import MissingNameError
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.dcp_trainers",)

@@ -49,8 +49,8 @@ def resumed(pairs: list[tuple[str, str]], **options: Any) -> None:
     model, optim = never_stopped()
     with quiet():
         for path, wrapper in pairs:
-            one, its = trainer(strategy(wrapper, **options), max_epochs=EPOCHS), module()
-            one.fit(its, loader(), ckpt_path=path)
+            one, resumed = trainer(strategy(wrapper, **options), max_epochs=EPOCHS), module()
+            one.fit(resumed, loader(), ckpt_path=path)
             live = one.strategy.model
             group = dist.group.WORLD
             weights = fsdp_optim.gather_full_model_state_dict(
@@ -65,7 +65,7 @@ def resumed(pairs: list[tuple[str, str]], **options: Any) -> None:
                 raise AssertionError(f"lr {full['param_groups'][0]['lr']}, not {optim['param_groups'][0]['lr']}")
             if (one.global_step, one.current_epoch) != (BATCHES * EPOCHS, EPOCHS):
                 raise AssertionError(f"{path} under {wrapper} ended at {one.global_step}, {one.current_epoch}")
-            check_same("of the module", its.seen, {"steps": BATCHES, "mean": torch.ones(2), 3: "an int"})
+            check_same("of the module", resumed.seen, {"steps": BATCHES, "mean": torch.ones(2), 3: "an int"})
 
 
 class TestResume(unittest.TestCase):
@@ -96,10 +96,10 @@ class TestResume(unittest.TestCase):
         model, optim = never_stopped(epochs=1)
         for wrapper in WRAPPERS:
             with quiet():
-                its = module()
-            plain = torch.optim.AdamW(its.parameters())
-            restored = fsdp_optim.load(f"{self.folder.name}/{wrapper}/last.ckpt", its, plain)
-            check_same("weights", dict(its.state_dict()), model)
+                resumed = module()
+            plain = torch.optim.AdamW(resumed.parameters())
+            restored = fsdp_optim.load(f"{self.folder.name}/{wrapper}/last.ckpt", resumed, plain)
+            check_same("weights", dict(resumed.state_dict()), model)
             check_same("state", plain.state_dict()["state"], optim["state"])
             self.assertEqual((restored.state["global_step"], restored.step), (BATCHES, BATCHES))
             self.assertEqual(restored.state["hyper_parameters"], {"width": 7})
@@ -216,14 +216,14 @@ def dies(root: str) -> list[str]:
     log.addHandler(handler)
     try:
         with quiet(), mock.patch.object(background, "finish", broken):
-            one, its = trainer(strategy("FSDP2")), module()
+            one, resumed = trainer(strategy("FSDP2")), module()
 
             def on_train_batch_end(*args: Any) -> None:
                 one.save_checkpoint(f"{root}/first")
                 raise ZeroDivisionError("of the training")
 
-            its.on_train_batch_end = on_train_batch_end
-            one.fit(its, loader())
+            resumed.on_train_batch_end = on_train_batch_end
+            one.fit(resumed, loader())
     except ZeroDivisionError:
         return handler.lines
     finally:
@@ -248,9 +248,9 @@ def cannot_put_a_file_aside(root: str) -> str:
 
 def puts_weights(root: str) -> str:
     with quiet():
-        one, its = trainer(strategy("DDP")), module()
-        one.fit(its, loader())
-        its.on_save_checkpoint = lambda checkpoint: checkpoint.update(state_dict={"net.0.bias": torch.zeros(7)})
+        one, resumed = trainer(strategy("DDP")), module()
+        one.fit(resumed, loader())
+        resumed.on_save_checkpoint = lambda checkpoint: checkpoint.update(state_dict={"net.0.bias": torch.zeros(7)})
         try:
             one.save_checkpoint(f"{root}/first")
         except fsdp_optim.StateError as error:

@@ -59,14 +59,14 @@ def shuffled(shuffle: bool) -> DataLoader[Tensor]:
 def run(wrapper: str, shuffle: bool, callbacks: Any = (), path: str | None = None, begin: int = 1) -> tuple[Any, Any]:
     """The draws of each step, and the weights and the state at the end."""
     seed(begin)
-    one, its = trainer(strategy(wrapper), callbacks=callbacks, max_epochs=EPOCHS), noisy()
-    one.fit(its, shuffled(shuffle), ckpt_path=path)
+    one, resumed = trainer(strategy(wrapper), callbacks=callbacks, max_epochs=EPOCHS), noisy()
+    one.fit(resumed, shuffled(shuffle), ckpt_path=path)
     live, group = one.strategy.model, dist.group.WORLD
     weights = fsdp_optim.gather_full_model_state_dict(live, None, options=fsdp_optim.CallOptions(process_group=group))
     state = fsdp_optim.gather_full_optim_state_dict(
         live, one.optimizers[0], None, options=fsdp_optim.CallOptions(process_group=group)
     )["state"]
-    return its.draws, (weights, state)
+    return resumed.draws, (weights, state)
 
 
 def checkpoints(root: str, point: str) -> Any:

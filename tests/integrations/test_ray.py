@@ -1,4 +1,4 @@
-"""Ray Train's own TorchTrainer: a worker is killed, Ray begins the function again, and training goes on at any number of workers.
+"""Ray Train's own TorchTrainer: a worker is killed, Ray begins anew, and training continues at any number of workers.
 
 Needs `ray[train]`, which is no part of `make venv`, because it has 400 MB: install it elsewhere, and run this file alone there.
 """

@@ -51,7 +51,7 @@ def stop_and_resume(folder: Path, **options: Any) -> None:
         check_same("a run that was loaded", without(everything(trainer), "num_drawn"), without(saved, "num_drawn"))
     with trainer_of(folder / "run", 6, **options) as trainer:
         trainer.train()  # its new iterators of loaders draw random numbers
-        check_same("a run that stopped and went on", without(everything(trainer), "random"), without(whole, "random"))
+        check_same("a run that stopped and continued", without(everything(trainer), "random"), without(whole, "random"))
         check_same("the steps", [one.step for one in fsdp_optim.checkpoints(folder / "run/checkpoint")], [6, 4, 2])
 
 
@@ -80,7 +80,7 @@ class TestResume(SharedFolder):
         """Two optimizers, the loader of each rank, the schedule, random states; parameters that a hook joins; a pipeline."""
         run_on_ranks(stop_and_resume, 2, self.root / mode, async_mode=mode, spec=spec)
 
-    @expand(soon=[], later=[(1,), (3,), (4,)])  # test_torchtitan_layouts.py has another number in `make test`
+    @expand(soon=[], later=[(1,), (3,), (4,)])  # test_torchtitan_layouts.py has another number in `make test-all`
     def test_other_numbers_of_ranks(self, world_size: int) -> None:
         """The sums of two and of four equal gradients are exact, those of three are not, so three ranks only load."""
         folder = self.root / f"alike {world_size}"
@@ -249,7 +249,7 @@ def left_out(folder: Path) -> None:
 
 
 def from_torchtitan_itself(folder: Path, fuse_qkv: bool) -> None:
-    """A run of torchtitan's own manager goes on in a folder of this one's."""
+    """A run of torchtitan's own manager continues in a folder of this one's."""
     with torchtitan_on_cpu():
         from torchtitan.components.checkpointer import CheckpointManager
 

@@ -1,6 +1,6 @@
 """torchtitan's Trainer with pipeline and with tensor parallel: stopped and resumed, and loaded in another layout.
 
-As in test_torchtitan.py, which has a pipeline that stops and goes on, it runs on CPU with the stand-ins of `kit.torchtitan_cpu`.
+As in test_torchtitan.py, where a pipeline stops and continues, it runs on CPU with the stand-ins of `kit.torchtitan_cpu`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def stop_and_resume(folder: Path, layout: str) -> dict[str, Any]:
     saved = trained(folder / "run", 4, **options)
     with trainer_of(folder / "run", 6, load_only=True, **options) as trainer:
         trainer.train()
-        check_same("a run that stopped and went on", without(everything(trainer), "random"), without(whole, "random"))
+        check_same("a run that stopped and continued", without(everything(trainer), "random"), without(whole, "random"))
     return {name: saved[name] for name in SAME}
 
 

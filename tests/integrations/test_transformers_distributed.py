@@ -13,14 +13,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.compare import check_same, refused, refused_on_ranks, sorted_state
+from kit.compare import check_same, gathered_state, refused, refused_on_ranks
+from kit.optimizers import step_by_values
 from kit.pretrained import build, transformers
 from parameterized import parameterized
 from safetensors.torch import load_file
 
 import fsdp_optim
 from fsdp_optim.integrations import transformers as plugin
-from fsdp_optim.integrations.needed import MissingNameError
+from fsdp_optim.integrations.common.needed import MissingNameError
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
@@ -50,20 +51,6 @@ def opened(folder: Path, mesh: str) -> Any:
     return transformers().AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
 
-def step(model: Any, optim: Any, number: int) -> None:
-    """A step in which gradients do not depend on the mesh: each is a function of its parameter."""
-    for param in model.parameters():
-        param.grad = param.detach() * (0.5 + number)
-    optim.step()
-    optim.zero_grad()
-
-
-def state_of(model: Any, optim: Any) -> dict[str, Any]:
-    weights = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None)
-    state = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name")
-    return {"weights": dict(sorted(weights.items())), "state": sorted_state(state["state"])}
-
-
 def save(hub: Path, root: Path, mesh: str, on: bool, same: bool) -> dict[str, Any]:
     """Train two steps, and save by transformers' own calls. `same`: the optimizer into the folder of the weights."""
     with enabled(on):
@@ -72,11 +59,11 @@ def save(hub: Path, root: Path, mesh: str, on: bool, same: bool) -> dict[str, An
         model = opened(hub, mesh)
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         for number in range(2):
-            step(model, optim, number)
+            step_by_values(model, optim, number)
         for _ in range(2):  # the second save replaces the first
             model.save_pretrained(root / "model", distributed_checkpoint=True)
             save_optimizer_distributed(model, optim, str(root / ("model" if same else "optim")))
-        return state_of(model, optim)
+        return gathered_state(model, optim)
 
 
 def load(root: Path, mesh: str, same: bool) -> dict[str, Any]:
@@ -87,7 +74,7 @@ def load(root: Path, mesh: str, same: bool) -> dict[str, Any]:
         optim = torch.optim.AdamW(model.parameters(), lr=0.5)
         load_optimizer_distributed(model, optim, str(root / ("model" if same else "optim")))
         check_same("lr", optim.param_groups[0]["lr"], 0.01)
-        return state_of(model, optim)
+        return gathered_state(model, optim)
 
 
 def load_in_place(root: Path, mesh: str, seed: Path) -> dict[str, Any]:
@@ -105,7 +92,7 @@ def mistaken(hub: Path, root: Path) -> None:
 
         model = opened(hub, "FSDP2")
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
-        step(model, optim, 0)
+        step_by_values(model, optim, 0)
         save_optimizer_distributed(model, optim, str(root / "here"))
         refused_on_ranks(
             "the optimizer first",

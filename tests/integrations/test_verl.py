@@ -144,7 +144,7 @@ def stop_and_resume(folder: Path, strategy: str, in_background: bool) -> None:
         check_same("the manager", type(second.checkpoint_manager).__name__, "FsdpOptimCheckpointManager")
         second.load_checkpoint(folder_of(root, 2), None, True)
         train(second, [2, 3])
-        check_same("a run that stopped and went on", everything(second), wanted)
+        check_same("a run that stopped and continued", everything(second), wanted)
         check_same("random states", torch.rand(3), drawn)
 
 
@@ -209,7 +209,7 @@ def in_background(folder: Path) -> None:
         hold["is_on"] = True
         actor.save_checkpoint(folder_of(root, 1), None, 1)
         place = Path(folder_of(root, 1)) / "huggingface"
-        train(actor, [1])  # goes on
+        train(actor, [1])  # continues
         assert not (place / "fsdp_optim.json").exists()
         if dist.get_rank() == 0:
             (root / "global_step_1/critic/huggingface.saving-1").mkdir(parents=True)  # another role, not ready

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from kit.compare import check_refused, check_same, error_text, sorted_state
+from kit.compare import check_refused, check_same, error_text, gathered_state
+from kit.optimizers import step_by_values
 from kit.pretrained import build
 from kit.verl_cpu import engine_of, small_llama_folder, verl_on_cpu
 from kit.wrapping import cpu
@@ -29,19 +30,6 @@ import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.verl",)
-
-
-def state_of(model: Any, optim: Any) -> dict[str, Any]:
-    full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name")
-    weights = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None)
-    return {"weights": dict(sorted(weights.items())), "state": sorted_state(full["state"])}
-
-
-def step(model: Any, optim: Any, number: int) -> None:
-    for param in model.parameters():
-        param.grad = param.detach() * (0.5 + number)
-    optim.step()
-    optim.zero_grad()
 
 
 # ------------------------------------------------------------------------------------------ verl
@@ -56,10 +44,10 @@ def by_verl(folder: Path, strategy: str) -> dict[str, Any]:
             engine = engine_of(folder / "model", strategy, external_lib=None)
             check_same("the manager", type(engine.checkpoint_manager).__name__, "FSDPCheckpointManager")
             for number in range(2):
-                step(engine.module, engine.optimizer, number)
+                step_by_values(engine.module, engine.optimizer, number)
                 engine.lr_scheduler.step()
             engine.save_checkpoint(str(folder / "saved"), None, 2)
-            return {**state_of(engine.module, engine.optimizer), "schedule": engine.lr_scheduler.last_epoch}
+            return {**gathered_state(engine.module, engine.optimizer), "schedule": engine.lr_scheduler.last_epoch}
     finally:
         plugin.enable()
 
@@ -69,7 +57,7 @@ def into_verl(folder: Path, strategy: str) -> dict[str, Any]:
     with verl_on_cpu():
         engine = engine_of(folder / "model", strategy)
         engine.load_checkpoint(str(folder / "saved"))
-        return {**state_of(engine.module, engine.optimizer), "schedule": engine.lr_scheduler.last_epoch}
+        return {**gathered_state(engine.module, engine.optimizer), "schedule": engine.lr_scheduler.last_epoch}
 
 
 def from_fsdp1(folder: Path) -> None:
@@ -116,7 +104,7 @@ def as_skyrl(folder: Path) -> dict[str, Any]:
         model = WRAPPERS["FSDP2"](build("llama"))
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         sched = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
-        step(model, optim, 0)
+        step_by_values(model, optim, 0)
         sched.step()
         extra = {
             "lr_scheduler": sched.state_dict(),
@@ -134,7 +122,7 @@ def as_skyrl(folder: Path) -> dict[str, Any]:
             (folder / "huggingface").mkdir(exist_ok=True)
             (folder / "huggingface" / "config.json").write_text("{}")
             (folder / "fsdp_config.json").write_text(json.dumps({"fsdp_strategy": "fsdp"}))
-        return state_of(model, optim)
+        return gathered_state(model, optim)
 
 
 def from_skyrl(place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -144,7 +132,7 @@ def from_skyrl(place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         loaded = fsdp_optim.load(place, model, optim)
         check_same("the learning rate", optim.param_groups[0]["lr"], 0.005)
         kept = {name: loaded.state[name] for name in ("lr_scheduler", "client_state", "rank")}
-        return state_of(model, optim), kept
+        return gathered_state(model, optim), kept
 
 
 class SkyRlTest(unittest.TestCase):

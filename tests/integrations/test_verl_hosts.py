@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import os
 import sys
-import tempfile
 import threading
 import unittest
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.compare import check_same
+from kit.folders import InFolder
 from kit.verl_cpu import import_verl
 from torch import nn
 
@@ -168,12 +168,7 @@ def of_an_older_version(root: Path) -> None:
 
 
 @unittest.skipIf(sys.version_info >= (3, 13), "verl needs a Python before 3.13")
-class HostsTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-
+class HostsTest(InFolder):
     def test_the_last_role_names_the_step_although_it_sees_the_others_late(self) -> None:
         run_on_ranks(last_of_two, 1, self.root)
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_refused, check_same, error_text
 from kit.folders import SharedFolder
+from kit.optimizers import stepped
 from kit.options import as_options
 from kit.pretrained import build, tensors_of, ties_of
 from kit.tables import Table
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
 from parameterized import parameterized
-from torch import nn
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
@@ -45,15 +45,6 @@ IN_EVERY_WRAPPER = (
     "resnet, with buffers",
 )  # the files are the same whatever wrote them: see test_save_load_matrix
 SMALL = 3000  # bytes of one file, where a model is split
-
-
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
-    """One step, which does to each element what it does to it in any other wrapper."""
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    for param in model.parameters():
-        param.grad = torch.full_like(param, 0.25)
-    optim.step()
-    return optim
 
 
 CASES = [

@@ -70,8 +70,8 @@ def check_converted(
         for file in (target / f"{format}.pt",):
             full = torch.load(file, weights_only=True)["optimizer"]
             check_same("sizes of groups", [len(group["params"]) for group in full["param_groups"]], list(sizes))
-            for got, its, what in zip(by_name(full), wanted, ("state", "hyperparameters"), strict=True):
-                check_same(f"{format}: {what}", got, its, in_order=False)
+            for got, expected, what in zip(by_name(full), wanted, ("state", "hyperparameters"), strict=True):
+                check_same(f"{format}: {what}", got, expected, in_order=False)
 
 
 def save_all(root: str) -> list[Any]:

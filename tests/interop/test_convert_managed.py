@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint.common.random_states import set_random_states
 from fsdp_optim.checkpoint.common.run_state import RANDOM
-from fsdp_optim.plugins import encode_values
+from fsdp_optim.plugins import encode_values, set_random_states
 from fsdp_optim.testing import run_on_ranks
 
 STEPS = 4
@@ -97,8 +96,8 @@ class ManagedTest(SharedFolder):
         backs = [self.root / f"back-{name}" / self.source.name for name in ways]
         backs += [self.root / "torch-0", self.root / "torch_file-0" / "checkpoint.pt"]
         found = run_on_ranks(resumed, 2, str(self.root / "others"), list(map(str, backs)))
-        for rank, its in enumerate(found):
-            for name, losses in zip(backs, its, strict=True):
+        for rank, of_rank in enumerate(found):
+            for name, losses in zip(backs, of_rank, strict=True):
                 check_same(f"{name} on rank {rank}", losses, self.losses[rank])
 
     def test_stock_torch_reads_it(self) -> None:

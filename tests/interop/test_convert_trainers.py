@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
-from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.offline.group_order import by_group
+from fsdp_optim.offline.conversion.group_order import by_group
+from fsdp_optim.plugins import StoredTensor
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
@@ -205,9 +205,9 @@ class LightningTest(SharedFolder):
         got, wanted = fsdp_optim.load(self.root / f"back-{format}"), fsdp_optim.load(self.source)
         self.assertEqual(len(wanted.all_ranks), 2)
         for rank in range(2):
-            mine, its = (one.all_ranks[rank]["of_this_rank"]["random"]["numpy"] for one in (got, wanted))
-            self.assertEqual((type(mine[1]), *mine[::2]), (numpy.ndarray, *its[::2]))
-            numpy.testing.assert_array_equal(mine[1], its[1])
+            mine, expected = (one.all_ranks[rank]["of_this_rank"]["random"]["numpy"] for one in (got, wanted))
+            self.assertEqual((type(mine[1]), *mine[::2]), (numpy.ndarray, *expected[::2]))
+            numpy.testing.assert_array_equal(mine[1], expected[1])
         check_same("keys", sorted(got.state), sorted(wanted.state))
 
 

@@ -24,7 +24,8 @@ from kit.dcp import HAVE_TRAIN_STATE, LAYOUTS, TRAIN_STATE, model_dict
 from kit.dcp_files import DcpFiles
 from kit.local_parts import local_of
 from kit.models import Tied, freeze_stem
-from kit.optimizers import OfModel, adam, adamw_tensor_lr, sgd, two_groups, without_stem
+from kit.optimizers import OfModel, adam, adamw_tensor_lr, two_groups, two_optimizers, without_stem
+from kit.store_calls import url_of
 from kit.trained import Trained
 from kit.wrapping import cpu
 from torch import nn
@@ -32,8 +33,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import OpenFolder
 from fsdp_optim.testing import run_on_ranks
@@ -128,13 +127,6 @@ class LayoutsTest(unittest.TestCase):
 
 
 # ------------------------------------------------------------------------------------------- parts of models and optimizers
-
-
-def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    named = list(model.named_parameters())
-    stem = [param for name, param in named if "stem" in name.split(".")]
-    rest = [param for name, param in named if "stem" not in name.split(".")]
-    return [adam(stem), sgd(rest)]
 
 
 def without_state(params: Any) -> torch.optim.Optimizer:
@@ -301,8 +293,8 @@ class BytesTest(unittest.TestCase):
             with mock.patch.object(bucket, "read_into", counted):
                 model = Large()
                 optim = adam(model.parameters())
-                options = LoadArguments()
-                restore.restore(ObjectStore(bucket, "run", PROBE), model, optim, options)
+                with url_of(ObjectStore(bucket, "run", PROBE)) as url:
+                    fsdp_optim.load(url, model, optim)
             check_same("weights", dict(model.named_parameters()), trained[0])
             check_same("moments", [dict(sorted(one.items())) for one in optim.state.values()], trained[1])
             data = [nbytes for key, nbytes in requests if key.endswith(".distcp")]

@@ -22,6 +22,7 @@ from kit.compare import check_same, refused, refused_on_ranks
 from kit.dcp import TRAIN_STATE, model_dict, optim_dict
 from kit.folders import SharedFolder
 from kit.optimizers import OfModel, two_groups
+from kit.store_calls import url_of
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -33,8 +34,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.formats.own import PROBE
 from fsdp_optim.testing import run_on_ranks
 
@@ -430,7 +429,8 @@ class DcpSafetensorsTest(SharedFolder):
             for file in (file for file in (self.root / name).rglob("*") if file.is_file()):
                 bucket.put(f"run/{file.relative_to(self.root / name)}", file.read_bytes())
             model: Any = Whole() if name == "3-dcp" else Holder(names_in(name))
-            restore.restore(ObjectStore(bucket, "run", PROBE), model, None, LoadArguments())
+            with url_of(ObjectStore(bucket, "run", PROBE)) as url:
+                fsdp_optim.load(url, model)
             alike: Any = Whole() if name == "3-dcp" else Holder(names_in(name))
             fsdp_optim.load(self.root / name, alike, options=fsdp_optim.LoadOptions(progress=False))
             check_same(name, {**model.state_dict()}, {**alike.state_dict()})

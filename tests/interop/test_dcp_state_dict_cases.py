@@ -256,7 +256,7 @@ class CasesTest(unittest.TestCase):
         """A new option of torch must be decided."""
         from dataclasses import fields, make_dataclass
 
-        from fsdp_optim.dcp.options import read_options
+        from fsdp_optim.dcp.dicts.options import read_options
 
         known = {"full_state_dict", "cpu_offload", "ignore_frozen_params", "keep_submodule_prefixes", "strict"}
         known |= {"broadcast_from_rank0", "flatten_optimizer_state_dict", "dsd_fqn_modifiers"}

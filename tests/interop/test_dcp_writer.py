@@ -188,7 +188,7 @@ class TrainState:
 
 
 def losses_match(root: Path) -> None:
-    """A loop in torchtitan's way goes on from a save of this library, beside the run that never stopped."""
+    """A loop in torchtitan's way continues from a save of this library, beside the run that never stopped."""
     never_stopped = fully_shard(Mlp())
     optim, sched = optimizer_of(never_stopped)
     train(never_stopped, optim, sched, range(3))

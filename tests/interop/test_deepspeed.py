@@ -20,6 +20,7 @@ import torch.distributed as dist
 from kit.cases import expand, some
 from kit.compare import Differs, check_same, error_text, sorted_state
 from kit.options import as_options
+from kit.store_calls import url_of
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
 from kit.zero_checkpoints import BUFFERS, TAG, elements, opened, state_of, unpacked
@@ -32,8 +33,6 @@ from torch import Tensor, nn
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.formats.own import PROBE
 from fsdp_optim.storage.posix import Folder
@@ -177,8 +176,8 @@ class TestRuns(unittest.TestCase):
                     bucket.put(f"runs/{name}/{file.relative_to(self.root / name)}", file.read_bytes())
             model = of_zeros()
             optim = optimizer(model)
-            store = ObjectStore(bucket, f"runs/{name}", PROBE)
-            restore.restore(store, model, optim, LoadArguments(cast=True))
+            with url_of(ObjectStore(bucket, f"runs/{name}", PROBE)) as url:
+                fsdp_optim.load(url, model, optim, options=fsdp_optim.LoadOptions(cast=True))
             check_loaded(model, optim, self.oracle, self.root / "live")
 
     def test_converted(self) -> None:

@@ -1,6 +1,6 @@
-"""The programs in examples/ train, save and go on, on ranks that are there already.
+"""The programs in examples/ train, save and continue, on ranks that are there already.
 
-torchrun itself starts all of them in `make test-long`, and the program of README.md in `make test` (test_readme.py).
+torchrun itself starts all of them in `make test-long`, and the program of README.md in `make test-all` (test_readme.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from kit.checkpoints import InFolder
+from kit.folders import InFolder
 from kit.forked import launch, run_program
 from parameterized import parameterized
 from torch import nn

@@ -48,8 +48,8 @@ def check_resumed(folder: Path, name: str) -> None:
         one = Trained("fairscale non-flat", make, 0, model=Buffered)
         file = torch.load(folder / f"checkpoint_last-shard{dist.get_rank()}.pt", weights_only=True)
         said, its_own = file["shard_metadata"], one.model.local_metadata_dict()
-        for its in (said, its_own):
-            its["buffer_names"].sort()
+        for metadata in (said, its_own):
+            metadata["buffer_names"].sort()
         check_same("metadata", said, its_own, in_order=False)
         one.model.local_state_dict()  # so that FSDP makes what it needs
         one.model.load_local_state_dict(file["model"], strict=True)
@@ -57,7 +57,7 @@ def check_resumed(folder: Path, name: str) -> None:
         one.step(range(STEPS, STEPS + 2))
         wanted = Oracle(make, STEPS + 2, model=Buffered)
         full = one.gather(None, "name")
-        state = {fqn: {key: full["state"][fqn][key] for key in its} for fqn, its in wanted.by_name().items()}
+        state = {fqn: {key: full["state"][fqn][key] for key in values} for fqn, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
         weights, oracles = one.model.state_dict(), {name: one.data for name, one in wanted.model.named_parameters()}
         check_same("weights", {fqn: weights[fqn] for fqn in oracles}, oracles)

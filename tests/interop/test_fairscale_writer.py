@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import unittest
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,8 @@ def resumed_by_fairscale(folder: Path, name: str) -> dict[str, Any]:
         mapped = torch.load(folder / f"checkpoint_last-shard{rank}.pt", weights_only=True, mmap=True)
         check_same("mapped", mapped, file)
         said, wanted_metadata = file.pop("shard_metadata"), one.model.local_metadata_dict()
-        for its in (said, wanted_metadata):
-            its["buffer_names"].sort()
+        for metadata in (said, wanted_metadata):
+            metadata["buffer_names"].sort()
         check_same("metadata", said, wanted_metadata)
         there = one.model.local_state_dict()
         shapes = {key: tuple(value.shape) for key, value in there.items() if isinstance(value, torch.Tensor)}
@@ -71,7 +70,7 @@ def resumed_by_fairscale(folder: Path, name: str) -> dict[str, Any]:
         one.step(range(STEPS, STEPS + 2))
         wanted = Oracle(make, STEPS + 2, model=Buffered)
         full = one.gather(None, "name")
-        state = {fqn: {key: full["state"][fqn][key] for key in its} for fqn, its in wanted.by_name().items()}
+        state = {fqn: {key: full["state"][fqn][key] for key in values} for fqn, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
         weights = one.model.state_dict()
         check_same(
@@ -159,10 +158,6 @@ def convert_on_ranks(root: Path) -> None:
         format=FairscaleShards(3, UNITS),
         options=fsdp_optim.ConvertOptions(bucket_nbytes=16 << 20),
     )
-
-
-def units_with(**changed: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    return {**UNITS, **{"" if path == "root" else path: its for path, its in changed.items()}}
 
 
 class Mixed(nn.Module):

@@ -18,6 +18,7 @@ from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
 from kit.options import as_options
 from kit.pretrained import build, tensors_of
+from kit.store_calls import url_of
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS
 from safetensors.torch import load_file, save_file
@@ -25,8 +26,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.checkpoint.load import restore, short_ranges
+from fsdp_optim.checkpoint.load import short_ranges
 from fsdp_optim.foreign.reader import ForeignReader
 from fsdp_optim.formats.own import PROBE
 from fsdp_optim.testing import run_on_ranks
@@ -285,8 +285,8 @@ class PretrainedTest(SharedFolder):
             bucket.put(f"models/bert/{file.name}", file.read_bytes())
         for place in ("models/bert", "models/bert/model.safetensors.index.json"):
             model = of_zeros("bert")
-            store = ObjectStore(bucket, place, PROBE)
-            restore.restore(store, model, None, LoadArguments(compare=True))
+            with url_of(ObjectStore(bucket, place, PROBE)) as url:
+                fsdp_optim.load(url, model, options=fsdp_optim.LoadOptions(compare=True))
             check_same(place, tensors_of(model), tensors_of(build("bert")))
 
     def test_a_file_that_is_written_again_meanwhile(self) -> None:

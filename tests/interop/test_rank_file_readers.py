@@ -26,8 +26,8 @@ from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.foreign.per_rank.olmo_local import OLMO_LOCAL
 from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
 from fsdp_optim.formats.base.index import stored_in
-from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.formats.own import PROBE
+from fsdp_optim.plugins import Format
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample, run_on_ranks

@@ -20,8 +20,7 @@ from typing import Any, TextIO
 
 import pytest
 import torch
-from kit.checkpoints import InFolder
-from kit.folders import at
+from kit.folders import InFolder, at
 from kit.forked import WITHOUT_FAIRSCALE, Started, start_ranks
 
 import fsdp_optim

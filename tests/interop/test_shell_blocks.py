@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
-from kit.checkpoints import InFolder
-from kit.folders import at
+from kit.folders import InFolder, at
 from parameterized import parameterized
 
 from fsdp_optim.cli.app import PROGRAM, group, main

@@ -187,7 +187,7 @@ class ContentsTest(SharedFolder):
 
     @pytest.mark.slow
     def test_lightnings_checkpoint(self) -> None:
-        """Written by Lightning's Trainer. In `make test`, tests/integrations/test_lightning.py goes on from one."""
+        """Written by Lightning's Trainer. In `make test-all`, tests/integrations/test_lightning.py continues from one."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import lightning

@@ -68,7 +68,7 @@ def check_resumed_by_ranks(path: Path) -> None:
         check_same("of this rank", restored.state.get("rng"), None if is_new else dist.get_rank())
         one.step(range(STEPS, STEPS + 2))
         full = one.gather(None, "name")
-        state = {fqn: {key: full["state"][fqn][key] for key in its} for fqn, its in wanted.by_name().items()}
+        state = {fqn: {key: full["state"][fqn][key] for key in values} for fqn, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
 
 

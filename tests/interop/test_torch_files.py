@@ -18,6 +18,7 @@ from kit.checkpoints import Whole, buffers_of, load, mine, scramble
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.folders import SharedFolder
 from kit.optimizers import OfModel, sgd
+from kit.store_calls import url_of
 from kit.torch_files import make_refused, oracle, whole, write_all, write_units
 from kit.trained import STEPS, Oracle, Trained
 from kit.wrapping import cpu
@@ -25,8 +26,6 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.foreign.archive.torch_archive import read_archive
 from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.own import PROBE
@@ -305,8 +304,8 @@ class TorchFilesTest(SharedFolder):
         for place in ("run/last.pt", "run"):
             target = whole("plain", 0)
             scramble(target)
-            store = ObjectStore(bucket, place, PROBE)
-            restore.restore(store, target.model, target.optim, LoadArguments(compare=True))
+            with url_of(ObjectStore(bucket, place, PROBE)) as url:
+                load(url, target, compare=True)
             check_same(place, dict(target.model.state_dict()), dict(wanted.model.state_dict()))
             check_same(place, target.optim.state_dict()["state"], wanted.optim.state_dict()["state"])
 

@@ -23,8 +23,8 @@ import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
 from fsdp_optim.foreign.torch.writer import TorchFilesProbe
-from fsdp_optim.offline import convert as conversion
-from fsdp_optim.offline.arguments import ConvertArguments
+from fsdp_optim.offline.conversion import convert as conversion
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
 from fsdp_optim.plugins import TorchFiles
 from fsdp_optim.testing import run_on_ranks
 
@@ -55,7 +55,7 @@ def resumed_by_fairscale(path: Path) -> None:
         one.step(range(STEPS, STEPS + 2))
         wanted = Oracle(adam, STEPS + 2)
         full = one.gather(None, "name")
-        state = {name: {key: full["state"][name][key] for key in its} for name, its in wanted.by_name().items()}
+        state = {name: {key: full["state"][name][key] for key in values} for name, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
         weights = one.model.state_dict()
         check_same("weights", {name: weights[name] for name in wanted.names}, dict(wanted.model.state_dict()))
@@ -100,7 +100,7 @@ class TorchWriterTest(SharedFolder):
             group.pop("param_names", None)
         groups = [{k: v for k, v in g.items() if k != "params"} for g in one.optim.param_groups]
         wanted_groups = [{k: v for k, v in g.items() if k != "params"} for g in wanted.optim.param_groups]
-        check_same("groups", *[[dict(sorted(g.items())) for g in its] for its in (groups, wanted_groups)])
+        check_same("groups", *[[dict(sorted(g.items())) for g in listed] for listed in (groups, wanted_groups)])
         check_same("extra", load(path / "trainer.pt"), {"step": 3, "lrs": [0.1, 0.2]})
 
     def test_fairscale_itself_reads_it(self) -> None:
@@ -132,7 +132,7 @@ class TorchWriterTest(SharedFolder):
         )
         found, wanted = load(self.root / "named" / "optim.pt"), Oracle(adamw_tensor_lr)
         check_same("names", found["param_groups"][0]["params"], wanted.names)
-        state = {name: {key: found["state"][name][key] for key in its} for name, its in wanted.by_name().items()}
+        state = {name: {key: found["state"][name][key] for key in values} for name, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
 
     def test_there_and_back(self) -> None:

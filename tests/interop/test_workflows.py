@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from kit import dcp as dcp_layouts
 from kit.compare import check_same
+from kit.folders import InFolder
 from kit.language_model import LanguageModel, adamw, check_close, train, two_groups, unbroken
+from kit.optimizers import stepped
 from kit.options import as_options
 from kit.pretrained import build, tensors_of
 from kit.servers import new_bucket, shared
@@ -77,7 +79,7 @@ def save_as_in_the_tutorial(root: Path, orig: bool) -> None:
 
 
 def save_asynchronously(url: str, options: dict[str, Any]) -> None:
-    """Sharded saves in the background while training goes on; then one whole checkpoint with Hugging Face's config."""
+    """Sharded saves in the background while training continues; then one whole checkpoint with Hugging Face's config."""
     with cpu():
         model = WRAPPERS["FSDP2"](LanguageModel())
         optim = adamw(model.parameters())
@@ -96,15 +98,6 @@ def save_asynchronously(url: str, options: dict[str, Any]) -> None:
 def save_pretrained(url: str, options: dict[str, Any]) -> None:
     model = WRAPPERS["FSDP1 flat"](build("gpt2, tied"))
     fsdp_optim.save(url, model, stepped(model), **as_options(fsdp_optim.SaveOptions, **options, max_file_size=3000))
-
-
-def stepped(model: Any) -> torch.optim.Optimizer:
-    """One step, which does to each element what it does to it in any other wrapper."""
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    for param in model.parameters():
-        param.grad = torch.full_like(param, 0.25)
-    optim.step()
-    return optim
 
 
 # ------------------------------------------------------------------------------------------ streaming, groups, no flattening
@@ -149,13 +142,8 @@ def save_as_olmo_core(root: Path) -> None:
     dcp_layouts.olmo_core(SimpleNamespace(model=model, optim=optim), root / "step3")  # type: ignore[arg-type]
 
 
-class WorkflowsTest(unittest.TestCase):
+class WorkflowsTest(InFolder):
     root: Path
-
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
 
     def test_the_tutorial_of_fsdp1(self) -> None:
         """Its files resume at another world size, under FSDP2 and under every other wrapper."""
@@ -169,7 +157,7 @@ class WorkflowsTest(unittest.TestCase):
                 run_on_ranks(resume, 2, one, "fairscale flat")
                 self.assertEqual(fsdp_optim.load(root / "both.pt").state["step"], BEFORE)
 
-    @pytest.mark.slow  # test_s3_checkpoints.py and test_checkpoint_hugging_face.py have its two halves in `make test`
+    @pytest.mark.slow  # test_s3_checkpoints.py and test_checkpoint_hugging_face.py have its two halves in `make test-all`
     def test_asynchronous_to_a_bucket(self) -> None:
         """Sharded asynchronous saves resume at another shard degree; a whole checkpoint is opened by Hugging Face."""
         options = shared("moto")

@@ -1,4 +1,4 @@
-"""Cases of which `make test` runs some, and `make test-long` the others.
+"""Cases of which `make test-all` runs some, and `make test-long` the others.
 
 class TripTest(unittest.TestCase):
     @expand(*some(list(itertools.product(WRAPPERS, OPTIMIZERS)), every=4))

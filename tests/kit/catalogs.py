@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from kit.checkpoint_format import read_manifest
-from kit.checkpoints import InFolder
 from kit.compare import check_same
+from kit.folders import InFolder
 from kit.options import as_options
-from kit.retention import save_managed
+from kit.retention import name_of_step, save_managed
 
 HOUR = 3600 * 10**9
 

@@ -7,8 +7,6 @@ import functools
 import itertools
 import json
 import os
-import tempfile
-import unittest
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,12 +45,12 @@ class Whole(Net):
         self.block[1].register_buffer("brief", torch.tensor([0.3], dtype=torch.bfloat16))
 
 
-def save(path: Path, trained: Trained, **kwargs: Any) -> Any:
+def save(path: Path | str, trained: Trained, **kwargs: Any) -> Any:
     options = {"durable": False, "progress": False, "process_group": trained.process_group, **kwargs}
     return fsdp_optim.save(path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
 
-def load(path: Path, trained: Trained, **kwargs: Any) -> Any:
+def load(path: Path | str, trained: Trained, **kwargs: Any) -> Any:
     options = {"progress": False, "process_group": trained.process_group, **kwargs}
     return fsdp_optim.load(path, trained.model, trained.optim, **as_options(fsdp_optim.LoadOptions, **options))
 
@@ -150,18 +148,6 @@ def check_files(folder: Path, oracle: Oracle) -> None:
     check_same("optim", opened(folder, "optim"), tensors)
 
 
-class InFolder(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-        self.path = self.root / "step-1"
-
-    def check_only(self, *names: str) -> None:
-        """Raise unless the folder of the checkpoints has no other files."""
-        self.assertEqual(sorted(entry.name for entry in self.root.iterdir()), sorted(names))
-
-
 @functools.cache
 def oracle_after(steps: int) -> Oracle:
     return Oracle(OfModel(two_groups), steps, Whole)
@@ -219,7 +205,7 @@ def in_order(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
 WRITES = ("pwrite", "pwritev", "write", "fsync", "fdatasync", "rename", "replace")
 
 
-def async_save(path: Path, trained: Trained, **kwargs: Any) -> Any:
+def async_save(path: Path | str, trained: Trained, **kwargs: Any) -> Any:
     options = {"durable": False, "progress": False, "process_group": trained.process_group, **kwargs}
     return fsdp_optim.async_save(path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options))
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import fsdp_optim
+
 
 class Differs(AssertionError):
     """Two things that should be the same are not."""
@@ -167,3 +169,10 @@ def storages(value: Any) -> set[int]:
     """Addresses of the memory of all tensors."""
     found = {tensor.untyped_storage().data_ptr() for _, tensor in tensors_in(value)}
     return found - {0}  # tensors without elements
+
+
+def gathered_state(model: Any, optim: Any) -> dict[str, Any]:
+    """The weights of a model, and its optimizer's state by name, whole on all ranks and in the order of the names."""
+    weights = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None)
+    state = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name")
+    return {"weights": dict(sorted((weights or {}).items())), "state": sorted_state((state or {})["state"])}

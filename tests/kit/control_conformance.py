@@ -18,6 +18,7 @@ from fsdp_optim import RankError, StateError
 from fsdp_optim.testing.mix_in import MixIn
 from fsdp_optim.transport import RankGroup, world_here
 from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes
+from kit.compare import error_text
 
 Error = tuple[str, str]
 """The (class, message) of an error; ("", "") if none was raised."""
@@ -29,22 +30,13 @@ _PAUSE = 0.8  # seconds; long enough for another rank to come to the meeting tha
 _LARGE = 5_000_000  # bytes of what a rank tells
 
 
-def error_of(call: Callable[[], object]) -> Error:
-    """The error that a call raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def _group(call: str = "a call", ranks: Sequence[int] | None = None, timeout: float = _LONG) -> RankGroup:
     world = world_here()
     return world.group(call, range(world.size) if ranks is None else ranks, timeout=timeout)
 
 
 def _waits_for_all() -> list[bool]:
-    """Whether the slowest rank had arrived when this rank went on, with each rank in turn as the slowest."""
+    """Whether the slowest rank had arrived when this rank continued, with each rank in turn as the slowest."""
     world, found = world_here(), []
     for slowest in range(world.size):
         if world.rank == slowest:
@@ -81,7 +73,7 @@ def _fails_on(ranks: Sequence[int], kinds: Sequence[type[Exception]], texts: Seq
     world = world_here()
     found = dict(zip(ranks, zip(kinds, texts, strict=True), strict=True)).get(world.rank)
     error = found[0](found[1]) if found is not None else None
-    result = error_of(lambda: agree(_group(), "failing", error, fatal=fatal and error is not None))
+    result = error_text(lambda: agree(_group(), "failing", error, fatal=fatal and error is not None))
     agree(_group(), "afterwards")
     return result
 
@@ -104,9 +96,9 @@ def _fails_fatally() -> list[Error]:
     world = world_here()
     if world.rank == 0:
         time.sleep(0.5)
-        return [error_of(lambda: agree(_group(), "fatal"))]
+        return [error_text(lambda: agree(_group(), "fatal"))]
     error = RankError("lost the connection") if world.rank == world.size - 1 else None
-    return [error_of(lambda: agree(_group(timeout=_LONG), "fatal", error, fatal=error is not None))]
+    return [error_text(lambda: agree(_group(timeout=_LONG), "fatal", error, fatal=error is not None))]
 
 
 def _one_does_not_come(absent: int) -> list[Error]:
@@ -114,10 +106,10 @@ def _one_does_not_come(absent: int) -> list[Error]:
     world = world_here()
     found = [("", "")]
     if world.rank != absent:
-        found = [error_of(lambda: agree(_group(timeout=_SHORT), "alone"))]
+        found = [error_text(lambda: agree(_group(timeout=_SHORT), "alone"))]
     else:
         time.sleep(_SHORT + 4 * _PAUSE)
-    return [*found, error_of(lambda: agree(_group(), "together")), error_of(lambda: agree(_group(), "still"))]
+    return [*found, error_text(lambda: agree(_group(), "together")), error_text(lambda: agree(_group(), "still"))]
 
 
 def _comes_too_late() -> list[Error]:
@@ -126,7 +118,7 @@ def _comes_too_late() -> list[Error]:
     late = world.rank == world.size - 1
     agree(_group(), "all are here")
     time.sleep(_SHORT + 4 * _PAUSE if late else 0.0)
-    found = error_of(lambda: agree(_group(timeout=_SHORT), "alone"))
+    found = error_text(lambda: agree(_group(timeout=_SHORT), "alone"))
     time.sleep(0.0 if late else 6 * _PAUSE)
     agree(_group(), "afterwards")
     return [found]
@@ -137,9 +129,9 @@ def _elsewhere() -> list[Error]:
     world, found = world_here(), []
     for odd in range(world.size):
         step = "other" if world.rank == odd else "one"
-        found.append(error_of(lambda: agree(_group(), step)))  # noqa: B023
+        found.append(error_text(lambda: agree(_group(), step)))  # noqa: B023
         call = "load" if world.rank == odd else "save"
-        found.append(error_of(lambda: agree(_group(call), "begun")))  # noqa: B023
+        found.append(error_text(lambda: agree(_group(call), "begun")))  # noqa: B023
         agree(_group(), "afterwards")
     return found
 
@@ -149,7 +141,7 @@ def _wait_for_each_other(last: int) -> Error:
     world = world_here()
     ranks = (0, 2) if world.rank == 2 else range(world.size)
     time.sleep(0.1 if world.rank == last else 0.0)
-    found = error_of(lambda: agree(_group("gather", ranks), "read"))
+    found = error_text(lambda: agree(_group("gather", ranks), "read"))
     agree(_group(), "afterwards")
     return found
 
@@ -199,8 +191,8 @@ def _leaves(left: Callable[[], int], rounds: Sequence[int]) -> list[int]:
             all_gather_bytes(_group(), "two", b"content" * index, compared=b"%d" % world.rank)
             for num in (10_000, 40_000):  # too long for a verdict: of all ranks together, and of each
                 all_gather_bytes(_group(), f"{num} bytes", b"%d" % world.rank * num)
-            error_of(lambda: agree(_group(), "three", OSError("no") if world.rank == 1 else None))
-            error_of(lambda: agree(_group(), "four" if world.rank else "five"))
+            error_text(lambda: agree(_group(), "three", OSError("no") if world.rank == 1 else None))
+            error_text(lambda: agree(_group(), "four" if world.rank else "five"))
         for _ in range(2):  # whatever a meeting has left, the next one takes away
             agree(_group(), "last")
         if world.rank == 0:
@@ -234,7 +226,7 @@ class ControlConformance(MixIn):
             self._case.assertIn(word, errors[0][1])
 
     def test_nobody_goes_on_before_all_have_come(self) -> None:
-        """No rank goes on before the slowest one has come, whichever rank that is."""
+        """No rank continues before the slowest one has come, whichever rank that is."""
         for found in self.run_on(_waits_for_all, WORLD):
             self._case.assertEqual(found, [True] * WORLD)
 

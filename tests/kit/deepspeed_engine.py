@@ -23,7 +23,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".deepspeed"
-"""Where `make test` puts DeepSpeed: in no site-packages, because other libraries change what they do where they find it."""
+"""Where `make test-all` puts DeepSpeed: in no site-packages, because other libraries change what they do where they find it."""
 
 
 def why_not() -> str:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fsdp_optim.adapters import Adapter, ModuleTree, use_adapters
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Ranks, Whole
+from fsdp_optim.plugins import Handle, Original
 from fsdp_optim.transport import world_here
-from fsdp_optim.view import Handle, Original
 from kit.optimizers import adam
 
 SHAPES = {"scale": (1,), "embed.weight": (7, 5), "layer.weight": (3, 8, 2), "layer.bias": (4,), "empty": (0, 3)}

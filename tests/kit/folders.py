@@ -1,4 +1,4 @@
-"""Temporary folders of test classes, and the working directory. A folder of each test is in `kit.checkpoints.InFolder`."""
+"""Temporary folders of tests and of test classes, and the working directory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,20 @@ def at(folder: str | Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+
+
+class InFolder(unittest.TestCase):
+    """A class whose tests have a folder each, `root`, and the path of a checkpoint in it, `path`."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        self.path = self.root / "step-1"
+
+    def check_only(self, *names: str) -> None:
+        """Raise unless the folder of the checkpoints has no other files."""
+        self.assertEqual(sorted(entry.name for entry in self.root.iterdir()), sorted(names))
 
 
 class SharedFolder(unittest.TestCase):

@@ -9,7 +9,7 @@
     assert not done.returncode, done.stderr
 
 There is a server for each choice of modules, `preload`. Each is forked from the one that has the first module of its choice only,
-and those from the one that has torch. The processes of `make test` share them through a hub (`shared_servers`): a module is
+and those from the one that has torch. The processes of `make test-all` share them through a hub (`shared_servers`): a module is
 imported once for all of them, and each gets a server of its own, forked from the one with these modules. Code is run as a file,
 as `__main__`, and ends with the interpreter: exit handlers run, and threads are waited for. This module is what the servers run,
 so that at its top it imports nothing but the standard library.

@@ -11,7 +11,6 @@ import copy
 import itertools
 import pickle
 import time
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from fsdp_optim.fairscale import FullyShardedDataParallel as FSDP
 from kit import compare, wrapping
+from kit.described import numbers
 from kit.elements import Numbers
 from kit.local_parts import params_of
 from kit.trained import STEPS, take_steps
@@ -46,12 +46,6 @@ class Net(nn.Module):
 
 
 NUM_NET_PARAMS = 7
-
-
-def numbers(key: str, shape: Sequence[int]) -> Tensor:
-    """Random numbers that are a function of a key, equal in all processes."""
-    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
-    return torch.randn(tuple(shape), generator=generator)
 
 
 def gradient(name: str, step: int, shape: Sequence[int]) -> Tensor:
@@ -234,13 +228,10 @@ def snapshot(model: nn.Module, optim: Any) -> dict[str, Any]:
 
 
 def error_of(call: Callable[[], Any]) -> Error:
-    """The error that a call raises."""
+    """The error that a call raises, and the seconds that it took."""
     start = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", time.monotonic() - start
+    kind, text = compare.error_text(call)
+    return kind, text, time.monotonic() - start
 
 
 def check_alike(errors: Sequence[Error], kind: str, *words: str, within: float = 30.0) -> None:

@@ -18,7 +18,7 @@ class Killed(OSError):
 
 
 class InterruptedBucket(MemoryBucket):
-    """A bucket that calls `then` before its nth request, counted from 0, and goes on; `kills`: it is dead instead.
+    """A bucket that calls `then` before its nth request, counted from 0, and continues; `kills`: it is dead instead.
 
     `conditions` False: a store that knows no conditions. `calls`: the requests that were made.
     """

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / ".megatron"
-"""Where `make test` puts it."""
+"""Where `make test-all` puts it."""
 
 
 def why_not() -> str:

@@ -171,3 +171,20 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
     out = model(inputs).float()
     weights = torch.linspace(-1.0, 1.0, out[0].numel()).reshape(out[0].shape)
     return (out * weights).mean() + out.pow(2).mean()
+
+
+def filled(value: float) -> nn.Module:
+    """A layer whose weights are all one number."""
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+class TiedHead(nn.Module):
+    """An embedding whose weight is that of the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight

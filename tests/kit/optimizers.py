@@ -119,3 +119,20 @@ def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     stem = [param for name, param in named if "stem" in name.split(".")]
     rest = [param for name, param in named if "stem" not in name.split(".")]
     return [adam(stem), sgd(rest)]
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer after one step, which does to each element what it does to it in any other wrapper."""
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.25)
+    optim.step()
+    return optim
+
+
+def step_by_values(model: nn.Module, optim: torch.optim.Optimizer, number: int) -> None:
+    """A step in which gradients do not depend on the wrapper: each is a function of its parameter."""
+    for param in model.parameters():
+        param.grad = param.detach() * (0.5 + number)
+    optim.step()
+    optim.zero_grad()

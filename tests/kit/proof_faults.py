@@ -386,7 +386,6 @@ def softer_attention(job: Job, old: Snapshot) -> None:
 
 
 _NEXT = "of the same samples in all, whatever their order over ranks"
-_POWER = "a power of two, which divides out; the count of the scaler tells"
 _STATISTICS = "not compared, because each rank takes the statistics of its own samples"
 _OWN = "ranks of another world have random states of their own"
 

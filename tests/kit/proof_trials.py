@@ -346,7 +346,7 @@ def noted(root: Any, trial: Trial, **options: Any) -> Iterator[tuple[Trial, Chec
 
 
 def every_step(root: Path) -> list[Any]:
-    """Saves of every step; then a run that resumes and goes on, a run that resumes from that one, and a rollback."""
+    """Saves of every step; then a run that resumes and continues, a run that resumes from that one, and a rollback."""
     with noted(root, OnFsdp2(0), every=1) as (trial, manager):
         for number in (1, 2, 3):
             trial.step(number)
@@ -445,7 +445,7 @@ def _everything(trial: Trial) -> list[Any]:
 
 
 def no_step(root: Path) -> list[Any]:
-    """A run that resumes and ends without a step, one that makes another step, and one that goes on."""
+    """A run that resumes and ends without a step, one that makes another step, and one that continues."""
     trained(root, OnFsdp2(0))
     proofs = []
     with noted(root, OnFsdp2(1)) as (trial, manager):

@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim import SaveOptions
-from fsdp_optim.checkpoint.catalog.retention import KeepRules, KnownSaves, ManagedSave, is_own, name_of_step
+from fsdp_optim.checkpoint.catalog.retention import KeepRules, KnownSaves, ManagedSave, is_own
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.save.background import async_save
-from fsdp_optim.formats.base.summary import ManagerRecord
 from fsdp_optim.formats.own import OURS
+from fsdp_optim.plugins import ManagerRecord
 from kit.options import as_options
 
 LIMIT = 600.0
+
+
+def name_of_step(step: int) -> str:
+    """The name of the folder of a step in that of a manager, as the docs say."""
+    return f"step-{step:08}"
 
 
 def path_of_step(root: Any, step: int) -> Any:

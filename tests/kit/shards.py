@@ -176,13 +176,15 @@ def chunked(param: Tensor, number: int) -> Tensor:
 def sharded_tensor(param: Tensor, number: int) -> Tensor:
     boxes = boxes_of(param.shape, number)
     metadata = {
-        rank: [ShardMetadata(list(offsets), list(sizes), f"rank:{rank}/cpu") for offsets, sizes in its]
-        for rank, its in boxes.items()
+        rank: [ShardMetadata(list(offsets), list(sizes), f"rank:{rank}/cpu") for offsets, sizes in rank_boxes]
+        for rank, rank_boxes in boxes.items()
     }
     mine = metadata[dist.get_rank()]
     shards = [Shard(cut(param, tuple(m.shard_offsets), tuple(m.shard_sizes)), m) for m in mine]
     whole = ShardedTensorMetadata(
-        [one for its in metadata.values() for one in its], param.shape, TensorProperties(dtype=param.dtype)
+        [one for rank_boxes in metadata.values() for one in rank_boxes],
+        param.shape,
+        TensorProperties(dtype=param.dtype),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole)
 

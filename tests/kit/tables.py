@@ -8,17 +8,20 @@
             TRIPS(world_size, wrapper)  # as run_on_ranks(trip, world_size, wrapper): one result per rank, or its error
 
 What DTensor has learnt about an operation is forgotten with its world, and costs much to find out again. The table of a size runs
-when the first of its cases is asked for, whatever the order of the tests.
+when the first of its cases is asked for, whatever the order of the tests; where `make test` has few cases of a file, each of them
+runs alone.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -26,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_optim.testing import RanksFailed, run_on_ranks
+from kit import quick
 
 Case = tuple[Any, ...]
 """(world size, arguments)"""
@@ -65,6 +69,7 @@ class Table:
         self._fn = fn
         self._patience = patience
         self._options = options
+        self._each_alone = quick.has_few(Path(sys._getframe(1).f_code.co_filename))  # the file that makes the table
         self._found: dict[int, list[_Outcome] | BaseException] = {}  # by the case's place in `cases`
 
     def __call__(self, *case: Any) -> list[Any]:
@@ -73,7 +78,7 @@ class Table:
         if number not in self._found:
             group = self.soon_and_later[number >= len(self.soon_and_later[0])]
             beside = [i for i, other in enumerate(self.cases) if other[0] == case[0] and other in group]
-            self._run([i for i in beside if i not in self._found])
+            self._run([number] if self._each_alone else [i for i in beside if i not in self._found])
         found = self._found[number]
         if isinstance(found, BaseException):
             raise found

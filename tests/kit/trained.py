@@ -140,9 +140,9 @@ class Trained:
     def _positions_of(self, names: Collection[str]) -> set[int]:
         """The live parameters that have elements of these parameters on some rank."""
         mine = {i for i, index in enumerate(self.index) if self.numbers.names_of(index) & set(names)}
-        everyones: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyones, mine)
-        return set().union(*everyones)
+        of_all_ranks: list[set[int]] = [set() for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_all_ranks, mine)
+        return set().union(*of_all_ranks)
 
     def forget_gradients(self) -> None:
         for param in self.params:
@@ -154,6 +154,11 @@ class Trained:
         return door.gather_full_optim_state_dict(
             self.model, self.optim, recipient_rank, key_by, **as_options(fsdp_optim.CallOptions, **kwargs)
         )
+
+    def gather_model(self) -> dict[str, Any]:
+        """The whole model dict, on every rank."""
+        options = fsdp_optim.CallOptions(process_group=self.process_group)
+        return fsdp_optim.gather_full_model_state_dict(self.model, None, options=options) or {}
 
     def shard(self, full: Any, **kwargs: Any) -> Any:
         """This rank's part, by the call that does not need the other ranks where these are not needed."""

@@ -24,7 +24,8 @@ from fsdp_optim.plan import copies_of
 from fsdp_optim.testing.mix_in import MixIn
 from fsdp_optim.transport import Failure, Item, RankGroup, world_here
 from fsdp_optim.transport.agree import agree, exchange
-from kit.control_conformance import Error, error_of, no_things
+from kit.compare import error_text
+from kit.control_conformance import Error, no_things
 
 WORLD = 3
 DTYPES = (
@@ -232,7 +233,7 @@ def _fails_in_turn(how: str) -> list[Error]:
             exchange(group, items, failure, Budget(100))  # noqa: B023
             raise AssertionError("the ranks were ready")
 
-        found.append(error_of(call))
+        found.append(error_text(call))
         moves.check_untouched()
         again = _Moves([(columns, elsewhere, torch.float32)])
         _move(again.items, 100)
@@ -259,7 +260,7 @@ def _does_not_send(absent: int) -> tuple[Error, Error]:
     if noted is not None and not failure.fatal:
         raise AssertionError(f"{noted!r} is not fatal")
     text = (type(noted).__name__, str(noted)) if noted is not None else ("", "")
-    return text, error_of(lambda: agree(_group(), "moved", failure.error, fatal=failure.fatal))
+    return text, error_text(lambda: agree(_group(), "moved", failure.error, fatal=failure.fatal))
 
 
 def _begins_late() -> None:

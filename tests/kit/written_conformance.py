@@ -23,15 +23,9 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.formats.base.description import (
-    SCALAR,
-    SCALAR_TENSOR,
-    TENSOR,
-    GroupDescription,
-    OptimDescription,
-    ParamDescription,
-)
-from fsdp_optim.formats.base.protocols import COMMON, Half, written
+from fsdp_optim.formats.base.description import SCALAR, SCALAR_TENSOR, TENSOR
+from fsdp_optim.formats.base.protocols import written
+from fsdp_optim.plugins import COMMON, GroupDescription, Half, OptimDescription, ParamDescription
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import ReaderConformance, WrittenSample
 from fsdp_optim.testing.foreign_readers import Tensors

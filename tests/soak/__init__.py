@@ -1,1 +1,1 @@
-"""Tortures of checkpoints: `make soak` runs them for SOAK_SECONDS seconds, `make test` runs a short part with a fixed seed."""
+"""Tortures of checkpoints: `make soak` runs them for SOAK_SECONDS seconds, `make test-all` a short part with a fixed seed."""

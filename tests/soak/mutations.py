@@ -34,7 +34,6 @@ from soak.torture import PATIENCE, Torture, temporary
 HANGS = int(60 * PATIENCE)  # seconds of one load
 MOST_CPU = 5.0  # seconds of one load
 MOST_MEMORY = 64 << 20  # bytes of one load, beyond the size of the files
-TIMES_THEIR_SIZE = 64
 
 
 class Tiny(nn.Module):

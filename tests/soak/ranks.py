@@ -30,13 +30,12 @@ from kit.compare import Differs, check_same
 from kit.local_parts import local_of
 from kit.optimizers import adam
 from kit.options import as_options
-from kit.retention import save_managed
+from kit.retention import name_of_step, save_managed
 from kit.trained import Trained
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import fsdp_optim
-from fsdp_optim.checkpoint.catalog.retention import name_of_step
 from fsdp_optim.checkpoint.common.retry import ATTEMPTS
 from soak.torture import PATIENCE
 

@@ -27,7 +27,7 @@ from soak.torture import Torture, temporary
 WORLD = 2
 WRAPPERS = ("FSDP2", "FSDP1 flat", "plain")
 ROUNDS, WARM = 40, 10  # rounds of one case, and those of them before the first count
-SHORT_ROUNDS, SHORT_WARM = 7, 3  # in the part of `make test`
+SHORT_ROUNDS, SHORT_WARM = 7, 3  # in the part of `make test-all`
 MOST_MEMORY = 24 << 20  # bytes more at the end than at the first count
 
 

@@ -29,7 +29,7 @@ class Torture:
     Attributes:
         seconds, cases: when to stop: after this time, after so many cases, or after the first of both.
         only: the number of a single case to run again.
-        short: whether this is the part of `make test`, where a case that takes long does less.
+        short: whether this is the part of `make test-all`, where a case that takes long does less.
         first, stride: the cases of this process, where several processes share them.
         stopped: whether to end after the current case.
         figures: counts by name.

@@ -16,6 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 from kit.checkpoints import mine, scramble
 from kit.compare import check_same
+from kit.store_calls import load_from, save_to
 from kit.trained import Trained
 from kit.wrapping import cpu
 from parameterized import parameterized
@@ -24,9 +25,6 @@ from fsdp_optim.buckets.blocks import BlockFolder
 from fsdp_optim.buckets.cached import CachedStore
 from fsdp_optim.buckets.fsspec import FsspecBucket
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectStore
-from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
-from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import StoreConformance, run_on_ranks
@@ -262,13 +260,13 @@ class TestLoading(InFolder):
         scramble(target)
         inner = ObjectStore(self.bucket, "run/step-1", OURS.probe)
         store = CachedStore(inner, BlockFolder(self.folder), OURS.probe.manifest)
-        restore(store, target.model, target.optim, LoadArguments(progress=False, compare=True))
+        load_from(store, target, compare=True)
         check_same("loaded", mine(target), mine(self.trained))
 
     def test_the_second_load_reads_the_manifest_only(self) -> None:
         self.trained = Trained("plain")
         store = ObjectStore(self.bucket, "run/step-1", OURS.probe)
-        save(store, self.trained.model, self.trained.optim, SaveArguments(durable=False, progress=False))
+        save_to(store, self.trained)
         self.load()
         self.assertGreater(len({name for name, _ in self.bucket.reads}), 2)
         self.bucket.reads.clear()
@@ -283,13 +281,12 @@ def save_and_load_on_a_rank(url: str, folder: str) -> None:
     with cpu():
         trained = Trained("FSDP2")
         call = trained.process_group
-        save(inner, trained.model, trained.optim, SaveArguments(process_group=call, durable=False, progress=False))
+        save_to(inner, trained, process_group=call)
         for turn in range(3):
             store = CachedStore(inner, BlockFolder(folder), OURS.probe.manifest, block_nbytes=SMALL)
             target = Trained("FSDP2", steps=0)
             scramble(target)
-            options = LoadArguments(process_group=call, progress=False, compare=True)
-            restore(store, target.model, target.optim, options)
+            load_from(store, target, process_group=call, compare=True)
             check_same(f"loaded {turn}", mine(target), mine(trained))
             dist.barrier()
             for path in sorted(Path(folder).rglob("*"))[dist.get_rank() :: 2 * dist.get_world_size()]:

@@ -21,8 +21,8 @@ import fsdp_optim
 from fsdp_optim.buckets.fsspec import FsspecBucket
 from fsdp_optim.buckets.objects import ObjectStaging, ObjectStore
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.offline import convert as conversion
-from fsdp_optim.offline.arguments import ConvertArguments
+from fsdp_optim.offline.conversion import convert as conversion
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
 
 DEAD_AFTER = 0.1  # seconds
 

@@ -26,8 +26,8 @@ from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
 from fsdp_optim.buckets.s3 import S3Bucket
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.offline import convert as conversion
-from fsdp_optim.offline.arguments import ConvertArguments
+from fsdp_optim.offline.conversion import convert as conversion
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
 from fsdp_optim.testing import run_on_ranks
 
 PART = 4 << 10

@@ -19,17 +19,16 @@ from kit.compare import check_same
 from kit.interrupted import STRANGERS, InterruptedBucket, left_over
 from kit.local_parts import local_of
 from kit.optimizers import adam
+from kit.options import as_options
+from kit.store_calls import load_from, url_of
 from kit.trained import Trained
 from parameterized import parameterized
 from torch import nn
 
+import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectPlace, ObjectStore
 from fsdp_optim.buckets.objects.saves import remove_dead
-from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
-from fsdp_optim.checkpoint.common.run_state import RunState
-from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
 
 ROOT = "run/"
@@ -65,9 +64,10 @@ class RaceTest(unittest.TestCase):
 
     def save(self, bucket: MemoryBucket, prefix: str, number: int, dead_after: float = 300, **options: Any) -> None:
         store = ObjectStore(bucket, prefix, OURS.probe, part_nbytes=PART_NBYTES, dead_after=dead_after)
-        given = SaveArguments(durable=False, progress=False, state=RunState({"number": number}))
         one = self.trained[number]
-        save(store, one.model, one.optim, SaveArguments(**{**vars(given), **options}))
+        given = as_options(fsdp_optim.SaveOptions, durable=False, progress=False, **options)
+        with url_of(store) as url:
+            fsdp_optim.save(url, one.model, one.optim, state={"number": number}, **given)
 
     def number_at(self, memory: Memory, prefix: str) -> int | None:
         """Which save is in a place, all of it; None where none is. Raises where it is not whole."""
@@ -76,8 +76,7 @@ class RaceTest(unittest.TestCase):
             return None
         scramble(self.reader)
         store = ObjectStore(bucket, prefix, OURS.probe)
-        options = LoadArguments(progress=False, compare=True)
-        number = int(restore(store, self.reader.model, self.reader.optim, options).state["number"])
+        number = int(load_from(store, self.reader, compare=True).state["number"])
         check_same(f"{prefix}, save {number}", mine(self.reader), mine(self.trained[number]))
         return number
 
@@ -224,7 +223,7 @@ class RaceTest(unittest.TestCase):
                 if how == "first" and conditions:
                     self.assertEqual((error is None, other is None).count(True), 1, (error, other))
                 self.assertTrue(error is None or other is None)
-                self.assertIn(found, [number for number, its in ((1, error), (2, other)) if its is None])
+                self.assertIn(found, [number for number, failure in ((1, error), (2, other)) if failure is None])
 
         self.every_request(how, conditions, then, probe)
 

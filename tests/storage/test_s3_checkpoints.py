@@ -32,7 +32,7 @@ from fsdp_optim.testing import run_on_ranks
 
 WRAPS = ("fairscale flat", "fairscale non-flat", "FSDP1 orig", "FSDP1 flat", "FSDP2", "HSDP", "FSDP2 x TP", "DDP")
 FEW = {"moto": ("fairscale flat", "FSDP2", "DDP"), "rclone": ("FSDP1 flat", "HSDP")}
-"""What `make test` saves on each server; tests/checkpoint/test_store_checkpoints.py has all of them in a store in memory."""
+"""What `make test-all` saves on each server; tests/checkpoint/test_store_checkpoints.py has all of them in a store in memory."""
 
 SPLIT = {"FSDP2", "FSDP1 flat"}  # the wrappers whose checkpoints are split into several files
 IN_BACKGROUND = {"FSDP2", "FSDP1 flat", "DDP"}
@@ -78,7 +78,7 @@ def load_all(root: str, options: Options, wraps: Sequence[str]) -> None:
 
 
 def manage(root: str, options: Options) -> None:
-    """A run of a manager that is stopped by a signal on one rank, goes on, and goes back."""
+    """A run of a manager that is stopped by a signal on one rank, continues, and goes back."""
     asked: Options = {"every": 1, "keep_last": 2, "agree_every": 1, "storage_options": options}
 
     def steps() -> list[int | None]:
@@ -184,9 +184,9 @@ class TestServers(unittest.TestCase):
         name = new_bucket(options)
         root = f"s3://{name}/run"
         by_rank = run_on_ranks(save_all, 4, root, options, wraps)
-        for wrap, its in zip(wraps, zip(*by_rank, strict=True), strict=True):
-            self.assertEqual(sum(written for _, written in its), its[0][0], f"{wrap}: every byte is put once")
-            self.assertGreater(sum(written > 0 for _, written in its), 1, f"{wrap}: the ranks share the work")
+        for wrap, results in zip(wraps, zip(*by_rank, strict=True), strict=True):
+            self.assertEqual(sum(written for _, written in results), results[0][0], f"{wrap}: every byte is put once")
+            self.assertGreater(sum(written > 0 for _, written in results), 1, f"{wrap}: the ranks share the work")
         for world_size in (3, 1):
             run_on_ranks(load_all, world_size, root, options, wraps)
         self.check_bucket(name, options, wraps[-1].replace(" ", "-"))

@@ -89,7 +89,7 @@ class KillTest(unittest.TestCase):
         cls.ranks = Ranks(cls.folder, "boto3")
         held.callback(cls.ranks.close)
 
-    @pytest.mark.slow  # test_object_races.py lets saves die before each of their requests in `make test`
+    @pytest.mark.slow  # test_object_races.py lets saves die before each of their requests in `make test-all`
     def test_at_random_moments(self) -> None:
         self.die_and_live_on("rclone", FEW_MOMENTS)
 
@@ -102,7 +102,7 @@ class KillTest(unittest.TestCase):
         self.die_and_live_on("moto", MOMENTS // 2)
 
     def die_and_live_on(self, kind: Server, moments: int) -> None:
-        """Some ways of saving in turn, each in a place of its own, in which life goes on after each death."""
+        """Some ways of saving in turn, each in a place of its own, in which life continues after each death."""
         rng = random.Random(SEED)
         options = self.held.enter_context(serving(kind))
         places = {mode: Place(mode, options) for mode in MODES}

@@ -19,6 +19,7 @@ from kit.options import as_options
 from kit.proxy import Fault, Proxy
 from kit.retention import path_of_step, save_managed
 from kit.servers import Options, new_bucket, port_of, shared
+from kit.store_calls import save_to
 from kit.trained import Trained
 from kit.wrapping import cpu
 
@@ -26,8 +27,6 @@ import fsdp_optim
 from fsdp_optim.buckets.objects import MemoryBucket, ObjectInfo, ObjectStore
 from fsdp_optim.checkpoint.catalog import listing as catalog
 from fsdp_optim.checkpoint.catalog.retention import KnownSaves
-from fsdp_optim.checkpoint.common.arguments import SaveArguments
-from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.testing import run_on_ranks
 
@@ -154,7 +153,7 @@ class OrderTest(unittest.TestCase):
         for number in range(1, 5):
             bucket.is_stale = number == 3
             store = ObjectStore(bucket, f"run/step-{number}", OURS.probe)
-            save(store, one.model, one.optim, SaveArguments(durable=False, progress=False))
+            save_to(store, one)
             bucket.is_stale = False
             self.assertEqual(catalog.latest(store.directory()), f"memory://bucket/run/step-{number}")
 
@@ -163,7 +162,7 @@ class OrderTest(unittest.TestCase):
         bucket, one = StaleBucket(), Trained("plain", adam, 1)
         store = ObjectStore(bucket, "run/current", OURS.probe)
         for bucket.is_stale in (False, True, True, False):
-            save(store, one.model, one.optim, SaveArguments(durable=False, progress=False, overwrite=True))
+            save_to(store, one, overwrite=True)
             with store.open() as opened:
                 status = OURS.probe.status_in(opened, whole=True)
             self.assertTrue(status.is_complete, status.reason)

@@ -6,24 +6,18 @@ import os
 import tempfile
 import unittest
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from kit import checkpoints
 from kit.checkpoints import mine, scramble
 from kit.compare import check_same, error_text
-from kit.options import state_for
 from kit.sequential import sequential
+from kit.store_calls import load_from, save_in_background, save_to
 from kit.trained import Trained
 from kit.wrapping import cpu
 
 from fsdp_optim.buckets.fsspec import FsspecBucket
 from fsdp_optim.buckets.objects import ObjectStore
-from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
-from fsdp_optim.checkpoint.common.run_state import RunState
-from fsdp_optim.checkpoint.load.restore import restore
-from fsdp_optim.checkpoint.save.background import async_save
-from fsdp_optim.checkpoint.save.foreground import save
 from fsdp_optim.formats.own import OURS
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing import run_on_ranks
@@ -33,27 +27,6 @@ WRAPS = ("fairscale flat", "FSDP1 orig", "FSDP2", "DDP")
 
 def store_at(path: Path) -> Store:
     return ObjectStore(*FsspecBucket.at(f"file://{path}"), OURS.probe, part_nbytes=300)
-
-
-def arguments_of(trained: Trained, **options: Any) -> SaveArguments:
-    """The arguments of a save. `extra`, `per_rank_extra`: values of all ranks, and of each."""
-    state = RunState(state_for(options.pop("extra", None), options.pop("per_rank_extra", None)) or None)
-    return SaveArguments(
-        **{"process_group": trained.process_group, "durable": False, "progress": False, "state": state, **options}
-    )
-
-
-def save_to(store: Store, trained: Trained, **options: Any) -> Any:
-    return save(store, trained.model, trained.optim, arguments_of(trained, **options))
-
-
-def load_from(store: Store, trained: Trained, **options: Any) -> Any:
-    return restore(
-        store,
-        trained.model,
-        trained.optim,
-        LoadArguments(process_group=trained.process_group, progress=False, **options),
-    )
 
 
 def check_loads(store: Store, wrap: str, steps: int = 3) -> None:
@@ -71,10 +44,7 @@ def save_on_ranks(folder: str, refuses: bool) -> list[int]:
             trained = Trained(wrap)
             store = store_at(Path(folder, wrap.replace(" ", "-")))
             if wrap == "FSDP2":
-                given = SaveArguments(
-                    process_group=trained.process_group, durable=False, progress=False, max_file_size=500
-                )
-                found.append(async_save(store, trained.model, trained.optim, given).wait().nbytes_written)
+                found.append(save_in_background(store, trained, max_file_size=500).wait().nbytes_written)
             else:
                 found.append(save_to(store, trained, max_file_size=500, per_rank_extra=dist.get_rank()).nbytes_written)
     return found
@@ -117,11 +87,7 @@ def from_a_folder_on_ranks(folder: str) -> None:
 def refused_on_ranks(folder: str, strategy: str) -> tuple[str, str]:
     """A save by path."""
     with cpu(), sequential(Path(folder)):
-        return error_text(
-            lambda: checkpoints.save(
-                Path(folder, "by-path"), Trained("FSDP2"), options=SaveArguments(strategy=strategy)
-            )
-        )
+        return error_text(lambda: checkpoints.save(Path(folder, "by-path"), Trained("FSDP2"), strategy=strategy))
 
 
 class TestSequential(unittest.TestCase):

@@ -10,8 +10,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.checkpoints import InFolder
 from kit.compare import check_same, error_text, refused, refused_on_ranks
+from kit.folders import InFolder
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

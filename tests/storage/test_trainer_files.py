@@ -14,16 +14,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.checkpoints import InFolder
 from kit.compare import error_text, refused
+from kit.folders import InFolder
 from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CallOptions, CheckpointError, LoadOptions, SaveOptions, View
 from fsdp_optim.checkpoint.common import seen_by_all as sharing
-from fsdp_optim.integrations import trainer_folder
-from fsdp_optim.integrations.hugging_face_folders import is_outdated, is_sharded_by_accelerate, optimizer_inside
-from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.integrations.hugging_face import trainer_folder
+from fsdp_optim.integrations.hugging_face.folders import is_outdated, is_sharded_by_accelerate, optimizer_inside
+from fsdp_optim.integrations.hugging_face.settings import Settings
 from fsdp_optim.plugins import TrainerFolder
 from fsdp_optim.storage.posix import FolderWriter, folder, store
 from fsdp_optim.testing import run_on_ranks

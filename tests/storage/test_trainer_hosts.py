@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.checkpoints import InFolder
 from kit.compare import check_same, refused
+from kit.folders import InFolder
 from parameterized import parameterized
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_optim
 from fsdp_optim import CheckpointError, SaveOptions
 from fsdp_optim.checkpoint.trainers import looks as trainer_looks
-from fsdp_optim.integrations import accelerator_state, trainer_folder
-from fsdp_optim.integrations.settings import Settings
+from fsdp_optim.integrations.hugging_face import accelerator_state, trainer_folder
+from fsdp_optim.integrations.hugging_face.settings import Settings
 from fsdp_optim.plugins import TrainerFolder
 from fsdp_optim.storage.posix import filled, filling, leftovers, small_files, store, trainer_files
 from fsdp_optim.testing import run_on_ranks

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import tempfile
 import unittest
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +35,10 @@ def may_fail(how: str) -> tuple[str, float, int]:
     return how, float(torch.rand(())), os.getpid()
 
 
+def leaves(folder: str, name: str) -> None:
+    Path(folder, name).touch()
+
+
 class TablesTest(unittest.TestCase):
     def test_every_case_has_its_results_by_rank_in_any_order(self) -> None:
         table = Table(rank_and, [(2, "a"), (3, "b"), (2, ["c"])])
@@ -39,6 +47,13 @@ class TablesTest(unittest.TestCase):
         self.assertEqual(table(2, "a"), [(0, 2, "a"), (1, 2, "a")])
         with pytest.raises(ValueError, match="not in list"):
             table(3, "a")
+
+    def test_where_few_cases_are_wanted_each_runs_alone(self) -> None:
+        for is_few, expected in ((False, ["a", "b"]), (True, ["a"])):
+            with tempfile.TemporaryDirectory() as folder, mock.patch("kit.quick.has_few", return_value=is_few):
+                table = Table(functools.partial(leaves, folder), [(2, "a"), (2, "b"), (3, "c")])
+                table(2, "a")
+                self.assertEqual(sorted(os.listdir(folder)), expected)
 
     def test_a_case_that_fails_is_the_only_one_that_fails(self) -> None:
         table = Table(may_fail, [(2, "first"), (2, "rank 1"), (2, "second"), (2, "all"), (2, "third")])

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
-import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from kit.compare import refused
+from kit.folders import InFolder
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
 from fsdp_optim.formats.own import PROBE
+from fsdp_optim.plugins import sees
 from fsdp_optim.storage.posix import beacon_above, filesystem, names_in
-from fsdp_optim.storage.posix.beacon import BEACON, is_lasting, refresh, sees
+from fsdp_optim.storage.posix.beacon import BEACON, is_lasting, refresh
 from fsdp_optim.storage.posix.path_status import is_empty_folder, is_nothing
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
@@ -38,17 +39,12 @@ SOMEBODYS = (
 )
 
 
-class InFolder(unittest.TestCase):
-    def setUp(self) -> None:
-        place = tempfile.TemporaryDirectory()
-        self.addCleanup(place.cleanup)
-        self.root = Path(place.name)
-
+class Listing(InFolder):
     def names(self) -> list[str]:
         return sorted(os.listdir(self.root))
 
 
-class BeaconTest(InFolder):
+class BeaconTest(Listing):
     @parameterized.expand([("",), ("run",), ("run/step-1",), ("a/b/c",)])
     def test_it_is_in_the_nearest_folder(self, below: str) -> None:
         with beacon_above(self.root / below) as address:
@@ -116,7 +112,7 @@ class BeaconTest(InFolder):
             self.assertFalse(sees(self.root))
 
 
-class NamesTest(InFolder):
+class NamesTest(Listing):
     @parameterized.expand([(name,) for name in PASSING])
     def test_passing(self, name: str) -> None:
         self.assertFalse(is_lasting(name))
@@ -172,7 +168,7 @@ class NamesTest(InFolder):
         self.assertEqual(caught.exception.errno, number)
 
 
-class HostTest(InFolder):
+class HostTest(Listing):
     """The string of a machine and a mount."""
 
     def test_it_is_the_same_in_a_folder_and_below(self) -> None:

@@ -20,20 +20,18 @@ from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.stores import store_at
 from fsdp_optim.checkpoint.load.stored_state import StoredState
-from fsdp_optim.formats.base.description import (
-    OPAQUE,
-    PLACED,
-    SCALAR,
-    SCALAR_TENSOR,
-    TENSOR,
+from fsdp_optim.formats.base.description import OPAQUE, PLACED, SCALAR, SCALAR_TENSOR, TENSOR
+from fsdp_optim.formats.base.index import mapped
+from fsdp_optim.formats.base.saved_optim import WORD_OF, description_of
+from fsdp_optim.formats.own import reader as own_reader
+from fsdp_optim.plugins import (
     GroupDescription,
     OptimDescription,
     ParamDescription,
+    SavedOptim,
+    StoredTensor,
+    saved_optim,
 )
-from fsdp_optim.formats.base.index import SavedOptim, mapped
-from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.formats.base.saved_optim import WORD_OF, description_of, saved_optim
-from fsdp_optim.formats.own import reader as own_reader
 from fsdp_optim.state.dicts import Names
 from fsdp_optim.state.values import Kind
 

@@ -11,7 +11,8 @@ from kit.compare import check_same
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
-from fsdp_optim.formats.base.checksums import MAGIC, join_tables, rows_from, rows_of
+from fsdp_optim.formats.base.checksums import MAGIC, rows_from, rows_of
+from fsdp_optim.plugins import join_tables
 
 
 class TableTest(unittest.TestCase):

@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 import unittest
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from kit.folders import InFolder
 from parameterized import parameterized
 
 from fsdp_optim.formats.own import PROBE
@@ -54,11 +54,9 @@ def no_locks(number: int = errno.ENOLCK) -> Iterator[None]:
         yield
 
 
-class InFolder(unittest.TestCase):
+class Claimed(InFolder):
     def setUp(self) -> None:
-        place = tempfile.TemporaryDirectory()
-        self.addCleanup(place.cleanup)
-        self.root = Path(place.name)
+        super().setUp()
         self.folder = self.root / "step.saving-0123456789abcdef"
         self.folder.mkdir()
 
@@ -124,7 +122,7 @@ ROWS = [
 ]
 
 
-class HeldTest(InFolder):
+class HeldTest(Claimed):
     @parameterized.expand(ROWS)
     def test_row(self, one_machine: bool, who: str, had: bool, lock: str, age: float, held: bool) -> None:
         self.begun(who, was_locked=had)
@@ -199,7 +197,7 @@ class HeldTest(InFolder):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-class OddClaimTest(InFolder):
+class OddClaimTest(Claimed):
     """What is no claim of this version."""
 
     def test_missing(self) -> None:
@@ -264,7 +262,7 @@ class OddClaimTest(InFolder):
             self.assertFalse(is_held(folder))
 
 
-class WrittenTest(InFolder):
+class WrittenTest(Claimed):
     def test_what_claim_writes(self) -> None:
         lock = claim(self.folder)
         self.addCleanup(os.close, lock)
@@ -322,7 +320,7 @@ signal.pause()
 """
 
 
-class ProcessTest(InFolder):
+class ProcessTest(Claimed):
     """The claim of a real process, before and after it is killed."""
 
     @parameterized.expand([(LOCAL,), (SHARED,)])
@@ -342,7 +340,7 @@ class ProcessTest(InFolder):
         self.check(one_machine, False)
 
 
-class LeftoversTest(InFolder):
+class LeftoversTest(Claimed):
     """What a save that begins removes, on a file system of several machines."""
 
     def removed(self) -> bool:
@@ -351,7 +349,7 @@ class LeftoversTest(InFolder):
         return not self.folder.exists()
 
     def test_the_folder_of_a_machine_that_was_lost_stays_for_an_hour(self) -> None:
-        """It may be cut off only, and go on writing."""
+        """It may be cut off only, and continue writing."""
         self.begun(ELSEWHERE)
         (self.folder / "model.safetensors").write_bytes(b"x")
         self.age(DEAD_AFTER - 60)

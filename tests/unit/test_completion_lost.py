@@ -115,7 +115,7 @@ class LostTest(Saves):
             self.assertIn("look at its log", text)
 
     def test_a_leader_that_was_given_up_gives_no_checkpoint_its_name(self) -> None:
-        """It was stopped, and goes on."""
+        """It was stopped, and continues."""
         saves = self.joined(3)
         for one in saves:
             one.done(b"x")

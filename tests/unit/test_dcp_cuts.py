@@ -71,7 +71,9 @@ class CutsTest(InFolder):
             self.assertEqual(listed.gap(), None)
             self.assertEqual(listed.numel, sum(listed.numel_on(rank) for rank in by))
             sources = {
-                element: (rank, place) for rank, its in oracle.held(listed).items() for place, element in its.items()
+                element: (rank, place)
+                for rank, places in oracle.held(listed).items()
+                for place, element in places.items()
             }
             wholes = [Whole(shape, (0,)), FlatChunks(shape, 0, -(-listed.numel // 3), (range(3),))]
             for target, rank in itertools.product(wholes, range(3)):

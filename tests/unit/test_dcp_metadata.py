@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.dcp.metadata_pickle import load as load_pickle
 from fsdp_optim.foreign.dcp.reader import DCP
-from fsdp_optim.formats.base.protocols import COMMON, MODULES, Format
+from fsdp_optim.plugins import COMMON, MODULES, Format
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.testing import ReaderConformance, WrittenSample
 from fsdp_optim.testing.foreign_readers import read_elements

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from kit.cases import examples
 
 from fsdp_optim import CheckpointError
-from fsdp_optim.formats.base.checksums import Sums, hash_of, join_tables, rows_of
-from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents, without_overlaps, write_extents
+from fsdp_optim.formats.base.checksums import rows_of
+from fsdp_optim.formats.base.extents import without_overlaps
+from fsdp_optim.plugins import DataSection, Extent, Sums, hash_of, join_tables, read_extents, write_extents
 
 Range = tuple[int, int]
 OFFSET = 5  # of the section in its file

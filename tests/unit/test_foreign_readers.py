@@ -19,8 +19,8 @@ from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
 from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE
 from fsdp_optim.foreign.torch.reader import TORCH_FILE
-from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.formats.own import PROBE
+from fsdp_optim.plugins import Format
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from kit.compare import check_same
 
-from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.checkpoint.load.restore import restore
+import fsdp_optim
 from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader, Source
-from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.own import PROBE
+from fsdp_optim.plugins import Extent, StoredTensor, use_formats
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import Folder
 
@@ -61,7 +59,8 @@ class ForeignValueTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             numbers = torch.arange(5, dtype=torch.float32) + 1
             Path(folder, "data").write_bytes(numbers.numpy().tobytes())
-            restore(folder, model, optim, LoadArguments(), Raw())
+            with use_formats([Raw()]):
+                fsdp_optim.load(folder, model, optim)
         values = [numbers[:1], numbers[1:4], numbers[1:4]]
         check_same("weights", [param.detach() for param in model.parameters()], values)
         found = [optim.state[param] for param in model.parameters()]

@@ -12,9 +12,9 @@ from parameterized import parameterized
 from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.checkpoint.common.formats import format_of_option
 from fsdp_optim.formats.own import OURS
-from fsdp_optim.offline.arguments import ConvertArguments
-from fsdp_optim.plugins import DcpFolder, FairscaleShards, TorchFiles
-from fsdp_optim.registry import BUILT_IN_FORMATS, FORMATS, READ_ONLY_FORMATS, format_names, named, use_formats
+from fsdp_optim.offline.conversion.arguments import ConvertArguments
+from fsdp_optim.plugins import DcpFolder, FairscaleShards, TorchFiles, use_formats
+from fsdp_optim.registry import BUILT_IN_FORMATS, FORMATS, READ_ONLY_FORMATS, format_names, named
 
 SAVED, WRITTEN = format_names(of_save=True), format_names()
 

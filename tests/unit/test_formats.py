@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kit.raw_format import RAW
 
-from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.formats.own import OURS
+from fsdp_optim.plugins import Format
 from fsdp_optim.storage.base import Store
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import FormatConformance

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_optim.formats.base.frames import Frames, joined
-from fsdp_optim.formats.base.protocols import PlannedFile
+from fsdp_optim.plugins import PlannedFile
 
 
 @st.composite
@@ -54,7 +54,7 @@ def test_writes_of_any_cut_fill_the_file(frames: Frames, data: st.DataObject) ->
     data_alone: dict[int, int] = {}
     for start, stop in itertools.pairwise(cuts):
         border = data.draw(st.integers(start, stop))
-        pieces = [memoryview(bytes(range(*its))) for its in ((start, border), (border, stop))]
+        pieces = [memoryview(bytes(range(*ends))) for ends in ((start, border), (border, stop))]
         place, joint = frames.with_frames(pieces, start)
         for number, byte in enumerate(b"".join(joint)):
             assert place + number not in file, "written twice"

@@ -138,7 +138,7 @@ class RulesTest(unittest.TestCase):
             self.assertEqual(behind, {entry.name for entry in history} - ancestors, events)
 
     def test_a_branch_that_a_kill_has_left_takes_nothing_with_it(self) -> None:
-        """10, 20, 30, 40; back to 10; 15, killed; 15 cannot be read for a moment, so the run goes on from 40 and saves 50."""
+        """10, 20, 30, 40; back to 10; 15, killed; 15 cannot be read for a moment, so the run continues from 40 and saves 50."""
         afters = {10: -1, 20: 10, 30: 20, 40: 30, 15: 10, 50: 40}
         entries = [
             ManagedCheckpoint(name_of_step(step), step, (place, step, 0, ""), after)

@@ -16,9 +16,9 @@ from fsdp_optim import CheckpointError, StateError
 from fsdp_optim.checkpoint.load.compare import _CompareEnd
 from fsdp_optim.checkpoint.load.reading import StoredValue
 from fsdp_optim.checkpoint.load.stored_state import StoredState
-from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import Slice
+from fsdp_optim.plugins import StoredTensor
 
 SAVED = torch.arange(6, dtype=torch.float32)
 

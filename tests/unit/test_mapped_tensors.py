@@ -11,10 +11,8 @@ import torch
 
 from fsdp_optim import View
 from fsdp_optim.checkpoint.views import MappedFiles
-from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
 from fsdp_optim.layout import Block, Box, Boxes
-from fsdp_optim.memory import dtype_name
+from fsdp_optim.plugins import Chunks, Extent, StoredTensor, dtype_name
 
 PAIRS = View("w", "(f (a + b)) c", {"one": "(f a) c", "two": "(f b) c"}, a=1, b=1)
 HEADS = View("w", "(g (q + k) d) c", {"q": "(g q d) c", "k": "(g k d) c"}, q=2, k=1, d=3)

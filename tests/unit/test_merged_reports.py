@@ -131,3 +131,39 @@ def test_what_only_some_ranks_know_is_joined() -> None:
         assert state.module_values == {"m.extra": (0, 1, 2, 3), "n.extra": (1, 2)}
         assert set(state.extra_state_loaders) == {"m", "n"}
     assert merged(first, first).with_state == {"w"}
+
+
+def many(*, twice: bool = False, missing: bool = False, loose: bool = False) -> RankReport:
+    """The report of three parameters, of which the second is the odd one."""
+    places = [BOTH, Whole((3,), (0, 1, 2) if missing else (0, 1)), CUT]
+    live = [
+        LiveParam((name,), (place,), 0, (), collected=True, summary=SUMMARY, loose=loose and name == "b")
+        for name, place in zip("abc", places, strict=True)
+    ]
+    if twice:
+        live.append(LiveParam(("b",), (BOTH,), 0, (), collected=True, summary=SUMMARY))
+    return RankReport("gather()", ("a", "b", "c"), tuple(live), ((),))
+
+
+def test_one_report_of_all_ranks_merges_as_one_of_each() -> None:
+    """A single report takes a shorter way, parameter by parameter."""
+    single = merged(many(), ranks=[(0, 1)])
+    each = merged(many(), many())
+    assert single.params == each.params
+    assert list(single.params) == ["a", "b", "c"]
+
+
+def test_one_report_of_fewer_ranks_than_hold_a_parameter() -> None:
+    with pytest.raises(StateError, match=r"b: rank 2 should hold a part of this parameter"):
+        merged(many(missing=True), ranks=[(0, 1)])
+
+
+def test_one_report_that_names_a_parameter_twice() -> None:
+    with pytest.raises(StateError, match=r"b: shape \[3\] on ranks 0, 1, \[4\] on ranks 0, 1"):
+        merged(many(twice=True), ranks=[(0, 1)])
+
+
+def test_a_parameter_that_no_wrapper_knows_is_on_the_ranks_that_report_it() -> None:
+    state = merged(many(loose=True), ranks=[(0, 1, 2)])
+    assert state.params["b"].placement.ranks == (0, 1, 2)
+    assert state.params["a"].placement.ranks == (0, 1)

@@ -11,7 +11,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.errors import class_name
-from fsdp_optim.integrations.needed import MissingNameError, needed, refusal
+from fsdp_optim.integrations.common.needed import MissingNameError, needed, refusal
 
 MODULE = types.ModuleType("torch_like")
 MODULE.Thing = type("Thing", (), {"act": lambda self: None})  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ class TestNeeded(unittest.TestCase):
         [("no_such_thing", "no_such_thing"), ("transformers", "transformers"), ("lightning", "'lightning>=2.6'")]
     )
     def test_the_command_that_installs_a_package_which_is_missing(self, package: str, wanted: str) -> None:
-        from fsdp_optim.integrations import needed as module
+        from fsdp_optim.integrations.common import needed as module
 
         with (
             mock.patch.object(module, "version", side_effect=module.PackageNotFoundError),

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kit.checkpoints import InFolder
+from kit.folders import InFolder
 from kit.managed import names_in
 from parameterized import parameterized
 

@@ -1,4 +1,4 @@
-"""A value that a tree of modules computes once is found by the identity of its arguments, which live as long as the tree."""
+"""What is computed once is found by the identity of what it was computed from, which lives as long as the answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp_optim.adapters import ModuleTree
+from fsdp_optim.layout.once import once_each
 
 
 @dataclass
@@ -29,3 +30,32 @@ def test_computed_once() -> None:
     for one in (thing, equal, thing):
         tree.once(read, one)
     assert [id(one) for one in asked] == [id(thing), id(equal)]
+
+
+def test_a_tree_lists_once() -> None:
+    tree, asked = ModuleTree(nn.Linear(1, 1), is_wrapper_child=lambda module, name: False), list[object]()
+
+    def names(of: ModuleTree) -> list[str]:
+        asked.append(of)
+        return [name for _, sites in of.params() for _, name in sites]
+
+    assert tree.listed(names) is tree.listed(names)
+    assert tree.listed(names) == ["weight", "bias"]
+    assert asked == [tree]
+
+
+def test_each_object_is_asked_once() -> None:
+    asked = list[Thing]()
+
+    def read(thing: Thing) -> int:
+        asked.append(thing)
+        return thing.number
+
+    ask, thing, equal = once_each(read), Thing(1), Thing(1)
+    assert [ask(each) for each in (thing, equal, thing)] == [1, 1, 1]
+    assert [id(each) for each in asked] == [id(thing), id(equal)]
+
+
+def test_an_object_that_was_asked_keeps_its_id() -> None:
+    ask = once_each(number_of)
+    assert [ask(Thing(number)) for number in range(100)] == list(range(100))

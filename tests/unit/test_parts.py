@@ -15,8 +15,8 @@ from parameterized import parameterized
 from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.save.part_ranges import PartedFile, cuts_of, ranges_on
-from fsdp_optim.formats.base.protocols import PlannedFile
 from fsdp_optim.layout import FlatChunks
+from fsdp_optim.plugins import PlannedFile
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 LEAST_PART = 8
@@ -71,16 +71,16 @@ def test_every_byte_is_put_once_by_the_owner_of_its_part(case: tuple[list[File],
         assert set(file.owners) <= set(RANKS)
         put: dict[int, int] = {}
         for rank in RANKS:
-            others = [*file.head_on(rank), *(one for its in file.frames_on(rank).values() for one in its)]
+            others = [*file.head_on(rank), *(one for contents in file.frames_on(rank).values() for one in contents)]
             mine = ranges_on([file], rank)
             data = data_of_bytes(file.file.plan)
             ranges = [range(start, start + len(content)) for start, content in others]
             ranges += [
-                range(data.index(one.start), data.index(one.stop - 1) + 1) for its in mine.values() for one in its
+                range(data.index(one.start), data.index(one.stop - 1) + 1) for runs in mine.values() for one in runs
             ]
-            for number, its in enumerate(ranges):
-                assert its
-                for byte in its:
+            for number, put_range in enumerate(ranges):
+                assert put_range
+                for byte in put_range:
                     if number >= len(others) and data[byte] is None:
                         continue  # a frame inside the value
                     assert byte not in put, f"byte {byte} is put by {put[byte]} and by {rank}"
@@ -99,11 +99,11 @@ def test_each_owner_holds_what_it_puts(case: tuple[list[File], int]) -> None:
         owners = [owner for owner, byte in zip(owners_of_bytes(file), data, strict=True) if byte is not None]
         for value, begin in zip(file.file.values, file.file.plan.starts, strict=True):
             size = value.dtype.itemsize
-            its = owners[begin : begin + value.nbytes]
-            after_first = [owner for owner, _ in groupby(its)][1:]
+            value_owners = owners[begin : begin + value.nbytes]
+            after_first = [owner for owner, _ in groupby(value_owners)][1:]
             assert len(after_first) == len(set(after_first)), "a hole"
             needed: dict[int, set[int]] = {}
-            for byte, owner in enumerate(its):
+            for byte, owner in enumerate(value_owners):
                 needed.setdefault(owner, set()).add(byte // size)
             cut = cuts[value.key]
             has: dict[int, set[int]] = {}
@@ -122,11 +122,15 @@ def test_a_part_is_put_by_a_rank_that_has_some_of_it(case: tuple[list[File], int
         data = data_of_bytes(file.file.plan)
         part_of = [at // file.part_nbytes for at, byte in enumerate(data) if byte is not None]
         for number, owner in enumerate(owners):
-            its = [byte for byte, part in enumerate(part_of) if part == number]
+            part_bytes = [byte for byte, part in enumerate(part_of) if part == number]
             has, excluded, is_shared = set[int](), set[int](), False
             for value, at in values:
-                inside = range(max(its[0], at), min(its[-1] + 1, at + value.nbytes)) if its else range(0)
-                if inside and at < its[0]:
+                inside = (
+                    range(max(part_bytes[0], at), min(part_bytes[-1] + 1, at + value.nbytes))
+                    if part_bytes
+                    else range(0)
+                )
+                if inside and at < part_bytes[0]:
                     excluded = {*owners[part_of[at] + 1 : number]} - {owners[number - 1]}
                 elements = {(byte - at) // value.dtype.itemsize for byte in inside}
                 by_rank = {rank: elements & {*local.values()} for rank, local in held(value.placement).items()}
@@ -161,7 +165,7 @@ class NamedTest(unittest.TestCase):
         plan = PlannedFile("file", "model", bytes(50), (), (), 0, 0, lambda start, stop: "")
         found = PartedFile.of(File(plan, ()), 8, {0: 500.0, 1: 3.0})
         self.assertEqual(found.owners, (1,) * 7)
-        self.assertEqual([(at, len(its)) for at, its in found.head_on(1)][-1], (48, 2))
+        self.assertEqual([(at, len(content)) for at, content in found.head_on(1)][-1], (48, 2))
 
 
 if __name__ == "__main__":

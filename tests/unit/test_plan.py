@@ -90,12 +90,12 @@ def test_windows_of_the_local_tensors_make_up_every_copy(pair: tuple[Layout, Lay
             found = []
             for start in range(0, max(address[side] for address in whole) + 1, width):
                 for piece in part(copy, start, start + width):
-                    its = oracle.addresses(piece)
-                    assert its
+                    addresses = oracle.addresses(piece)
+                    assert addresses
                     assert len(piece.sizes) == len(piece.source_strides) == len(piece.target_strides) > 0
-                    assert all(0 <= address[side] < width for address in its)
+                    assert all(0 <= address[side] < width for address in addresses)
                     assert (piece.source_rank, piece.target_rank) == (copy.source_rank, copy.target_rank)
-                    found += [tuple(at + start * (i == side) for i, at in enumerate(address)) for address in its]
+                    found += [tuple(at + start * (i == side) for i, at in enumerate(address)) for address in addresses]
             assert sorted(found) == sorted(whole)
             assert [address[side] for address in found] == sorted(address[side] for address in whole)
 

@@ -185,7 +185,9 @@ def check_plan(source: Placement, target: Placement) -> Sequence[Copy]:
     before, wanted = (oracle.local_arrays(layout, {"": 1}) for layout in layouts)
     copies = copies_of(source, target, replica=5)
     after = oracle.execute(named("", copies), before, wanted)
-    assert {key: array.tolist() for key, array in after.items()} == {key: its.tolist() for key, its in wanted.items()}
+    assert {key: array.tolist() for key, array in after.items()} == {
+        key: array_wanted.tolist() for key, array_wanted in wanted.items()
+    }
     return copies
 
 
@@ -233,15 +235,15 @@ def test_parameters_of_one_kind_are_planned_together_as_one_by_one(together: int
         mock.patch.object(planner, "copies_of_kind", wraps=planner.copies_of_kind) as at_once,
     ):
         found = list(Plans(10**9).each(requests))
-    for request, its, copies in zip(requests, found, wanted, strict=True):
-        assert list(its) == list(copies), request
-        assert (its.receives, its.num_wanted) == (
+    for request, planned, copies in zip(requests, found, wanted, strict=True):
+        assert list(planned) == list(copies), request
+        assert (planned.receives, planned.num_wanted) == (
             request.target.shard_of(request.rank) is not None,
             request.target.numel_on(request.rank),
         )
-        if isinstance(its.copies, CopyTable):
-            assert its.copies.are_runs == all(copy.is_run for copy in copies)
-            columns = its.copies.columns
+        if isinstance(planned.copies, CopyTable):
+            assert planned.copies.are_runs == all(copy.is_run for copy in copies)
+            columns = planned.copies.columns
             assert columns.base is None or columns.base.size == columns.size, "no plan keeps the memory of others"
     assert any(len(call.args[0]) > 1 for call in at_once.call_args_list)
 
@@ -284,7 +286,7 @@ def test_a_layer_of_a_grid_is_planned_at_once() -> None:
     with mock.patch.object(planner, "copies_of_kind", wraps=planner.copies_of_kind) as at_once:
         found = list(Plans().each(requests))
     assert [len(call.args[0]) for call in at_once.call_args_list] == [30, 30]
-    assert [list(its) for its in found] == [list(singly(request)) for request in requests]
+    assert [list(planned) for planned in found] == [list(singly(request)) for request in requests]
 
 
 def test_listed_boxes_that_are_runs_are_planned_alike_by_a_rank_with_many_pairs_and_by_one_with_few() -> None:

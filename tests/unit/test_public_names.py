@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import api, dcp, plugins
 
 
 class PublicNamesTest(unittest.TestCase):
@@ -28,6 +29,13 @@ class PublicNamesTest(unittest.TestCase):
         self.assertEqual(seen, ["__dir__"])
         with self.assertRaisesRegex(AttributeError, "laod"):
             fsdp_optim.laod  # noqa: B018
+
+    def test_modules_that_import_names_when_asked_have_no_others(self) -> None:
+        for module in (api, dcp, plugins):
+            self.assertEqual(dir(module), list(module.__all__))
+            self.assertFalse(hasattr(module, "__path_of_nothing__"))
+            with self.assertRaisesRegex(AttributeError, f"module '{module.__name__}' has no attribute 'laod'"):
+                module.laod  # noqa: B018
 
     def test_the_types_of_results_are_public(self) -> None:
         """The classes that public functions are annotated to return, and those of their attributes."""

@@ -10,9 +10,9 @@ from typing import Any
 from parameterized import parameterized
 
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue
-from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import FlatRuns
 from fsdp_optim.memory import Budget
+from fsdp_optim.plugins import StoredTensor
 
 MIB = 1 << 20
 RANKS = (0, 1, 2, 3)

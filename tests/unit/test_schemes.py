@@ -14,7 +14,8 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.buckets.objects import Memory, MemoryBucket, ObjectStore
-from fsdp_optim.registry import STORES, use_stores
+from fsdp_optim.plugins import use_stores
+from fsdp_optim.registry import STORES
 from fsdp_optim.storage.base import Capabilities, CheckpointProbe, Store
 
 MEMORY = Memory()

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_optim.checkpoint.load.short_ranges import ShortRanges
-from fsdp_optim.formats.base.extents import Extent, without_overlaps
+from fsdp_optim.formats.base.extents import without_overlaps
 from fsdp_optim.formats.base.protocols import TensorReader
+from fsdp_optim.plugins import Extent
 
 FILE = "model.safetensors"
 GAP = 4 << 10  # bytes between two ranges that are read with them

@@ -26,8 +26,8 @@ from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as save
 from fsdp_optim.cli.app import main
 from fsdp_optim.errors import StateError
-from fsdp_optim.integrations.settings import Settings
-from fsdp_optim.offline import convert
+from fsdp_optim.integrations.hugging_face.settings import Settings
+from fsdp_optim.offline.conversion import convert
 from fsdp_optim.verbs import gather, iterate, scatter, shard, transfer
 
 MOST_ARGUMENTS = 12

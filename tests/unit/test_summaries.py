@@ -10,9 +10,10 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import FlatChunks, Whole
+from fsdp_optim.plugins import Handle, Original
 from fsdp_optim.state.live import LocalParam, read_optimizer
 from fsdp_optim.state.values import Summary
-from fsdp_optim.view import Handle, NamedHandle, Original
+from fsdp_optim.view import NamedHandle
 
 
 def summaries_of(model: nn.Module, *states: dict[str, Any]) -> tuple[Summary | None, ...]:

@@ -22,8 +22,8 @@ from torch._subclasses import FakeTensorMode
 from torch.serialization import skip_data
 
 from fsdp_optim.foreign.archive.torch_archive import is_torch_archive, read_archive, read_tensor
-from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import Unread
+from fsdp_optim.plugins import StoredTensor
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix import OpenFiles
 

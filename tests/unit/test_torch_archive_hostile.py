@@ -21,7 +21,7 @@ from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import Unread, read_archive
-from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.plugins import StoredTensor
 
 
 def with_pickle(pickled: bytes, num: int = 2, numel: int = 4) -> bytes:

@@ -10,8 +10,8 @@ from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
 from fsdp_optim.foreign.torch.roles import MODEL_KEYS, OPTIM_KEYS, joined_optims, parts_of
-from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import Unread
+from fsdp_optim.plugins import StoredTensor
 
 T = StoredTensor("", "float32", (2,), "a.pt", 0)
 MODEL = {"0.weight": T, "0.bias": T}

@@ -13,7 +13,7 @@ from fsdp_optim.transport.stored_verdict import (
     StatedContent,
     StatedStep,
     StoredVerdict,
-    Summary,
+    TreeSummary,
     WaitingPlace,
 )
 from fsdp_optim.transport.verdict import Reason, Statement
@@ -29,13 +29,13 @@ class WireTest(unittest.TestCase):
         [
             (StoredVerdict(),),
             (StoredVerdict(True, True, REASONS, (1, 2), "\udc80", True, 5, *CONTENTS),),
-            (Summary(),),
-            (Summary((StatedStep("gather: \udcff", "ab", ((0, 3), (5, 5))),), REASONS, 3, *CONTENTS),),
+            (TreeSummary(),),
+            (TreeSummary((StatedStep("gather: \udcff", "ab", ((0, 3), (5, 5))),), REASONS, 3, *CONTENTS),),
             (WaitingPlace("a/b", 7, ((0, 1),), "gather: read", "\udcff", False),),
             *((reason,) for reason in REASONS),
         ]
     )
-    def test_what_is_sent_arrives(self, record: StoredVerdict | Summary | WaitingPlace | Reason) -> None:
+    def test_what_is_sent_arrives(self, record: StoredVerdict | TreeSummary | WaitingPlace | Reason) -> None:
         text = encode(record)
         self.assertTrue(text.isascii())
         self.assertNotIn("\n", text)
@@ -50,8 +50,8 @@ class WireTest(unittest.TestCase):
             3: Statement("read", b"y", b"other"),
             4: Statement("read", error=OSError("no")),
         }
-        each = [Summary.of(rank, statement) for rank, statement in statements.items()]
-        at_once = Summary.merged(each)
+        each = [TreeSummary.of(rank, statement) for rank, statement in statements.items()]
+        at_once = TreeSummary.merged(each)
         self.assertEqual(
             [(step.step, step.runs) for step in at_once.steps], [("read", ((0, 1), (3, 3))), ("move", ((2, 2),))]
         )
@@ -61,8 +61,8 @@ class WireTest(unittest.TestCase):
         self.assertEqual([content.runs for content in at_once.contents], [((0, 1),), ((3, 3),)])
         self.assertFalse(at_once.are_all_equal)
         for first, second in (([4, 2], [3, 1, 0]), ([1, 3], [0, 2, 4])):
-            halves = [Summary.merged([each[rank] for rank in half]) for half in (first, second)]
-            merged = Summary.merged(halves)
+            halves = [TreeSummary.merged([each[rank] for rank in half]) for half in (first, second)]
+            merged = TreeSummary.merged(halves)
             self.assertEqual(
                 (merged.steps, merged.reasons, merged.flags), (at_once.steps, at_once.reasons, at_once.flags)
             )

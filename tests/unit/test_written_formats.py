@@ -11,12 +11,10 @@ import torch
 from kit.written_conformance import WrittenConformance
 
 from fsdp_optim.foreign.dcp.format import DCP_FOLDER, TORCHTITAN_FOLDER
-from fsdp_optim.foreign.deepspeed.writer import DeepSpeedUniversal
-from fsdp_optim.foreign.per_rank.fairscale_writer import FairscaleShards
-from fsdp_optim.foreign.torch.writer import TorchFiles
 from fsdp_optim.formats.base.description import SCALAR
-from fsdp_optim.formats.base.protocols import Format, Half, written
+from fsdp_optim.formats.base.protocols import written
 from fsdp_optim.formats.own import PROBE
+from fsdp_optim.plugins import DeepSpeedUniversal, FairscaleShards, Format, Half, TorchFiles
 from fsdp_optim.storage.base import Opened, Store
 from fsdp_optim.storage.posix import Folder
 from fsdp_optim.testing import WrittenSample

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
 import fsdp_optim.fairscale
-from fsdp_optim import FsdpOptimError
+from fsdp_optim import FsdpOptimError, per_rank
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, ResumeArguments, SaveArguments
-from fsdp_optim.checkpoint.common.run_state import RunState, per_rank
+from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.options import (
     Arguments,
     CallArguments,

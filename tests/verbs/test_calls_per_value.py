@@ -28,9 +28,9 @@ VIEWS = [View("{u}.{i}.weight", "(q + k + v) c", {f"{{u}}.{{i}}.{part}": f"{part
 
 # Calls of functions, in Python and C, that each further value takes on the rank that makes most.
 MOST = {
-    "FSDP2": {"save": 230, "load": 260, "gather": 124, "stall": 212},
-    "DDP": {"save": 305, "load": 440, "gather": 114, "stall": 305},
-    "FSDP2, Views": {"save": 158, "load": 214, "gather": 76, "stall": 150},
+    "FSDP2": {"save": 176, "load": 203, "gather": 104, "stall": 164},
+    "DDP": {"save": 200, "load": 252, "gather": 103, "stall": 200},
+    "FSDP2, Views": {"save": 134, "load": 189, "gather": 66, "stall": 130},
 }
 
 

@@ -106,10 +106,6 @@ def trips(wrap: str, folder: str) -> dict[str, str]:
     return wrong
 
 
-def _by_place(trained: Trained, optim: Any) -> dict[int, dict[Any, Any]]:
-    return {i: dict(optim.state[param]) for i, param in enumerate(trained.params) if param in optim.state}
-
-
 def _send(trained: Trained, target: Any, how: str, path: str, group: dict[str, Any]) -> None:
     if how == "transfer":
         fsdp_optim.transfer_optim_state(

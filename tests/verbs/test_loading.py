@@ -227,7 +227,7 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
             for name in target.numbers.start:
                 wanted = old["state"].get(name) if name in missing else named["state"].get(name)
                 check_same(f"{what}, state of {name}", got.get(name), wanted)
-        target.step([7])  # and training goes on
+        target.step([7])  # and training continues
     return errors
 
 
@@ -250,7 +250,7 @@ PARTLY = ("missing", "extra", "frozen")
 
 
 def meets(wrapper: str, case: str) -> bool:
-    """Whether `make test` has this pair: each wrapper meets one case, and FSDP2 and flat parameters meet all of them."""
+    """Whether `make test-all` has this pair: each wrapper meets one case, and FSDP2 and flat parameters meet all of them."""
     in_turn = (list(WRAPPERS).index(wrapper) + PARTLY.index(case)) % len(PARTLY) == 0
     return in_turn or wrapper in ("FSDP2", "fairscale flat")
 

@@ -1,7 +1,7 @@
 """Every (wrapper, world size) -> (wrapper, world size): gather there, shard here, gather again; all to the bit.
 
 The oracle is the same optimizer on the unwrapped model. One run gathers all sources of a world size, and one run loads all
-sources into one target. `make test` loads all sources into each wrapper at one world size, `make test-long` at every one, and
+sources into one target. `make test-all` loads all sources into each wrapper at one world size, `make test-long` at every one, and
 compares the table of docs/wrappers.md with what ran.
 """
 

@@ -370,7 +370,7 @@ def verbs(wrapper: str, folder: str) -> dict[str, list[tuple[str, str]]]:
                 before = snapshot(target)
                 errors.setdefault(verb, []).append(error_text(ways(target)[verb]))
                 check_same(f"{verb}: nothing is changed", snapshot(target), before)
-                # Adam can go on with all of it; only the way of its weight decay is its own
+                # Adam can continue with all of it; only the way of its weight decay is its own
                 target = Trained(wrapper, MAKERS["Adam"], steps)
                 found = ways(target, strict=False)[verb]()
                 check_same(f"{verb}: left out", found.unmatched_hyperparameters, ())
@@ -379,7 +379,7 @@ def verbs(wrapper: str, folder: str) -> dict[str, list[tuple[str, str]]]:
                 check_same(f"{verb}: class", again["optimizer_class"], "Adam")
                 check_same(f"{verb}: weight decay", again["param_groups"][0]["decoupled_weight_decay"], False)
                 target.step([7])
-            # SGD has none of the values: what it has stays, and it goes on
+            # SGD has none of the values: what it has stays, and it continues
             target = Trained(wrapper, sgd, 2)
             momenta = target.gather(None, "name")["state"]
             found = ways(target, strict=False)[verb]()

@@ -223,7 +223,9 @@ def loaded_elsewhere(folder: str, wrap: str) -> None:
         if wrap != "plain" and wrap != "DDP":  # values with a shape of their own fit complete parameters, or DTensors
             for values in (*full["state"].values(), *wanted.values()):
                 del values["rows"]
-            full["kinds"] = {i: {k: word for k, word in its.items() if k != "rows"} for i, its in full["kinds"].items()}
+            full["kinds"] = {
+                i: {k: word for k, word in words.items() if k != "rows"} for i, words in full["kinds"].items()
+            }
         model = wraps[wrap](Uneven([1.5]))
         optim = Momentum(model.parameters())
         with log_texts() as texts:

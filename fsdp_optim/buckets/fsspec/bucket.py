@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fsdp_optim.buckets.fsspec.infos import has_tag, time_of, version_of
-from fsdp_optim.buckets.fsspec.opening import file_system_at, is_local, one_line, secrets_in, split_url, without
+from fsdp_optim.buckets.fsspec.opening import file_system_at, is_local, secrets_in, split_url
 from fsdp_optim.buckets.fsspec.uploads import FileUpload
 from fsdp_optim.buckets.objects.base import ABSENT, Bucket, BucketCan, MissingObjectError, ObjectInfo, OvertakenError
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, one_line, without
 from fsdp_optim.storage.base import Undecided
 
 _WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "webdav", "dbfs"}

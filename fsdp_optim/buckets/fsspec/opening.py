@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError, causes_of, pip_install, wrong_use
+from fsdp_optim.errors import CheckpointError, causes_of, one_line, pip_install, without, wrong_use
 from fsdp_optim.storage.base import Undecided
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -90,11 +90,6 @@ def _refused(url: str, error: Exception, options: Mapping[str, Any]) -> Checkpoi
     return CheckpointError(f"{name}: cannot be opened with these storage_options: {type(error).__name__}: {words}")
 
 
-def one_line(error: BaseException) -> str:
-    """Return the words of an error, without line breaks."""
-    return " ".join(str(error).split())
-
-
 def secrets_in(options: object, name: str = "") -> Iterator[str]:
     """Yield the words among options that must not be in an error: passwords, keys, tokens."""
     if isinstance(options, Mapping):
@@ -102,10 +97,3 @@ def secrets_in(options: object, name: str = "") -> Iterator[str]:
             yield from secrets_in(value, f"{name} {key}")
     elif isinstance(options, str) and len(options) >= _LEAST_SECRET and _SECRET.search(name):
         yield options
-
-
-def without(secrets: Iterable[str], line: str) -> str:
-    """Return a line without secrets."""
-    for secret in secrets:
-        line = line.replace(secret, "***")
-    return line

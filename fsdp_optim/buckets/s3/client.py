@@ -23,9 +23,8 @@ from fsdp_optim.buckets.s3.errors import (
     is_passing,
     line_of_answer,
     line_of_error,
-    without,
 )
-from fsdp_optim.errors import CheckpointError, pip_install
+from fsdp_optim.errors import CheckpointError, pip_install, without
 from fsdp_optim.storage.base import Undecided
 
 T = TypeVar("T")

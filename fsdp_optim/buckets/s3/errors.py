@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from fsdp_optim.errors import one_line
 
 EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 """The codes of answers to credentials that have expired."""
@@ -123,7 +125,7 @@ def line_of_error(bucket: str, where: str, operation: str, error: BaseException)
     """Return the line that a user reads where no answer came."""
     from botocore import exceptions
 
-    words = " ".join(str(error).split())
+    words = one_line(error)
     if isinstance(
         error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.ProfileNotFound)
     ):
@@ -132,10 +134,3 @@ def line_of_error(bucket: str, where: str, operation: str, error: BaseException)
     if isinstance(error, (exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError)):
         return f"{where}: the store cannot be reached, check endpoint_url: {words}"
     return f"{where}: cannot {_verb(operation)}: {type(error).__name__}: {words}"
-
-
-def without(secrets: Iterable[str], line: str) -> str:
-    """Return a line without secrets."""
-    for secret in secrets:
-        line = line.replace(secret, "***")
-    return line

@@ -14,13 +14,14 @@ from fsdp_optim.adapters.buffers import StageCopiesHandle
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common import module_values
 from fsdp_optim.checkpoint.common.kept_fusions import agree_on_kept, kept_at_save
-from fsdp_optim.elements import check_weight
+from fsdp_optim.dtensors import is_usual_dtensor
+from fsdp_optim.elements import check_weight, is_usual_weight
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base.bools import check_bools_of
-from fsdp_optim.formats.base.protocols import Half, PlannedTensor
+from fsdp_optim.formats.base.protocols import Half
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, StridedBoxes, Whole
 from fsdp_optim.layout.views import PlacedPart
-from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.options import CAST_DTYPES, CallArguments, FusedState, WhichWeights
 from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
@@ -152,9 +153,11 @@ def weights_of(
         values = reader.module_values(view, options.name_of, runs_hooks=options.views == "hooks")
     optim = _as_optimizer(everything, which)
     for param in optim.params:
-        if param.state is not None:
-            fqn = param.named.fqns[0] if param.named.fqns else "a parameter"
-            check_weight(f"{fqn}: this tensor on rank {view.rank}", param.handle.param, WrapperError)
+        live = param.named.handle.param
+        if param.state is None or is_usual_weight(live) or is_usual_dtensor(live):
+            continue  # nearly every parameter
+        fqn = param.named.fqns[0] if param.named.fqns else "a parameter"
+        check_weight(f"{fqn}: this tensor on rank {view.rank}", live, WrapperError)
     return Local(everything, optim, values)
 
 
@@ -273,6 +276,8 @@ def _check_trains(global_state: GlobalState) -> None:
 
 def loadable(local: Local, rank: int) -> Local:
     """Return `local`. Raises CheckpointError for elements that no load would accept."""
+    if not any(torch.bool in param.dtypes for param in local.optim.samples):
+        return local  # nearly always
     for param in local.optim.params:
         for name, value in (param.state or {}).items():
             if isinstance(value, torch.Tensor) and value.dtype is torch.bool:
@@ -321,7 +326,8 @@ def read_state(
             for fqn in fqns
             if (summary := global_state.params[fqn].summary) is not None
         ]
-        for name in dict.fromkeys([name for *_, summary in unit for name in summary.names]):
+        names = unit[0][2].names if len(unit) == 1 else dict.fromkeys([n for *_, each in unit for n in each.names])
+        for name in names:
             for fqn, placement, summary in unit:
                 dtype = summary.dtypes.get(name)
                 if dtype is not None:
@@ -361,8 +367,9 @@ def _opaque(group: RankGroup, local: Local, global_state: GlobalState) -> Mappin
 def _units(global_state: GlobalState) -> Iterator[tuple[str, ...]]:
     """Yield the FQNs of each live parameter, each FQN once, so that values that are adjacent on a rank are so in the file."""
     seen: set[str] = set()
+    params = global_state.params
     for live in global_state.live:
-        fqns = tuple(fqn for fqn in live.fqns if fqn in global_state.params and fqn not in seen)
+        fqns = tuple([fqn for fqn in live.fqns if fqn in params and fqn not in seen])
         seen.update(fqns)
         if fqns:
             yield fqns
@@ -389,10 +396,5 @@ def with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
 
 def aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
     """Sort tensors by element size, the largest first, so that every tensor begins at a multiple of its element size."""
-    order = {dtype: -dtype.itemsize for dtype in {tensor.dtype for tensor in tensors}}
-    return tuple(sorted(tensors, key=lambda tensor: order[tensor.dtype])) if len(order) > 1 else tuple(tensors)
-
-
-def planned(tensor: SavedValue) -> PlannedTensor:
-    """Return the key, dtype, shape and half of a tensor, by which a format plans its files."""
-    return PlannedTensor(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape, tensor.half)
+    sizes = {tensor.dtype.itemsize for tensor in tensors}
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)) if len(sizes) > 1 else tuple(tensors)

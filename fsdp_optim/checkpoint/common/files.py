@@ -7,10 +7,11 @@ from math import prod
 
 from msgspec import Struct
 
-from fsdp_optim.checkpoint.common.contents import SavedValue, planned
-from fsdp_optim.formats.base.protocols import Half, PlannedFile, Writer
+from fsdp_optim.checkpoint.common.contents import SavedValue
+from fsdp_optim.formats.base.protocols import Half, PlannedFile, PlannedTensor, Writer
 from fsdp_optim.layout import STORAGE, FlatChunks, OnMesh, Placement, Whole
 from fsdp_optim.layout.views import PlacedPart
+from fsdp_optim.memory import dtype_name
 from fsdp_optim.move import StateValue
 
 _SHORT_NBYTES = 128 << 10  # a shorter strided row is not written by itself
@@ -49,10 +50,20 @@ def planned_files(
     num_ranks: int,
 ) -> list[File]:
     """Return the files that a format plans, in which one file may have slices of values, of both halves."""
-    by_key = {(half, value.stored_name): value for half, half_values in values.items() for value in half_values}
     tensors = {half: [planned(value) for value in half_values] for half, half_values in values.items()}
     plans = writer.files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
-    return [File(plan, tuple(by_key[tensor.half, tensor.key] for tensor in plan.tensors)) for plan in plans]
+    of_tensor = {
+        id(tensor): value for half in values for tensor, value in zip(tensors[half], values[half], strict=True)
+    }
+    if all(id(tensor) in of_tensor for plan in plans for tensor in plan.tensors):  # nearly always
+        return [File(plan, tuple([of_tensor[id(tensor)] for tensor in plan.tensors])) for plan in plans]
+    by_key = {(half, value.stored_name): value for half, half_values in values.items() for value in half_values}
+    return [File(plan, tuple([by_key[tensor.half, tensor.key] for tensor in plan.tensors])) for plan in plans]
+
+
+def planned(tensor: SavedValue) -> PlannedTensor:
+    """Return the key, dtype, shape and half of a tensor, by which a format plans its files."""
+    return PlannedTensor(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape, tensor.half)
 
 
 def written_cut(value: StateValue, placement: Placement, owner: int | None) -> Placement:

@@ -14,7 +14,7 @@ from fsdp_optim.checkpoint.common.random_states import check_random_states, set_
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
 from fsdp_optim.checkpoint.load.loaded_trees import LoadedTrees, asked_of
 from fsdp_optim.checkpoint.load.resharded_state import RanksHere, resharded
-from fsdp_optim.checkpoint.load.saved_state import Guarded, SavedState, Unread, complete, key_of
+from fsdp_optim.checkpoint.load.saved_state import Guarded, SavedState, UnreadTree, complete, key_of
 from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import Reader
@@ -190,14 +190,14 @@ class LoadedObjects:
                 if needed or saved.later is None or saved.nbytes_of(value) <= _MOST_READ_UNASKED:
                     value = complete(checkpoint, value)
                 else:
-                    value = Unread(value, saved.later)
+                    value = UnreadTree(value, saved.later)
             self._values[name] = value
 
     @property
     def by_name(self) -> dict[str, Any]:
         """All values of the trainer, after `fill`. Values with large tensors that nothing was given for are read on access."""
         values = self._values
-        guarded = any(isinstance(value, (Withheld, Unread)) for value in values.values())
+        guarded = any(isinstance(value, (Withheld, UnreadTree)) for value in values.values())
         return Guarded(values) if guarded else dict(values)
 
     def remember(self) -> None:

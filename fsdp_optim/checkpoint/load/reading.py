@@ -96,6 +96,7 @@ class CheckpointEnd(End):
     _as_they_are: dict[tuple[int, torch.dtype, int, int], tuple[Placement, Placement | None]] = field(
         default_factory=dict
     )
+    _whole: dict[tuple[int, int], tuple[Placement, Placement]] = field(default_factory=dict)
     _planned: dict[tuple[int, int], tuple[Placement, Placement, Sequence[Copy]]] = field(default_factory=dict)
 
     is_stored = True
@@ -121,11 +122,18 @@ class CheckpointEnd(End):
         # One rank reads adjacent tensors. Equal layers are equally far apart, so that a remainder could give all to one rank.
         first = replica_of(f"{stored.file} {stored.start // together}") % len(ranks)
         if value.nbytes < max(_CUT_FROM, 2 * stored.request_nbytes):
-            return other if len(ranks) == 1 else Whole(other.shape, (ranks[first],))
+            return other if len(ranks) == 1 else self._on_one_rank(other, ranks[first])
         if len(ranks) * stored.request_nbytes <= value.nbytes:
             return in_flat_chunks(other, ranks)
         num = value.nbytes // stored.request_nbytes
         return in_flat_chunks(other, [ranks[(first + index) % len(ranks)] for index in range(num)])
+
+    def _on_one_rank(self, other: Placement, rank: int) -> Placement:
+        """Return all of a value on one rank: one object for all values that are cut alike, by which plans are found again."""
+        known = self._whole.get((id(other), rank))
+        if known is None:
+            known = self._whole[id(other), rank] = other, Whole(other.shape, (rank,))  # keeps the id unique
+        return known[1]
 
     def fill(self, parts: Sequence[Slice]) -> None:
         ranges, others = _Ranges(self), list[Slice]()

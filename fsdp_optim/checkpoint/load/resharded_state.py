@@ -10,9 +10,8 @@ from typing import Any
 from msgspec import Struct
 
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
-from fsdp_optim.checkpoint.load.saved_state import SavedState, key_of
-from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.formats.base.codec import Withheld
+from fsdp_optim.checkpoint.load.saved_state import SavedState, checked, key_of
+from fsdp_optim.errors import StateError
 from fsdp_optim.speed import counted
 
 log = logging.getLogger("fsdp_optim")
@@ -87,7 +86,7 @@ def _fits(name: str, target: Any, own: Mapping[str, Any]) -> bool:
     fits = getattr(target, "fits", None)
     if not callable(fits) or name not in own:
         return True
-    state = _checked(own[name])
+    state = checked(own[name])
     try:
         return bool(fits(state))
     except Exception as error:
@@ -104,7 +103,7 @@ def _states_of(name: str, target: Any, of_ranks: Sequence[Mapping[str, Any]], nu
     reshard = getattr(target, "reshard", None)
     if not callable(reshard):
         raise _WithoutReshardError(f"{key_of(name)}: {change}, but a {kind} does not have reshard(states, world_size)")
-    states = [_checked(values[name]) for values in of_ranks]
+    states = [checked(values[name]) for values in of_ranks]
     call = f"reshard(states, world_size={num_ranks})"
     try:
         new = reshard(states, num_ranks)
@@ -118,13 +117,6 @@ def _states_of(name: str, target: Any, of_ranks: Sequence[Mapping[str, Any]], nu
             f"{key_of(name)}: {change}, but its {call} returned {shown}, not a list of {counted(num_ranks, 'state')}"
         )
     return new
-
-
-def _checked(value: Any) -> Any:
-    """Return a value. Raises CheckpointError where it is a pickle and not allowed."""
-    if isinstance(value, Withheld):
-        raise CheckpointError(value.why)
-    return value
 
 
 def _load(num: int) -> str:

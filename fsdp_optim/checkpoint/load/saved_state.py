@@ -32,7 +32,7 @@ _OLD_STATE, _OLD_RANK, _OLD_RANDOM = "state", "rank", "random"
 """The keys under which older versions of a CheckpointManager saved the state of objects, for all ranks and for each rank."""
 
 
-class Unread(Struct, frozen=True):
+class UnreadTree(Struct, frozen=True):
     """Stands for a value with large tensors that a load was not asked for. It is read when it is accessed."""
 
     tree: Any
@@ -51,10 +51,10 @@ class Guarded(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        if isinstance(value, Unread):
+        if isinstance(value, UnreadTree):
             value = value.read()
             self[key] = value
-        return _checked(value)
+        return checked(value)
 
     def __iter__(self) -> Iterator[str]:  # makes dict(guarded) access each value, instead of copying the internal ones
         return super().__iter__()
@@ -257,7 +257,8 @@ def _is_old_managers(common: Mapping[str, Any], own: Any) -> bool:
     return own.keys() == {_OLD_RANK, _OLD_STATE} and isinstance(common.get(_OLD_STATE), dict)
 
 
-def _checked(value: Any) -> Any:
+def checked(value: Any) -> Any:
+    """Return a value. Raises CheckpointError where it is a pickle and not allowed."""
     if isinstance(value, Withheld):
         raise CheckpointError(value.why)
     return value

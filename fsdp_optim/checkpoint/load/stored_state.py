@@ -192,7 +192,7 @@ def _values_in(tree: Mapping[Any, Any]) -> list[Any]:
     """Return the values in nested dicts, in their order."""
     values: list[Any] = []
     for value in tree.values():
-        if type(value) is dict or isinstance(value, Mapping):
+        if type(value) is dict or (type(value) is not StoredTensor and isinstance(value, Mapping)):
             values += _values_in(value)
         else:
             values.append(value)

@@ -149,6 +149,10 @@ class Weights(Struct, frozen=True):
                 yield StoredValue.of(fqn, WEIGHT, stored, param.placement, flat, is_state=False)
 
     def install(self) -> None:
+        with torch.no_grad():
+            self._install()
+
+    def _install(self) -> None:
         for param in self.local.optim.params:
             flats = self.flats.get(param.local_id, {})
             if set(flats) == {dtype_name(param.handle.weights_dtype)} or (
@@ -265,7 +269,7 @@ def _check_model(
     for fqn, tensor in stored.items():
         shape = global_state.params[fqn].placement.shape
         param = by_fqn.get(fqn)
-        held = param.handle.weights() if param is not None else None
+        held = param.handle.as_value() if param is not None else None
         steps = held.stride() if held is not None else ()
         if (
             held is not None

@@ -128,7 +128,7 @@ def weights(pair: Pair) -> Compared:
     if pair.why_not_outcome:
         return Compared.without(pair.why_not_outcome)
     now = pair.now.came_out.weights
-    bounds = _bounds_of_weights(pair, then, now)
+    bounds = _bounds_of_weights(pair, then)
     findings = []
     for name, before in then.items():
         after = now.get(name)
@@ -140,7 +140,7 @@ def weights(pair: Pair) -> Compared:
     return Compared.of(findings, len(then))
 
 
-def _bounds_of_weights(pair: Pair, then: Values, now: Values) -> dict[str, float]:
+def _bounds_of_weights(pair: Pair, then: Values) -> dict[str, float]:
     """Return how far each weight may be away, as a norm."""
     spread, other = pair.then.came_out.spread, pair.now.came_out.spread
     went_in = pair.then.went_in
@@ -192,7 +192,7 @@ def objects(pair: Pair) -> Compared:
 def _trees(then: Values, now: Values, pair: Pair) -> Iterator[Finding]:
     """Yield the trees with other bits. Such as averages follow the weights, and may be as far away as these."""
     weights = pair.then.came_out.weights
-    of_weights = _bounds_of_weights(pair, weights, pair.now.came_out.weights)
+    of_weights = _bounds_of_weights(pair, weights)
     by_numel: dict[int, float] = {}
     for name, weight in weights.items():
         by_numel[weight.numel] = max(by_numel.get(weight.numel, 0.0), of_weights[name])

@@ -150,9 +150,9 @@ class Job:
             trace=trace,
         )
 
-    @property
+    @cached_property
     def values(self) -> tuple[SavedValue, ...]:
-        return tuple(value for file in self.files for value in file.values)
+        return tuple([value for file in self.files for value in file.values])
 
     @cached_property
     def cast(self) -> Mapping[Key, SavedValue]:

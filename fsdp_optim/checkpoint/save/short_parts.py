@@ -94,9 +94,13 @@ def _side_by_side(parts: Sequence[torch.Tensor], nbytes: Numbers) -> tuple[memor
     Tensors of one dtype on one device that have the same shape but for the first dimension are copied in one call of torch.
     """
     groups: dict[tuple[torch.dtype, torch.device, tuple[int, ...] | None], list[int]] = {}
+    last, group_of_last = None, list[int]()
     for number, part in enumerate(parts):
-        shape = part.shape
-        groups.setdefault((part.dtype, part.device, shape[1:] if shape else None), []).append(number)
+        alike = part.dtype, part.device, part.shape
+        if alike != last:  # neighbours are mostly alike, and take longer to hash than to compare
+            dtype, device, shape = last = alike
+            group_of_last = groups.setdefault((dtype, device, shape[1:] if shape else None), [])
+        group_of_last.append(number)
     buffer = empty((int(nbytes.sum()),), torch.uint8, _CPU)
     bases, at = numpy.zeros(len(parts), numpy.int64), 0
     by_size = sorted(groups, key=lambda group: -group[0].itemsize)  # so that each begins at a multiple of its size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import numpy
 import torch
@@ -62,11 +62,11 @@ class RankWriter:
         self.store_writer = store_writer
         self.receipts: list[bytes] = []
         self._files = {file.name: file for file in files}
-        self._starts: dict[Key, tuple[str, int]] = {
-            value.key: (file.name, start)
-            for file in files
-            for value, start in zip(file.values, file.plan.starts, strict=True)
-        }
+        self._starts: dict[int, tuple[str, int]] = {}  # by the id of a value, which its file keeps unique
+        for file in files:
+            name = file.name
+            for value, start in zip(file.values, file.plan.starts, strict=True):
+                self._starts[id(value)] = name, start
         self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
         self._rank, self._checksums, self._part_ranges = rank, checksums, part_ranges
         self._budget, self._plans = budget, plans
@@ -86,7 +86,7 @@ class RankWriter:
         short: dict[str, ShortParts] = {}
         for part in self._without_short(parts, short) if isinstance(parts, Parts) else parts:
             flat = part.flat
-            name, begin = self._starts[part.value.key]
+            name, begin = self._start_of(part.value)
             if isinstance(part.cut, FlatRuns):
                 if flat is not None:
                     ranges = self._in_ranges(part, LocalMemory(flat), flat.numel(), begin)
@@ -112,13 +112,24 @@ class RankWriter:
             extents.setdefault(name, []).append(collected.packed())
         return extents
 
+    @cached_property
+    def _starts_by_key(self) -> Mapping[Key, tuple[str, int]]:
+        return {value.key: self._starts[id(value)] for file in self._files.values() for value in file.values}
+
+    def _start_of(self, value: StateValue) -> tuple[str, int]:
+        """Return the file of a value, and the byte of its data section at which the value begins.
+
+        A value that is cast is here as it is in the live model: another object of the same key.
+        """
+        return self._starts.get(id(value)) or self._starts_by_key[value.key]
+
     def _without_short(self, parts: Parts, short: dict[str, ShortParts]) -> list[Slice]:
         """Add the short parts to `short`, by file, and return the others."""
         others: list[int] = []
         starts = self._starts
         kinds: dict[tuple[int, torch.dtype], Kind | None] = {}  # of values without replicas, by their cut and dtype
         for i, (value, cut, held) in enumerate(zip(parts.values, parts.cuts, parts.held, strict=True)):
-            name, begin = starts[value.key]
+            name, begin = starts.get(id(value)) or self._start_of(value)
             copies: Sequence[tuple[int, Copy]] = ()
             kind = kinds.get((id(cut), value.dtype))
             if kind is None:

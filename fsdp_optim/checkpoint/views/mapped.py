@@ -13,11 +13,12 @@ import bisect
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol, TypeAlias
 
 import torch
+from msgspec import structs
 
 from fsdp_optim.checkpoint.common.local_extents import bytes_of, ranges_of
 from fsdp_optim.formats.base.extents import Extent, without_overlaps
@@ -108,7 +109,7 @@ class MappedFiles:
             return _moved(stored, key, part.shape, stored.start)
         of_file = (stored.file, stored.start) if stored.chunks is None else (f"{stored.file} of {stored.key}", 0)
         file, start = f"{of_file[0]} seen through Views", of_file[1] + at
-        seen = replace(stored, key=key, shape=part.shape, file=file, start=start, chunks=None)
+        seen = structs.replace(stored, key=key, shape=part.shape, file=file, start=start, chunks=None)
         return self._add(Mapped(seen, ((stored, part),), is_joined=False))
 
     def joined(self, sources: Sequence[tuple[StoredTensor, Part]], key: str) -> StoredTensor:
@@ -118,7 +119,7 @@ class MappedFiles:
             return _moved(first, key, first.shape, first.start)
         file = f"{first.file} joined by Views"
         start = self._ends.get(file, 0)
-        seen = replace(first, key=key, shape=part.live_shape, file=file, start=start, chunks=None)
+        seen = structs.replace(first, key=key, shape=part.live_shape, file=file, start=start, chunks=None)
         return self._add(Mapped(seen, tuple(sources), is_joined=True))
 
     def _add(self, mapped: Mapped) -> StoredTensor:
@@ -184,7 +185,7 @@ class MappedFiles:
 
 def _moved(stored: StoredTensor, key: str, shape: Shape, start: int) -> StoredTensor:
     """Return a tensor whose elements are as another's, from some byte of its file on."""
-    return replace(stored, key=key, shape=shape, start=start)
+    return structs.replace(stored, key=key, shape=shape, start=start)
 
 
 @dataclass

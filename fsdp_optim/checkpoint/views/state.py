@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from fsdp_optim.checkpoint.views.mapped import MappedFiles
 from fsdp_optim.checkpoint.views.names import Seen
@@ -295,7 +296,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _rekeyed(value: Any, fqn: str, name: Any) -> Any:
-    return replace(value, key=_key(fqn, name)) if isinstance(value, StoredTensor) else value
+    return structs.replace(value, key=_key(fqn, name)) if isinstance(value, StoredTensor) else value
 
 
 def _key(fqn: str, name: Any) -> str:

@@ -12,6 +12,7 @@ from fsdp_optim.cli.options import (
     convert_options,
     json_option,
     memory_option,
+    names_option,
     only_warnings,
     quiet_option,
     storage_options,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 10  # names
 
 
-class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+class WeightList(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """Numbers with commas between them, as in 1,1,2."""
 
     name = "numbers"
@@ -41,19 +42,14 @@ class Weights(click.ParamType):  # type: ignore[type-arg]  # generic since click
 @click.command("average")
 @click.argument("sources", type=PATH, nargs=-1, required=True)
 @click.option("-o", "--output", required=True, metavar="OUT", type=PATH, help="the new checkpoint")
-@click.option("--weights", type=Weights(), metavar="1,1,2", help="a number for each source (all weigh the same)")
+@click.option("--weights", type=WeightList(), metavar="1,1,2", help="a number for each source (all weigh the same)")
 @click.option(
     "--moments",
     type=click.Choice(["drop", "average"]),
     default="drop",
     help="leave the optimizer out, or average its state too (drop)",
 )
-@click.option(
-    "--names",
-    type=click.File(encoding="utf-8"),
-    metavar="FILE",
-    help="the names of parameters that have ids, one a line in order of the ids",
-)
+@names_option
 @writing_options("OUT")
 @memory_option
 @json_option

@@ -151,11 +151,11 @@ def _unread(error: CheckpointError) -> Format:
     from fsdp_optim.plugins import TorchFiles, Writer
 
     @dataclass(frozen=True)
-    class Unread(TorchFiles):
+    class Refusing(TorchFiles):
         def writer(self) -> Writer:
             raise error
 
-    return Unread()
+    return Refusing()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from fsdp_optim.cli.options import (
     VIEWS_HELP,
     json_option,
     memory_option,
+    names_option,
     progress_of,
     quiet_option,
     storage_options,
@@ -51,12 +52,7 @@ class _Shown:
     type=PATH,
     help="write a page with a strip of colours for each layer, which needs no network",
 )
-@click.option(
-    "--names",
-    type=click.File(encoding="utf-8"),
-    metavar="FILE",
-    help="the names of parameters that have ids, one a line in order of the ids",
-)
+@names_option
 @click.option("--views", type=click.File(encoding="utf-8"), metavar="FILE", help=VIEWS_HELP)
 @click.option(
     "--all", "shows_all", is_flag=True, help=f"a line for each value that differs, not for {_MOST_ROWS} of them"

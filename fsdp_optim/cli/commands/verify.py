@@ -11,7 +11,7 @@ from fsdp_optim.cli.options import PATH, json_option, memory_option, progress_of
 from fsdp_optim.cli.output import end_broken, plain, print_json
 from fsdp_optim.cli.roots import checkpoints_in, reason_of
 from fsdp_optim.cli.units import counted, sized
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, one_line
 
 if TYPE_CHECKING:
     from fsdp_optim.api import CheckpointInfo, VerifyResult
@@ -55,7 +55,7 @@ def _verify_all(root: str, infos: Sequence[CheckpointInfo], given: dict[str, Any
             done = api.verify(info.path, **given)
         except CheckpointError as error:
             num_damaged += 1
-            why = " ".join(str(error).split())
+            why = one_line(error)
             results.append({"path": str(info.path), "step": info.step, "damaged": why})
             text = f"{info.path}: damaged: {reason_of(info, why)}"
         else:

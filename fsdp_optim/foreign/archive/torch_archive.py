@@ -21,7 +21,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.inert_pickle import MOST_NBYTES, Unpickler
 from fsdp_optim.foreign.archive.legacy_archive import HEAD_NBYTES, LegacyStorages, is_legacy
 from fsdp_optim.foreign.archive.pickle_table import Table
-from fsdp_optim.foreign.archive.torch_globals import Storage, TensorMaker, View, storage_of, table_of
+from fsdp_optim.foreign.archive.torch_globals import Storage, TensorMaker, TensorView, storage_of, table_of
 from fsdp_optim.foreign.archive.tree import check_tree, mapped
 from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
 from fsdp_optim.foreign.reader import Source
@@ -197,7 +197,7 @@ class _Places(TensorMaker):
         self.sources: dict[str, Source] = {}
         self.nbytes_used: dict[str, int] = {}  # of each storage, by its tensors
 
-    def tensor(self, view: View) -> StoredTensor:
+    def tensor(self, view: TensorView) -> StoredTensor:
         key = view.storage.key
         if not view.numel:
             return StoredTensor("", view.dtype, view.shape, self._name, 0)
@@ -222,7 +222,7 @@ class _Places(TensorMaker):
         return StoredTensor("", view.dtype, view.shape, name, start)
 
 
-def _in_row_major_order(opened: Opened, name: str, source: Source, view: View) -> memoryview:
+def _in_row_major_order(opened: Opened, name: str, source: Source, view: TensorView) -> memoryview:
     """Return the elements of a tensor in row-major order, from the elements of its storage that it spans."""
     nbytes = view.num_spanned * view.itemsize
     first = view.offset * view.itemsize

@@ -65,7 +65,7 @@ class Storage(Unread):
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """The description of a tensor: a part of a storage. `is_conj`, `is_neg`: its elements are stored conjugated, or negated."""
 
     storage: Storage
@@ -110,7 +110,7 @@ class Damaged:
 class TensorMaker(Protocol):
     """The maker of values for tensors."""
 
-    def tensor(self, view: View) -> Any:
+    def tensor(self, view: TensorView) -> Any:
         """Return the value for a tensor. Raises ValueError where the tensor cannot lie in its storage."""
 
 
@@ -211,7 +211,7 @@ class _Rebuild:
         set_bits = {name for name, bit in bits.items() if bit} if type(bits) is dict else set()
         if (bits is not None and type(bits) is not dict) or not set_bits <= {"conj", "neg"}:
             return Damaged(f"its elements have properties that this version does not know: {bits!r:.80}")
-        view = View(
+        view = TensorView(
             storage=storage,
             dtype=dtype,
             offset=offset,

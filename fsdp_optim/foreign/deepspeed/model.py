@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
+
+from msgspec import structs
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
@@ -128,7 +130,7 @@ class ModelFiles:
                     "deepspeed.checkpoint.ds_to_universal"
                 )
             return {
-                str(name): replace(value, key=str(name))
+                str(name): structs.replace(value, key=str(name))
                 for name, value in mapping(saved, "module").items()
                 if isinstance(value, StoredTensor) and not is_extra_state(str(name))
             }
@@ -162,7 +164,7 @@ class ModelFiles:
             files = [archive.where for archive in self.all]
             check_same_dtype(name, fragments, files)
             if len(fragments) == 1 and fragments[0].shape == shape:
-                weights[name] = replace(fragments[0], key=name)
+                weights[name] = structs.replace(fragments[0], key=name)
             else:
                 with as_checkpoint_error(self.file):
                     weights[name] = cut_fragments(name, shape, fragments, files)
@@ -260,4 +262,4 @@ def flat_as(stored: StoredTensor, key: str, shape: tuple[int, ...]) -> StoredTen
     """Return a tensor that was saved flat, in the shape of its parameter. Raises ValueError if the numbers of elements differ."""
     if prod(stored.shape) != prod(shape):
         raise ValueError(f"{key} has {prod(stored.shape)} elements, not those of the shape {list(shape)}")
-    return replace(stored, key=key, shape=shape)
+    return structs.replace(stored, key=key, shape=shape)

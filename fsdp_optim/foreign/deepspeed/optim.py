@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
@@ -277,7 +278,7 @@ def _value_of(ranks: Sequence[_Rank], index: int, name: str) -> Callable[[Cut], 
     if not tensors and all(isinstance(value, (*_NUMBERS, StoredTensor)) for value in values):
         number = values[0]
         if isinstance(number, StoredTensor):
-            number = replace(number, key=f"{index}.{name}")
+            number = structs.replace(number, key=f"{index}.{name}")
         return lambda cut: number
     whole = [prod(rank.flats[index].shape) for rank in ranks]
     numels = [prod(value.shape) for value in tensors if len(value.shape) == 1]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from hashlib import sha256
 from typing import Any
+
+from msgspec import structs
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
@@ -134,7 +135,7 @@ def _with_keys(archive: TorchArchive, tree: Mapping[str, Any]) -> Mapping[str, A
 def _keyed(value: Any, path: str) -> Any:
     join: Callable[[object], str] = lambda name: f"{path}.{name}" if path else str(name)  # noqa: E731
     if isinstance(value, StoredTensor):
-        return replace(value, key=path)
+        return structs.replace(value, key=path)
     if isinstance(value, dict):
         return {name: _keyed(child, join(name)) for name, child in value.items()}
     if isinstance(value, (list, tuple)):

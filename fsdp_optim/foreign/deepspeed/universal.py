@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.archive.torch_archive import TorchArchive
@@ -94,7 +94,7 @@ def _value(archive: TorchArchive, fqn: str, name: str, shape: Shape | None) -> A
         key = fqn if name == _WEIGHT else f"{fqn}.{name}"
         if len(value.shape) == 1 and shape is not None:
             return flat_as(value, key, shape)
-        return replace(value, key=key)
+        return structs.replace(value, key=key)
 
 
 def _firsts(of_params: Mapping[str, Sequence[str]], archives: Sequence[TorchArchive]) -> Iterator[TorchArchive]:
@@ -122,8 +122,8 @@ def _check_order(
         if of_module is None or of_module.shape != weight.shape:
             continue
         few = (min(prod(weight.shape), _NUM_COMPARED),)
-        fp32 = archives[fqn].materialised(replace(weight, shape=few))
-        module = models.first.materialised(replace(of_module, shape=few))
+        fp32 = archives[fqn].materialised(structs.replace(weight, shape=few))
+        module = models.first.materialised(structs.replace(of_module, shape=few))
         if not torch.equal(fp32.to(module.dtype), module):
             raise CheckpointError(
                 f"{files.where}/zero/{fqn}/fp32.pt: has other weights than the module: DeepSpeed's converter mixes up the "
@@ -172,7 +172,7 @@ def _steps(saved: Mapping[str, Any]) -> Mapping[int, Any]:
     for index, values in mapping(tree.get("state", {}), "the state").items():
         step = mapping(values, "the state of a group").get("step")
         if isinstance(step, StoredTensor) and not step.shape:
-            steps[index] = replace(step, key=f"{index}.step")
+            steps[index] = structs.replace(step, key=f"{index}.step")
         elif isinstance(step, (int, float)):
             steps[index] = step
     return steps

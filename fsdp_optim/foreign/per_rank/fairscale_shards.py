@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
+
+from msgspec import structs
 
 from fsdp_optim.errors import CheckpointError, LayoutError, shortened
 from fsdp_optim.foreign.per_rank.fairscale_units import FairscaleCut
@@ -179,7 +181,7 @@ class _Shards:
                 continue  # see module_values
             tied = units.get(self._place(value))
             if tied is None:
-                model[key] = replace(value, key=key)  # a buffer: the first rank's counts
+                model[key] = structs.replace(value, key=key)  # a buffer: the first rank's counts
             elif key != tied.key and len(tied.fqns) == 1:
                 aliases[key] = tied.fqns[0]
         return model, aliases

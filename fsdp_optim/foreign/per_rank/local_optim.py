@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+
+from msgspec import structs
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.foreign.per_rank.rank_files import RankFile, RankFiles, UnreadableOptimError, first_unread, in_runs
@@ -120,7 +122,7 @@ def _numbered(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def with_keys(tree: Any, key: str) -> Any:
     """Return the same dicts and lists; each tensor without a key gets one by its place."""
     if isinstance(tree, StoredTensor):
-        return tree if tree.key else replace(tree, key=key)
+        return tree if tree.key else structs.replace(tree, key=key)
     if isinstance(tree, Mapping):
         return {name: with_keys(value, f"{key}.{name}") for name, value in tree.items()}
     if isinstance(tree, (list, tuple)):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
+from msgspec import structs
 from xxhash import xxh3_128
 
 from fsdp_optim.errors import CheckpointError, LayoutError, counted_noun, shortened
@@ -140,14 +141,14 @@ class RankFiles:
         """Return the tensor of few elements that is the same in the files of all these ranks. Reads it from each."""
         (first, stored), *others = tensors.items()
         if not others:
-            return replace(stored, key=key)
+            return structs.replace(stored, key=key)
         value = self.archives[first].materialised(stored)
         for rank, other in others:
             actual = self.archives[rank].materialised(other)
             if actual.dtype != value.dtype or actual.shape != value.shape or bits_of(actual) != bits_of(value):
                 shown = f"{what} is {actual.tolist()!r:.200}, and not {value.tolist()!r:.200},"
                 raise self.of_another_save(rank, first, shown)
-        return replace(stored, key=key)
+        return structs.replace(stored, key=key)
 
     def extras(self, but: frozenset[str]) -> list[Mapping[str, Any]]:
         """Return the values of the trainer of each rank: the entries of a file besides the keys `but`."""
@@ -263,8 +264,8 @@ def in_chunks(key: str, placement: Placement, at: Mapping[int, tuple[str, int]],
     """Return a tensor with a placement on ranks of storage. `at`: by rank of storage, its file and first byte."""
     if len(at) == 1:
         ((file, start),) = at.values()
-        return replace(like, key=key, shape=placement.shape, file=file, start=start, chunks=None)
-    return replace(like, key=key, shape=placement.shape, file="", start=0, chunks=Chunks(placement, at))
+        return structs.replace(like, key=key, shape=placement.shape, file=file, start=start, chunks=None)
+    return structs.replace(like, key=key, shape=placement.shape, file="", start=0, chunks=Chunks(placement, at))
 
 
 def place_of(stored: StoredTensor, offset: int) -> tuple[str, int]:

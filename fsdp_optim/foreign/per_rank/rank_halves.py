@@ -6,9 +6,10 @@ A name that means different parameters on different ranks becomes `name@rank`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
+
+from msgspec import structs
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.foreign.per_rank.rank_files import RankFile, RankFiles, bits_of, in_chunks, in_runs, place_of
@@ -110,7 +111,7 @@ class RankHalf:
                 yield at, piece
 
     def _sample(self, rank: int, stored: StoredTensor) -> bytes:
-        few = replace(stored, shape=(min(stored.placement.numel, _SAMPLE),))
+        few = structs.replace(stored, shape=(min(stored.placement.numel, _SAMPLE),))
         return bits_of(self.files.archives[rank].materialised(few))
 
     def keep_lowest(self, partition: Partition) -> None:
@@ -193,7 +194,7 @@ class RankHalf:
         if strictly and len(whole) == len(by):
             return self.files.scalar(whole, key, key)
         self.files.agreed(by, f"the shape or dtype of {key}")
-        return replace(next(iter(whole.values())), key=key)
+        return structs.replace(next(iter(whole.values())), key=key)
 
     def _joined(self, key: str, sharded: Mapping[int, TorchShards]) -> StoredTensor:
         (first, first_shard), *others = sharded.items()

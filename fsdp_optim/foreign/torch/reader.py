@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
 from typing import Any
+
+from msgspec import structs
 
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.safe_values import KINDS, of_file, restored
@@ -263,7 +265,7 @@ class _Content:
                 kept = _value(archive, name, value)
                 self.modules[name] = kept if isinstance(kept, Withheld) else [version, kept]
             elif isinstance(value, StoredTensor):
-                self.model[name] = replace(value, key=name, request_nbytes=self.opened.request_nbytes)
+                self.model[name] = structs.replace(value, key=name, request_nbytes=self.opened.request_nbytes)
             else:
                 raise CheckpointError(
                     f"{archive.where}: {key}[{name!r}] is a {_what(value)}; only plain tensors are read: save a plain copy"
@@ -331,7 +333,7 @@ def _with_keys(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     def keyed(value: Any, path: str) -> Any:
         if isinstance(value, StoredTensor):
             place = (value.file, value.start, value.dtype, value.shape)
-            return replace(value, key=names.setdefault(place, path) if prod(value.shape) else path)
+            return structs.replace(value, key=names.setdefault(place, path) if prod(value.shape) else path)
         if isinstance(value, Mapping):
             return {key: keyed(item, f"{path}.{key}" if path else f"{key}") for key, item in value.items()}
         if isinstance(value, (list, tuple)):

@@ -34,6 +34,7 @@ _MOST_BITS = 14_000  # in an int; Python parses at most 4,300 digits
 _MOST_IN_TEXT = 4096  # bytes that are written as text; more are a tensor
 _MOST_RANKS = 1 << 20  # in a range inside a record, because a record makes an object for each rank
 
+_NESTED = (list, dict)
 _DICTS: Mapping[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
 
@@ -272,8 +273,11 @@ class Decoder:
             return self._items(encoded)
         if not isinstance(encoded, dict):
             return encoded
-        if not any(key.startswith("$") for key in encoded):
-            return {key: self._decode(item) if type(item) in (list, dict) else item for key, item in encoded.items()}
+        for key in encoded:
+            if key[:1] == "$":
+                break
+        else:
+            return {key: self._decode(item) if type(item) in _NESTED else item for key, item in encoded.items()}
         (tag,) = encoded
         if tag == "$tuple":  # by far the most frequent one
             return tuple(self._items(encoded[tag]))
@@ -283,7 +287,10 @@ class Decoder:
         """Return the values of a list. Only lists are accepted, so that a short text cannot become a large value."""
         if not isinstance(encoded, list):
             raise TypeError(f"{str(encoded)[:80]} is not a list")
-        return [self._decode(item) if type(item) in (list, dict) else item for item in encoded]
+        for item in encoded:
+            if type(item) in _NESTED:
+                return [self._decode(item) if type(item) in _NESTED else item for item in encoded]
+        return encoded[:]  # names and numbers alone, as nearly always
 
     def _tagged(self, tag: str, encoded: Any) -> Any:
         makers: Mapping[str, Callable[[Any], Any]] = {

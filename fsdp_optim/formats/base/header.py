@@ -143,25 +143,15 @@ class Header:
     def of(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
         """Return the header for tensors that are given as (key, torch's name of the dtype, shape) and lie end to end."""
         entries, at = [], 0
+        kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
         for key, dtype, shape in tensors:
-            if key == _METADATA:
-                raise CheckpointError(
-                    f"{key}: a safetensors file keeps its metadata under this name: rename the parameter"
-                )
-            try:
-                key.encode()
-            except UnicodeEncodeError as error:
-                raise CheckpointError(
-                    f"{key!r}: cannot be a name in a safetensors file: {error.reason}: rename the parameter"
-                ) from error
-            code = code_of(key, dtype)
-            if code == _IN_PAIRS and not shape:
-                raise CheckpointError(
-                    f"{key}: is a tensor of {dtype} without dimensions, which safetensors cannot store"
-                )
-            stop = at + prod(shape) * DTYPES[code][1]
-            entries.append(HeaderEntry(key, code, shape, at, stop))
-            at = stop
+            _check_key(key)
+            kind = kinds.get((dtype, shape))
+            if kind is None:
+                kind = kinds[dtype, shape] = _kind_of(key, dtype, shape)
+            code, nbytes = kind
+            entries.append(HeaderEntry(key, code, shape, at, at + nbytes))
+            at += nbytes
         return cls(tuple(entries), metadata)
 
     @property
@@ -208,6 +198,28 @@ class Header:
                 more = _nbytes_of_entry(entry, first)
             num, text = num + 1, text + more
         yield num
+
+
+def _check_key(key: str) -> None:
+    """Raise CheckpointError for a name that no safetensors file can have."""
+    if key == _METADATA:
+        raise CheckpointError(f"{key}: a safetensors file keeps its metadata under this name: rename the parameter")
+    if key.isascii():
+        return  # nearly always
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{key!r}: cannot be a name in a safetensors file: {error.reason}: rename the parameter"
+        ) from error
+
+
+def _kind_of(key: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
+    """Return the code of a tensor's dtype, and the bytes of its elements."""
+    code = code_of(key, dtype)
+    if code == _IN_PAIRS and not shape:
+        raise CheckpointError(f"{key}: is a tensor of {dtype} without dimensions, which safetensors cannot store")
+    return code, prod(shape) * DTYPES[code][1]
 
 
 def _json_of(key: str) -> str:

@@ -225,6 +225,9 @@ class CheckpointIndex:
         return self.optim.tensors if self.optim is not None else {}
 
 
+_LEAVES = frozenset({str, int, float, bool, type(None)})
+
+
 def stored_in(tree: Any) -> list[StoredTensor]:
     """Return all StoredTensors in dicts and lists, in their order."""
     stored: list[StoredTensor] = []
@@ -234,6 +237,8 @@ def stored_in(tree: Any) -> list[StoredTensor]:
 
 def _collect(values: Iterable[Any], stored: list[StoredTensor]) -> None:
     for value in values:
+        if type(value) in _LEAVES:
+            continue  # names and numbers, as most are
         if isinstance(value, StoredTensor):
             stored.append(value)
         elif isinstance(value, (list, tuple)):
@@ -244,6 +249,8 @@ def _collect(values: Iterable[Any], stored: list[StoredTensor]) -> None:
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     """Return a dict or a list with `function(item)` in the place of each item; the same object if nothing changes."""
+    if type(tree) in _LEAVES:
+        return tree
     if type(tree) is dict or isinstance(tree, Mapping):
         new = {key: function(value) for key, value in tree.items()}
         return tree if all(new[key] is value for key, value in tree.items()) else new

@@ -37,8 +37,7 @@ def rank_extra_name(position: int) -> str:
     return f"rank-{position:05}"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """The place of one tensor of a checkpoint, without its elements.
 
     Attributes:

@@ -73,13 +73,14 @@ def description_of(saved: SavedOptim) -> OptimDescription:
     kinds: Mapping[str, Mapping[Any, str]] = saved.full["kinds"]
     params = {}
     for fqn, values in saved.full["state"].items():
-        listed = tuple(
-            (name, WORD_OF.get(kinds[fqn][name], kinds[fqn][name]), value.key)
+        words = kinds.get(fqn, {})
+        listed = [
+            (name, WORD_OF.get(words[name], words[name]), value.key)
             if isinstance(value, StoredTensor)
-            else (name, kinds[fqn][name], value)
+            else (name, words[name], value)
             for name, value in values.items()
-        )
-        params[fqn] = ParamDescription(saved.shapes[fqn], listed, fqn in kinds)
+        ]
+        params[fqn] = ParamDescription(saved.shapes[fqn], tuple(listed), fqn in kinds)
     groups = tuple(
         GroupDescription(
             tuple((name, value) for name, value in group.items() if name != "params"), tuple(group["params"])

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from msgspec import structs
+
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, SavedOptim, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.protocols import MODULES, Reader
@@ -148,7 +150,7 @@ def _renamed(
     stored: Mapping[str, StoredTensor], name_of: Callable[[str], str | None]
 ) -> Iterator[tuple[str, StoredTensor]]:
     for name, tensor in _kept(stored, name_of):
-        yield name, tensor if tensor.key == name else replace(tensor, key=name)
+        yield name, tensor if tensor.key == name else structs.replace(tensor, key=name)
 
 
 def _of_optim(saved: SavedOptim, choice: Choice) -> SavedOptim:
@@ -185,7 +187,7 @@ def _of_optim(saved: SavedOptim, choice: Choice) -> SavedOptim:
 def _values(values: Mapping[Any, Any], choice: Choice) -> dict[Any, Any]:
     """Return the state of one parameter, whose tensors have the keys that the index has."""
     return {
-        name: replace(value, key=key)
+        name: structs.replace(value, key=key)
         if isinstance(value, StoredTensor) and (key := choice.of_key(value.key)) not in (None, value.key)
         else value
         for name, value in values.items()

@@ -59,7 +59,7 @@ from fsdp_optim.formats.own.manifest import (
     ModelInfo,
     ParamInfo,
     ThinnedInfo,
-    canonical,
+    canonical_optim,
     manifest_in,
     version_for,
 )
@@ -131,8 +131,9 @@ class OwnWriter(Writer):
         optim, read_back = None, None
         if contents.optim is not None:
             values, tensors = encoded("optim", contents.optim, allow_pickle=allow_pickle, records=records)
-            optim = msgspec.Raw(canonical(values))
-            read_back = _read_back(contents.optim, values, tensors, allow_pickle=allow_pickle, records=records)
+            others = [fqn for fqn, param in contents.optim.params.items() if not is_text_alone(param)]
+            optim = msgspec.Raw(canonical_optim(values, plain=not others))
+            read_back = _read_back(contents.optim, values, tensors, others, allow_pickle=allow_pickle, records=records)
             if not tensors:
                 _check_text(values, bytes(optim))
             if tensors:  # JSON in the manifest cannot contain tensors
@@ -306,21 +307,22 @@ def _read_back(
     optim: OptimDescription,
     values: Mapping[str, Any],
     tensors: Sequence[torch.Tensor],
+    others: Sequence[str],
     *,
     allow_pickle: bool,
     records: Mapping[str, type],
 ) -> OptimDescription:
     """Return a description as a reader will decode it from its JSON values. Raises CheckpointError if no reader accepts it.
 
-    Parameters that are described by text alone are read as they are.
+    Parameters that are described by text alone, all but `others`, are read as they are.
     """
-    others = {fqn: values["params"][fqn] for fqn, param in optim.params.items() if not is_text_alone(param)}
-    text = json.dumps({**values, "params": others}, separators=(",", ":")).encode()
+    params = {fqn: values["params"][fqn] for fqn in others}
+    text = json.dumps({**values, "params": params}, separators=(",", ":")).encode()
     try:
         read = decoded(_WHERE, parse_json(_WHERE, text), tensors, allow_pickle=allow_pickle, records=records)
     except CheckpointError as error:
         raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
-    return dataclasses.replace(read, params={fqn: read.params.get(fqn, param) for fqn, param in optim.params.items()})
+    return dataclasses.replace(read, params={**optim.params, **read.params})
 
 
 def _shared(optim: OptimDescription | None, models: Sequence[str]) -> str:

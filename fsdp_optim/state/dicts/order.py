@@ -77,10 +77,12 @@ def _lost_order(members: frozenset[str], mixed: Mixed) -> str:
 
 def _torn_unit(sequences: Sequence[Sequence[OrderedParam]], place: Mapping[str, int]) -> str:
     """Return why the order is not known, if a parameter of one sequence lies inside a flat parameter of another; else ""."""
+    if len(sequences) < 2:
+        return ""
     sequence_of = {fqn: number for number, sequence in enumerate(sequences) for unit in sequence for fqn in unit.fqns}
-    by_model = sorted(sequence_of, key=place.__getitem__) if len(sequences) > 1 else []
+    by_model = sorted(sequence_of, key=place.__getitem__)
     at = {fqn: index for index, fqn in enumerate(by_model)}
-    for unit in (unit for sequence in sequences for unit in sequence if len(sequences) > 1 and len(unit.fqns) > 1):
+    for unit in (unit for sequence in sequences for unit in sequence if len(unit.fqns) > 1):
         places = [at[fqn] for fqn in unit.fqns]
         for between in by_model[min(places) : max(places)]:
             if sequence_of[between] != sequence_of[unit.fqns[0]]:

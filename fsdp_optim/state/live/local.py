@@ -164,6 +164,12 @@ class LocalParam(Struct, frozen=True, dict=True):
         return *of_handle, *state, *map(handle.sort_of, state.values())
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the state values that are tensors."""
+        values = self.state.values() if self.state is not None else ()
+        return tuple(value.dtype for value in values if isinstance(value, torch.Tensor))
+
+    @property
     def is_little(self) -> bool:
         """Whether this rank holds at most one element of a parameter that is cut, so that shapes are weak evidence."""
         return self.handle.local_numel < 2 and self.handle.is_cut
@@ -249,6 +255,11 @@ class LocalOptim:
             if self.classes and param.state is not None:
                 names.setdefault(self.classes[param.group_index].name, set()).update(map(str, param.state))
         return {name: frozenset(values) for name, values in names.items()}
+
+    @property
+    def samples(self) -> Sequence[LocalParam]:
+        """One parameter of each sort. The others have values of the same names, traits and dtypes."""
+        return self._sorts[0]
 
     @cached_property
     def _sorts(self) -> tuple[tuple[LocalParam, ...], tuple[int, ...]]:

@@ -82,7 +82,8 @@ def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str]
     """
     if not missing and len(param.named.fqns) == 1:
         summary = summaries.get(param.named.fqns[0])  # nearly always
-        check_follows(param, summary)
+        if param.named.handle.fused:
+            check_follows(param, summary)
         return summary
     kept = param.summary(live) if missing and not missing.isdisjoint(param.named.fqns) else None
     by_original = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]

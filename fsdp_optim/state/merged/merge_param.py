@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from msgspec import structs
 
 from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.layout import Block, Boxes, Placement, RankSet, Whole
+from fsdp_optim.layout.once import once_each
 from fsdp_optim.layout.views import PlacedPart, live_placement, placement_of_part
 from fsdp_optim.state.merged.global_state import Param
 from fsdp_optim.state.merged.replicas import ELEMENTS, NAME_OF, STATE, format_ranks, not_replicas
@@ -30,7 +31,34 @@ class ReportedParam(NamedTuple):
     def is_sure(self) -> bool:
         """Whether nothing is left to settle if all holders of the parameter give this report."""
         live, summary = self.live, self.live.summary
-        return live.collected and (summary is None or not summary.unsure)
+        return live.collected and (summary is None or not summary.unsure or live.what == ELEMENTS)
+
+
+def sure_params(live: Iterable[LiveParam], ranks: RankSet, not_held: Set[str]) -> dict[str, Param]:
+    """Return the parameters in the single report of all ranks that leave nothing to merge or settle: nearly all.
+
+    `not_held`: the parameters of the model that are not in the optimizer.
+    """
+
+    def is_sure_at(placement: Placement) -> bool:
+        return not placement.is_open and ranks.includes_holders_of(placement)
+
+    sure: dict[str, Param] = {}
+    others = set(not_held)
+    is_sure = once_each(is_sure_at)
+    for param in live:
+        summary = param.summary
+        if param.loose or not param.collected or (summary is not None and (summary.unsure or summary.placed)):
+            others.update(param.fqns)
+            continue
+        for fqn, placement in zip(param.fqns, param.placements, strict=True):
+            if fqn in sure or not is_sure(placement):
+                others.add(fqn)
+            else:
+                sure[fqn] = Param(fqn, placement, param.group_index, summary)
+    for fqn in others & sure.keys():
+        del sure[fqn]
+    return sure
 
 
 def of_single_report(reports: list[ReportedParam], ranks: RankSet) -> Param | None:
@@ -284,8 +312,11 @@ def compare_holders(holding: list[ReportedParam]) -> None:
 def settled(reports: list[ReportedParam]) -> list[ReportedParam]:
     """Give each value one kind in all reports, where ranks classified it differently or were unsure.
 
-    A value that has the shape of the local part on some ranks only does not follow the parameter.
+    A value that has the shape of the local part on some ranks only does not follow the parameter. Elements of parameters and
+    buffers are not settled: they are what the shape is of, and no evidence is needed where ranks hold at most one of them.
     """
+    if reports[0].live.what == ELEMENTS:
+        return reports
     summaries = [item.live.summary for item in reports if item.live.summary is not None]
     if not any(summary.unsure for summary in summaries) and len({summary.sharded for summary in summaries}) < 2:
         return reports

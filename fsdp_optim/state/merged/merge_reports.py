@@ -16,9 +16,10 @@ from fsdp_optim.state.merged.merge_param import (
     on_reporting_ranks,
     ranks_have,
     replicas_differ,
+    sure_params,
 )
 from fsdp_optim.state.merged.replicas import NAME_OF, format_ranks
-from fsdp_optim.state.merged.reports import LiveParam, ReportsByRanks, first_difference
+from fsdp_optim.state.merged.reports import ReportsByRanks, first_difference
 
 _MOST_SHOWN = 200  # characters of a value in an error
 
@@ -37,20 +38,22 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
     for report, _ in reports:
         for name, names_of_values in report.values:
             values[name] = values.get(name, frozenset()).union(names_of_values)
+    live = [param for report, _ in reports for param in report.params]
+    not_held = {fqn for report, _ in reports for fqn in frozenset(report.model_order).difference(report.order)}
+    sure = sure_params(live, RankSet(reports[0][1]), not_held) if len(reports) == 1 else {}
     by_fqn: dict[str, list[ReportedParam]] = {}
-    live: list[LiveParam] = []
     for report, ranks in reports:
         for param in report.params:
-            live.append(param)
-            for position, fqn in enumerate(param.fqns):
-                by_fqn.setdefault(fqn, []).append(ReportedParam(fqn, param, param.placements[position], ranks))
-    not_held = {fqn for report, _ in reports for fqn in frozenset(report.model_order).difference(report.order)}
+            for fqn, placement in zip(param.fqns, param.placements, strict=True):
+                if fqn not in sure:
+                    by_fqn.setdefault(fqn, []).append(ReportedParam(fqn, param, placement, ranks))
     for fqn, items in by_fqn.items():
         if all(item.live.loose or (fqn in not_held and _is_complete(item)) for item in items):
             by_fqn[fqn] = on_reporting_ranks(items)
         if any(item.placement.is_open for item in items):
             by_fqn[fqn] = all_listed(fqn, items)
-    models = [tuple(fqn for fqn in report.model_order or report.order if fqn in by_fqn) for report, _ in reports]
+    known = {**sure, **by_fqn} if by_fqn else sure
+    models = [tuple([fqn for fqn in report.model_order or report.order if fqn in known]) for report, _ in reports]
     order, _ = merge_lists(models)
     mismatched = (
         tuple(fqn for fqn in order if fqn in by_fqn and replicas_differ(by_fqn[fqn])) if take_lowest_rank else ()
@@ -58,9 +61,11 @@ def merge_reports(reports: ReportsByRanks, *, take_lowest_rank: bool = False) ->
     lowest = frozenset(mismatched)
     first_ranks = RankSet(reports[0][1])
     params = {
-        fqn: of_single_report(by_fqn[fqn], first_ranks) or merge_param(by_fqn[fqn], take_lowest_rank=fqn in lowest)
+        fqn: sure.get(fqn)
+        or of_single_report(by_fqn[fqn], first_ranks)
+        or merge_param(by_fqn[fqn], take_lowest_rank=fqn in lowest)
         for fqn in order
-        if fqn in by_fqn
+        if fqn in known
     }
     check_fused(reports, take_lowest_rank=take_lowest_rank)
     _check_classes(reports)  # last, because the other errors say more

@@ -86,28 +86,27 @@ class RankReport:
         parts: dict[str, int] = {}
         numbers: dict[int, int] = {}
 
-        def number(part: object) -> int:
-            """Return the number of a part's text among the texts of all parts, in the order in which they come."""
-            known = numbers.get(id(part))  # the report keeps its parts alive, and so their ids
-            if known is None:
-                known = numbers[id(part)] = parts.setdefault(repr(part), len(parts))
-            return known
-
-        lines = [
-            (
-                param.fqns,
-                [number(placement) for placement in param.placements],
+        # The number of a part's text among the texts of all parts, in the order in which they come.
+        for param in self.params:
+            for part in (*param.placements, param.num_padded, param.summary):
+                if id(part) not in numbers:  # the report keeps its parts alive, and so their ids
+                    numbers[id(part)] = parts.setdefault(repr(part), len(parts))
+        kinds: dict[tuple[object, ...], int] = {}
+        lines = []
+        for param in self.params:
+            kind = (
+                *[numbers[id(placement)] for placement in param.placements],
                 param.group_index,
-                number(param.num_padded),
+                numbers[id(param.num_padded)],
                 param.collected,
-                number(param.summary),
+                numbers[id(param.summary)],
                 param.fingerprint,
                 param.loose,
                 param.what,
             )
-            for param in self.params
-        ]
-        return f"{replace(self, params=())!r} {lines!r} {list(parts)!r}"
+            lines.append(kinds.setdefault(kind, len(kinds)))
+        fqns = [param.fqns for param in self.params]
+        return f"{replace(self, params=())!r} {fqns!r} {lines!r} {list(kinds)!r} {list(parts)!r}"
 
 
 ReportsByRanks = Sequence[tuple[RankReport, tuple[int, ...]]]

@@ -32,8 +32,9 @@ def holds_all(handle: Handle) -> bool:
     if len(handle.originals) != 1:
         return False
     placement = handle.originals[0].placement
-    skips_others = isinstance(placement, FlatChunks) and placement.own_tensor
-    return handle.local_shape == placement.shape and (placement.num_shards == 1 or skips_others)
+    if handle.local_shape != placement.shape:
+        return False
+    return placement.num_shards == 1 or (isinstance(placement, FlatChunks) and placement.own_tensor)
 
 
 @dataclass(frozen=True, eq=False)

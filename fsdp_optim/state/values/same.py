@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import types
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import numpy
 import torch
 import xxhash
 
-from fsdp_optim.memory import bytes_in_pieces, is_plain, pieces
+from fsdp_optim.memory import bytes_in_pieces, flatten, is_plain, pieces
 
 _BUILTIN = (bool, int, float, complex, str, bytes)
 _MOST_NUMEL = 1 << 20  # elements in one sum
@@ -25,9 +26,36 @@ class Incomparable(TypeError):
 
 def fingerprint_of(value: object) -> str:
     """Return a digest of everything that `same` compares, computed in bounded memory. Raises Incomparable."""
+    if type(value) is torch.Tensor and _lies_in_a_row(value):
+        return _digest_of_row(value)  # nearly always; the same digest, in a tenth of the time
     digest = _Digest()
     digest.add(value)
     return digest.hexdigest()
+
+
+def _lies_in_a_row(value: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor are on the CPU, side by side, as they are."""
+    return (
+        value.device.type == "cpu"
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.is_contiguous()
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
+def _digest_of_row(value: torch.Tensor) -> str:
+    digest = xxhash.xxh3_128(_head_of(value.dtype, value.shape))
+    if value.numel():
+        digest.update(flatten(value.detach()).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=256)
+def _head_of(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    content = f"{dtype} {list(shape)} {torch.strided}".encode()
+    return f"tensor:{len(content)}:".encode() + content
 
 
 def key_of(value: object) -> str:

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from fsdp_optim.dtensors import as_local, is_dtensor, is_partial, local_of
+from fsdp_optim.dtensors import as_local, is_usual_dtensor
 from fsdp_optim.elements import check_elements, is_usual
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.memory import is_plain, tensors_in
@@ -42,7 +42,7 @@ def check_values(fqn: str, state: Mapping[str, object], *, inner: bool) -> None:
     Raises WrapperError that names the parameter, the value and the fix.
     """
     for name, value in state.items():
-        if is_usual(value) or (is_dtensor(value) and is_usual(local_of(value)) and not is_partial(value)):
+        if is_usual(value) or is_usual_dtensor(value):
             continue  # nearly every value, and there are many
         check_elements(f"{fqn}: {name}", value, WrapperError)
         if inner and not isinstance(value, torch.Tensor):

@@ -83,7 +83,7 @@ def read_into(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) ->
 def write_all(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) -> None:
     """Write pieces of memory, one after the other, to a file from byte `offset` on."""
     for batch in _batches(pieces) if len(pieces) > 1 else (pieces,):
-        left = [piece for piece in batch if len(piece)]
+        left = batch
         while left:
             try:
                 done = os.pwritev(fd, left, offset)
@@ -91,9 +91,9 @@ def write_all(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) ->
                 raise CheckpointError(
                     f"{path}: cannot be written at byte {offset}: {error.strerror or error}"
                 ) from None
+            if len(left) == 1 and done == len(left[0]):
+                break  # nearly always
             offset += done
-            if len(left) == 1 and done == len(left[0]):  # nearly always
-                break
             left = _after(left, done)
 
 
@@ -212,7 +212,7 @@ def _batches(pieces: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
     return (pieces[first : first + _MOST_PIECES] for first in range(0, len(pieces), _MOST_PIECES))
 
 
-def _after(pieces: list[memoryview], done: int) -> list[memoryview]:
+def _after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
     """Return the pieces without their first `done` bytes."""
     left = []
     for piece in pieces:

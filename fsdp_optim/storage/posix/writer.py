@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
@@ -28,6 +29,15 @@ _LOOK_EVERY = 0.1  # seconds
 _ASK_NBYTES = 1 << 20  # after which the disk is asked to begin
 
 
+@dataclass(slots=True)
+class _Unasked:
+    """The range [first, last) of the writes for which the disk was not asked yet, and their bytes."""
+
+    first: int
+    last: int
+    nbytes: int = 0
+
+
 class FolderWriter(StoreWriter):
     """Writes into the folder of a save. `who`: the name of this process, for errors."""
 
@@ -35,7 +45,7 @@ class FolderWriter(StoreWriter):
         self._folder, self._durable, self._who = folder, durable, who
         self._open: dict[str, int] = {}
         self._made: list[str] = []
-        self._unasked: dict[str, tuple[int, int, int]] = {}  # by file: the range of the short writes, and their bytes
+        self._unasked: dict[str, _Unasked] = {}
         self._paths: dict[str, Path] = {}  # making a Path takes longer than writing a short range
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
@@ -48,16 +58,22 @@ class FolderWriter(StoreWriter):
             fd = self._fd(name)
         write_all(fd, self._paths[name], pieces, offset)
         if self._durable:  # finish() will wait for the disk, so the disk begins now
-            self._written(name, fd, offset, offset + sum(map(len, pieces)))
+            nbytes = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+            self._written(name, fd, offset, nbytes)
 
-    def _written(self, name: str, fd: int, start: int, stop: int) -> None:
+    def _written(self, name: str, fd: int, start: int, nbytes: int) -> None:
         """Note bytes that were written. The disk is asked for short ones together: each request is a call of the kernel."""
-        first, last, nbytes = self._unasked.pop(name, (start, stop, 0))
-        first, last, nbytes = min(first, start), max(last, stop), nbytes + stop - start
-        if nbytes < _ASK_NBYTES:
-            self._unasked[name] = first, last, nbytes
-        else:
-            start_writeback(fd, first, last - first)
+        unasked = self._unasked.get(name)
+        if unasked is None:
+            unasked = self._unasked[name] = _Unasked(start, start)
+        if start < unasked.first:
+            unasked.first = start
+        if start + nbytes > unasked.last:
+            unasked.last = start + nbytes
+        unasked.nbytes += nbytes
+        if unasked.nbytes >= _ASK_NBYTES:
+            start_writeback(fd, unasked.first, unasked.last - unasked.first)
+            del self._unasked[name]
 
     def put(self, name: str, data: bytes) -> None:
         write_file(path_inside(self._folder, name), data, durable=self._durable)

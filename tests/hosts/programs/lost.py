@@ -1,9 +1,9 @@
 """A job that stops in the middle of a save, so that a test can take a host from it just there; and the job after it.
 
 lost.py save CALL PHASE RANKS FOLDER     RANKS (as 0,1) stop in the second save until the file `go` is in the run's folder
-lost.py resume FOLDER [FOLDER ...]       goes on from what is there, and saves number 9
+lost.py resume FOLDER [FOLDER ...]       continues from what is there, and saves number 9
 lost.py look FOLDER [FOLDER ...]         loads every checkpoint
-lost.py train FOLDER STEPS               goes on from the newest checkpoint, and saves each step in the background
+lost.py train FOLDER STEPS               continues from the newest checkpoint, and saves each step in the background
 
 The variable LOST_AFTER has the seconds after which a silent rank or store counts as lost; other waits are shorter then too. Each
 rank tells what it finds as lines of JSON.
@@ -32,7 +32,7 @@ from fsdp_optim.transport import completion
 from fsdp_optim.transport.job import job_store, pulse
 
 LAST = 9
-"""The number of the save of a job that goes on."""
+"""The number of the save of a job that continues."""
 
 
 def say(text: str) -> None:
@@ -45,10 +45,10 @@ def tell(**facts: Any) -> None:
 
 
 def hold(phase: str) -> None:
-    """Stop this thread until the test lets it go on."""
+    """Stop this thread until the test lets it continue."""
     say(f"at {phase}")
     wait_for_file("go")
-    say("goes on")
+    say("continues")
 
 
 def wait_for_file(name: str) -> None:
@@ -127,7 +127,7 @@ def save(call: str, phase: str, ranks: str, folder: str) -> None:
             handle = fsdp_optim.async_save(
                 path, overwrite=phase == "renames", **as_options(fsdp_optim.SaveOptions, **one.arguments(2))
             )
-            one.set(3)  # the training goes on
+            one.set(3)  # the training continues
             handle.wait()
     except Exception as error:
         tell(error=type(error).__name__, ours=isinstance(error, fsdp_optim.FsdpOptimError), text=str(error))
@@ -137,7 +137,7 @@ def save(call: str, phase: str, ranks: str, folder: str) -> None:
 
 
 def resume(*folders: str) -> None:
-    """What a job on the hosts that are left does: it goes on from the newest checkpoint, and saves."""
+    """What a job on the hosts that are left does: it continues from the newest checkpoint, and saves."""
     for root in map(Path, folders):
         one = Numbered()
         newest = fsdp_optim.latest(root)

@@ -1,4 +1,4 @@
-"""A managed run that trains until a signal comes to one of its ranks; or, with `only-resume`, the one that goes on from there."""
+"""A managed run that trains until a signal comes to a rank; or, with `only-resume`, one that continues from there."""
 
 from __future__ import annotations
 

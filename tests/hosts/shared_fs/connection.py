@@ -97,7 +97,7 @@ class Connection:
             body = handler(request)
         except OSError as raised:
             self.reply(request.unique, error=raised.errno or errno.EIO)
-        except Exception:  # a mistake in the kit: say where, and let the program under test go on
+        except Exception:  # a mistake in the kit: say where, and let the program under test continue
             traceback.print_exc()
             self.reply(request.unique, error=errno.EIO)
         else:

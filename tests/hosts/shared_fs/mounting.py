@@ -72,7 +72,7 @@ class Mount:
         self._signal(signal.SIGSTOP)
 
     def reach_again(self) -> None:
-        """The calls that wait go on."""
+        """The calls that wait continue."""
         self._signal(signal.SIGCONT)
 
     def _unmount(self) -> None:

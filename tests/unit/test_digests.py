@@ -1,0 +1,46 @@
+"""The digest of a value is of its content alone: a tensor whose elements lie in a row takes a shorter way to the same digest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_optim.state.values import fingerprint_of
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.int64, torch.complex64)
+SHAPES = ((), (0,), (1,), (3, 4), (0, 5), (2, 3, 4))
+
+
+def by_the_long_way(value: torch.Tensor) -> torch.Tensor:
+    """The same elements, not in a row."""
+    return torch.stack([value, value], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_strides_make_no_difference(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.randint(0, 2, shape).to(dtype)
+    strided = by_the_long_way(value)
+    assert strided.is_contiguous() == (value.numel() < 2)
+    assert fingerprint_of(value) == fingerprint_of(strided)
+    assert fingerprint_of(value.clone().requires_grad_(dtype.is_floating_point)) == fingerprint_of(strided)
+
+
+def test_a_tensor_of_several_pieces() -> None:
+    value = torch.arange(3 << 20)
+    assert fingerprint_of(value) == fingerprint_of(by_the_long_way(value))
+
+
+@pytest.mark.parametrize("bit", [torch.conj, torch._neg_view], ids=["conjugated", "negated"])
+def test_bits_that_say_how_to_read(bit: object) -> None:
+    value = torch.randn(3, dtype=torch.complex64)
+    view = bit(value)  # type: ignore[operator]
+    assert view.is_conj() or view.is_neg()
+    assert fingerprint_of(view) == fingerprint_of(view.resolve_conj().resolve_neg().clone())
+    assert fingerprint_of(view) != fingerprint_of(value)
+
+
+def test_what_differs() -> None:
+    value = torch.zeros(4)
+    others = [value.view(2, 2), value.double(), value.int(), torch.tensor([0.0, 0.0, 0.0, -0.0])]
+    assert len({fingerprint_of(each) for each in (value, *others)}) == 5
