@@ -25,8 +25,8 @@ BECOME_THE_REAPER = 36  # PR_SET_CHILD_SUBREAPER: whose parent has ended is a ch
 SHOWN = 20
 
 
-def seconds_of(root: int) -> float:
-    """The processor time of a process and of all its descendants so far, of those too that have ended and were waited for."""
+def ticks_below(root: int) -> dict[int, int]:
+    """Of a process and each of its descendants: its clock ticks, with those of its children that have ended."""
     children, ticks = collections.defaultdict(list), {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -35,12 +35,18 @@ def seconds_of(root: int) -> float:
             continue
         children[int(words[1])].append(int(folder.name))
         ticks[int(folder.name)] = sum(map(int, words[11:15]))  # user and system, its own and of its children
-    total, waiting = 0, [root]
-    while waiting:
-        pid = waiting.pop()
-        total += ticks.get(pid, 0)
-        waiting += children[pid]
-    return total / os.sysconf("SC_CLK_TCK")
+    family = [root]
+    for pid in family:  # it grows
+        family += children[pid]
+    return {pid: ticks[pid] for pid in family if pid in ticks}
+
+
+def seconds_of(root: int) -> float:
+    """The processor time of a process and of all its descendants so far, also of those that have ended."""
+    now, before = ticks_below(root), dict[int, int]()
+    while now.keys() != before.keys():  # what has ended between two reads would be counted nowhere, or twice
+        now, before = ticks_below(root), now
+    return sum(now.values()) / os.sysconf("SC_CLK_TCK")
 
 
 class Costs:
