@@ -25,7 +25,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.formats.base.bools import BOOL, check_bools
-from fsdp_optim.formats.base.header import HeaderEntry
+from fsdp_optim.formats.base.header_entries import HeaderEntry
 from fsdp_optim.plugins import Extent
 from fsdp_optim.testing import run_on_ranks
 

@@ -13,7 +13,8 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.formats.base.header import DTYPES, Header, parse_header
+from fsdp_optim.formats.base.header import Header, parse_header
+from fsdp_optim.formats.base.header_entries import DTYPES
 
 
 class Holding(nn.Module):

@@ -20,7 +20,8 @@ import fsdp_optim
 from fsdp_optim import CheckpointError
 from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.checkpoint.common.stores import store_at
-from fsdp_optim.formats.base.header import Entries, HeaderEntry, parse_header
+from fsdp_optim.formats.base.header import parse_header
+from fsdp_optim.formats.base.header_entries import Entries, HeaderEntry
 from fsdp_optim.formats.base.stored_columns import StoredColumns, StoredEntries
 
 CODES = {"F32": 4, "BOOL": 1, "BF16": 2, "F4": 1}

@@ -18,7 +18,7 @@ from parameterized import parameterized
 
 from fsdp_optim.foreign.archive import torch_zip
 from fsdp_optim.foreign.archive.torch_zip import ALIGNMENT, TensorStub, frames_around, pickled
-from fsdp_optim.formats.base.header import DTYPES
+from fsdp_optim.formats.base.header_entries import DTYPES
 from fsdp_optim.plugins import dtype_name
 
 SHAPES = ((), (0,), (1,), (7,), (3, 4), (2, 0, 3), (1, 2, 3, 4), (5, 1))

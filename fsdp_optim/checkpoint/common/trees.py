@@ -19,7 +19,7 @@ from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf, SavedValue, a
 from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.formats.base.header import DTYPES
+from fsdp_optim.formats.base.header_entries import DTYPES
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
 from fsdp_optim.memory import dtype_name, is_plain
 from fsdp_optim.options import OnReplicaMismatch

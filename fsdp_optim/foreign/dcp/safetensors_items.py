@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.sharding_info import offsets_in
 from fsdp_optim.foreign.dcp.tensor_table import ItemPlace
-from fsdp_optim.formats.base.header import HeaderEntry, length_of_header, parse_header
+from fsdp_optim.formats.base.header import length_of_header, parse_header
+from fsdp_optim.formats.base.header_entries import HeaderEntry
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
 

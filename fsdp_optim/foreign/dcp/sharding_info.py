@@ -15,7 +15,8 @@ import msgspec
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.header import Header, HeaderEntry, ReadHeader
+from fsdp_optim.formats.base.header import Header, ReadHeader
+from fsdp_optim.formats.base.header_entries import HeaderEntry
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
 from fsdp_optim.layout import Shape

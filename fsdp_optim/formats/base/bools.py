@@ -10,7 +10,7 @@ import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.extents import Extent
-from fsdp_optim.formats.base.header import HeaderEntry
+from fsdp_optim.formats.base.header_entries import HeaderEntry
 from fsdp_optim.memory import is_plain
 
 BOOL = "BOOL"

@@ -26,7 +26,7 @@ from fsdp_optim.elements import MOST_DEEP, check_elements
 from fsdp_optim.errors import CheckpointError, WrapperError
 from fsdp_optim.formats.base.bools import check_bools_of
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
-from fsdp_optim.formats.base.header import code_of
+from fsdp_optim.formats.base.header_entries import code_of
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 

@@ -11,7 +11,7 @@ from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from itertools import repeat
 from typing import NamedTuple
 
-from fsdp_optim.formats.base.header import DTYPES, Entries
+from fsdp_optim.formats.base.header_entries import DTYPES, Entries
 from fsdp_optim.formats.base.records import StoredTensor
 
 

@@ -19,7 +19,8 @@ from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_o
 from fsdp_optim.formats.base.description import decoded
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
-from fsdp_optim.formats.base.header import HeaderEntry, ReadHeader, length_of_header, parse_header
+from fsdp_optim.formats.base.header import ReadHeader, length_of_header, parse_header
+from fsdp_optim.formats.base.header_entries import HeaderEntry
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, SavedOptim, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.base.protocols import Half, replaced_error
