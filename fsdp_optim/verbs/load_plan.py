@@ -24,6 +24,7 @@ from fsdp_optim.state.live.local_dict import (
 )
 from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.verbs.call import Local, log_summary
+from fsdp_optim.verbs.load_state import ordinary
 
 log = logging.getLogger("fsdp_optim")
 
@@ -63,7 +64,7 @@ class LoadPlan:
         }
         for param in self.local.optim.params if self.missing else ():
             if param.state is not None and self.missing.issuperset(param.named.fqns):
-                state[param.local_id] = dict(param.state)
+                state[param.local_id] = ordinary(dict(param.state))
         self._keep_values(state)
         in_order = {p.local_id: state[p.local_id] for p in self.local.optim.params if p.local_id in state}
         return shard_dicts(self.local.optim, groups, other_keys, in_order, self.fit)
@@ -81,7 +82,7 @@ class LoadPlan:
             names = self.fit.kept.get(param.named.fqns[0])
             if names and param.state is not None:
                 own = {name: value for name, value in param.state.items() if str(name) in names}
-                state[param.local_id] = {**state.get(param.local_id, {}), **own}
+                state[param.local_id] = {**state.get(param.local_id, {}), **ordinary(own)}
             elif names:
                 state.pop(param.local_id, None)
 

@@ -108,7 +108,7 @@ def load_shard(
     """Load a shard as `optim.load_state_dict(shard)`, but without casts. Several optimizers take a list of shards.
 
     If one optimizer fails, all that were loaded get back their previous state. `logs`: log the hyperparameters that change.
-    `is_given`: a user has given the shard, so it may have values without elements.
+    `is_given`: a user has given the shard, so it may have values without elements, or tensors that were made in inference mode.
     """
     if shard is None:
         raise StateError(
@@ -127,7 +127,7 @@ def load_shard(
     incompatible = shards[0].get(INCOMPATIBLE, {}) if shards else {}
     shards = [{key: value for key, value in listed.items() if key != INCOMPATIBLE} for listed in shards]
     if is_given or torch.is_inference_mode_enabled():
-        shards = [_ordinary(listed) for listed in shards]
+        shards = [ordinary(listed) for listed in shards]
     for live, own in zip(optims, shards, strict=True):
         _refuse_full(live, own)
     all_groups = [_keeping(live, own, keep) for live, own in zip(optims, shards, strict=True)]
@@ -177,8 +177,8 @@ def _refused(error: Exception, name: str) -> Exception:
     )
 
 
-def _ordinary(value: Any) -> Any:
-    """Copy the tensors of a shard that were made in inference mode, because a step could not change these in place.
+def ordinary(value: Any) -> Any:
+    """Copy the tensors of a value that were made in inference mode, because a step could not change these in place.
 
     Containers without such tensors stay the same objects.
     """
@@ -189,11 +189,11 @@ def _ordinary(value: Any) -> Any:
             key: new
             for key, item in value.items()
             if type(item) in _CONTAINERS or isinstance(item, torch.Tensor)
-            if (new := _ordinary(item)) is not item
+            if (new := ordinary(item)) is not item
         }
         return {**value, **changed} if changed else value
     if type(value) in (list, tuple):
-        items = [_ordinary(item) for item in value]
+        items = [ordinary(item) for item in value]
         is_same = all(new is item for new, item in zip(items, value, strict=True))
         return value if is_same else type(value)(items)
     return value

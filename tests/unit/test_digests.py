@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_optim.state.values import fingerprint_of
+from fsdp_optim.state.values import Incomparable, fingerprint_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.int64, torch.complex64)
 SHAPES = ((), (0,), (1,), (3, 4), (0, 5), (2, 3, 4))
@@ -44,3 +44,12 @@ def test_what_differs() -> None:
     value = torch.zeros(4)
     others = [value.view(2, 2), value.double(), value.int(), torch.tensor([0.0, 0.0, 0.0, -0.0])]
     assert len({fingerprint_of(each) for each in (value, *others)}) == 5
+
+
+ZERO = torch._efficientzerotensor((3,))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [ZERO, torch.empty(3, dtype=torch.qint8)], ids=["zeros", "quantised"])
+def test_tensors_without_memory_or_without_a_scale(value: torch.Tensor) -> None:
+    with pytest.raises(Incomparable):
+        fingerprint_of(value)

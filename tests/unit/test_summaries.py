@@ -80,3 +80,9 @@ def test_a_value_of_one_element_is_unsure_only_where_its_parameter_is_cut(is_cut
     placement = FlatChunks((2,), 0, 1, (range(2),)) if is_cut else Whole((1,), (0,))
     handle = Handle(param, (Original(nn.Module(), "a", placement),), (1,))
     assert LocalParam(0, 0, NamedHandle(handle, ("a",)), {"factor": torch.ones(1)}).is_little is is_cut
+
+
+def test_names_of_any_type_can_be_said() -> None:
+    (found,) = summaries_of(layers(1), {1: moment(), "step": 3})  # type: ignore[dict-item]
+    assert str(found) == "1, step"
+    assert str(Summary()) == "an empty state"

@@ -260,6 +260,35 @@ class AroundTest(unittest.TestCase):
             one.step([3])
         check_same("stepped", target.optim.state_dict()["state"], trained.optim.state_dict()["state"])
 
+    def test_live_state_that_somebody_made_in_inference_mode_and_that_a_load_keeps(self) -> None:
+        def model(*names: str) -> nn.ModuleDict:
+            torch.manual_seed(0)
+            return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
+
+        def step(of: nn.Module, optim: torch.optim.Optimizer) -> None:
+            for param in of.parameters():
+                param.grad = torch.ones_like(param)
+            optim.step()
+
+        small, large = model("a"), model("a", "b")
+        optim, kept = adam(small.parameters()), adam(large.parameters())
+        step(small, optim)
+        with torch.inference_mode():
+            kept.state.update({p: {**optim.state[next(iter(optim.state))]} for p in large.parameters()})
+            for param, values in kept.state.items():
+                values |= {
+                    "exp_avg": torch.ones_like(param),
+                    "exp_avg_sq": torch.ones_like(param),
+                    "step": torch.tensor(4.0),
+                }
+        with tempfile.TemporaryDirectory() as folder:
+            F.save(f"{folder}/saved", small, optim, options=F.SaveOptions(durable=False))
+            F.load(f"{folder}/saved", large, kept, strict=False)
+        for param in large["b"].parameters():
+            check_same("kept", kept.state[param]["exp_avg"], torch.ones_like(param))
+        step(large, kept)
+        self.assertEqual([float(kept.state[p]["step"]) for p in large.parameters()], [2.0, 2.0, 5.0, 5.0])
+
     def test_weights_of_a_model_for_inference_only(self) -> None:
         trained = Trained("plain")
         with tempfile.TemporaryDirectory() as folder:

@@ -39,6 +39,7 @@ def _lies_in_a_row(value: torch.Tensor) -> bool:
         value.device.type == "cpu"
         and value.layout is torch.strided
         and not value.is_nested
+        and not value.is_quantized
         and value.is_contiguous()
         and not value.is_conj()
         and not value.is_neg()
@@ -48,7 +49,11 @@ def _lies_in_a_row(value: torch.Tensor) -> bool:
 def _digest_of_row(value: torch.Tensor) -> str:
     digest = xxhash.xxh3_128(_head_of(value.dtype, value.shape))
     if value.numel():
-        digest.update(flatten(value.detach()).view(torch.uint8).numpy().data)
+        try:
+            elements = flatten(value.detach()).view(torch.uint8).numpy()
+        except RuntimeError as error:  # a tensor without memory (ZeroTensor)
+            raise Incomparable(f"a Tensor cannot be compared: {error}") from error
+        digest.update(elements.data)
     return digest.hexdigest()
 
 

@@ -199,4 +199,4 @@ class Summary:
         return {**dict(self.sharded), **dict(self.scalars), **dict(self.placed), **dict(self.opaque)}
 
     def __str__(self) -> str:
-        return ", ".join(self.names) or "an empty state"
+        return ", ".join(map(str, self.names)) or "an empty state"
