@@ -12,7 +12,7 @@ import numpy
 import torch
 import xxhash
 
-from fsdp_optim.memory import bytes_in_pieces, flatten, is_plain, pieces
+from fsdp_optim.memory import bytes_in_pieces, is_plain, pieces
 
 _BUILTIN = (bool, int, float, complex, str, bytes)
 _MOST_NUMEL = 1 << 20  # elements in one sum
@@ -50,7 +50,10 @@ def _digest_of_row(value: torch.Tensor) -> str:
     digest = xxhash.xxh3_128(_head_of(value.dtype, value.shape))
     if value.numel():
         try:
-            elements = flatten(value.detach()).view(torch.uint8).numpy()
+            row = value.detach().view(-1)
+            if row.stride(0) != 1:  # of one element
+                row = row.clone(memory_format=torch.contiguous_format)
+            elements = row.view(torch.uint8).numpy()
         except RuntimeError as error:  # a tensor without memory (ZeroTensor)
             raise Incomparable(f"a Tensor cannot be compared: {error}") from error
         digest.update(elements.data)
