@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from msgspec import structs
 
 from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER
 from fsdp_optim.checkpoint.save.short_parts import Kind, ShortParts
@@ -106,8 +107,12 @@ HELD = (
 )
 
 
-def test_parts_in_any_shape_and_strides_have_their_elements_in_order() -> None:
-    """Short and long, with and without dimensions, of flat parameters, lazily conjugated: as one slice after the other."""
+@pytest.mark.parametrize("are_files", [True, False], ids=["the values of the file", "equal values"])
+def test_parts_in_any_shape_and_strides_have_their_elements_in_order(are_files: bool) -> None:
+    """Short and long, with and without dimensions, of flat parameters, lazily conjugated: as one slice after the other.
+
+    Values that are moved may be other objects than those of the file, with equal keys: those that are cast are.
+    """
     values, cuts, starts, parts, at = [], list[Placement](), [], list[int](), 3
     for number, held in enumerate(HELD):
         offset = 8 if held.shape == (12,) else 0
@@ -129,7 +134,8 @@ def test_parts_in_any_shape_and_strides_have_their_elements_in_order() -> None:
         "trace": Trace(None),
     }
     writer = RankWriter(mock.Mock(), [file], 0, **more)
-    extents = writer.extents_of(Parts(values, cuts, starts, [held.detach() for held in HELD]))["file"]
+    moved = values if are_files else [structs.replace(value) for value in values]
+    extents = writer.extents_of(Parts(moved, cuts, starts, [held.detach() for held in HELD]))["file"]
     written, wanted = bytearray(at), bytearray(at)
     for extent in extents:
         ranges = zip(extent.starts.tolist(), extent.parts(), strict=True) if isinstance(extent, PackedExtents) else []
