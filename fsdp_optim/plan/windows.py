@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fsdp_optim.layout import Placement
+from fsdp_optim.layout.once import once_each
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,11 @@ def windows(numel: int, width: int) -> Iterator[Window]:
 class LocalRanges:
     """The ranges of a rank's local tensors. Values of equal layers share their cuts, which are asked once."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._known: dict[int, tuple[Placement, tuple[int, int]]] = {}  # by id, which the reference keeps unique
+    of: Callable[[Placement], tuple[int, int]]
+    """Returns the range [start, stop) of the local tensor of a value with this cut."""
 
-    def of(self, cut: Placement) -> tuple[int, int]:
-        """Return the range [start, stop) of the local tensor of a value with this cut."""
-        known = self._known.get(id(cut))
-        if known is None:
-            known = self._known[id(cut)] = cut, cut.local_range(self._rank)
-        return known[1]
+    def __init__(self, rank: int) -> None:
+        self.of = once_each(lambda cut: cut.local_range(rank))
 
     def numel(self, cut: Placement) -> int:
         """Return the number of elements in that range."""

@@ -1,4 +1,4 @@
-"""Models of which no rank holds more than one element of a parameter, so that no shape is evidence of what a value is.
+"""Models in which each rank holds at most one element of a parameter: shapes do not show which values are cut like it.
 
 The oracle is the unwrapped model, trained alike; files are opened with safetensors alone.
 """

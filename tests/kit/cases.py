@@ -1,4 +1,4 @@
-"""Cases of which `make test-all` runs some, and `make test-long` the others.
+"""Long tables of cases: `make test-all` runs some of them, `make test-long` runs the rest.
 
 class TripTest(unittest.TestCase):
     @expand(*some(list(itertools.product(WRAPPERS, OPTIMIZERS)), every=4))

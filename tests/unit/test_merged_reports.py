@@ -134,7 +134,7 @@ def test_what_only_some_ranks_know_is_joined() -> None:
 
 
 def many(*, twice: bool = False, missing: bool = False, loose: bool = False) -> RankReport:
-    """The report of three parameters, of which the second is the odd one."""
+    """The report of a rank with the parameters a, b and c. The arguments change `b` only."""
     places = [BOTH, Whole((3,), (0, 1, 2) if missing else (0, 1)), CUT]
     live = [
         LiveParam((name,), (place,), 0, (), collected=True, summary=SUMMARY, loose=loose and name == "b")

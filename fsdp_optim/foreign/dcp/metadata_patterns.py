@@ -29,7 +29,7 @@ _NEW_SIZE = _REF + _INTS + rb"\x85\x94R\x94"  # torch.Size, called with a tuple 
 _SIZE = rb"(" + _NEW_SIZE + rb"|" + _REF + rb")"
 _NEW = _REF + rb"\)\x81\x94\}\x94\("  # an object of a class, and the beginning of its attributes
 _MORE = rb"(?:u\()?"  # the end of a thousand entries, and the beginning of the next ones
-_REST = rb"|(.+)"  # behind the last entry that matches: `findall` then goes on at no other place
+_REST = rb"|(.+)"  # takes all that follows the last entry that matches, so that `findall` finds no entry further on
 _PART = rb"(?:" + _REF + rb"|" + _TEXT + rb"|K.|M..)"
 _VALUE = rb"(" + _TEXT + rb"|" + _NEW_SIZE + rb"|" + _REF + rb"|" + _INT + rb"|N)"
 
