@@ -187,7 +187,7 @@ if not TYPE_CHECKING:  # type checkers take every name as there where a module h
         """Import a public name on first access, so that `import fsdp_optim` costs little."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from fsdp_optim.collector import fewer_collections
+        from fsdp_optim.boundary.collector import fewer_collections
 
         # What is imported stays, and a walk of torch's objects in between would take as long as the imports.
         with fewer_collections():

@@ -11,10 +11,10 @@ from typing import Any
 
 from fsdp_optim import api
 from fsdp_optim.errors import missing
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CallArguments, CallOptions, Collect, GatherArguments, KeyBy, Model, NameOf
 from fsdp_optim.state.dicts.full import FullDict
 from fsdp_optim.state.live.local import OptimizerLike, Optimizers
+from fsdp_optim.tensors.memory import ordinary_tensors
 from fsdp_optim.verbs import gather, iterate, rekey
 
 try:

@@ -17,7 +17,6 @@ from msgspec import Struct
 
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import Budget, Pages, empty, flat_slice, flatten, in_batches
 from fsdp_optim.plan import (
     Copy,
     LocalRanges,
@@ -30,6 +29,7 @@ from fsdp_optim.plan import (
     replica_of,
     windows,
 )
+from fsdp_optim.tensors.memory import Budget, Pages, empty, flat_slice, flatten, in_batches
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -93,7 +93,6 @@ if TYPE_CHECKING:
     from fsdp_optim.formats.own.format import OwnFormat
     from fsdp_optim.formats.own.manifest import FileInfo
     from fsdp_optim.layout import Boxes, FlatChunks, MeshBoxes, Placement, Ranks, Shape, Whole
-    from fsdp_optim.memory import dtype_name, dtype_named
     from fsdp_optim.options import Model, OnDamage, OnReplicaMismatch, Rename, Strategy, WhichWeights
     from fsdp_optim.registry import use_formats, use_stores
     from fsdp_optim.saying import say
@@ -121,6 +120,7 @@ if TYPE_CHECKING:
     from fsdp_optim.storage.posix.small_files import folders_in, has_file, replace_text, sizes_in
     from fsdp_optim.storage.posix.store import Folder
     from fsdp_optim.storage.posix.trainer_files import copy_beside, is_being_saved, make_folder, visible_within
+    from fsdp_optim.tensors.memory import dtype_name, dtype_named
     from fsdp_optim.view import Handle, Original
 
 __all__ = [
@@ -295,7 +295,7 @@ _PLACES = {
     "fsdp_optim.formats.own.format": "OwnFormat",
     "fsdp_optim.formats.own.manifest": "FileInfo",
     "fsdp_optim.layout": "Boxes FlatChunks MeshBoxes Placement Ranks Shape Whole",
-    "fsdp_optim.memory": "dtype_name dtype_named",
+    "fsdp_optim.tensors.memory": "dtype_name dtype_named",
     "fsdp_optim.options": "Model OnDamage OnReplicaMismatch Rename Strategy WhichWeights",
     "fsdp_optim.registry": "use_formats use_stores",
     "fsdp_optim.saying": "say",

@@ -1,4 +1,4 @@
-"""Lines that a user sees without setting up any logging: what a save, a load or a resume has done."""
+"""Lines that a user sees without setting up any logging: what a save, a load or a resume has done, with its figures in words."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from dataclasses import dataclass, replace
 
 from fsdp_optim.errors import shortened
-from fsdp_optim.speed import counted, moved
 
 QUIET = "FSDP_OPTIM_QUIET"
 """The environment variable that, set to 1, leaves these lines to the application's logging alone."""
 
 log = logging.getLogger("fsdp_optim")
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,39 @@ def say(line: str) -> None:
         return
     with contextlib.suppress(OSError, ValueError):  # a stderr that is closed must not fail a save
         print(line, file=sys.stderr, flush=True)
+
+
+def speed_of(nbytes: int, since: float) -> str:
+    """The seconds since a time of `time.monotonic`, and the MB/s."""
+    seconds = time.monotonic() - since
+    return f"{seconds:.2f} s, {nbytes / 1e6 / max(seconds, 1e-9):.0f} MB/s"
+
+
+def sized(nbytes: float) -> str:
+    """Return a number of bytes in words: `14.1 GB`."""
+    for unit in _UNITS:
+        if nbytes < 999.5 or unit == _UNITS[-1]:
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.3g} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 tensor`, `1,163 tensors`, `1.3 M elements`."""
+    if number < 1_000_000:
+        text = f"{number:,}"
+    elif number < 999_950_000:  # four digits round what is above up to 1 G
+        text = f"{number / 1e6:.4g} M"
+    else:
+        text = f"{number / 1e9:.4g} G"
+    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"
+
+
+def lasted(seconds: float) -> str:
+    """Return a duration in words: `0.05 s`, `6.2 s`, `75 s`."""
+    return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
+def moved(nbytes: int, seconds: float) -> str:
+    """Return how fast bytes were moved, in words: `14.1 GB in 6.2 s (2.3 GB/s)`."""
+    return f"{sized(nbytes)} in {lasted(seconds)} ({sized(nbytes / max(seconds, 1e-9))}/s)"

@@ -13,10 +13,10 @@ import torch
 from msgspec import Struct, structs
 from torch import nn
 
-from fsdp_optim.dtensors import as_local, dtensor_like, is_dtensor, local_of, placement_of_value
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Placement, Shape
-from fsdp_optim.memory import detached_copy, flatten, is_plain, laid_out_like
+from fsdp_optim.tensors.dtensors import as_local, dtensor_like, is_dtensor, local_of, placement_of_value
+from fsdp_optim.tensors.memory import detached_copy, flatten, is_plain, laid_out_like
 
 
 @dataclass(frozen=True)

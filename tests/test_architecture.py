@@ -48,24 +48,15 @@ _USES = """
 errors:
 formats:
 machine:
-speed:
 state:
 storage:
-transposed:
 wire:
-merges:
-arguments: errors layout.views
-boundary: collector errors heap
-collector:
-heap:
-differences: errors results
-fingerprints: errors
-elements: errors
+boundary: errors
 layout: errors
 layout.views: errors layout
-rank_maps: errors
+arguments: errors layout.views
 registry: errors
-saying: errors speed
+saying: errors
 results: errors saying
 storage.base: errors
 transport.job: errors machine
@@ -75,85 +66,83 @@ plan: errors layout
 storage.posix: errors machine storage.base
 buckets.fsspec: buckets.objects errors storage.base
 buckets.s3: buckets.objects errors storage.base
-memory: plan transposed
-prints: memory plan
 buckets: buckets.fsspec buckets.objects buckets.s3 storage.base storage.posix
-dtensors: elements errors layout memory
-transport: errors layout memory options plan transport.job wire
-formats.base: dtensors elements errors fingerprints layout memory registry storage.base
-move: errors layout memory plan transport
-view: dtensors errors layout memory
-canonical: errors layout layout.views view
-adapters: arguments dtensors elements errors layout layout.views memory options registry view
-model_views: adapters dtensors errors layout layout.views options view
+offline:
+tensors: errors layout plan
+prints: plan tensors
+transport: errors layout options plan tensors transport.job wire
+formats.base: errors layout registry results storage.base tensors
+move: errors layout plan tensors transport
+view: errors layout tensors
+adapters: arguments errors layout layout.views options registry tensors view
+model_views: adapters errors layout layout.views options tensors view
 foreign: errors formats.base storage.base
-formats.own: arguments errors fingerprints formats.base memory registry storage.base
-state.values: dtensors elements errors layout memory view
-foreign.archive: errors foreign formats.base layout memory storage.base
-state.dicts: dtensors elements errors layout memory options state.values view
-foreign.dcp: elements errors foreign foreign.archive formats.base layout memory registry storage.base
-state.live: errors layout memory options plan state.dicts state.values view
+formats.own: arguments errors formats.base results storage.base tensors
+state.values: errors layout tensors view
+foreign.archive: errors foreign formats.base layout storage.base tensors
+state.dicts: errors layout options state.values tensors view
+foreign.dcp: errors foreign foreign.archive formats.base layout registry storage.base tensors
+state.live: errors layout options plan state.dicts state.values tensors view
 foreign.hugging_face: errors foreign foreign.dcp formats.base formats.own storage.base
-state.merged: errors layout layout.views memory options state.dicts state.live state.values view
-foreign.torch: arguments errors foreign foreign.archive foreign.hugging_face formats.base formats.own memory options
-    registry storage.base
-verbs: adapters arguments canonical dtensors elements errors layout layout.views memory model_views move options results
-    speed state.dicts state.live state.merged state.values transport view
-checkpoint.common: adapters arguments boundary canonical dtensors elements errors fingerprints formats.base formats.own
-    layout layout.views memory move options plan prints registry results speed state.dicts state.live state.merged
-    state.values storage.base storage.posix transport verbs view
-foreign.deepspeed: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
-foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout memory storage.base
+state.merged: errors layout layout.views options state.dicts state.live state.values tensors view
+foreign.torch: arguments errors foreign foreign.archive foreign.hugging_face formats.base formats.own options storage.base
+    tensors
+foreign.deepspeed: arguments errors foreign foreign.archive foreign.torch formats.base layout storage.base tensors
+foreign.per_rank: arguments errors foreign foreign.archive foreign.torch formats.base layout storage.base tensors
+canonical: errors layout layout.views view
+verbs: adapters arguments canonical errors layout layout.views model_views move options results saying state.dicts state.live
+    state.merged state.values tensors transport view
+checkpoint.common: adapters arguments boundary errors formats.base formats.own layout layout.views move options plan prints
+    registry results saying state.dicts state.live state.merged state.values storage.base storage.posix tensors transport
+    verbs view
 checkpoint.catalog: arguments checkpoint.common errors formats.base formats.own options registry results storage.base
     storage.posix
-checkpoint.views: adapters checkpoint.common errors fingerprints formats.base layout layout.views memory plan state.dicts
-    state.values
-checkpoint.load: adapters checkpoint.common checkpoint.views dtensors elements errors fingerprints formats.base layout
-    layout.views memory move options plan results saying speed state.dicts state.live state.merged state.values storage.base
-    transport verbs view
-checkpoint: adapters arguments checkpoint.common checkpoint.load errors fingerprints formats.base layout memory move options
-    results state.live state.merged transport verbs
-checkpoint.save: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load errors fingerprints formats.base layout
-    memory move options plan prints results saying speed state.live storage.base storage.posix transport verbs wire
-checkpoint.proof: adapters arguments boundary checkpoint.common elements errors fingerprints formats.own layout memory move
-    options plan prints saying state.live state.values storage.base transport verbs wire
+checkpoint.views: adapters checkpoint.common errors formats.base layout layout.views plan results state.dicts state.values
+    tensors
+checkpoint.load: adapters checkpoint.common checkpoint.views errors formats.base layout layout.views move options plan
+    results saying state.dicts state.live state.merged state.values storage.base tensors transport verbs view
+checkpoint: adapters arguments checkpoint.common checkpoint.load errors formats.base layout move options results state.live
+    state.merged tensors transport verbs
+checkpoint.save: adapters arguments checkpoint.catalog checkpoint.common checkpoint.load errors formats.base layout move
+    options plan prints results saying state.live storage.base storage.posix tensors transport verbs wire
+checkpoint.proof: adapters arguments boundary checkpoint.common errors formats.own layout move options plan prints results
+    saying state.live state.values storage.base tensors transport verbs wire
 checkpoint.run: arguments boundary checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.save
-    errors formats.base memory options registry results saying storage.posix transport verbs wire
-checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own memory options storage.base storage.posix
+    errors formats.base options registry results saying storage.posix tensors transport verbs wire
+checkpoint.trainers: checkpoint.common checkpoint.save errors formats.own options storage.base storage.posix tensors
     transport verbs wire
-offline:
 offline.conversion: adapters arguments checkpoint.common checkpoint.load checkpoint.save checkpoint.views errors
-    foreign.torch formats.base formats.own layout memory move options registry results state.dicts state.live
-    state.values storage.base storage.posix transport wire
-offline.looking: arguments checkpoint.catalog checkpoint.common errors formats.base formats.own layout memory rank_maps
-    results storage.base
-offline.pages: checkpoint.common differences errors rank_maps results speed storage.base storage.posix
-offline.combining: arguments checkpoint.common checkpoint.load errors formats.base formats.own layout memory merges move
-    offline.conversion results state.values transport wire
-offline.values: adapters arguments checkpoint.common checkpoint.load checkpoint.views differences errors fingerprints
-    foreign.archive formats.base layout layout.views memory offline.conversion offline.pages options plan prints results
-    state.dicts state.values storage.base
-offline.keeping: arguments checkpoint.catalog checkpoint.common errors fingerprints foreign.archive formats.base
-    formats.own layout memory move offline.conversion offline.values options registry results storage.base
+    foreign.torch formats.base formats.own layout move options registry results state.dicts state.live state.values
+    storage.base storage.posix tensors transport wire
+offline.looking: arguments checkpoint.catalog checkpoint.common errors formats.base formats.own layout results storage.base
+    tensors
+offline.pages: checkpoint.common errors results saying storage.base storage.posix
+offline.combining: arguments checkpoint.common checkpoint.load errors formats.base formats.own layout move offline.conversion
+    results state.values tensors transport wire
+offline.values: adapters arguments checkpoint.common checkpoint.load checkpoint.views errors foreign.archive formats.base
+    layout layout.views offline.conversion offline.pages options plan prints results state.dicts state.values storage.base
+    tensors
+offline.keeping: arguments checkpoint.catalog checkpoint.common errors foreign.archive formats.base formats.own layout move
+    offline.conversion offline.values options registry results storage.base tensors
 api: adapters boundary checkpoint checkpoint.catalog checkpoint.common checkpoint.load checkpoint.proof checkpoint.run
-    checkpoint.save differences fingerprints formats.base layout.views memory merges model_views options rank_maps
-    registry results state.dicts state.live storage.posix transport verbs
-plugins: adapters buckets.objects checkpoint.common checkpoint.proof checkpoint.trainers errors foreign.dcp
-    foreign.deepspeed foreign.per_rank foreign.torch formats.base formats.own layout memory options registry saying
-    state.live storage.base storage.posix view
-(top): api collector errors
-dcp.dicts: adapters checkpoint.common checkpoint.load dtensors errors formats.base layout memory move options state.live
-    state.merged state.values transport verbs view
-dcp.storage: arguments checkpoint.catalog checkpoint.common checkpoint.load elements errors foreign.dcp formats.base
-    formats.own layout memory move registry storage.base
+    checkpoint.save formats.base layout.views model_views options registry results state.dicts state.live storage.posix
+    tensors transport verbs
+plugins: adapters buckets.objects checkpoint.common checkpoint.proof checkpoint.trainers errors foreign.dcp foreign.deepspeed
+    foreign.per_rank foreign.torch formats.base formats.own layout options registry saying state.live storage.base
+    storage.posix tensors view
+(top): api boundary errors
+dcp.dicts: adapters checkpoint.common checkpoint.load errors formats.base layout move options state.live state.merged
+    state.values tensors transport verbs view
+dcp.storage: arguments checkpoint.catalog checkpoint.common checkpoint.load errors foreign.dcp formats.base formats.own
+    layout move registry storage.base tensors
 dcp.trees: adapters arguments boundary checkpoint.common checkpoint.load checkpoint.save checkpoint.views dcp.dicts
-    dcp.storage dtensors elements errors fingerprints foreign.dcp formats.base layout layout.views memory options
-    results state.dicts storage.base storage.posix
-dcp: boundary dcp.dicts dcp.storage dcp.trees memory registry
-cli: (top) api errors registry speed
-cli.commands: (top) api cli errors plugins registry
-fairscale: api errors memory options state.dicts state.live verbs
-testing: adapters api buckets.objects errors formats.base layout memory plan storage.base transport view
+    dcp.storage errors foreign.dcp formats.base layout layout.views options results state.dicts storage.base storage.posix
+    tensors
+dcp: boundary dcp.dicts dcp.storage dcp.trees registry tensors
+cli: (top) api errors registry saying
+cli.commands: api cli errors plugins registry
+fairscale: api errors options state.dicts state.live tensors verbs
+testing: adapters api buckets.objects errors formats.base layout plan storage.base tensors transport view
 __main__: cli
 integrations.common: (top) plugins
 integrations.hugging_face: (top) integrations.common plugins
@@ -195,7 +184,7 @@ OF_DISTRIBUTED = {
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.checkpoint.stateful",
     },
-    f"{PACKAGE}.dtensors": {  # types alone
+    f"{PACKAGE}.tensors.dtensors": {  # types alone
         "torch.distributed.tensor",
         "torch.distributed.tensor.placement_types",
         "torch.distributed.device_mesh",
@@ -249,7 +238,14 @@ class TestArrows(unittest.TestCase):
     def test_no_room_is_a_long_list(self) -> None:
         """Beyond some twenty files a room is divided by subject. At the top lies what is under all rooms, besides the doors."""
         nums = Counter(file.parent for file in FILES if file.name != "__init__.py")
-        self.assertEqual({str(folder): num for folder, num in nums.items() if num > (27 if folder == ROOT else 22)}, {})
+        self.assertEqual({str(folder): num for folder, num in nums.items() if num > (13 if folder == ROOT else 22)}, {})
+
+    def test_every_arrow_is_used(self) -> None:
+        used: dict[str, set[str]] = {room: set() for room in ARROWS}
+        for module, file in MODULES.items():
+            used[room_of(module)] |= rooms_used(file)
+        unused = {room: arrows - used[room] for room, arrows in ARROWS.items() if arrows - used[room]}
+        self.assertEqual(unused, {})
 
     def test_the_core_imports_nothing_else(self) -> None:
         """Not in a function either, nor for types; `tests/unit/test_core_alone.py` looks at what is loaded."""
@@ -412,7 +408,7 @@ class TestArrows(unittest.TestCase):
         assert not wrong, wrong
 
 
-DIVIDED_BY_HAND = {"fsdp_optim.memory", "fsdp_optim.buckets.objects.writer"}
+DIVIDED_BY_HAND = {"fsdp_optim.tensors.memory", "fsdp_optim.buckets.objects.writer"}
 """`Budget` itself; and a store, which knows bytes and no `Budget`: there a function with a name divides."""
 
 
@@ -564,7 +560,7 @@ class TestConcepts(unittest.TestCase):
         named = set(re.findall(r"[a-z]\w+", left)) - {"base", "all"}
         floors = {room.split(".")[0] for room in ARROWS if room}
         self.assertEqual(named - floors, set())
-        self.assertEqual(floors - named, {"speed", "__main__"})
+        self.assertEqual(floors - named, {"__main__"})
 
     def test_sub_rooms(self) -> None:
         rooms = {room for room in ARROWS if "." in room}

@@ -44,11 +44,11 @@ OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, and nam
 # torch has no public name for these.
 PRIVATE_OF_TORCH = {
     "fsdp_optim.transport.job.job_store": {"_get_process_group_store"},
-    "fsdp_optim.memory": {"_foreach_copy_"},
+    "fsdp_optim.tensors.memory": {"_foreach_copy_"},
     "fsdp_optim.prints.sums": {"_int_mm"},  # products of int8; looked for, and proven exact, before it is used
     # to_local() and from_local() cost ten times as much, and the properties that a spec has cost a look each.
     # The last one is what Megatron-FSDP gives a mesh, by which its DTensors are cut in another order.
-    "fsdp_optim.dtensors": {"_local_tensor", "_spec", "_shard_order"},
+    "fsdp_optim.tensors.dtensors": {"_local_tensor", "_spec", "_shard_order"},
     "fsdp_optim.adapters.dtensor": {"_spec"},
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.model_views.guard": {

@@ -12,7 +12,7 @@ from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.layout import Ranks, Whole
-from fsdp_optim.memory import same_bits
+from fsdp_optim.tensors.memory import same_bits
 from fsdp_optim.view import Handle, ModelView, NamedHandle, Original
 
 Rename = Callable[[str, Ranks], str]

@@ -21,10 +21,10 @@ from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree
-from fsdp_optim.dtensors import grid_of
 from fsdp_optim.errors import LayoutError, WrapperError
 from fsdp_optim.layout import Block, Box, Boxes, Placement, Ranks, Shape, row_major_strides
-from fsdp_optim.memory import flatten, is_plain
+from fsdp_optim.tensors.dtensors import grid_of
+from fsdp_optim.tensors.memory import flatten, is_plain
 from fsdp_optim.view import Handle, Original
 
 _DTENSOR_MODULE = "torch.distributed.tensor"

@@ -14,7 +14,11 @@ from torch import nn
 from fsdp_optim.adapters.base import Adapter, Place
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.adapters.uneven import check_held, own_part, placed, says_its_part
-from fsdp_optim.dtensors import (
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.layout import Boxes, OnMesh, Ranks, Shape, cut_named, cut_of
+from fsdp_optim.layout import Placement as Where
+from fsdp_optim.layout.once import once_each
+from fsdp_optim.tensors.dtensors import (
     Grid,
     check_cut,
     dtensor,
@@ -26,11 +30,7 @@ from fsdp_optim.dtensors import (
     local_of,
     placement_of,
 )
-from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import Boxes, OnMesh, Ranks, Shape, cut_named, cut_of
-from fsdp_optim.layout import Placement as Where
-from fsdp_optim.layout.once import once_each
-from fsdp_optim.memory import flatten, is_plain, map_container
+from fsdp_optim.tensors.memory import flatten, is_plain, map_container
 from fsdp_optim.view import Handle, LocalPart, Original, writing_into
 
 if TYPE_CHECKING:

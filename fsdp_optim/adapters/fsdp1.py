@@ -17,9 +17,9 @@ from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree, is_loaded_class, summoned
-from fsdp_optim.dtensors import dtensor
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Ranks, Shape, Whole, flat_chunks, ranks_in_order
+from fsdp_optim.tensors.dtensors import dtensor
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, is_transparent
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import is_plain
 from fsdp_optim.registry import ADAPTERS, BUILT_IN_ADAPTERS, named
+from fsdp_optim.tensors.memory import is_plain
 
 
 @contextlib.contextmanager

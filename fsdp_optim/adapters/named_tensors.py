@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters.reader import ModelReader
-from fsdp_optim.dtensors import is_dtensor
-from fsdp_optim.memory import is_plain
+from fsdp_optim.tensors.dtensors import is_dtensor
+from fsdp_optim.tensors.memory import is_plain
 
 
 class _WithExtraState(nn.Module):

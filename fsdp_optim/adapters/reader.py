@@ -20,11 +20,11 @@ from fsdp_optim.adapters.slices import as_declared, has_declared
 from fsdp_optim.adapters.state_dict_hooks import HookedUnit, hooked_units
 from fsdp_optim.adapters.transformers_names import StoredNames, stored_names_of
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, IsWrapperChild, ModuleTree
-from fsdp_optim.elements import is_fake, is_lazy, why_without_elements
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
-from fsdp_optim.memory import is_plain
 from fsdp_optim.options import Model, NameOf
+from fsdp_optim.tensors.elements import is_fake, is_lazy, why_without_elements
+from fsdp_optim.tensors.memory import is_plain
 from fsdp_optim.view import Handle, ModelView, ModuleValues
 
 if TYPE_CHECKING:

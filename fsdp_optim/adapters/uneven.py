@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.dtensors import CHUNK_LIST, Grid, local_of, placement_of
 from fsdp_optim.errors import LayoutError, WrapperError
 from fsdp_optim.layout import Block, Box, Boxes, MeshBoxes, OnMesh, Shape, boxes_of_run
+from fsdp_optim.tensors.dtensors import CHUNK_LIST, Grid, local_of, placement_of
 
 _MODULE = "torch.distributed.tensor"
 _SLICE = "megatron_fsdp_slice"

@@ -34,27 +34,28 @@ if TYPE_CHECKING:
     from fsdp_optim.checkpoint.common.run_state import per_rank
     from fsdp_optim.checkpoint.proof.verdict import ResumeProof
     from fsdp_optim.checkpoint.run.manager import CheckpointManager
-    from fsdp_optim.differences import DiffResult, HyperparameterDiff, ObjectDiff, ShapeDiff, ValueDiff, ValueStatistics
-    from fsdp_optim.fingerprints import Difference, Fingerprint, ValueFingerprint
     from fsdp_optim.layout.views import View
-    from fsdp_optim.merges import AdapterMergeResult
     from fsdp_optim.options import CallOptions, ConvertOptions, LoadOptions, ManagerOptions, SaveOptions
-    from fsdp_optim.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement
-    from fsdp_optim.results import (
+    from fsdp_optim.results.calls import Incompatible, LoadResult, SaveResult, ThinResult
+    from fsdp_optim.results.contents import CheckpointInfo, CheckpointSummary, GroupInfo, TensorInfo
+    from fsdp_optim.results.differences import (
+        DiffResult,
+        HyperparameterDiff,
+        ObjectDiff,
+        ShapeDiff,
+        ValueDiff,
+        ValueStatistics,
+    )
+    from fsdp_optim.results.fingerprints import Difference, Fingerprint, ValueFingerprint
+    from fsdp_optim.results.offline import (
+        AdapterMergeResult,
         AverageResult,
-        CheckpointInfo,
-        CheckpointSummary,
         CopyResult,
         Diagnosis,
-        GroupInfo,
-        Incompatible,
-        LoadResult,
         PruneResult,
-        SaveResult,
-        TensorInfo,
-        ThinResult,
         VerifyResult,
     )
+    from fsdp_optim.results.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement
     from fsdp_optim.transport.launched import launched_ranks
 
 __all__ = [
@@ -152,16 +153,14 @@ _PLACES = {
     "fsdp_optim.checkpoint.common.run_state": "per_rank",
     "fsdp_optim.checkpoint.proof.verdict": "ResumeProof",
     "fsdp_optim.checkpoint.run.manager": "CheckpointManager",
-    "fsdp_optim.differences": "DiffResult HyperparameterDiff ObjectDiff ShapeDiff ValueDiff ValueStatistics",
-    "fsdp_optim.fingerprints": "Difference Fingerprint ValueFingerprint",
     "fsdp_optim.layout.views": "View",
-    "fsdp_optim.merges": "AdapterMergeResult",
     "fsdp_optim.options": "CallOptions ConvertOptions LoadOptions ManagerOptions SaveOptions",
-    "fsdp_optim.rank_maps": "EmptyRanks PlacementResult RankRun TensorPlacement",
-    "fsdp_optim.results": (
-        "AverageResult CheckpointInfo CheckpointSummary CopyResult Diagnosis GroupInfo "
-        "Incompatible LoadResult PruneResult SaveResult TensorInfo ThinResult VerifyResult"
-    ),
+    "fsdp_optim.results.calls": "Incompatible LoadResult SaveResult ThinResult",
+    "fsdp_optim.results.contents": "CheckpointInfo CheckpointSummary GroupInfo TensorInfo",
+    "fsdp_optim.results.differences": "DiffResult HyperparameterDiff ObjectDiff ShapeDiff ValueDiff ValueStatistics",
+    "fsdp_optim.results.fingerprints": "Difference Fingerprint ValueFingerprint",
+    "fsdp_optim.results.offline": ("AdapterMergeResult AverageResult CopyResult Diagnosis PruneResult VerifyResult"),
+    "fsdp_optim.results.rank_maps": "EmptyRanks PlacementResult RankRun TensorPlacement",
     "fsdp_optim.transport.launched": "launched_ranks",
 }
 """By module, its public names."""

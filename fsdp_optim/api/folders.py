@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.catalog import listing, roots
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments
 from fsdp_optim.checkpoint.common.formats import listed_formats
 from fsdp_optim.checkpoint.common.pending import pending
 from fsdp_optim.checkpoint.common.stores import directory_at
 from fsdp_optim.checkpoint.run import resuming
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
     LoadOptions,
     Model,
@@ -22,8 +21,10 @@ from fsdp_optim.options import (
     WhichWeights,
 )
 from fsdp_optim.registry import scheme_of
-from fsdp_optim.results import CheckpointInfo, LoadResult
+from fsdp_optim.results.calls import LoadResult
+from fsdp_optim.results.contents import CheckpointInfo
 from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.tensors.memory import ordinary_tensors
 from fsdp_optim.verbs.load_state import LoadableOptimizers
 from fsdp_optim.verbs.named_models import named_models
 

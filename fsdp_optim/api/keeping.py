@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.checkpoint.catalog.retention import KeepRules
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES, Best
 from fsdp_optim.registry import COPY, DIAGNOSE, PRUNE, named
-from fsdp_optim.results import CopyResult, Diagnosis, PruneResult
+from fsdp_optim.results.offline import CopyResult, Diagnosis, PruneResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.tensors.memory import ordinary_tensors
 
 
 @public

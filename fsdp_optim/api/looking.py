@@ -6,17 +6,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.checkpoint.common.stores import options_beside
-from fsdp_optim.differences import DiffResult, ValueStatistics
 from fsdp_optim.layout.views import InverseView, View
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CONVERT_NBYTES
-from fsdp_optim.rank_maps import PlacementResult
 from fsdp_optim.registry import DIFF, DIFF_ARGUMENTS, EXTRACT, INSPECT, INSPECT_PAGE, PLACEMENT, SHOW, named
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
+from fsdp_optim.results.differences import DiffResult, ValueStatistics
+from fsdp_optim.results.rank_maps import PlacementResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.tensors.memory import ordinary_tensors
 
 
 @public

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, overload
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint import model_dict
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CallArguments, CallOptions, GatherArguments, Model, Rename, WhichWeights, fields_of
-from fsdp_optim.results import Incompatible
+from fsdp_optim.results.calls import Incompatible
+from fsdp_optim.tensors.memory import ordinary_tensors
 
 _CALL = CallOptions()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.layout.views import View
 from fsdp_optim.model_views import known_views
 from fsdp_optim.options import Model

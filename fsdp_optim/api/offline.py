@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.checkpoint.catalog.thinning import thin as thin_checkpoint
 from fsdp_optim.checkpoint.common.stores import options_beside
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.merges import AdapterMergeResult
 from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, Model
 from fsdp_optim.registry import (
     AVERAGE,
@@ -26,8 +24,11 @@ from fsdp_optim.registry import (
     VERIFY,
     named,
 )
-from fsdp_optim.results import AverageResult, CheckpointSummary, SaveResult, ThinResult, VerifyResult
+from fsdp_optim.results.calls import SaveResult, ThinResult
+from fsdp_optim.results.contents import CheckpointSummary
+from fsdp_optim.results.offline import AdapterMergeResult, AverageResult, VerifyResult
 from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.tensors.memory import ordinary_tensors
 
 _CONVERT = ConvertOptions()
 

@@ -7,13 +7,13 @@ from typing import Any, overload
 
 from torch import nn
 
-from fsdp_optim.boundary import public
-from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.options import CallArguments, CallOptions, GatherArguments, KeyBy, Model, ParamGroups, ScatterArguments
-from fsdp_optim.results import Incompatible
+from fsdp_optim.results.calls import Incompatible
 from fsdp_optim.state.dicts.full import FullDict
 from fsdp_optim.state.live.local import OptimizerLike, Optimizers
 from fsdp_optim.state.live.local_dict import Shard
+from fsdp_optim.tensors.memory import ordinary_tensors
 from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
 from fsdp_optim.verbs import load_state as loading
 from fsdp_optim.verbs.load_state import LoadableOptimizer

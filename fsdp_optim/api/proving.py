@@ -6,14 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint import fingerprinting
 from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.proof import file as proof_file
-from fsdp_optim.fingerprints import Fingerprint
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CallArguments, CallOptions, Model
+from fsdp_optim.results.fingerprints import Fingerprint
 from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.tensors.memory import ordinary_tensors
 
 _CALL = CallOptions()
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.catalog.mistaken import of_one_checkpoint
 from fsdp_optim.checkpoint.common.arguments import LoadArguments, SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
@@ -14,16 +14,16 @@ from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.checkpoint.save import background
 from fsdp_optim.checkpoint.save import foreground as saving
 from fsdp_optim.formats.base.protocols import Format
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
     LoadOptions,
     Model,
     SaveOptions,
     WhichWeights,
 )
-from fsdp_optim.results import LoadResult, SaveResult
+from fsdp_optim.results.calls import LoadResult, SaveResult
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.tensors.memory import ordinary_tensors
 from fsdp_optim.verbs.load_state import LoadableOptimizers
 from fsdp_optim.verbs.named_models import named_models
 

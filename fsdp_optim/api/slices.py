@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_optim.adapters import slices
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 
 
 @public

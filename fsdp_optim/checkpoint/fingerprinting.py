@@ -20,10 +20,10 @@ from fsdp_optim.checkpoint.common.printing import (
 from fsdp_optim.checkpoint.common.run_state import RunState, refuse_sharded
 from fsdp_optim.checkpoint.common.trees import read_trees, shown
 from fsdp_optim.errors import StateError
-from fsdp_optim.fingerprints import Fingerprint, ValueFingerprint
 from fsdp_optim.formats.base.tree_values import InFile, leaves_of
 from fsdp_optim.move import move
 from fsdp_optim.options import CallArguments, Model
+from fsdp_optim.results.fingerprints import Fingerprint, ValueFingerprint
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -25,11 +25,11 @@ from fsdp_optim.formats.base.protocols import (
     StoredTensor,
 )
 from fsdp_optim.layout import Whole
-from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import GatherArguments, Model
-from fsdp_optim.results import Incompatible
+from fsdp_optim.results.calls import Incompatible
 from fsdp_optim.state.merged.replicas import ELEMENTS
+from fsdp_optim.tensors.memory import dtype_name, flatten, is_plain
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

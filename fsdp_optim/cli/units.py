@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fsdp_optim.speed import counted as counted
-from fsdp_optim.speed import sized as sized
+from fsdp_optim.saying import counted as counted
+from fsdp_optim.saying import sized as sized
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}

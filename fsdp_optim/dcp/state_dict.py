@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.dcp.dicts import model_state, optim_state
 from fsdp_optim.dcp.dicts.options import read_options
-from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.tensors.memory import ordinary_tensors
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_optim.adapters.state_dict_hooks import HookedUnit, contents_of
-from fsdp_optim.dtensors import is_dtensor, local_of
+from fsdp_optim.tensors.dtensors import is_dtensor, local_of
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 """The namespaces of torch's collective operations."""

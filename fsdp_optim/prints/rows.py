@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_optim.memory import source_view, target_view
 from fsdp_optim.plan import Copy, clip_to_target
 from fsdp_optim.prints.coefficients import ROW_NBYTES
 from fsdp_optim.prints.sums import RowSums
+from fsdp_optim.tensors.memory import source_view, target_view
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """By size, a dtype as which elements are copied bit by bit."""

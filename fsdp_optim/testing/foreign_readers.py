@@ -34,9 +34,9 @@ from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import COMMON, Format, Reader, StoredTensor
 from fsdp_optim.layout import Whole
-from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.plan import Copy, copies_into
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 from fsdp_optim.testing.mix_in import MixIn
 
 Tensors = Mapping[str, torch.Tensor]

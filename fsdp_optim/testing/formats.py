@@ -40,8 +40,8 @@ from fsdp_optim.formats.base.protocols import (
 )
 from fsdp_optim.formats.base.saved_optim import description_of
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.storage.base import Store
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 from fsdp_optim.testing.mix_in import MixIn
 from fsdp_optim.testing.saved_sample import EXTRAS, NUM_RANKS, SavedSample, Tensors, bytes_of, save_as
 

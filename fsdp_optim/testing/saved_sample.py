@@ -25,8 +25,8 @@ from fsdp_optim.formats.base.protocols import (
     written,
 )
 from fsdp_optim.formats.base.saved_optim import saved_optim
-from fsdp_optim.memory import dtype_name
 from fsdp_optim.storage.base import Store
+from fsdp_optim.tensors.memory import dtype_name
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 

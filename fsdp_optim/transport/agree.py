@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from fsdp_optim import errors
 from fsdp_optim.errors import FsdpOptimError, RankError, RankTimeoutError, StoreLostError
-from fsdp_optim.memory import Budget
+from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import INTERRUPTS, RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.turns import Turn, refusal

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.memory import Budget
 from fsdp_optim.options import BUCKET_NBYTES, DEFAULT_TIMEOUT
 from fsdp_optim.plan import Copy, Plans
+from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.job.job_store import JobStore
 from fsdp_optim.transport.job.pulse import Pulse

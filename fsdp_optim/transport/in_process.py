@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, not re-exported
 
-from fsdp_optim import memory
 from fsdp_optim.errors import RankError, WrapperError, class_name
-from fsdp_optim.memory import Budget
 from fsdp_optim.plan import Plans
+from fsdp_optim.tensors import memory
+from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport.base import Item, RankGroup, Send, World
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.job.job_store import JobStore

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from msgspec import Struct
 
-from fsdp_optim import memory
-from fsdp_optim.memory import copy_all
 from fsdp_optim.plan import RankPlan, Way, Ways
+from fsdp_optim.tensors import memory
+from fsdp_optim.tensors.memory import copy_all
 from fsdp_optim.transport.base import Item
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 
 _LENGTH = 8  # bytes of a number
 

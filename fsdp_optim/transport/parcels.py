@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from fsdp_optim import memory
 from fsdp_optim.layout import Whole
 from fsdp_optim.plan import copies_of
+from fsdp_optim.tensors import memory
 from fsdp_optim.transport.agree import exchange, exchange_reports
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -17,13 +17,12 @@ from msgspec import structs
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.canonical import IsWhole
-from fsdp_optim.elements import check_no_fake_mode
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
 from fsdp_optim.layout.once import once_each
 from fsdp_optim.layout.views import live_placement
 from fsdp_optim.options import CallArguments, Model, OnReplicaMismatch
-from fsdp_optim.speed import speed_of
+from fsdp_optim.saying import speed_of
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.dicts.order import Counted, OrderedParam, count
 from fsdp_optim.state.live.fitting import LiveOptimizer
@@ -36,6 +35,7 @@ from fsdp_optim.state.merged.replicas import STATE, print_of_state
 from fsdp_optim.state.merged.reports import LiveParam, RankReport
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of, same
 from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.tensors.elements import check_no_fake_mode
 from fsdp_optim.transport.agree import agree, all_equal, all_hear, exchange_reports, in_turn
 from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure, is_interrupt

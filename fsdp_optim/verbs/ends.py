@@ -9,10 +9,10 @@ import torch
 
 from fsdp_optim.errors import RankError
 from fsdp_optim.layout import Placement, Ranks, Shape, Whole
-from fsdp_optim.memory import flatten
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.local import LocalParam
+from fsdp_optim.tensors.memory import flatten
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local
 

@@ -10,13 +10,13 @@ from typing import Any
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Placement, Ranks
-from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import GatherArguments, Model
 from fsdp_optim.state.dicts.full import FullDict
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.merged.gathered import assemble
 from fsdp_optim.state.merged.global_state import GlobalState, Param
+from fsdp_optim.tensors.memory import dtype_named
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

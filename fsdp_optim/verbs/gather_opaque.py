@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fsdp_optim.layout import Placement, Whole
-from fsdp_optim.memory import detached_copy
 from fsdp_optim.state.values.opaque import OpaqueShards, cuts_of, holds_all
+from fsdp_optim.tensors.memory import detached_copy
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send

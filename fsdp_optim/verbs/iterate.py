@@ -11,11 +11,11 @@ import torch
 from msgspec import Struct
 
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.memory import dtype_named, in_batches, ordinary_tensors, tensors_in
 from fsdp_optim.options import GatherArguments, Model
 from fsdp_optim.state.live.local import LocalParam, Optimizers
 from fsdp_optim.state.merged.gathered import values_of
 from fsdp_optim.state.merged.global_state import GlobalState, Param
+from fsdp_optim.tensors.memory import dtype_named, in_batches, ordinary_tensors, tensors_in
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -10,22 +10,22 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.arguments import check_names
-from fsdp_optim.dtensors import is_dtensor
-from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
-from fsdp_optim.memory import is_plain, tensors_in
-from fsdp_optim.results import Incompatible
+from fsdp_optim.results.calls import Incompatible
 from fsdp_optim.state.dicts.full import RESERVED_KEYS
 from fsdp_optim.state.live.class_fit import lacking_values
 from fsdp_optim.state.live.local import OptimizerLike
 from fsdp_optim.state.live.local_dict import INCOMPATIBLE, Shard
 from fsdp_optim.state.values.classes import OptimizerClass, has_own_form
 from fsdp_optim.state.values.same import same
+from fsdp_optim.tensors.dtensors import is_dtensor
+from fsdp_optim.tensors.elements import check_elements
+from fsdp_optim.tensors.memory import is_plain, tensors_in
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.arguments import check_optimizers, check_shard
-from fsdp_optim.verbs.own_load import FIXES, OwnLoad, names_in
+from fsdp_optim.verbs.own_load import FIXES, OwnLoad, copied_values, names_in
 from fsdp_optim.verbs.widening import in_words, widened
 
 log = logging.getLogger("fsdp_optim")
@@ -72,7 +72,7 @@ class _Kept:
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self._optim, self._attributes = optim, dict(vars(optim))
         self._groups = [(group, dict(group)) for group in optim.param_groups]
-        self._state = [(param, values, _copied(values)) for param, values in optim.state.items()]
+        self._state = [(param, values, copied_values(values)) for param, values in optim.state.items()]
 
     def put_back(self) -> None:
         vars(self._optim).clear()
@@ -87,14 +87,6 @@ class _Kept:
                 values.clear()
                 values.update(previous)
             self._optim.state[param] = values
-
-
-def _copied(values: Any) -> Any:
-    """Return a copy of the dict of a parameter's values.
-
-    An entry of another type, under a key that is no parameter, is not copied.
-    """
-    return dict(values) if isinstance(values, dict) else values
 
 
 def load_shard(

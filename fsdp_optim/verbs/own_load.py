@@ -13,12 +13,12 @@ import torch
 
 from fsdp_optim.adapters import all_adapters
 from fsdp_optim.errors import StateError
-from fsdp_optim.memory import is_plain
 from fsdp_optim.state.dicts.packed import given_names
 from fsdp_optim.state.live.local import is_on_cpu, says_on_cpu
 from fsdp_optim.state.values.classes import is_of_torch, layers
 from fsdp_optim.state.values.kinds import is_known_moment
 from fsdp_optim.state.values.same import same
+from fsdp_optim.tensors.memory import is_plain
 
 FIXES = (
     "cut it with get_shard_from_optim_state_dict(model, optim, full), or where only one rank has it with "
@@ -55,7 +55,7 @@ class OwnLoad:
 
     def run(self) -> None:
         """Load the shard. The shard stays as it is."""
-        given = {**self.shard, "state": {key: _copied(values) for key, values in self.shard["state"].items()}}
+        given = {**self.shard, "state": {key: copied_values(values) for key, values in self.shard["state"].items()}}
         with ExitStack() as stack:
             for optim in self._hooked:
                 stack.enter_context(_values_put_right(optim))
@@ -238,7 +238,11 @@ def _keeps_on_cpu(optim: torch.optim.Optimizer) -> bool:
     return any(param.device.type != "cpu" and any(map(is_on_cpu, values.values())) for param, values in states)
 
 
-def _copied(values: Any) -> Any:
+def copied_values(values: Any) -> Any:
+    """Return a copy of the dict of a parameter's values.
+
+    An entry of another type, under a key that is no parameter, is not copied.
+    """
     return dict(values) if isinstance(values, dict) else values
 
 

@@ -11,7 +11,6 @@ import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.arguments import check_one_of
-from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.options import KeyBy, Model
@@ -23,6 +22,7 @@ from fsdp_optim.state.live.fit_check import check_fits
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import summarize
 from fsdp_optim.state.live.optimizer_reader import read_optimizer
+from fsdp_optim.tensors.dtensors import as_local
 from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers
 from fsdp_optim.verbs.call import Local
 from fsdp_optim.verbs.sharded_dict import is_sharded

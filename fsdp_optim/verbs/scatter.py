@@ -13,7 +13,6 @@ import torch
 from fsdp_optim.adapters.known import is_sharded_value
 from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Whole
-from fsdp_optim.memory import detached_copy
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import CallArguments, Model, ScatterArguments
 from fsdp_optim.state.dicts.dialects import given_dict
@@ -24,6 +23,7 @@ from fsdp_optim.state.live.local_dict import Flats, Shard, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.values.opaque import OpaqueShards
 from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.tensors.memory import detached_copy
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.elements import check_no_fake_mode
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import StateValue, move
@@ -19,6 +18,7 @@ from fsdp_optim.state.live.expected import expected_optimizer
 from fsdp_optim.state.live.fit_check import check_shapes
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, summarize
+from fsdp_optim.tensors.elements import check_no_fake_mode
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here

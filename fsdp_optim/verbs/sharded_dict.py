@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
-from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Whole
-from fsdp_optim.memory import dtype_name, dtype_named, flatten, is_plain
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import CallArguments, Model
 from fsdp_optim.state.dicts.dialects import given_dict
@@ -22,6 +20,8 @@ from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.live.local_dict import Shard, Summaries, summarize
 from fsdp_optim.state.merged.sharded_dict import WHOLE_HERE, DictPart, PartsByRanks, ValuePart, join
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of
+from fsdp_optim.tensors.elements import MOST_DEEP
+from fsdp_optim.tensors.memory import dtype_name, dtype_named, flatten, is_plain
 from fsdp_optim.transport.agree import agree, all_equal, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -12,7 +12,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import OnMesh, Placement, cut_of
 from fsdp_optim.options import CallArguments, Model
-from fsdp_optim.results import Incompatible
+from fsdp_optim.results.calls import Incompatible
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.live.fit_check import LIVE_GROUPS, Fit
 from fsdp_optim.state.live.local import Optimizers

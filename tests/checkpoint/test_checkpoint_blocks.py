@@ -20,7 +20,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import same
 from fsdp_optim.testing import run_on_ranks
 
 _MOST = 20_000  # bytes of a manifest of these models

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, WrapperError
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import same
 
 
 class Columns(nn.Module):

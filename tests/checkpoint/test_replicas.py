@@ -24,8 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp_optim
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Whole
-from fsdp_optim.state.values import Incomparable, fingerprint_of, key_of
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import Incomparable, fingerprint_of, key_of, same
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -145,7 +145,7 @@ class OfflineTest(SharedFolder):
         """A fingerprint that this version cannot compare is no damage of the values: the error says what it is."""
         self.save(self.root / "newer", checksums=True)
         with (
-            mock.patch("fsdp_optim.fingerprints._VERSION", 2),
+            mock.patch("fsdp_optim.results.fingerprints._VERSION", 2),
             self.assertRaisesRegex(CheckpointError, "fingerprint of version 1, and this version of fsdp_optim makes"),
         ):
             fsdp_optim.load(self.root / "newer", self.model, self.optim, options=LoadOptions(progress=False))

@@ -39,7 +39,7 @@ with fsdp_optim.CheckpointManager("run", model, every=1) as manager:
 fsdp_optim.no_such_function
 fsdp_optim.save("run/1", optimizer=model)
 """
-REVEALED = ["int", "fsdp_optim.results.LoadResult | None", "bool", "dict[str, Any] | None", "dict[str, Any]"]
+REVEALED = ["int", "fsdp_optim.results.calls.LoadResult | None", "bool", "dict[str, Any] | None", "dict[str, Any]"]
 
 
 @functools.cache

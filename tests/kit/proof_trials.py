@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_optim
 from fsdp_optim import CheckpointManager, ManagerOptions, ResumeProof
 from fsdp_optim.adapters import use_adapters
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import same
 from kit.masters import MasterOptimizer, Mixed, MixedAdapter
 from kit.wraps import WRAPPERS
 

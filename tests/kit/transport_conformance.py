@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
-from fsdp_optim.memory import Budget
 from fsdp_optim.plan import copies_of
+from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.testing.mix_in import MixIn
 from fsdp_optim.transport import Failure, Item, RankGroup, world_here
 from fsdp_optim.transport.agree import agree, exchange

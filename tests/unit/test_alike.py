@@ -15,8 +15,7 @@ from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.state.live import read_optimizer
 from fsdp_optim.state.merged import GlobalState, LiveParam, RankReport
 from fsdp_optim.state.merged.global_state import Param
-from fsdp_optim.state.values import Scalar, Scalars, Summary
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import Scalar, Scalars, Summary, same
 from fsdp_optim.state.values.summary import OpaqueType
 
 

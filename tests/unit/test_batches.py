@@ -8,7 +8,7 @@ import unittest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_optim.memory import in_batches
+from fsdp_optim.tensors.memory import in_batches
 
 
 class BatchesTest(unittest.TestCase):

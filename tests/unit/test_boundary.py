@@ -16,7 +16,7 @@ from torch import nn
 
 import fsdp_optim as F
 from fsdp_optim import api
-from fsdp_optim.boundary import FULL, public
+from fsdp_optim.boundary.tracebacks import FULL, public
 from fsdp_optim.errors import StateError
 
 MOST_LINES = 12

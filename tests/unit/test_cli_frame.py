@@ -14,7 +14,7 @@ import click
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim import speed
+from fsdp_optim import saying
 from fsdp_optim.cli import units
 from fsdp_optim.cli.app import COMMANDS, COMPLETION_VARIABLE, group, main
 from fsdp_optim.cli.failing import exit_code_of, with_flags
@@ -45,8 +45,8 @@ class FrameTest(unittest.TestCase):
         ]
     )
     def test_numbers_in_words(self, number: int, words: str) -> None:
-        self.assertEqual(speed.counted(number, "tensor"), words)
-        self.assertIs(units.counted, speed.counted)
+        self.assertEqual(saying.counted(number, "tensor"), words)
+        self.assertIs(units.counted, saying.counted)
 
     @parameterized.expand([(["--help"],), (["--version"],), (["convert", "--help"],), (["no-such-command"],), ([],)])
     def test_help_and_version_import_nothing_heavy(self, arguments: list[str]) -> None:

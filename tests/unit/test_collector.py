@@ -7,8 +7,8 @@ import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fsdp_optim.boundary import public
-from fsdp_optim.collector import fewer_collections
+from fsdp_optim.boundary.collector import fewer_collections
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.errors import StateError
 
 

@@ -7,12 +7,12 @@ import sys
 import unittest
 from unittest import mock
 
-from fsdp_optim import boundary
+from fsdp_optim.boundary import tracebacks
 from fsdp_optim.errors import StateError
 
 _GROW = """
 import sys
-from fsdp_optim.heap import give_back
+from fsdp_optim.boundary.heap import give_back
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -41,15 +41,15 @@ class HeapTest(unittest.TestCase):
         self.assertLess(returned, 30)
 
     def test_after_long_calls_alone_with_errors_too(self) -> None:
-        @boundary.public
+        @tracebacks.public
         def call(fails: bool) -> None:
             if fails:
                 raise StateError("no state")
 
         for long_s, number in ((1000.0, 0), (-1.0, 1)):
             with (
-                mock.patch.object(boundary, "LONG_S", long_s),
-                mock.patch.object(boundary, "give_back") as give_back,
+                mock.patch.object(tracebacks, "LONG_S", long_s),
+                mock.patch.object(tracebacks, "give_back") as give_back,
             ):
                 call(False)
                 self.assertEqual(give_back.call_count, number)

@@ -17,8 +17,8 @@ import torch
 from kit.compare import check_same
 from parameterized import parameterized
 
-from fsdp_optim import memory
-from fsdp_optim.memory import Pages, Slabs
+from fsdp_optim.tensors import memory
+from fsdp_optim.tensors.memory import Pages, Slabs
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)

@@ -17,9 +17,9 @@ from fsdp_optim import FsdpOptimError, RankError, StateError
 from fsdp_optim import move as executor
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
-from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Slice, StateValue, move
 from fsdp_optim.plan import Plans, copies_of, rank_plan
+from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport import Failure, alone
 
 SHAPES: dict[str, tuple[int, ...]] = {

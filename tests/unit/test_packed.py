@@ -20,9 +20,9 @@ from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base import packed as packed_module
 from fsdp_optim.formats.base.packed import PackedExtents, write_packed
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
-from fsdp_optim.memory import Budget
 from fsdp_optim.move import Slice, StateValue
 from fsdp_optim.plan import Plans
+from fsdp_optim.tensors.memory import Budget
 
 OFFSET = 7  # bytes of a file before its data section
 

@@ -17,9 +17,9 @@ from fsdp_optim.checkpoint.save.trace import Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.packed import PackedExtents
 from fsdp_optim.layout import FlatChunks, Placement, Whole
-from fsdp_optim.memory import Budget
 from fsdp_optim.move import Parts, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans
+from fsdp_optim.tensors.memory import Budget
 
 NUMEL = 1 << 15  # storage has four parts, one part or two parts of a value
 STARTS = (0, WRITTEN_TOGETHER, 5 * WRITTEN_TOGETHER + 8, 8 * WRITTEN_TOGETHER, 10 * WRITTEN_TOGETHER)

@@ -11,8 +11,8 @@ from parameterized import parameterized
 
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue
 from fsdp_optim.layout import FlatRuns
-from fsdp_optim.memory import Budget
 from fsdp_optim.plugins import StoredTensor
+from fsdp_optim.tensors.memory import Budget
 
 MIB = 1 << 20
 RANKS = (0, 1, 2, 3)

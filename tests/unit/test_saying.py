@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from fsdp_optim.checkpoint.save.saved_line import slowest
 from fsdp_optim.plugins import say
-from fsdp_optim.saying import QUIET
-from fsdp_optim.speed import counted, lasted, moved, sized
+from fsdp_optim.saying import QUIET, counted, lasted, moved, sized
 
 LOG = logging.getLogger("fsdp_optim")
 

@@ -10,7 +10,7 @@ import torch
 from kit.compare import check_same
 from parameterized import parameterized
 
-from fsdp_optim.memory import copy_all
+from fsdp_optim.tensors.memory import copy_all
 
 HEIGHT, WIDTH = 600, 1024  # a MiB in bf16, and rows that compete for places in the cache
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.complex64)

@@ -15,11 +15,11 @@ from kit.device import CPU, DEVICE, Device, OnHost
 from kit.optimizers import adam, sgd
 
 import fsdp_optim
-from fsdp_optim import memory
 from fsdp_optim.adapters import use_adapters
 from fsdp_optim.prints.coefficients import coefficients_on, signs_on
 from fsdp_optim.state.values import fingerprint_of
-from fsdp_optim.state.values.same import same as same_values
+from fsdp_optim.state.values import same as same_values
+from fsdp_optim.tensors import memory
 from fsdp_optim.testing import run_on_threads
 from fsdp_optim.transport import world_here
 

@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fsdp_optim
 from fsdp_optim import StateError
 from fsdp_optim.layout import cut_named
-from fsdp_optim.state.values import Evidence, Kind, Observation, infer_kind, observation_of
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import Evidence, Kind, Observation, infer_kind, observation_of, same
 from fsdp_optim.testing import run_on_ranks
 
 

@@ -21,7 +21,7 @@ from fsdp_optim import (
     get_shard_from_optim_state_dict,
     load_optim_state_dict,
 )
-from fsdp_optim.memory import laid_out_like
+from fsdp_optim.tensors.memory import laid_out_like
 from fsdp_optim.testing import run_on_ranks
 
 STEPS = 3

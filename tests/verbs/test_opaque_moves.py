@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kit.optimizers import adam
 from kit.trained import Trained
 
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import same
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import meeting
 from fsdp_optim.transport.packing import pack, unpack

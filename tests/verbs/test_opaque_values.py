@@ -15,10 +15,10 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim import StateError, memory
+from fsdp_optim import StateError
 from fsdp_optim.layout import FlatChunks
-from fsdp_optim.state.values import OpaqueShards, depends_on_cut
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import OpaqueShards, depends_on_cut, same
+from fsdp_optim.tensors import memory
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import collective
 

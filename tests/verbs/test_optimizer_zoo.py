@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim import FsdpOptimError
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import same
 from fsdp_optim.testing import run_on_ranks
 
 pytorch_optimizer = Later("pytorch_optimizer")

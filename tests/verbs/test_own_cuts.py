@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fsdp_optim
-from fsdp_optim.memory import detached_copy
+from fsdp_optim.tensors.memory import detached_copy
 from fsdp_optim.testing import run_on_ranks
 
 WORLD = 4

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 import fsdp_optim as F
 from fsdp_optim.errors import counted_noun
-from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values import same
 from fsdp_optim.testing import run_on_ranks
 
 # ------------------------------------------------------------------------------------------ summon_full_params

@@ -12,7 +12,7 @@ from fsdp_optim.checkpoint.common.formats import HasSequence
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.registry import scheme_of
-from fsdp_optim.results import CheckpointInfo
+from fsdp_optim.results.contents import CheckpointInfo
 from fsdp_optim.storage.base import CheckpointDirectory, CheckpointEntry, Store, names_checkpoint
 
 ListedCheckpoint = CheckpointEntry[ManifestSummary]

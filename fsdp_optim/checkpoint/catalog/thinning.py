@@ -12,7 +12,7 @@ from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.formats.base.some_models import SomeModels
 from fsdp_optim.formats.own.format import OURS, thinned
 from fsdp_optim.formats.own.reader import Checkpoint
-from fsdp_optim.results import ThinResult
+from fsdp_optim.results.calls import ThinResult
 from fsdp_optim.storage.base import Store
 
 

@@ -13,10 +13,10 @@ from fsdp_optim.checkpoint.common.contents import SavedValue, is_buffer
 from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Block
-from fsdp_optim.memory import dtype_name, dtype_named, flatten
 from fsdp_optim.move import Slice
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
+from fsdp_optim.tensors.memory import dtype_name, dtype_named, flatten
 from fsdp_optim.view import Handle
 
 

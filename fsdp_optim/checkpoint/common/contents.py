@@ -14,20 +14,20 @@ from fsdp_optim.adapters.buffers import StageCopiesHandle
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common import module_values
 from fsdp_optim.checkpoint.common.kept_fusions import agree_on_kept, kept_at_save
-from fsdp_optim.dtensors import is_usual_dtensor
-from fsdp_optim.elements import check_weight, is_usual_weight
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base.bools import check_bools_of
 from fsdp_optim.formats.base.protocols import Half
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, StridedBoxes, Whole
 from fsdp_optim.layout.views import PlacedPart
-from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.options import CAST_DTYPES, CallArguments, FusedState, WhichWeights
 from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS, elements_of
 from fsdp_optim.state.values.opaque import OpaqueShards
+from fsdp_optim.tensors.dtensors import is_usual_dtensor
+from fsdp_optim.tensors.elements import check_weight, is_usual_weight
+from fsdp_optim.tensors.memory import dtype_named
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

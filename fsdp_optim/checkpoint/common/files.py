@@ -11,8 +11,8 @@ from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.formats.base.protocols import Half, PlannedFile, PlannedTensor, Writer
 from fsdp_optim.layout import STORAGE, FlatChunks, OnMesh, Placement, Whole
 from fsdp_optim.layout.views import PlacedPart
-from fsdp_optim.memory import dtype_name
 from fsdp_optim.move import StateValue
+from fsdp_optim.tensors.memory import dtype_name
 
 _SHORT_NBYTES = 128 << 10  # a shorter strided row is not written by itself
 _FEW_ROWS = 16  # of a part of a fused parameter; a rank writes or reads as many by themselves, however short they are

@@ -15,9 +15,9 @@ from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import MODULES
-from fsdp_optim.memory import detached_copy
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.values.same import same
+from fsdp_optim.tensors.memory import detached_copy
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

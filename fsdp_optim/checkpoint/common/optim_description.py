@@ -12,8 +12,8 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.description import OPAQUE, SCALAR
 from fsdp_optim.formats.base.index import ReadSmall, SavedOptim
 from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.values.classes import class_names_written
+from fsdp_optim.tensors.memory import dtype_name
 
 
 def describe(state: SavedHalf, stored: Mapping[str, StoredTensor]) -> SavedOptim:

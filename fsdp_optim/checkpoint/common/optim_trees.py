@@ -19,9 +19,9 @@ from fsdp_optim.formats.base.index import SavedOptim
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.tree_values import InFile, leaves_of, with_leaves
 from fsdp_optim.layout import Shape, Whole, cut_of
-from fsdp_optim.memory import detached_copy, dtype_name
 from fsdp_optim.state.dicts.torch_trees import GROUPS, STATE, OptimFace, Place, ReadFace
 from fsdp_optim.state.values.kinds import Evidence, Kind, infer_kind, observation_of
+from fsdp_optim.tensors.memory import detached_copy, dtype_name
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.errors import CheckpointError, RankTimeoutError, StateError
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
 
 _LOGGED_WAIT = 0.01  # seconds
 

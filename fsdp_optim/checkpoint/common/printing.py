@@ -15,13 +15,13 @@ import torch
 from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf, SavedValue
 from fsdp_optim.checkpoint.common.files import offset_in_storage, stored_on
 from fsdp_optim.errors import StateError
-from fsdp_optim.fingerprints import Fingerprint, ValueFingerprint
 from fsdp_optim.layout import STORAGE, Placement
-from fsdp_optim.memory import Budget, dtype_name, flatten, is_plain
 from fsdp_optim.move import End, Key, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans, clip_to_source
 from fsdp_optim.prints import LocalSums, RowsOfValues, RowSums
+from fsdp_optim.results.fingerprints import Fingerprint, ValueFingerprint
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of
+from fsdp_optim.tensors.memory import Budget, dtype_name, flatten, is_plain
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from fsdp_optim.speed import speed_of
+from fsdp_optim.saying import speed_of
 
 _BAR_FROM = 256 << 20  # bytes; smaller calls end before a bar can be read
 _LINE_EVERY = 30.0  # seconds

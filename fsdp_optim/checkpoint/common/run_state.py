@@ -11,10 +11,10 @@ from msgspec import Struct
 
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common.random_states import random_states
-from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.checksums import hex_of
-from fsdp_optim.memory import is_plain
+from fsdp_optim.tensors.elements import MOST_DEEP
+from fsdp_optim.tensors.memory import is_plain
 
 RESERVED = "fsdp_optim."
 """The prefix of names that no value of the trainer may have."""

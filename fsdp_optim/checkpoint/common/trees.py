@@ -16,15 +16,15 @@ from fsdp_optim.adapters import reader_of
 from fsdp_optim.adapters.known import is_sharded_value
 from fsdp_optim.arguments import Arguments
 from fsdp_optim.checkpoint.common.contents import TREE, SavedHalf, SavedValue, aligned, loadable
-from fsdp_optim.dtensors import is_dtensor
-from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.header_entries import DTYPES
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
-from fsdp_optim.memory import dtype_name, is_plain
 from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.merged.replicas import ELEMENTS
+from fsdp_optim.tensors.dtensors import is_dtensor
+from fsdp_optim.tensors.elements import MOST_DEEP
+from fsdp_optim.tensors.memory import dtype_name, is_plain
 from fsdp_optim.transport.agree import all_equal, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

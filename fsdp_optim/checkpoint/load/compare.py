@@ -22,7 +22,6 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.layout import Boxes, Placement, row_major_strides
 from fsdp_optim.layout.views import PlacedPart
-from fsdp_optim.memory import dtype_name, flat_slice
 from fsdp_optim.move import End, Key, Slice, move
 from fsdp_optim.plan import Copy, clip_to_target
 from fsdp_optim.state.live.local import LocalParam, Optimizers
@@ -30,6 +29,7 @@ from fsdp_optim.state.live.local_dict import opaque_values
 from fsdp_optim.state.values.kinds import is_scalar
 from fsdp_optim.state.values.same import same
 from fsdp_optim.state.values.summary import Scalar
+from fsdp_optim.tensors.memory import dtype_name, flat_slice
 from fsdp_optim.transport.agree import all_equal, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

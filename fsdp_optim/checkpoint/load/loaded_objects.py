@@ -19,8 +19,8 @@ from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.formats.base.tree_values import has_tensors, keys_in, with_tensors
-from fsdp_optim.memory import detached_copy
 from fsdp_optim.saying import LoadReceipt
+from fsdp_optim.tensors.memory import detached_copy
 
 log = logging.getLogger("fsdp_optim")
 

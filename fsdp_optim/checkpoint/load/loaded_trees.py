@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor, shown
-from fsdp_optim.elements import MOST_DEEP, is_on_meta
 from fsdp_optim.errors import StateError, WrapperError, counted_noun, shortened
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.tree_values import BRANCHES, InFile, items_of, leaves_of
-from fsdp_optim.memory import dtype_name, dtype_named, is_plain
+from fsdp_optim.tensors.elements import MOST_DEEP, is_on_meta
+from fsdp_optim.tensors.memory import dtype_name, dtype_named, is_plain
 
 _MOST_NAMED = 20  # differences in one error
 

@@ -21,12 +21,12 @@ from fsdp_optim.checkpoint.load.reading import StoredValue
 from fsdp_optim.checkpoint.load.targets import State, Weights
 from fsdp_optim.checkpoint.load.tree_targets import TreeTargets
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
-from fsdp_optim.fingerprints import Difference, ValueFingerprint, summary_of
 from fsdp_optim.formats.base.protocols import Reader
-from fsdp_optim.memory import dtype_name, flat_slice
 from fsdp_optim.move import Slice
+from fsdp_optim.results.fingerprints import Difference, ValueFingerprint, summary_of
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.values.kinds import is_scalar
+from fsdp_optim.tensors.memory import dtype_name, flat_slice
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local

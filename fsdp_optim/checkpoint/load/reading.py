@@ -18,9 +18,9 @@ from fsdp_optim.checkpoint.load.short_ranges import SHORT_NBYTES, ShortRanges
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import StoredTensor, TensorReader
 from fsdp_optim.layout import Placement, Whole
-from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import End, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of
+from fsdp_optim.tensors.memory import Budget, dtype_named
 
 _CPU = torch.device("cpu")
 _REQUESTS_TOGETHER = 4  # one rank reads the small tensors in as many bytes of a file as this number of requests

@@ -11,9 +11,8 @@ from fsdp_optim.checkpoint.load.chosen_models import left_out_models
 from fsdp_optim.checkpoint.load.loaded_objects import LoadedObjects
 from fsdp_optim.errors import shortened
 from fsdp_optim.formats.base.protocols import Reader, rank_extra_name
-from fsdp_optim.results import LoadResult
-from fsdp_optim.saying import LoadReceipt
-from fsdp_optim.speed import counted
+from fsdp_optim.results.calls import LoadResult
+from fsdp_optim.saying import LoadReceipt, counted
 from fsdp_optim.transport.base import RankGroup
 
 log = logging.getLogger("fsdp_optim")

@@ -12,7 +12,7 @@ from msgspec import Struct
 from fsdp_optim.checkpoint.common.run_state import PerRank, RunState, is_stateful
 from fsdp_optim.checkpoint.load.saved_state import SavedState, checked, key_of
 from fsdp_optim.errors import StateError
-from fsdp_optim.speed import counted
+from fsdp_optim.saying import counted
 
 log = logging.getLogger("fsdp_optim")
 

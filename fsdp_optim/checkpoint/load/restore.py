@@ -31,7 +31,7 @@ from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base.protocols import OpenedAs, Reader
 from fsdp_optim.move import move
 from fsdp_optim.options import Model
-from fsdp_optim.results import LoadResult
+from fsdp_optim.results.calls import LoadResult
 from fsdp_optim.saying import say
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup

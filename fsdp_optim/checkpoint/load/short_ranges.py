@@ -16,7 +16,7 @@ import numpy
 
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.protocols import TensorReader
-from fsdp_optim.memory import in_batches
+from fsdp_optim.tensors.memory import in_batches
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

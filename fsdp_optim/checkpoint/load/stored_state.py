@@ -21,7 +21,6 @@ from fsdp_optim.formats.base.index import CheckpointIndex, ReadSmall, SavedOptim
 from fsdp_optim.formats.base.protocols import COMMON, Reader, StoredTensor
 from fsdp_optim.formats.base.unread import unread_in
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_named
 from fsdp_optim.options import Rename
 from fsdp_optim.state.dicts.dialects import normalize
 from fsdp_optim.state.dicts.flattened import is_flattened
@@ -29,6 +28,7 @@ from fsdp_optim.state.dicts.full import RESERVED_KEYS, FullState, following_para
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.live.local_dict import Summaries
 from fsdp_optim.state.values.kinds import Kind
+from fsdp_optim.tensors.memory import dtype_named
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from fsdp_optim.formats.base.protocols import (
     StoredTensor,
     TensorReader,
 )
-from fsdp_optim.memory import dtype_name
 from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.packed import LocalId
@@ -43,6 +42,7 @@ from fsdp_optim.state.live.local_dict import Flats, Shard, summarize
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.tensors.memory import dtype_name
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, agree_on_state, names_of_global_state

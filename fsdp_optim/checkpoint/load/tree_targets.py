@@ -13,13 +13,13 @@ from fsdp_optim.checkpoint.common.trees import key_of, local_of
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue
 from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
-from fsdp_optim.memory import Budget
 from fsdp_optim.move import Slice
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.local_dict import Flats
 from fsdp_optim.state.merged.global_state import GlobalState
 from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, agree_on_state
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from fsdp_optim.errors import WrapperError, counted_noun, shortened
-from fsdp_optim.memory import flatten, is_plain
+from fsdp_optim.tensors.memory import flatten, is_plain
 from fsdp_optim.view import Handle, NamedHandle
 
 _NUM_WEIGHTS, _NUM_ELEMENTS = 8, 1024  # that are looked at: reads of device memory cost time

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.checkpoint.proof.record import Measured
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.tensors.memory import dtype_named
 
 _PROJECTED = 4.0  # the root of the mean square of four projections, over the norm of what is projected
 _ROUNDINGS_OF_16_BITS, _ROUNDINGS_OF_SUMS = 4.0, 64.0

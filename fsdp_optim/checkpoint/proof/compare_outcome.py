@@ -20,7 +20,7 @@ from fsdp_optim.checkpoint.proof.bounds import (
 from fsdp_optim.checkpoint.proof.compare_inputs import flat_moments
 from fsdp_optim.checkpoint.proof.findings import Compared, Finding, Pair
 from fsdp_optim.checkpoint.proof.record import Measured, Values
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.tensors.memory import dtype_named
 
 _LARGEST_PART = 0.5  # of the norm of all, of an update or a moment of which nothing is known
 

@@ -20,8 +20,8 @@ from fsdp_optim.checkpoint.proof.record import (
     Values,
     WentIn,
 )
-from fsdp_optim.fingerprints import ValueFingerprint
 from fsdp_optim.prints import LocalSums
+from fsdp_optim.results.fingerprints import ValueFingerprint
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

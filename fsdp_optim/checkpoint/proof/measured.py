@@ -20,15 +20,15 @@ from fsdp_optim.checkpoint.proof.bounds import MOMENT_OF_STEPS, SECOND_MOMENTS, 
 from fsdp_optim.checkpoint.proof.observed import evaluated_in, hyperparameters_of, why_ranks_matter
 from fsdp_optim.checkpoint.proof.record import Measured
 from fsdp_optim.errors import StateError
-from fsdp_optim.fingerprints import ValueFingerprint
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import Budget, dtype_name, flat_slice, ordinary_tensors
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import CallArguments, Model
 from fsdp_optim.plan import LocalRanges
 from fsdp_optim.prints import LocalSums
+from fsdp_optim.results.fingerprints import ValueFingerprint
 from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.values.kinds import Kind
+from fsdp_optim.tensors.memory import Budget, dtype_name, flat_slice, ordinary_tensors
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, read_local

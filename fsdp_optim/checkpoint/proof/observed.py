@@ -15,9 +15,9 @@ from torch import nn
 from fsdp_optim.checkpoint.common.random_states import random_states
 from fsdp_optim.checkpoint.proof.bounds import rounding_of
 from fsdp_optim.checkpoint.proof.record import Batch
-from fsdp_optim.elements import MOST_DEEP
-from fsdp_optim.memory import is_plain
 from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of
+from fsdp_optim.tensors.elements import MOST_DEEP
+from fsdp_optim.tensors.memory import is_plain
 
 _MOST_ROWS = 1 << 16  # samples of one rank; each has a digest of 16 letters
 _MOST_NODES = 1_000_000  # of the graph of one forward pass

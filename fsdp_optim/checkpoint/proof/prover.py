@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fsdp_optim.arguments import Arguments, check_at_least, check_one_of
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.proof.proving import Prove, Proving
 from fsdp_optim.checkpoint.proof.verdict import ResumeProof
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import CallArguments, CallOptions, Model
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.state.values.classes import innermost
+from fsdp_optim.tensors.memory import ordinary_tensors
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import collective_call
 

@@ -40,7 +40,7 @@ from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.base.summary import ManagerRecord
 from fsdp_optim.options import ManagerOptions, Model
 from fsdp_optim.registry import scheme_of
-from fsdp_optim.results import LoadResult
+from fsdp_optim.results.calls import LoadResult
 from fsdp_optim.saying import say
 from fsdp_optim.storage.posix.files import absolute, checkpoint_errors
 from fsdp_optim.transport.agree import agree, all_gather_bytes, all_hear, in_turn

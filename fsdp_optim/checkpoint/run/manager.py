@@ -8,14 +8,14 @@ from dataclasses import fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.catalog.retention import KeepRules
 from fsdp_optim.checkpoint.common.arguments import ResumeArguments, SaveArguments
 from fsdp_optim.checkpoint.common.run_state import RunState
 from fsdp_optim.checkpoint.run.managed_run import ManagedRun, ManagerArguments
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions, ManagerOptions, Model, OnDamage, SaveOptions, WhichWeights, fields_of
-from fsdp_optim.results import LoadResult
+from fsdp_optim.results.calls import LoadResult
+from fsdp_optim.tensors.memory import ordinary_tensors
 from fsdp_optim.verbs.load_state import LoadableOptimizers
 from fsdp_optim.verbs.named_models import named_models
 

@@ -20,7 +20,7 @@ from fsdp_optim.checkpoint.common.stores import directory_at, store_at
 from fsdp_optim.checkpoint.load.restore import restore
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.options import Model, OnDamage
-from fsdp_optim.results import LoadResult
+from fsdp_optim.results.calls import LoadResult
 from fsdp_optim.transport.agree import all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import collective_call

@@ -30,7 +30,7 @@ from fsdp_optim.errors import CheckpointError, FsdpOptimError, StoreLostError
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.move import Parts, Slice, move
 from fsdp_optim.options import Model
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.completion import Completion

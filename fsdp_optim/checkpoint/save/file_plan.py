@@ -23,9 +23,9 @@ from fsdp_optim.checkpoint.save.part_ranges import (
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import Half, Writer
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import Budget, in_batches
 from fsdp_optim.move import End, Key, Parts, Slice, StateValue
 from fsdp_optim.storage.base import Capabilities, Staging, StoreWriter
+from fsdp_optim.tensors.memory import Budget, in_batches
 
 BY_MACHINES = "by machines"  # in place if all ranks are on one machine, else a file per rank
 IN_PLACE, IN_PARTS, PER_RANK = "in_place", "in_parts", "per_rank_files"

@@ -17,7 +17,7 @@ from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.move import End, Parts, Slice, move
 from fsdp_optim.options import Model
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.transport.agree import MeetingResult, agree, all_gather_bytes
 from fsdp_optim.transport.failure import Failure

@@ -25,13 +25,13 @@ from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
 from fsdp_optim.checkpoint.save.trace import Span, Trace
 from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.fingerprints import ValueFingerprint
 from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.formats.base.protocols import Prepared, Writer, WrittenFormat
-from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Parts, Slice
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
+from fsdp_optim.results.fingerprints import ValueFingerprint
 from fsdp_optim.storage.base import Staging, Store, StoreWriter
+from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.completion import Completion

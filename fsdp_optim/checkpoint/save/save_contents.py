@@ -19,13 +19,13 @@ from fsdp_optim.checkpoint.save.file_plan import FilePlan
 from fsdp_optim.checkpoint.save.loadable_check import prove_loadable
 from fsdp_optim.checkpoint.save.renaming import SavedNames
 from fsdp_optim.errors import StateError
-from fsdp_optim.fingerprints import ValueFingerprint
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra, NewTree, StoredExtra, StoredOptim
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Prepared, SavedWeights, Writer, rank_extra_name
 from fsdp_optim.formats.base.records import PLANNED
-from fsdp_optim.memory import dtype_name
+from fsdp_optim.results.fingerprints import ValueFingerprint
 from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.base import Capabilities
+from fsdp_optim.tensors.memory import dtype_name
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.joint_steps import joint_steps

@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 
 from fsdp_optim.checkpoint.save.job import Job, RankReport
-from fsdp_optim.saying import say
-from fsdp_optim.speed import counted, lasted, moved
+from fsdp_optim.saying import counted, lasted, moved, say
 
 _TIMES, _SECONDS = 2.0, 1.0
 """A rank stands out if it writes for twice as long as the median rank, and for a second longer."""

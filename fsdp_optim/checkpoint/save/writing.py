@@ -29,10 +29,10 @@ from fsdp_optim.formats.base.frames import Pieces
 from fsdp_optim.formats.base.packed import PackedExtents, write_packed
 from fsdp_optim.formats.base.protocols import PlannedFile
 from fsdp_optim.layout import FlatRuns, Placement
-from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Parts, Slice, StateValue
 from fsdp_optim.plan import Copy, Plans, clip_to_source
 from fsdp_optim.storage.base import StoreWriter
+from fsdp_optim.tensors.memory import Budget
 
 
 class RankWriter:

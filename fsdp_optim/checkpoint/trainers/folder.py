@@ -20,12 +20,12 @@ from fsdp_optim.checkpoint.save import foreground as saving
 from fsdp_optim.checkpoint.trainers.meeting import meeting, settle
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.own.format import OURS
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import SaveOptions, WhichWeights
 from fsdp_optim.storage.posix.files import checkpoint_errors, write_file
 from fsdp_optim.storage.posix.filled import FilledFolder, remove_files
 from fsdp_optim.storage.posix.filling import Filling, complete_part, make_part
 from fsdp_optim.storage.posix.small_files import has_file
+from fsdp_optim.tensors.memory import ordinary_tensors
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure, is_interrupt

@@ -15,13 +15,13 @@ from fsdp_optim.checkpoint.views.mapped import SCRATCH_NBYTES, MappedFiles
 from fsdp_optim.checkpoint.views.names import Seen, Through
 from fsdp_optim.checkpoint.views.state import SeenState, as_full_state, check_dtypes, with_full_state
 from fsdp_optim.errors import StateError
-from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, ReadSmall, SavedOptim, stored_in
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import InverseView, View
+from fsdp_optim.results.fingerprints import Fingerprint
 from fsdp_optim.state.dicts.flattened import is_flattened
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.names import Names, cut

@@ -18,10 +18,10 @@ from fsdp_optim.formats.base.index import ReadSmall, SavedOptim
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.views import BoundView
-from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.values.kinds import Kind, is_scalar
 from fsdp_optim.state.values.same import same
+from fsdp_optim.tensors.memory import dtype_name
 
 _SHARDED, _PLACED = Kind.SHARDED.value, Kind.PLACED.value
 _Values = Mapping[Any, Any]

@@ -25,10 +25,10 @@ from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts, KnownExtra
 from fsdp_optim.formats.base.protocols import MODULES, StoredTensor
 from fsdp_optim.layout import Placement, Shape, Whole
-from fsdp_optim.memory import detached_copy, dtype_name, dtype_named, flatten
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import CallArguments
 from fsdp_optim.state.merged.global_state import Param
+from fsdp_optim.tensors.memory import detached_copy, dtype_name, dtype_named, flatten
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -17,12 +17,12 @@ from fsdp_optim.adapters.unwrapping import clean_name
 from fsdp_optim.dcp.dicts.flat import chunked_weights, flat_names, is_flat, prepare_flat
 from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
 from fsdp_optim.dcp.dicts.values import check_names, delivered, of_all_ranks
-from fsdp_optim.dtensors import is_dtensor
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Placement, Shape, Whole
-from fsdp_optim.memory import dtype_name, dtype_named, flatten
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import CallArguments
+from fsdp_optim.tensors.dtensors import is_dtensor
+from fsdp_optim.tensors.memory import dtype_name, dtype_named, flatten
 from fsdp_optim.transport.agree import agree, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

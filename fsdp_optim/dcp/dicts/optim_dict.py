@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_optim.errors import StateError, StateKeysError, shortened
-from fsdp_optim.memory import detached_copy
 from fsdp_optim.state.values.same import same
+from fsdp_optim.tensors.memory import detached_copy
 
 STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
 _Group = tuple[dict[str, Any], tuple[str, ...]]

@@ -11,12 +11,12 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.known import is_sharded_value, read_sharded_value
 from fsdp_optim.dcp.dicts.options import SOURCE_RANK, Given
-from fsdp_optim.dtensors import is_complete, is_dtensor, local_of
 from fsdp_optim.errors import StateError, StateKeysError, shortened
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import CallArguments, Model
+from fsdp_optim.tensors.dtensors import is_complete, is_dtensor, local_of
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 from fsdp_optim.transport.agree import agree, all_equal, exchange_reports
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -26,8 +26,8 @@ from fsdp_optim.formats.base.extents import DataSection, Extent, write_extents
 from fsdp_optim.formats.base.packed import PackedExtents, write_packed
 from fsdp_optim.layout import Shape
 from fsdp_optim.layout.boxes import row_major_strides
-from fsdp_optim.memory import Budget
 from fsdp_optim.storage.base import StoreWriter
+from fsdp_optim.tensors.memory import Budget
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

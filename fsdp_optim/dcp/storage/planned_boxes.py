@@ -15,7 +15,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.protocols import PlannedTensor
 from fsdp_optim.formats.base.records import Half
 from fsdp_optim.layout import Block, Box, Boxes, Shape
-from fsdp_optim.memory import dtype_name
+from fsdp_optim.tensors.memory import dtype_name
 
 ItemBox: TypeAlias = "tuple[Shape, Shape]"
 """The offsets and the sizes of a box."""

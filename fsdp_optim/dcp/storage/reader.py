@@ -30,9 +30,9 @@ from fsdp_optim.formats.base.protocols import Reader as OpenCheckpoint
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.own.manifest import NAME
 from fsdp_optim.layout import Block, Box, Boxes, Shape, Whole
-from fsdp_optim.memory import Budget, dtype_named, in_batches
 from fsdp_optim.move import Slice
 from fsdp_optim.storage.base import Store
+from fsdp_optim.tensors.memory import Budget, dtype_named, in_batches
 
 _OF_TORCH = ".metadata"
 _MOST_TOGETHER = (

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.tree_values import BRANCHES, items_of
+from fsdp_optim.tensors.elements import MOST_DEEP
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, io.BytesIO)
 _MAKES_BYTES = frozenset({"_io.BytesIO", "builtins.bytes", "__builtin__.bytes"})  # which torch.load refuses as weights

@@ -20,8 +20,8 @@ from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.manifest import NAME
-from fsdp_optim.memory import dtype_name
 from fsdp_optim.storage.base import Capabilities, Staging, Store
+from fsdp_optim.tensors.memory import dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
 from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.formats.base.tree_values import InFile
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.tensors.memory import dtype_named
 
 _STATE, _GROUPS = "state", "param_groups"
 _NOT_TORCHS = ("kinds", "optimizer_class")  # what a full dict has besides the entries of the optimizer's own

@@ -21,7 +21,7 @@ from fsdp_optim.dcp.storage.box_writing import BoxWriter, WrittenRows
 from fsdp_optim.dcp.storage.planned_boxes import PlannedBoxes
 from fsdp_optim.dcp.storage.staged_save import RankOrders, StagedSave, WriterSettings
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.memory import Budget
+from fsdp_optim.tensors.memory import Budget
 
 
 class Writer(AtPath, StorageWriter):

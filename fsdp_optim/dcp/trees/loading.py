@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.adapters import module_of
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.common.arguments import LoadArguments
 from fsdp_optim.checkpoint.common.trees import is_tree_tensor
 from fsdp_optim.checkpoint.load import restore
@@ -19,11 +19,11 @@ from fsdp_optim.dcp.trees.saving import place_of
 from fsdp_optim.dcp.trees.seen_tree import TreeViews
 from fsdp_optim.dcp.trees.state_tree import StateTree, called, is_stateful
 from fsdp_optim.dcp.trees.tree_view import Places, TreeFormat
-from fsdp_optim.elements import is_on_meta
 from fsdp_optim.formats.base.protocols import SeenAs
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.tensors.elements import is_on_meta
+from fsdp_optim.tensors.memory import ordinary_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.dtensors import dtensor_cut_like, is_dtensor, local_of
-from fsdp_optim.elements import MOST_DEEP, is_on_meta
+from fsdp_optim.tensors.dtensors import dtensor_cut_like, is_dtensor, local_of
+from fsdp_optim.tensors.elements import MOST_DEEP, is_on_meta
 
 
 def with_memory(tree: Any) -> Any:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from fsdp_optim.boundary import public
+from fsdp_optim.boundary.tracebacks import public
 from fsdp_optim.checkpoint.common.arguments import SaveArguments
 from fsdp_optim.checkpoint.common.pending import SaveHandle
 from fsdp_optim.checkpoint.common.run_state import ModelTree
@@ -20,11 +20,11 @@ from fsdp_optim.dcp.trees.state_tree import StateTree, called
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.layout.views import View
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import SaveOptions
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
 from fsdp_optim.state.dicts.torch_trees import OptimFace
 from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.tensors.memory import ordinary_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -20,7 +20,6 @@ from fsdp_optim.checkpoint.load.matching import renamer
 from fsdp_optim.dcp.trees.seen_tree import TreeViews
 from fsdp_optim.dcp.trees.state_tree import StateTree
 from fsdp_optim.errors import StateError, shortened
-from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.foreign.dcp.reader import DCP, DCP_TREES, own_summary
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.extents import Extent
@@ -28,6 +27,7 @@ from fsdp_optim.formats.base.index import CheckpointIndex, SavedOptim, StoredExt
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, Format, Reader, StoredTensor, Writer
 from fsdp_optim.formats.base.tree_values import InFile, leaves_of
 from fsdp_optim.options import Rename
+from fsdp_optim.results.fingerprints import Fingerprint
 from fsdp_optim.state.dicts.torch_trees import GROUPS, PARAMS, OptimFace, Place, in_face
 from fsdp_optim.storage.base import CheckpointProbe, Opened
 

@@ -18,7 +18,7 @@ import torch
 from fsdp_optim.foreign.archive.numpy_globals import NUMPY, NUMPY_BUILD
 from fsdp_optim.foreign.archive.pickle_table import Known, Table, checked_keys
 from fsdp_optim.formats.base.unread import Unread
-from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 
 _MOST = 1 << 62  # elements or bytes
 _MOST_IN_RANGE = 1 << 20

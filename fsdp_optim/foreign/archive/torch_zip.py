@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.tensors.memory import dtype_named
 
 ALIGNMENT = 64
 """The tensors of an archive begin at multiples of this number of bytes."""

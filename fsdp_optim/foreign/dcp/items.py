@@ -22,8 +22,8 @@ from fsdp_optim.foreign.reader import Archive, Source
 from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_named, in_batches
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.memory import dtype_named, in_batches
 
 _MOST_HEAD_NBYTES = 64 << 10
 _MOST_TOGETHER = 8 << 20  # bytes of items that are read at once

@@ -27,8 +27,8 @@ from fsdp_optim.foreign.dcp.tensor_table import ItemPlace, Tensor, table_of
 from fsdp_optim.formats.base.checksums import Digest
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_name
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.memory import dtype_name
 
 Path = tuple[str | int, ...]
 """The place of a value in the nested dicts and lists that were saved."""

@@ -10,8 +10,8 @@ from fsdp_optim.foreign.dcp.boxes import Cuts
 from fsdp_optim.foreign.dcp.items import Items, LazyChunkPlaces
 from fsdp_optim.foreign.dcp.tensor_table import TensorTable
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
-from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.memory import dtype_named
 
 
 class StoredTable(Mapping[str, StoredTensor]):

@@ -13,7 +13,7 @@ from msgspec import Struct
 from fsdp_optim.foreign.dcp.metadata_patterns import Numbers
 from fsdp_optim.foreign.dcp.metadata_tables import Tables
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 
 Cut = tuple[tuple[Shape, Shape], ...]
 """(offsets, sizes) of each chunk of a tensor."""

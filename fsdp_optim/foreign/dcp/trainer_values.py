@@ -16,8 +16,8 @@ from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, with_keys
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.formats.base.protocols import COMMON, StoredTensor, rank_extra_name
 from fsdp_optim.formats.base.tree_values import InFile
-from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.memory import dtype_named
 
 _MOST_EXTRA_NBYTES = 64 << 20  # in one value of the trainer, which every rank reads completely
 

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 
-from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.tree_values import InFile, leaves_of
-from fsdp_optim.memory import dtype_name
+from fsdp_optim.tensors.elements import check_elements
+from fsdp_optim.tensors.memory import dtype_name
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """The place of a value in nested dicts and lists."""

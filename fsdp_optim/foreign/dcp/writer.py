@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.foreign.archive.torch_zip import ALIGNMENT, TensorStub, frames_around
 from fsdp_optim.foreign.dcp.probe import NAME, VERSION, with_summary
@@ -51,7 +50,8 @@ from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.base.summary import ManifestSummary
 from fsdp_optim.formats.base.tree_values import InFile
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.tensors.elements import check_elements
+from fsdp_optim.tensors.memory import dtype_named
 
 if TYPE_CHECKING:
     pass

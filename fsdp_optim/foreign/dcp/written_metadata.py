@@ -10,7 +10,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.foreign.dcp.values import Path, ValueItem, key_of
 from fsdp_optim.formats.base.protocols import PlannedTensor
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.tensors.memory import dtype_named
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -42,8 +42,8 @@ from fsdp_optim.formats.base.protocols import (
 )
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import CheckpointProbe, Opened
+from fsdp_optim.tensors.memory import dtype_named
 
 log = logging.getLogger("fsdp_optim")
 

@@ -20,8 +20,8 @@ from fsdp_optim.formats.base.index import stored_in
 from fsdp_optim.formats.base.protocols import Chunks, StoredTensor
 from fsdp_optim.formats.base.unread import Unread
 from fsdp_optim.layout import FlatRuns, Placement, Shape
-from fsdp_optim.memory import bytes_in_memory
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.memory import bytes_in_memory
 
 _MOST_NAMED = 8
 _MOST_EXTRA_NBYTES = 16 << 20  # of tensors among the values of the trainer, in one value

@@ -45,9 +45,9 @@ from fsdp_optim.formats.base.protocols import (
 )
 from fsdp_optim.formats.base.saved_optim import contents_of, extras_in
 from fsdp_optim.formats.base.summary import ManifestSummary
-from fsdp_optim.memory import bytes_in_memory, dtype_name, dtype_named
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import CheckpointProbe, Opened
+from fsdp_optim.tensors.memory import bytes_in_memory, dtype_name, dtype_named
 
 _VERSION = 1
 _KEYS: Mapping[Half, str] = {"model": "model", "optim": "optimizer"}

@@ -11,7 +11,7 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.extents import Extent
 from fsdp_optim.formats.base.header_entries import HeaderEntry
-from fsdp_optim.memory import is_plain
+from fsdp_optim.tensors.memory import is_plain
 
 BOOL = "BOOL"
 """The name of the bool dtype in a header."""

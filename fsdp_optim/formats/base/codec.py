@@ -21,14 +21,14 @@ from typing import Any
 import numpy
 import torch
 
-from fsdp_optim.dtensors import as_local, is_dtensor
-from fsdp_optim.elements import MOST_DEEP, check_elements
 from fsdp_optim.errors import CheckpointError, WrapperError
 from fsdp_optim.formats.base.bools import check_bools_of
 from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.header_entries import code_of
 from fsdp_optim.formats.base.tree_values import InFile
-from fsdp_optim.memory import dtype_name, dtype_named, is_plain
+from fsdp_optim.tensors.dtensors import as_local, is_dtensor
+from fsdp_optim.tensors.elements import MOST_DEEP, check_elements
+from fsdp_optim.tensors.memory import dtype_name, dtype_named, is_plain
 
 _MOST_BITS = 14_000  # in an int; Python parses at most 4,300 digits
 _MOST_IN_TEXT = 4096  # bytes that are written as text; more are a tensor

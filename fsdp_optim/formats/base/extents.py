@@ -14,7 +14,7 @@ import xxhash
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import Rows, SegmentRange, Sums, hash_of, hash_of_pieces, rows_of
 from fsdp_optim.formats.base.frames import Pieces
-from fsdp_optim.memory import in_batches
+from fsdp_optim.tensors.memory import in_batches
 
 _WRITE_NBYTES = 1 << 20  # hashed and written at once, so that the write finds the bytes in the processor's cache
 _READ_NBYTES = 8 << 20  # read at once, then verified

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.records import UNKNOWN_WEIGHTS, SavedWeights, StoredTensor
 from fsdp_optim.layout import Shape
+from fsdp_optim.results.fingerprints import Fingerprint
 
 ReadSmall: TypeAlias = Callable[[Sequence[StoredTensor]], Sequence[torch.Tensor]]
 """A function that reads some small tensors whole, on this rank."""

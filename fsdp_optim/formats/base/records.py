@@ -19,7 +19,7 @@ from fsdp_optim.formats.base.extents import DataSection
 from fsdp_optim.formats.base.frames import Frames, Pieces
 from fsdp_optim.formats.base.summary import ManagerRecord, content_of
 from fsdp_optim.layout import STORAGE, Placement, Shape, Whole
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.tensors.memory import dtype_named
 
 Half = Literal["model", "optim", "state"]
 """What tensors belong to: the weights of the model, the state of the optimizer, or the trees of `state=`."""

@@ -17,8 +17,8 @@ from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.header import Header, length_of_header, parse_header
 from fsdp_optim.formats.base.json_text import parse_json
 from fsdp_optim.formats.own.manifest import FileInfo
-from fsdp_optim.memory import bytes_in_memory, dtype_name, dtype_named
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.memory import bytes_in_memory, dtype_name, dtype_named
 
 
 def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> bytes:

@@ -65,8 +65,8 @@ from fsdp_optim.formats.own.manifest import (
 )
 from fsdp_optim.formats.own.probe import PROBE, OwnProbe, is_of_optim, read_summary
 from fsdp_optim.formats.own.reader import DESCRIPTION_FILE, INDEX, Checkpoint, file_of_extra
-from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.tensors.memory import dtype_named
 
 _WHERE = "the optimizer"
 _PLAIN = {"format": "pt"}  # the metadata of every safetensors file: its tensors are torch's

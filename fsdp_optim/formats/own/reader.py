@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.bools import BOOL, check_bools
 from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.base.description import decoded
@@ -32,8 +31,9 @@ from fsdp_optim.formats.own.extras import Extra, read_extra
 from fsdp_optim.formats.own.folders import folder_of, in_folder, joined_key, models_with_optim, stem_of, stems_of
 from fsdp_optim.formats.own.manifest import FINGERPRINT, NAME, FileInfo, Manifest, ModelInfo, manifest_in
 from fsdp_optim.formats.own.small_files import MOST_INDEX_NBYTES, fingerprint_in, read_small
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.results.fingerprints import Fingerprint
 from fsdp_optim.storage.base import Opened, check_name
+from fsdp_optim.tensors.memory import dtype_named
 
 _MOST_TABLES = 4  # of checksums, in memory
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.own.manifest import FINGERPRINT, FileInfo, Manifest
+from fsdp_optim.results.fingerprints import Fingerprint
 from fsdp_optim.storage.base import Opened
 
 MOST_INDEX_NBYTES = 1 << 28

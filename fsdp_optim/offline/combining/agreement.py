@@ -12,11 +12,11 @@ from fsdp_optim.checkpoint.common.contents import RECORDS
 from fsdp_optim.checkpoint.load.reading import read_constants
 from fsdp_optim.errors import StateError
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
-from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.combining.blending import is_averaged
 from fsdp_optim.offline.conversion.source_contents import NamedSource
 from fsdp_optim.state.values.kinds import Kind
+from fsdp_optim.tensors.memory import dtype_named
 
 Name: TypeAlias = "tuple[str, Any]"
 """An FQN, with the name of a value of its state; None: the weight."""

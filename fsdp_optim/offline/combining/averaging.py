@@ -23,7 +23,7 @@ from fsdp_optim.offline.conversion.convert import opened_on_all, ranks_of_call
 from fsdp_optim.offline.conversion.new_files import NewFiles
 from fsdp_optim.offline.conversion.source_contents import NamedSource, SourceContents, SourceNaming, name_source
 from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
-from fsdp_optim.results import AverageResult
+from fsdp_optim.results.offline import AverageResult
 from fsdp_optim.transport.agree import all_equal, all_gather_bytes, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.wire import decode, encode

@@ -17,8 +17,6 @@ from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import Budget, dtype_named
-from fsdp_optim.merges import AdapterMergeResult
 from fsdp_optim.move import Key
 from fsdp_optim.offline.combining.lora import CONFIG_NAME, MOST_CONFIG_NBYTES, LoraConfig
 from fsdp_optim.offline.combining.merged_source import Factors, MergedSource, check_fits
@@ -27,6 +25,8 @@ from fsdp_optim.offline.conversion.convert import opened_on_all, ranks_of_call
 from fsdp_optim.offline.conversion.new_files import NewFiles
 from fsdp_optim.offline.conversion.source_contents import SourceNaming, name_source
 from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
+from fsdp_optim.results.offline import AdapterMergeResult
+from fsdp_optim.tensors.memory import Budget, dtype_named
 from fsdp_optim.transport.agree import all_equal, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
 

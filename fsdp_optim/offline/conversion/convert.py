@@ -25,7 +25,7 @@ from fsdp_optim.offline.conversion.new_files import NewFiles
 from fsdp_optim.offline.conversion.source_contents import SourceNaming, describe_source
 from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
 from fsdp_optim.options import CallArguments, Model
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
 from fsdp_optim.transport.agree import all_equal, all_hear, in_turn
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.world import world_here

@@ -13,7 +13,7 @@ from fsdp_optim.foreign.torch.writer import TorchFiles
 from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.offline.conversion.arguments import ConvertArguments
 from fsdp_optim.registry import scheme_of
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
 from fsdp_optim.storage.posix.one_file import file_of, folder_for, is_folder, take_place
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup

@@ -22,9 +22,9 @@ from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.local_extents import bytes_of
 from fsdp_optim.formats.base.checksums import Rows
 from fsdp_optim.formats.base.extents import DataSection, Extent, write_extents
-from fsdp_optim.memory import empty
 from fsdp_optim.offline.conversion.unit_sources import MARGIN, Fill, UnitPart
 from fsdp_optim.storage.base import StoreWriter
+from fsdp_optim.tensors.memory import empty
 
 _GRID_NBYTES = 1 << 20  # bytes; units of files whose format has no checksums end at multiples of it
 _CPU = torch.device("cpu")

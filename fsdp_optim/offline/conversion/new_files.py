@@ -30,17 +30,17 @@ from fsdp_optim.checkpoint.save.job import Job, LeaderSide, abandoned_on_failure
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base.checksums import hex_of
 from fsdp_optim.formats.base.protocols import Half, Reader, Writer, WrittenFormat
-from fsdp_optim.memory import Budget
 from fsdp_optim.offline.conversion.arguments import ConvertArguments
 from fsdp_optim.offline.conversion.copy_ranges import CopyRange, plan_units
 from fsdp_optim.offline.conversion.source_contents import SourceContents
 from fsdp_optim.offline.conversion.unit_sources import UnitSource
 from fsdp_optim.offline.conversion.workers import RankWork, num_threads_in, unit_nbytes_in
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
 from fsdp_optim.storage.base import (
     Staging,
     Store,
 )
+from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport.agree import agree, all_equal, all_gather_bytes
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim

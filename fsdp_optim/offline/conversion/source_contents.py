@@ -30,7 +30,6 @@ from fsdp_optim.formats.base.protocols import COMMON, Prepared, Reader, StoredTe
 from fsdp_optim.formats.base.records import PLANNED
 from fsdp_optim.formats.base.tree_values import keys_in
 from fsdp_optim.layout import Shape, Whole
-from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.conversion.group_order import by_group
 from fsdp_optim.offline.conversion.seen_index import index_of
@@ -40,6 +39,7 @@ from fsdp_optim.state.dicts.names import Names, cut
 from fsdp_optim.state.live.fit_check import check_shapes
 from fsdp_optim.state.values.classes import class_names_written
 from fsdp_optim.state.values.kinds import Kind
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 
 _IN_DDP = "module."
 """The beginning of all names in the state dict of a model in DistributedDataParallel."""

@@ -12,8 +12,8 @@ from fsdp_optim.checkpoint.common.contents import SavedValue
 from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, StoredValue
 from fsdp_optim.formats.base.protocols import Reader, StoredTensor
 from fsdp_optim.layout import FlatRuns, Whole
-from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, move
+from fsdp_optim.tensors.memory import Budget
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import alone
 

@@ -14,10 +14,10 @@ import torch
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base.checksums import Rows, rows_of
-from fsdp_optim.memory import Budget
 from fsdp_optim.offline.conversion.copy_ranges import Copier, CopyRange
 from fsdp_optim.offline.conversion.unit_sources import UnitSource
 from fsdp_optim.storage.base import StoreWriter
+from fsdp_optim.tensors.memory import Budget
 
 _UNIT_NBYTES, _MOST_WORKERS = 8 << 20, 16
 _USES = 4  # of a worker's memory, at most a unit each: a unit, the bytes around it that are read or kept by the store

@@ -22,7 +22,6 @@ from fsdp_optim.errors import CheckpointError, shortened, wrong_use
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.manifest import MOST_NBYTES, NAME
 from fsdp_optim.formats.own.reader import Checkpoint
-from fsdp_optim.memory import Budget
 from fsdp_optim.offline.conversion.workers import unit_nbytes_in
 from fsdp_optim.offline.keeping.copied_files import (
     CopiedFile,
@@ -33,8 +32,9 @@ from fsdp_optim.offline.keeping.copied_files import (
     small_files,
 )
 from fsdp_optim.options import LEAST_CONVERT_NBYTES
-from fsdp_optim.results import CopyResult
+from fsdp_optim.results.offline import CopyResult
 from fsdp_optim.storage.base import Opened, Staging, Store, StoreWriter
+from fsdp_optim.tensors.memory import Budget
 
 _MOST_THREADS = 8
 _USES = 2  # of a thread's memory: a unit, and its bytes that the store keeps

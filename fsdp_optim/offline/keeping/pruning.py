@@ -13,7 +13,7 @@ from fsdp_optim.checkpoint.common.stores import StorageOptions, directory_at
 from fsdp_optim.errors import wrong_use
 from fsdp_optim.formats.base.summary import ManagerRecord, ManifestSummary
 from fsdp_optim.registry import scheme_of
-from fsdp_optim.results import PruneResult
+from fsdp_optim.results.offline import PruneResult
 from fsdp_optim.storage.base import CheckpointDirectory
 
 _NO_RECORD = ManagerRecord(-1, None)

@@ -13,18 +13,18 @@ from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.retry import retry_if_replaced
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
-from fsdp_optim.fingerprints import Fingerprint
 from fsdp_optim.foreign.archive.record_sums import RecordSums
 from fsdp_optim.formats.base.protocols import Half, PlannedFile, Reader, StoredTensor
 from fsdp_optim.layout import Whole
-from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.offline.conversion.copy_ranges import plan_units
 from fsdp_optim.offline.conversion.unit_sources import CheckpointSource
 from fsdp_optim.offline.conversion.workers import RankWork, num_threads_in, unit_nbytes_in
 from fsdp_optim.offline.values.stored_prints import FilePrints
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
-from fsdp_optim.results import VerifyResult
+from fsdp_optim.results.fingerprints import Fingerprint
+from fsdp_optim.results.offline import VerifyResult
+from fsdp_optim.tensors.memory import Budget, dtype_named
 
 _NUM_THREADS = 4  # that compare torch's checksums; each checksum is of a complete tensor
 _MOST_NAMED = 20  # damaged places in an error

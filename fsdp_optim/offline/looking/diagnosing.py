@@ -12,7 +12,8 @@ from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.formats.own.probe import any_summary
 from fsdp_optim.offline.looking.inspecting import inspect
-from fsdp_optim.results import CheckpointInfo, Diagnosis
+from fsdp_optim.results.contents import CheckpointInfo
+from fsdp_optim.results.offline import Diagnosis
 from fsdp_optim.storage.base import Opened, is_reserved
 
 _DCP_PART, _INDEX = ".distcp", ".safetensors.index.json"

@@ -19,8 +19,8 @@ from fsdp_optim.formats.base.distrust import as_checkpoint_error
 from fsdp_optim.formats.base.index import CheckpointIndex, Facts
 from fsdp_optim.formats.base.protocols import COMMON, MODULES, StoredTensor
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_name, dtype_named
-from fsdp_optim.results import CheckpointSummary, GroupInfo, TensorInfo
+from fsdp_optim.results.contents import CheckpointSummary, GroupInfo, TensorInfo
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 
 
 def inspect(place: Place, storage_options: StorageOptions = None) -> CheckpointSummary:

@@ -18,8 +18,8 @@ from fsdp_optim.arguments import check_names
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Numbers, Placement, Shape
 from fsdp_optim.offline.looking.assumed_layouts import Wrapping, unit_of
-from fsdp_optim.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement, runs_of
-from fsdp_optim.results import CheckpointSummary, TensorInfo
+from fsdp_optim.results.contents import CheckpointSummary, TensorInfo
+from fsdp_optim.results.rank_maps import EmptyRanks, PlacementResult, RankRun, TensorPlacement, runs_of
 
 WEIGHTS, _STEP = "weights", "step"
 _OF_BATCH_NORM = ("*running_mean", "*running_var", "*num_batches_tracked")

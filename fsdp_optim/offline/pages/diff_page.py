@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import TypeVar
 
-from fsdp_optim.differences import DiffResult, ValueDiff
 from fsdp_optim.errors import counted_noun
+from fsdp_optim.results.differences import DiffResult, ValueDiff
 
 T = TypeVar("T")
 

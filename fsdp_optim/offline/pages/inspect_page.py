@@ -13,9 +13,9 @@ from fsdp_optim.offline.pages.diff_page import layer_of, table_of_layers
 from fsdp_optim.offline.pages.output_file import write_output
 from fsdp_optim.offline.pages.rank_page import rank_map
 from fsdp_optim.offline.pages.rank_page import style as rank_style
-from fsdp_optim.rank_maps import PlacementResult
-from fsdp_optim.results import CheckpointSummary, TensorInfo
-from fsdp_optim.speed import sized
+from fsdp_optim.results.contents import CheckpointSummary, TensorInfo
+from fsdp_optim.results.rank_maps import PlacementResult
+from fsdp_optim.saying import sized
 
 _KINDS = 6  # colours
 _WEIGHT = "weights"

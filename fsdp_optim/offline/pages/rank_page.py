@@ -9,8 +9,8 @@ from html import escape
 
 from fsdp_optim.errors import counted_noun, shortened
 from fsdp_optim.offline.pages.diff_page import layer_of
-from fsdp_optim.rank_maps import PlacementResult, RankRun, runs_of
-from fsdp_optim.speed import sized
+from fsdp_optim.results.rank_maps import PlacementResult, RankRun, runs_of
+from fsdp_optim.saying import sized
 
 _MOST_COLUMNS = 64  # bars, and fields of a strip
 _MOST_ROWS = 300  # strips

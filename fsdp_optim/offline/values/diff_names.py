@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.differences import HyperparameterDiff
 from fsdp_optim.formats.base.codec import Withheld
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import bytes_in_memory
 from fsdp_optim.offline.values.named_values import Decoded, NamedValue, NamedValues
+from fsdp_optim.results.differences import HyperparameterDiff
 from fsdp_optim.state.values.same import same
+from fsdp_optim.tensors.memory import bytes_in_memory
 
 _MOST_TEXT = 80  # characters of a value
 _NONE = "-"

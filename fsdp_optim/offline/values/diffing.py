@@ -20,10 +20,8 @@ from fsdp_optim.arguments import check_at_least, check_views
 from fsdp_optim.checkpoint.common.progress import Progress
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, is_url, options_beside
 from fsdp_optim.checkpoint.views import check_used, seen
-from fsdp_optim.differences import DiffResult, ObjectDiff, ShapeDiff, ValueDiff
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.layout.views import InverseView, View
-from fsdp_optim.memory import Budget
 from fsdp_optim.offline.pages.diff_page import page_of
 from fsdp_optim.offline.pages.output_file import checked_output, write_output
 from fsdp_optim.offline.values.diff_names import (
@@ -49,7 +47,9 @@ from fsdp_optim.offline.values.named_values import Decoded, NamedValues, opened_
 from fsdp_optim.offline.values.stored_prints import equal_by_prints
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
+from fsdp_optim.results.differences import DiffResult, ObjectDiff, ShapeDiff, ValueDiff
 from fsdp_optim.state.values.same import same
+from fsdp_optim.tensors.memory import Budget
 
 
 @dataclass(frozen=True)

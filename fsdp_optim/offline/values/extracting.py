@@ -19,7 +19,6 @@ from fsdp_optim.foreign.archive.torch_zip import TensorStub, frames_around
 from fsdp_optim.formats.base.header import Header
 from fsdp_optim.formats.base.protocols import Reader
 from fsdp_optim.layout import Placement, Shape
-from fsdp_optim.memory import Budget, dtype_name
 from fsdp_optim.offline.pages.output_file import checked_output, open_output
 from fsdp_optim.offline.values.element_windows import WindowReader, window_nbytes_in, windows_of
 from fsdp_optim.offline.values.named_values import Decoded, NamedValue, opened_at
@@ -27,7 +26,8 @@ from fsdp_optim.offline.values.showing import tensor_named
 from fsdp_optim.offline.values.slices import sliced
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
-from fsdp_optim.results import SaveResult
+from fsdp_optim.results.calls import SaveResult
+from fsdp_optim.tensors.memory import Budget, dtype_name
 
 ENDINGS = (".npy", ".safetensors", ".pt")
 """How the names of files end that can be written."""

@@ -25,12 +25,12 @@ from fsdp_optim.formats.base.index import CheckpointIndex, SavedOptim
 from fsdp_optim.formats.base.protocols import COMMON, Reader, StoredTensor
 from fsdp_optim.formats.base.tree_values import InFile, leaves_of
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.offline.conversion.source_contents import renamed_aliases, renamed_weights
-from fsdp_optim.results import TensorInfo
+from fsdp_optim.results.contents import TensorInfo
 from fsdp_optim.state.dicts.flattened import is_flattened
 from fsdp_optim.state.dicts.full import FullState, names_in, num_listed
 from fsdp_optim.state.dicts.names import Names
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 
 TREES = "state="
 """Stands in the place of an FQN for the trainer's values: `state=:ema.weight` is a tensor in a tree of `state=`."""

@@ -11,16 +11,16 @@ import torch
 
 from fsdp_optim.arguments import check_at_least
 from fsdp_optim.checkpoint.common.stores import Place, StorageOptions
-from fsdp_optim.differences import ValueStatistics
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base.protocols import Reader
-from fsdp_optim.memory import Budget
 from fsdp_optim.offline.values.element_numbers import ChunkStatistics, finite_numbers
 from fsdp_optim.offline.values.element_windows import WindowReader, chunks_of, window_nbytes_in, windows_of
 from fsdp_optim.offline.values.named_values import Decoded, NamedValue, NamedValues, opened_at
 from fsdp_optim.offline.values.slices import TensorSlice, sliced
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES
 from fsdp_optim.plan import Plans
+from fsdp_optim.results.differences import ValueStatistics
+from fsdp_optim.tensors.memory import Budget
 
 ResultT = TypeVar("ResultT")
 

@@ -11,15 +11,15 @@ import torch
 
 from fsdp_optim.checkpoint.common.files import File
 from fsdp_optim.checkpoint.common.printing import prints_by_key
-from fsdp_optim.differences import ValueDiff
-from fsdp_optim.fingerprints import Fingerprint, ValueFingerprint
 from fsdp_optim.formats.base.index import CheckpointIndex
 from fsdp_optim.formats.base.protocols import StoredTensor
-from fsdp_optim.memory import dtype_name
 from fsdp_optim.offline.values.diff_names import ValuePair
 from fsdp_optim.plan import Copy
 from fsdp_optim.prints import LocalSums, RowsOfValues, RowSums
+from fsdp_optim.results.differences import ValueDiff
+from fsdp_optim.results.fingerprints import Fingerprint, ValueFingerprint
 from fsdp_optim.storage.base import StoreWriter
+from fsdp_optim.tensors.memory import dtype_name
 
 _HALVES = {"model": "weights", "optim": "optim", "state": "state"}
 _SCRATCH_NBYTES = 1 << 20

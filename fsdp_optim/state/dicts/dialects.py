@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.state.dicts.flattened import is_flattened, unflatten
 from fsdp_optim.state.dicts.full import FullState, Listing, is_by_name, is_ours, names_in, num_listed, read
 from fsdp_optim.state.dicts.names import Names
+from fsdp_optim.tensors.elements import check_elements
 
 
 class Dialect(Protocol):

@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 import torch
 
-from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape, cut_named
-from fsdp_optim.memory import is_plain
 from fsdp_optim.options import KeyBy
 from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.values.classes import class_names_read, class_names_written
 from fsdp_optim.state.values.kinds import NON_PARAM_KIND, Evidence, Kind, infer_kind, observation_of
 from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.tensors.dtensors import as_local
+from fsdp_optim.tensors.memory import is_plain
 
 FullDict = dict[str, Any]
 

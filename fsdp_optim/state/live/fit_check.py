@@ -10,12 +10,12 @@ import torch
 
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import is_plain
 from fsdp_optim.state.dicts.full import FullState
 from fsdp_optim.state.dicts.names import Names
 from fsdp_optim.state.values.kinds import Evidence, Kind, is_scalar
 from fsdp_optim.state.values.opaque import OpaqueShards
 from fsdp_optim.state.values.supported import is_sparse, sparse
+from fsdp_optim.tensors.memory import is_plain
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Shape, Whole
-from fsdp_optim.memory import Slabs, copy_in_memory, detached_copy, empty, flatten, is_plain, laid_out_like
 from fsdp_optim.plan import copies_into
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, FullState
 from fsdp_optim.state.dicts.packed import LocalId
@@ -20,6 +19,7 @@ from fsdp_optim.state.live.local import LocalOptim, LocalParam
 from fsdp_optim.state.values.kinds import Evidence, Kind
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.values.summary import OpaqueType, Scalar, Scalars, Summary
+from fsdp_optim.tensors.memory import Slabs, copy_in_memory, detached_copy, empty, flatten, is_plain, laid_out_like
 from fsdp_optim.view import Handle
 
 Summaries = Mapping[str, Summary]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_optim.memory import detached_copy
 from fsdp_optim.options import KeyBy
 from fsdp_optim.state.dicts.full import NON_PARAM_STATE, FullDict, FullState, kinds_of, write
 from fsdp_optim.state.live.local import LocalOptim
 from fsdp_optim.state.merged.global_state import GlobalState, Param
+from fsdp_optim.tensors.memory import detached_copy
 
 
 def assemble(

@@ -2,7 +2,7 @@
 
 from fsdp_optim.state.values.kinds import Evidence, Kind, Observation, infer_kind, observation_of
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut
-from fsdp_optim.state.values.same import Incomparable, fingerprint_of, fold_of, key_of
+from fsdp_optim.state.values.same import Incomparable, fingerprint_of, fold_of, key_of, same
 from fsdp_optim.state.values.summary import Scalar, Scalars, Summary
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "infer_kind",
     "key_of",
     "observation_of",
+    "same",
 ]

@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import is_plain
+from fsdp_optim.tensors.memory import is_plain
 
 
 class Kind(Enum):

@@ -10,9 +10,9 @@ import torch
 
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import FlatChunks, OnMesh, Placement
-from fsdp_optim.memory import is_plain
 from fsdp_optim.state.values.kinds import is_scalar
 from fsdp_optim.state.values.same import same
+from fsdp_optim.tensors.memory import is_plain
 from fsdp_optim.view import Handle, has_local_part
 
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 import xxhash
 
-from fsdp_optim.memory import bytes_in_pieces, is_plain, pieces
+from fsdp_optim.tensors.memory import bytes_in_pieces, is_plain, pieces
 
 _BUILTIN = (bool, int, float, complex, str, bytes)
 _MOST_NUMEL = 1 << 20  # elements in one sum

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fsdp_optim.layout import Placement, cut_of
-from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.state.values.kinds import Kind
 from fsdp_optim.state.values.same import key_of, key_of_number
+from fsdp_optim.tensors.memory import dtype_name, dtype_named
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any, TypeGuard
 
 import torch
 
-from fsdp_optim.dtensors import as_local, is_usual_dtensor
-from fsdp_optim.elements import check_elements, is_usual
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.memory import is_plain, tensors_in
+from fsdp_optim.tensors.dtensors import as_local, is_usual_dtensor
+from fsdp_optim.tensors.elements import check_elements, is_usual
+from fsdp_optim.tensors.memory import is_plain, tensors_in
 
 
 def check_supported(optim: object) -> None:

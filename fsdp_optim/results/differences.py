@@ -9,7 +9,7 @@ from math import inf, isinf, prod
 import torch
 
 from fsdp_optim.errors import StateError, counted_noun, shortened
-from fsdp_optim.results import TensorInfo
+from fsdp_optim.results.contents import TensorInfo
 
 _MOST_SHOWN = 4  # names of a list
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
-from fsdp_optim.collector import fewer_collections
+from fsdp_optim.boundary.collector import fewer_collections
+from fsdp_optim.boundary.heap import LONG_S, give_back
 from fsdp_optim.errors import FsdpOptimError
-from fsdp_optim.heap import LONG_S, give_back
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,7 +22,7 @@ R = TypeVar("R")
 FULL = "FSDP_OPTIM_FULL_TRACEBACK"
 """The environment variable that, set to 1, keeps complete tracebacks."""
 
-_HERE = f"{Path(__file__).parent}/"
+_HERE = f"{Path(__file__).parents[1]}/"
 _NOT_USERS = re.compile(
     "|".join(
         [

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsdp_optim.plan import Copy
-from fsdp_optim.transposed import copy_transposed
+from fsdp_optim.tensors.transposed import copy_transposed
 
 T = TypeVar("T")
 

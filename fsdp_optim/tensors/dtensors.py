@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from fsdp_optim.elements import is_usual
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import (
     MeshBoxes,
@@ -26,7 +25,8 @@ from fsdp_optim.layout import (
     ranks_in_order,
     row_major_strides,
 )
-from fsdp_optim.memory import is_plain, laid_out_like
+from fsdp_optim.tensors.elements import is_usual
+from fsdp_optim.tensors.memory import is_plain, laid_out_like
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
