@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_optim.state.values import Incomparable, fingerprint_of
+from fsdp_optim.state.values import Incomparable, fingerprint_of, same
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.int64, torch.complex64)
 SHAPES = ((), (0,), (1,), (3, 4), (0, 5), (2, 3, 4))
@@ -53,3 +53,33 @@ ZERO = torch._efficientzerotensor((3,))  # type: ignore[attr-defined]
 def test_tensors_without_memory_or_without_a_scale(value: torch.Tensor) -> None:
     with pytest.raises(Incomparable):
         fingerprint_of(value)
+
+
+INTEGERS = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int8)
+
+
+def quantised(scale: float = 0.5, zero_point: int = 0) -> torch.Tensor:
+    return torch._make_per_tensor_quantized_tensor(INTEGERS, scale, zero_point)
+
+
+def by_channel(scales: tuple[float, ...], zero_points: tuple[int, ...], axis: int) -> torch.Tensor:
+    return torch._make_per_channel_quantized_tensor(INTEGERS, torch.tensor(scales), torch.tensor(zero_points), axis)
+
+
+QUANTISED = {
+    "of the tensor": quantised(),
+    "another scale": quantised(scale=0.25),
+    "another zero": quantised(zero_point=1),
+    "by rows": by_channel((0.5, 0.5), (0, 0), 0),
+    "by columns": by_channel((0.5, 0.5, 0.5), (0, 0, 0), 1),
+    "another scale of a row": by_channel((0.5, 0.25), (0, 0), 0),
+    "another zero of a row": by_channel((0.5, 0.5), (0, 1), 0),
+}
+
+
+def test_quantised_tensors_with_the_same_integers() -> None:
+    """Their scales and zero points are a part of their values."""
+    assert len({fingerprint_of(value) for value in QUANTISED.values()}) == len(QUANTISED)
+    for name, value in QUANTISED.items():
+        assert same(value, value.clone()), name
+        assert [other for other in QUANTISED if same(value, QUANTISED[other])] == [name]

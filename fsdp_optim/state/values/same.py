@@ -113,10 +113,19 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if hasattr(a, "__tensor_flatten__"):
         return same(_parts_of(a), _parts_of(b))
-    if a.layout != torch.strided or b.layout != torch.strided:
+    if a.layout != torch.strided or b.layout != torch.strided or a.is_quantized:
         return a.layout == b.layout and fingerprint_of(a) == fingerprint_of(b)
     pairs = zip(bytes_in_pieces(a), bytes_in_pieces(b), strict=True)
     return all(torch.equal(piece_a, piece_b) for piece_a, piece_b in pairs)
+
+
+def _quantisation_of(value: torch.Tensor) -> list[Any]:
+    """Return what gives the integers of a quantised tensor their meaning, on the CPU."""
+    scheme = str(value.qscheme())
+    if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return [scheme, value.q_scale(), value.q_zero_point()]
+    scales, zero_points = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+    return [scheme, scales.cpu(), zero_points.cpu(), value.q_per_channel_axis()]
 
 
 def _parts_of(value: Any) -> list[Any]:
@@ -222,6 +231,8 @@ class _Digest:
             try:
                 for piece in bytes_in_pieces(value):
                     self._hash.update(piece.numpy().data)
+                if value.is_quantized:
+                    self.add(_quantisation_of(value))
             except (RuntimeError, NotImplementedError) as error:  # a subclass that does not show its elements
                 raise Incomparable(f"a {type(value).__qualname__} cannot be compared: {error}") from error
             if not is_plain(value) and vars(value):
@@ -241,6 +252,7 @@ def is_folded(value: object) -> bool:
         isinstance(value, torch.Tensor)
         and is_plain(value)
         and value.layout is torch.strided
+        and not value.is_quantized
         and value.device.type not in ("cpu", "meta")
     )
 
