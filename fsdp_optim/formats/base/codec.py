@@ -94,7 +94,7 @@ class Encoder:
         if type(value) is str:
             return (
                 value
-                if _is_text(value)
+                if is_text(value)
                 else self._pickled(where, value, f"{value!r} is a str that cannot be encoded as UTF-8")
             )
         if type(value) is float:
@@ -105,7 +105,7 @@ class Encoder:
             ]
             tags: dict[object, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$size"}
             return items if type(value) is list else {tags[type(value)]: items}
-        if type(value) is dict and all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") and is_text(key) for key in value):
             return {
                 key: item if _is_leaf(item) else self.encode(f"{where}[{key!r}]", item) for key, item in value.items()
             }
@@ -201,11 +201,11 @@ def _is_leaf(value: Any) -> bool:
     """Return whether a value is its own JSON: most values are, and need no name for an error."""
     kind = type(value)
     if kind is str:
-        return _is_text(value)
+        return is_text(value)
     return value is None or kind is bool or (kind is int and value.bit_length() <= _MOST_BITS)
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """Return whether a str can be encoded: a lone surrogate cannot."""
     try:
         value.isascii() or value.encode()

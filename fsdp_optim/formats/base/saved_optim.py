@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.codec import is_text
 from fsdp_optim.formats.base.description import (
     OPAQUE,
     PLACED,
@@ -91,8 +92,10 @@ def description_of(saved: SavedOptim) -> OptimDescription:
 
 
 def contents_of(index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[str, type]) -> CheckpointContents:
-    """Return the index of a new checkpoint, decoded."""
+    """Return the index of a new checkpoint, decoded. Raises CheckpointError for a name that no file can hold."""
     weights, optim = index.facts.weights, index.optim
+    of_optim = optim.tensors if optim is not None else ()
+    _check_names((*index.weights, *index.left_out, *index.aliases, *index.trees, *of_optim))
     return CheckpointContents(
         world_size=max(index.facts.world_size, 1),
         params={**{fqn: stored.shape for fqn, stored in index.weights.items()}, **index.left_out},
@@ -102,6 +105,19 @@ def contents_of(index: CheckpointIndex, *, allow_pickle: bool, records: Mapping[
         weights_dtype=weights.dtype,
         cut=index.facts.cut,
     )
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Refuse a name with a lone surrogate: headers, manifests and other tools' readers are UTF-8."""
+    listed = list(names)
+    try:
+        "".join(listed).encode()
+    except UnicodeEncodeError:
+        wrong = next(name for name in listed if not is_text(name))
+        raise CheckpointError(
+            f"{wrong!r}: this name cannot be encoded as UTF-8, so no checkpoint can hold it: give another name, for a parameter "
+            "by rename= of the options"
+        ) from None
 
 
 def extras_in(index: CheckpointIndex, *, allow_pickle: bool, as_trees: bool = False) -> Iterator[tuple[str, Any]]:
