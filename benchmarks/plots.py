@@ -74,13 +74,18 @@ PLOTS = (
         "s",
     ),
     Plot(
-        "gather.svg", "Gather 763 MiB to rank 0, 4 ranks on 2 cores: seconds", "Gather", "big, 4 ranks", "median s", "s"
+        "gather.svg",
+        "Gather 763 MiB to rank 0, fairscale, 4 ranks on 2 cores: seconds",
+        "Gather",
+        "big, fairscale, 4 ranks",
+        "median s",
+        "s",
     ),
     Plot(
         "gather-small.svg",
         "Gather 400 units, fairscale, 4 ranks on 2 cores: seconds",
         "Gather",
-        "small, 4 ranks",
+        "small, fairscale, 4 ranks",
         "median s",
         "s",
     ),

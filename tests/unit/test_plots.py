@@ -50,8 +50,8 @@ class TestPlots(unittest.TestCase):
         self.assertIn(f'width="{full / 4:.1f}"', global_state)
 
     def test_a_row_that_is_gone_is_named(self) -> None:
-        with self.assertRaisesRegex(ValueError, "no row 'big, 4 ranks' below 'Gather'"):
-            plots.pictures(PAGE.replace("big, 4 ranks", "big, five ranks"))
+        with self.assertRaisesRegex(ValueError, "no row 'big, fairscale, 4 ranks' below 'Gather'"):
+            plots.pictures(PAGE.replace("big, fairscale, 4 ranks", "big, fairscale, five ranks"))
 
 
 if __name__ == "__main__":
