@@ -3,8 +3,8 @@
     python benchmarks/offline.py [--rounds 3] [--folder DIR] [--only diff copy thin]
 
 12 blocks with 100 M parameters, weights and Adam state in fp32 (1.2 GB). Every contestant runs in a process of its own, in turn,
-`rounds` times after one that does not count, so that a busy minute falls on all of them. "convert": the sources are in the page
-cache, and nothing is flushed to the disk; `dcp_to_torch_save` is torch's own, and "torch.load of all shards" reads the files of
+`rounds` times after one that does not count, so that a busy minute falls on all of them, and each after a run on tiny sources
+that imports what it needs. "convert": the sources are in the page cache, and nothing is flushed to the disk; `dcp_to_torch_save` is torch's own, and "torch.load of all shards" reads the files of
 four ranks, joins their slices and saves the result, as scripts of the field do. All others read from the disk, and flush what
 they write. The last row of each table is its floor, by which the times of the others are divided. "cpu s": the processor time of
 the call, on all cores. "Extra MiB": the highest resident size of the process during the call, over that before it.
@@ -44,11 +44,13 @@ from kit.peaks import Peak
 NUM_SHARDS = 4
 AVERAGED = ("average-0", "average-1", "average-2")
 _PIECE_NBYTES = 8 << 20
+WIDTH, TINY = 1443, 8
 
 
-def make_sources(folder: Path) -> None:
+def make_sources(folder: Path, width: int) -> None:
     """The same model and optimizer as every contestant reads it."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(1443, 2886), nn.Linear(2886, 1443)) for _ in range(12)))
+    blocks = (nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width)) for _ in range(12))
+    model = nn.Sequential(*blocks)
     optim = torch.optim.Adam(model.parameters())
     _step(model, optim)
     fsdp_optim.save(folder / "ours", model, optim, options=fsdp_optim.SaveOptions(progress=False))
@@ -293,10 +295,14 @@ def _cpu() -> float:
 
 
 def run_one(table: str, name: str, folder: Path, target: Path) -> None:
-    """Run one contestant in this process, and print its figures."""
+    """Run one contestant in this process, and print its figures. A first run on tiny sources imports what it needs."""
     contestant = TABLES[table][name]
-    if contestant.before is not None:
-        contestant.before(folder, target)
+    for sources, to in ((folder / "tiny", folder / "tiny" / "target"), (folder, target)):
+        if contestant.before is not None:
+            contestant.before(sources, to)
+        if sources != folder:
+            contestant.run(sources, to)
+            _remove(to)
     evict(*(folder / source for source in contestant.cold))
     with Peak() as peak:
         cpu, begin = _cpu(), time.perf_counter()
@@ -305,14 +311,18 @@ def run_one(table: str, name: str, folder: Path, target: Path) -> None:
     print(seconds, cpu, peak.mib)  # cp is a process of its own, which holds a few hundred KiB
 
 
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+
+
 def measured(table: str, name: str, folder: Path, target: Path) -> Measured:
     """Run one contestant in a process of its own."""
     call = [sys.executable, __file__, "--run", table, name, folder, target]
     try:
         done = subprocess.run(call, capture_output=True, text=True, check=False)
     finally:
-        shutil.rmtree(target, ignore_errors=True)
-        target.unlink(missing_ok=True)
+        _remove(target)
     if done.returncode:
         raise SystemExit(f"{table}, {name}: {done.stderr.strip().splitlines()[-1]}")
     return Measured(*map(float, done.stdout.split()[-3:]))
@@ -331,7 +341,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         folder, target = Path(place), Path(place) / "target"
-        make_sources(folder)
+        make_sources(folder, WIDTH)
+        (folder / "tiny").mkdir()
+        make_sources(folder / "tiny", TINY)
         rows = [(table, name) for table in options.only for name in TABLES[table]]
         results: dict[tuple[str, str], list[Measured]] = {row: [] for row in rows}
         for index in range(options.rounds + 1):
