@@ -2,12 +2,13 @@
 
     python benchmarks/offline.py [--rounds 3] [--folder DIR] [--only diff copy thin]
 
-12 blocks with 100 M parameters, weights and Adam state in fp32 (1.2 GB). Every contestant runs in a process of its own, in turn,
-`rounds` times after one that does not count, so that a busy minute falls on all of them, and each after a run on tiny sources
-that imports what it needs. "convert": the sources are in the page cache, and nothing is flushed to the disk; `dcp_to_torch_save` is torch's own, and "torch.load of all shards" reads the files of
-four ranks, joins their slices and saves the result, as scripts of the field do. All others read from the disk, and flush what
-they write. The last row of each table is its floor, by which the times of the others are divided. "cpu s": the processor time of
-the call, on all cores. "Extra MiB": the highest resident size of the process during the call, over that before it.
+12 blocks with 100 M parameters, weights and Adam state in fp32 (1.2 GB). Every contestant runs in a process of its own, in
+turn, `rounds` times after one that does not count, so that a busy minute falls on all of them, and each after a run on tiny
+sources that imports what it needs. "convert": the sources are in the page cache, and nothing is flushed to the disk;
+`dcp_to_torch_save` is torch's own, and "torch.load of all shards" reads the files of four ranks, joins their slices and saves
+the result, as scripts of the field do. All others read from the disk, and flush what they write. The last row of each table is
+its floor, by which the times of the others are divided. "cpu s": the processor time of the call, on all cores. "Extra MiB": the
+highest resident size of the process during the call, over that before it.
 """
 
 from __future__ import annotations
