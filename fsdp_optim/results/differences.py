@@ -10,8 +10,7 @@ import torch
 
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.results.contents import TensorInfo
-
-_MOST_SHOWN = 4  # names of a list
+from fsdp_optim.results.shown import MOST_SHOWN
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class HyperparameterDiff:
     params: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return f"HyperparameterDiff({self.name}: {self.a} and {self.b}, <{shortened(self.params, _MOST_SHOWN)}>)"
+        return f"HyperparameterDiff({self.name}: {self.a} and {self.b}, <{shortened(self.params, MOST_SHOWN)}>)"
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ class DiffResult:
             parts.append(f"values=<{compared}, all equal>")
         else:
             within = f", {len(self.within)} within {self.tolerance:g}" if self.tolerance is not None else ""
-            worst = shortened((f"{value.name} {value.relative:.3g}" for value in differing), _MOST_SHOWN)
+            worst = shortened((f"{value.name} {value.relative:.3g}" for value in differing), MOST_SHOWN)
             parts.append(f"values=<{compared}, {len(differing)} differ{within}: {worst}>")
         if self.steps_differ:
             parts.append(f"steps={self.steps}")
@@ -210,7 +209,7 @@ class DiffResult:
             "hyperparameters": (f"{item.name}: {item.a} and {item.b}" for item in self.hyperparameters),
             "objects": (item.name for item in self.objects),
         }
-        parts += [f"{name}=<{text}>" for name, items in named.items() if (text := shortened(items, _MOST_SHOWN))]
+        parts += [f"{name}=<{text}>" for name, items in named.items() if (text := shortened(items, MOST_SHOWN))]
         return f"DiffResult({', '.join(parts)})"
 
 
