@@ -42,8 +42,8 @@ class ByFileOrPackage(LoadFileScheduling):
 @functools.cache
 def loaded_by(file: Path) -> str:
     """The modules that the ranks of a file find imported (`kit.forked`), as the file has them; empty for most files."""
-    found = re.search(r"^LOADED = (.*kit\.loaded\..*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(r"^LOADED = (.*kit\.loaded\..*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

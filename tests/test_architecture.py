@@ -250,7 +250,9 @@ class TestArrows(unittest.TestCase):
     def test_the_core_imports_nothing_else(self) -> None:
         """Not in a function either, nor for types; `tests/unit/test_core_alone.py` looks at what is loaded."""
         core = {room: uses for room, uses in ARROWS.items() if not is_among(room, NOT_CORE | DOORS)}
-        wrong = {room: found for room, uses in core.items() if (found := {u for u in uses if is_among(u, NOT_CORE)})}
+        wrong = {
+            room: imported for room, uses in core.items() if (imported := {u for u in uses if is_among(u, NOT_CORE)})
+        }
         assert not wrong, wrong
 
     def test_integrations_come_by_the_doors(self) -> None:
@@ -300,8 +302,8 @@ class TestArrows(unittest.TestCase):
         file = ROOT / "verbs" / "made_up.py"
         self.assertIn(f"{PACKAGE}.plan", imports_among(nodes(ast.parse(code)), file))
         is_at_import = code.startswith("from")
-        found = imports_among(nodes(ast.parse(code), at_import=True), file)
-        self.assertEqual(f"{PACKAGE}.plan" in found, is_at_import)
+        modules = imports_among(nodes(ast.parse(code), at_import=True), file)
+        self.assertEqual(f"{PACKAGE}.plan" in modules, is_at_import)
 
     def test_only_verbs_and_api_join_the_parts(self) -> None:
         for module, file in MODULES.items():
@@ -385,10 +387,10 @@ class TestArrows(unittest.TestCase):
         for module, file in MODULES.items():
             if floor_of(module) in ("transport", "adapters", "testing", "integrations"):
                 continue
-            found = {name for name in imports(file) if name.startswith("torch.distributed")}
+            imported = {name for name in imports(file) if name.startswith("torch.distributed")}
             if any(isinstance(node, ast.Attribute) and node.attr == "ProcessGroup" for node in nodes_of(file)):
-                found -= {"torch.distributed"}
-            assert found <= OF_DISTRIBUTED.get(module, set()), f"{module} imports {found}"
+                imported -= {"torch.distributed"}
+            assert imported <= OF_DISTRIBUTED.get(module, set()), f"{module} imports {imported}"
 
     def test_who_is_who_is_asked_in_transport_only(self) -> None:
         """`World` says which rank this is, so that ranks need not be processes. Adapters read the groups of wrappers."""
@@ -422,13 +424,13 @@ def is_budget(node: ast.AST) -> bool:
 
 def divisions_by_hand(tree: ast.AST) -> list[str]:
     """Where a budget is divided by another number than the bytes of an element."""
-    found = []
+    divisions = []
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Div, ast.RShift)):
             is_by_element = ast.unparse(node.right).endswith("itemsize")
             if is_budget(node.left) and not is_by_element:
-                found.append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
+                divisions.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return divisions
 
 
 RUN_PLANS = {
@@ -502,13 +504,13 @@ WRAPPERS = (
 
 class TestImport(unittest.TestCase):
     def test_importing_the_package_loads_no_wrapper(self) -> None:
-        bare, ours = loaded_by("import torch"), loaded_by(f"import {PACKAGE}")
-        more = ours - bare
+        bare, loaded = loaded_by("import torch"), loaded_by(f"import {PACKAGE}")
+        more = loaded - bare
         wrong = {name for name in more if f"{name}.".startswith(WRAPPERS)}
         assert not wrong, sorted(wrong)
-        assert f"{PACKAGE}.fairscale" not in ours
-        assert f"{PACKAGE}.testing" not in ours
-        assert not [name for name in ours if name.startswith(f"{PACKAGE}.integrations")]
+        assert f"{PACKAGE}.fairscale" not in loaded
+        assert f"{PACKAGE}.testing" not in loaded
+        assert not [name for name in loaded if name.startswith(f"{PACKAGE}.integrations")]
 
     def test_importing_the_package_is_cheap(self) -> None:
         """What a name needs is imported when the name is asked for: importing all of it takes half a second after torch."""

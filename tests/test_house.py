@@ -275,12 +275,12 @@ class TestHouse(unittest.TestCase):
             rf"^\s*(?:from|import)\s+(?:[\w. ]+,\s*)*(?:{'|'.join(sorted(shared))}|test_\w+|tests)\b", re.MULTILINE
         )
         files = sorted(tests.rglob("*.py"))
-        found = []
+        borrowed = []
         for file in [file for file in files if line.search(file.read_text())]:
             for node in ast.walk(tree_of(file)):
                 modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 for module in modules:
                     if module in shared or module.startswith(("test_", "tests.")):
-                        found.append(f"{file.relative_to(tests)}: {module}")
-        assert not found, found
+                        borrowed.append(f"{file.relative_to(tests)}: {module}")
+        assert not borrowed, borrowed

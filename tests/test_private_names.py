@@ -117,25 +117,25 @@ class TestPrivateNames(unittest.TestCase):
     def test_nobody_else_touches_what_others_keep_private(self) -> None:
         """Outside of the adapters, and of the plug-ins of trainers, a private name is one that this package has given."""
         files = {m: file for m, file in MODULES.items() if floor_of(m) not in ("adapters", "testing", "integrations")}
-        ours = {name for file in files.values() for name in names_given(file)}
+        given = {name for file in files.values() for name in names_given(file)}
         wrong = [
             f"{module}, line {line}: {name}"
             for module, file in files.items()
             for name, line in private_names_used(file)
             if name.startswith("_")
             and not name.startswith("__")
-            and name not in ours | OF_NAMED_TUPLES | PRIVATE_OF_TORCH.get(module, set())
+            and name not in given | OF_NAMED_TUPLES | PRIVATE_OF_TORCH.get(module, set())
         ]
         assert not wrong, wrong
 
     def test_a_private_name_is_known_to_one_adapter(self) -> None:
         """Nor do the integrations know it. Names that two wrappers have given alike, and torch's own, may be in several."""
         files = {m: file for m, file in MODULES.items() if floor_of(m) in ("adapters", "integrations")}
-        ours = {name for file in MODULES.values() for name in names_given(file)} | OF_NAMED_TUPLES
+        given = {name for file in MODULES.values() for name in names_given(file)} | OF_NAMED_TUPLES
         users: dict[str, set[str]] = {}
         for module, file in files.items():
             for name, _ in private_names_used(file):
-                if name.startswith("_") and not name.startswith("__") and name not in ours | IN_SEVERAL_ADAPTERS:
+                if name.startswith("_") and not name.startswith("__") and name not in given | IN_SEVERAL_ADAPTERS:
                     users.setdefault(name, set()).add(module)
         wrong = {name: used for name, used in users.items() if len(used) > 1}
         wrong = {

@@ -175,8 +175,8 @@ class ByHandTest(unittest.TestCase):
             ("head.weight", "state"),
             ("head.bias", "state"),
         ]
-        for found in run_on_ranks(frozen_then_wrapped, 2, wrapper):
-            self.assertEqual(found, wanted)
+        for listed in run_on_ranks(frozen_then_wrapped, 2, wrapper):
+            self.assertEqual(listed, wanted)
 
 
 def half_trained_flat(wrapper: str) -> list[tuple[str, str]]:
@@ -205,10 +205,10 @@ class DisagreeingTest(unittest.TestCase):
     def test_flat_parameters_refuse_them_by_both_names(self, wrapper: str) -> None:
         by_rank = run_on_ranks(half_trained_flat, 2, wrapper)
         for place, what in enumerate(("absent", "absent, scatter", "step", "step, scatter")):
-            check_refused(what, [mine[place] for mine in by_rank], "StateError", "stem.weight", "stem.bias")
-        check_refused("step", [mine[2] for mine in by_rank], "StateError", "3", "9")
+            check_refused(what, [errors[place] for errors in by_rank], "StateError", "stem.weight", "stem.bias")
+        check_refused("step", [errors[2] for errors in by_rank], "StateError", "3", "9")
 
     @parameterized.expand(("fairscale non-flat", "FSDP1 orig", "FSDP2", "HSDP", "FSDP2 x TP", "DDP", "plain"))
     def test_other_wrappers_keep_each_ones_own(self, wrapper: str) -> None:
-        for mine in run_on_ranks(half_trained_flat, 2, wrapper):
-            self.assertEqual(mine, [("", "")] * 4)
+        for errors in run_on_ranks(half_trained_flat, 2, wrapper):
+            self.assertEqual(errors, [("", "")] * 4)

@@ -106,15 +106,15 @@ def on_a_mesh(shape: tuple[int, ...], spec: Sequence[Placement]) -> tuple[nn.Mod
 
 def loads_of_a_value_with_a_cut_of_its_own() -> None:
     """It is cut as it was; where the new mesh cannot, as its parameter is. The strided cut goes along the mesh backwards."""
-    value, one, two = torch.arange(32.0).view(8, 4), (4,), (2, 2)
+    value, row, square = torch.arange(32.0).view(8, 4), (4,), (2, 2)
     copies, backwards = Replicate(), (_StridedShard(0, split_factor=2), Shard(0))
     for number, (saved, own, target, wanted) in enumerate(
         (
-            ((one, [Shard(0)]), [Shard(1)], (one, [Shard(0)]), (Shard(1),)),
-            ((one, [Shard(0)]), [Shard(1)], (two, [copies, Shard(0)]), (copies, Shard(0))),
-            ((two, [copies, copies]), [Shard(1), copies], (two, [Shard(0), copies]), (Shard(1), copies)),
-            ((two, [copies, copies]), [Shard(0), Shard(0)], (two, [copies, copies]), (Shard(0), Shard(0))),
-            ((two, [copies, copies]), backwards, (two, [copies, copies]), (copies, copies)),
+            ((row, [Shard(0)]), [Shard(1)], (row, [Shard(0)]), (Shard(1),)),
+            ((row, [Shard(0)]), [Shard(1)], (square, [copies, Shard(0)]), (copies, Shard(0))),
+            ((square, [copies, copies]), [Shard(1), copies], (square, [Shard(0), copies]), (Shard(1), copies)),
+            ((square, [copies, copies]), [Shard(0), Shard(0)], (square, [copies, copies]), (Shard(0), Shard(0))),
+            ((square, [copies, copies]), backwards, (square, [copies, copies]), (copies, copies)),
         )
     ):
         model, optim, mesh = on_a_mesh(*saved)
@@ -142,8 +142,8 @@ def check_replaced() -> None:
     for param in model.parameters():
         param.grad = param.detach().clone()
     optim.step()
-    found = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None)
-    check_same("weights", dict(found), {fqn: torch.zeros_like(value) for fqn, value in wanted.items()})
+    weights = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None)
+    check_same("weights", dict(weights), {fqn: torch.zeros_like(value) for fqn, value in wanted.items()})
     state = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name")["state"]
     check_same("state", {fqn: values["momentum_buffer"] for fqn, values in state.items()}, wanted)
 

@@ -98,9 +98,9 @@ def resume_experts(distribution: Distribution, verb: str) -> None:
         shard = model.get_shard_from_optim_state_dict(full, optim, name_of=name_of)
     else:
         source = len(distribution) - 1
-        mine = full if rank == source else None
+        given = full if rank == source else None
         shard = fsdp_optim.scatter_full_optim_state_dict(
-            model, optim, mine, source, options=fsdp_optim.CallOptions(name_of=name_of)
+            model, optim, given, source, options=fsdp_optim.CallOptions(name_of=name_of)
         )
     check_same(f"{verb} on rank {rank}", shard, trained, in_order=False)
     fsdp_optim.load_optim_state_dict(optim, shard)
@@ -198,8 +198,8 @@ def load_uncollected(verb: str) -> None:
             if verb == "shard":
                 shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, full)
             else:
-                mine = full if rank == source else None
-                shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source)
+                given = full if rank == source else None
+                shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, given, source)
         check_same(f"{verb} on rank {rank} of what rank {source} gathered", shard, wanted, in_order=False)
         if not any("experts.0.weight" in line and "no_broadcast_optim_state" in line for line in warnings):
             raise AssertionError(f"no warning on rank {rank}: {warnings}")

@@ -344,7 +344,9 @@ class DisagreementTest(unittest.TestCase):
     def test_error_names_both(self, name: str) -> None:
         full = disagreeing(name)
         by_rank = run_on_ranks(refused_in_all_ways, 2, Setup("mlp", units("2", "")), full)
-        for how, (error, changed) in itertools.chain.from_iterable(zip(HOWS, mine, strict=True) for mine in by_rank):
+        for how, (error, changed) in itertools.chain.from_iterable(
+            zip(HOWS, outcomes, strict=True) for outcomes in by_rank
+        ):
             self.assertRegex(error, r"^StateError: ", how)
             self.assertIn("2.weight", error, how)
             self.assertIn("2.bias", error, how)

@@ -51,10 +51,10 @@ SOON, LATER = cases()
 @functools.cache
 def problems(world_size: int, is_later: bool) -> dict[Case, list[str]]:
     """The differences of each case, by rank. One call runs all cases, because calls cost more than gathers."""
-    mine = [case for case in (LATER if is_later else SOON) if case[2] == world_size]
-    setups = [Setup(*WRAPPINGS[wrapping], optimizer) for optimizer, wrapping, _ in mine]
+    selected = [case for case in (LATER if is_later else SOON) if case[2] == world_size]
+    setups = [Setup(*WRAPPINGS[wrapping], optimizer) for optimizer, wrapping, _ in selected]
     by_rank = run_on_ranks(gather_problems, world_size, setups, world_size - 1)
-    return {case: [found[i] for found in by_rank] for i, case in enumerate(mine)}
+    return {case: [differences[i] for differences in by_rank] for i, case in enumerate(selected)}
 
 
 class MatrixTest(unittest.TestCase):

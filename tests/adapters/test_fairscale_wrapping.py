@@ -123,14 +123,14 @@ def train_for_real(
 def _train_one(setup: Setup, start: int, stops: tuple[int, ...], given: Saved | None) -> tuple[list[Saved], str]:
     try:
         wrapped = Wrapped(setup, values=given[1] if given else setup.values())
-        found = []
+        gathered = []
         if given:
             wrapped.load_shard(wrapped.shard_by("scatter", given[0]))
-            found.append(_gather_and_assemble(wrapped))
+            gathered.append(_gather_and_assemble(wrapped))
         for begin, end in zip((start, *stops), stops, strict=False):
             wrapped.train(range(begin, end))
-            found.append(_gather_and_assemble(wrapped))
-        return found, ""
+            gathered.append(_gather_and_assemble(wrapped))
+        return gathered, ""
     except Exception:
         return [], traceback.format_exc()
 
@@ -168,14 +168,14 @@ def all_straight(later: bool, world_size: int) -> list[dict[str, tuple[list[Save
 def straight(name: str) -> list[Saved]:
     """A training without a stop, gathered at SAVED and at END."""
     by_rank = all_straight(name in LATER, SIZES[name])
-    raise_problems([[mine[name][1]] for mine in by_rank], [name])
+    raise_problems([[trainings[name][1]] for trainings in by_rank], [name])
     return by_rank[0][name][0]
 
 
 @functools.cache
 def all_resumed(later: bool, saved: int, now: int) -> list[dict[str, tuple[list[Saved], str]]]:
-    found = all_straight(later, saved)[0]
-    given = {name: found[name][0][0] for name in names_of(list(found), saved, now) if not found[name][1]}
+    trainings = all_straight(later, saved)[0]
+    given = {name: trainings[name][0][0] for name in names_of(list(trainings), saved, now) if not trainings[name][1]}
     return run_on_ranks(train_for_real, now, list(given), SAVED, (END,), given)
 
 
@@ -183,18 +183,18 @@ def resumed(name: str, now: int) -> list[Saved]:
     """A resumed training, gathered right after the load and at END."""
     straight(name)
     by_rank = all_resumed(name in LATER, SIZES[name], now)
-    raise_problems([[mine[name][1]] for mine in by_rank], [name])
+    raise_problems([[trainings[name][1]] for trainings in by_rank], [name])
     return by_rank[0][name][0]
 
 
 @functools.cache
 def plain_training(name: str) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """State and parameters of the unwrapped training at SAVED and at END."""
-    plain, found = Plain(REAL[name], values=REAL[name].values()), []
+    plain, states = Plain(REAL[name], values=REAL[name].values()), []
     for steps in (range(SAVED), range(SAVED, END)):
         plain.train(steps)
-        found.append((copy.deepcopy(plain.by_name()), plain.values()))
-    return found
+        states.append((copy.deepcopy(plain.by_name()), plain.values()))
+    return states
 
 
 def rtol_for(name: str) -> float:

@@ -109,17 +109,17 @@ def placements_of(model_class: type[nn.Module], wrap: Wrap, rank: int) -> dict[s
     numbers.give(unwrapped)
     model = wrap(unwrapped)
     view = ModelReader(model).read()
-    found = {}
+    placements = {}
     for named in view.handles:
         held = numbers.read(local_of(named.handle.weights()))
         wanted = held.clamp(max=numbers.least - 1)  # elements that the adapter does not describe must be padding
         for fqn, placement in named.placements.items():
-            found[fqn] = placement
+            placements[fqn] = placement
             for offset, block in elements(placement, rank):
                 wanted[offset : offset + len(block)] = numbers.start[fqn] + block
         check_same(f"rank {rank}, {named.fqns}", held, wanted)
-    check_same("names", sorted(found), sorted(numbers.start))
-    return found
+    check_same("names", sorted(placements), sorted(numbers.start))
+    return placements
 
 
 def elements(placement: Placement, rank: int) -> Iterator[tuple[int, Tensor]]:

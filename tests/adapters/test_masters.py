@@ -52,20 +52,20 @@ def wanted(plain: Oracle) -> dict[str, Any]:
     return full
 
 
-def check_weights(one: Trained, plain: Oracle) -> None:
+def check_weights(training: Trained, plain: Oracle) -> None:
     """Raise unless the model has the masters' values in bf16."""
-    for param, right in zip(one.params, plain.model.parameters(), strict=True):
+    for param, right in zip(training.params, plain.model.parameters(), strict=True):
         check_same("a weight", param.detach(), right.detach().bfloat16())
 
 
 def gather_and_load() -> None:
     with use_adapters([MixedAdapter()]):
         rank, last = dist.get_rank(), dist.get_world_size() - 1
-        one = trained()
-        before = snapshot_of(one)
-        full, named = one.gather(None), one.gather(last, "name")
-        listed = dict(fsdp_optim.iter_full_optim_state(one.model, one.optim, last))
-        check_same("after gathering", snapshot_of(one), before)
+        training = trained()
+        before = snapshot_of(training)
+        full, named = training.gather(None), training.gather(last, "name")
+        listed = dict(fsdp_optim.iter_full_optim_state(training.model, training.optim, last))
+        check_same("after gathering", snapshot_of(training), before)
         check_full("gathered", full, wanted(oracle(STEPS)))
         if rank == last:
             check_same("by name", list(named["state"].values()), list(full["state"].values()))
@@ -74,25 +74,25 @@ def gather_and_load() -> None:
             target = trained(0)
             shard = target.shard(full) if way == "shard" else target.scatter(named, last)
             fsdp_optim.load_optim_state_dict(target.optim, shard)
-            check_same("the master", target.optim.master.detach(), one.optim.master.detach())
+            check_same("the master", target.optim.master.detach(), training.optim.master.detach())
             target.step(range(STEPS, STEPS + 2))
             check_full(f"{way}, trained on", target.gather(None), wanted(oracle(STEPS + 2)))
             check_weights(target, oracle(STEPS + 2))
         target = trained(0)
-        fsdp_optim.transfer_optim_state(one.model, one.optim, target.model, target.optim)
+        fsdp_optim.transfer_optim_state(training.model, training.optim, target.model, target.optim)
         check_full("transferred", target.gather(None), wanted(oracle(STEPS)))
 
 
-def snapshot_of(one: Trained) -> list[Any]:
-    return [snapshot(one), one.optim.master.detach().clone()]
+def snapshot_of(training: Trained) -> list[Any]:
+    return [snapshot(training), training.optim.master.detach().clone()]
 
 
 def save_to(path: Path) -> None:
     with use_adapters([MixedAdapter()]):
-        one = trained()
-        before = snapshot_of(one)
-        save(path, one)
-        check_same("after saving", snapshot_of(one), before)
+        training = trained()
+        before = snapshot_of(training)
+        save(path, training)
+        check_same("after saving", snapshot_of(training), before)
 
 
 def load_from(path: Path) -> None:
@@ -117,8 +117,8 @@ class Unnamed(MixedAdapter):
 
 def refused(adapter: Adapter, optim: type[MasterOptimizer]) -> tuple[str, str]:
     with use_adapters([adapter]):
-        one = trained(1, optim)
-        return error_text(lambda: one.gather(None))
+        training = trained(1, optim)
+        return error_text(lambda: training.gather(None))
 
 
 GATHERS = Table(gather_and_load, [(1,), (2,), (3,)])
@@ -150,8 +150,8 @@ class TestMasters(unittest.TestCase):
 
     def test_without_the_adapter(self) -> None:
         """The masters are no parameters of the model, and the error says so."""
-        one = trained(1)
-        name, text = error_text(lambda: one.gather(None))
+        training = trained(1)
+        name, text = error_text(lambda: training.gather(None))
         self.assertEqual(name, "WrapperError")
         self.assertIn("is not in the model", text)
 
@@ -171,10 +171,10 @@ class TestView(unittest.TestCase):
 
     def test_each_parameter_is_there_once(self) -> None:
         """Masters are in the order of the model; an optimizer without masters gets the unchanged view."""
-        mine = self.reader.read(optim=self.one.optim)
-        self.assertEqual(mine.order, self.view.order)
-        self.assertEqual([fqn for named in mine.handles for fqn in named.fqns], oracle(0).names)
-        self.assertEqual([named.handle.master for named in mine.handles], ["fp32"])
+        masters_view = self.reader.read(optim=self.one.optim)
+        self.assertEqual(masters_view.order, self.view.order)
+        self.assertEqual([fqn for named in masters_view.handles for fqn in named.fqns], oracle(0).names)
+        self.assertEqual([named.handle.master for named in masters_view.handles], ["fp32"])
         self.assertEqual([named.handle.master for named in self.view.handles], [None] * len(self.view.handles))
         self.assertIs(self.reader.read(optim=torch.optim.Adam(self.one.params)), self.view)
 

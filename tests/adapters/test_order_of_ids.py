@@ -103,13 +103,13 @@ def _ids_both_ways(what: str, wrapper: str, make: Callable[[Any], Any]) -> None:
     listed = [name for group in full["param_groups"] for name in group["param_names"]]
     check_same(f"{what}, names in groups", [n for g in named["param_groups"] for n in g["params"]], listed)
     check_same(f"{what}, state by name", list(named["state"]), listed)
-    found = fsdp_optim.iter_full_optim_state(
+    iterated = fsdp_optim.iter_full_optim_state(
         trained.model,
         trained.optim,
         None,
         options=fsdp_optim.CallOptions(process_group=trained.process_group, bucket_nbytes=64),
     )
-    check_same(f"{what}, iterated", [name for name, _ in found], listed)
+    check_same(f"{what}, iterated", [name for name, _ in iterated], listed)
 
     bare = oracle.optim.state_dict()
     for verb in ("shard", "scatter"):
@@ -119,9 +119,9 @@ def _ids_both_ways(what: str, wrapper: str, make: Callable[[Any], Any]) -> None:
 
     rekeyed = fsdp_optim.rekey_optim_state_dict(bare, trained.model, "name", optim=trained.optim)
     check_same(f"{what}, rekeyed to names", rekeyed["state"], _sorted(oracle, listed))
-    for one, model in (("unwrapped", plain.model), ("wrapped", trained.model)):
+    for form, model in (("unwrapped", plain.model), ("wrapped", trained.model)):
         back = fsdp_optim.rekey_optim_state_dict(named, model, "id")
-        check_full(f"{what}, rekeyed to ids with the {one} model", back, oracle.full())
+        check_full(f"{what}, rekeyed to ids with the {form} model", back, oracle.full())
     again = fsdp_optim.rekey_optim_state_dict(named, plain.model, "id", optim=plain.optim)
     check_full(f"{what}, rekeyed to ids with an optimizer", again, oracle.full())
 
@@ -136,8 +136,8 @@ def _as_one(wrapper: str) -> None:
     parts = parts_of(oracle.model)
     plain = adam([*parts["critic"], *parts["body"], *parts["head"]])
     plain.load_state_dict(full)
-    found = {name: dict(plain.state[param]) for name, param in oracle.model.named_parameters()}
-    check_same(f"{wrapper}, two optimizers as one", found, oracle.by_name())
+    loaded = {name: dict(plain.state[param]) for name, param in oracle.model.named_parameters()}
+    check_same(f"{wrapper}, two optimizers as one", loaded, oracle.by_name())
 
 
 def _sorted(oracle: Oracle, names: Iterable[str]) -> dict[str, Any]:
@@ -403,7 +403,7 @@ def between_orders() -> None:
 class OtherReadersTest(unittest.TestCase):
     def test_without_the_optimizer(self) -> None:
         by_rank = run_on_ranks(without_the_optimizer, 2)
-        check_refused("flat", [mine[0] for mine in by_rank], "StateError", "order of its own", "optim=")
+        check_refused("flat", [errors[0] for errors in by_rank], "StateError", "order of its own", "optim=")
 
     def test_transfer(self) -> None:
         run_on_ranks(between_orders, 2)
@@ -423,12 +423,12 @@ class OtherReadersTest(unittest.TestCase):
         oracle = Oracle(model=Parts)
         state, group = oracle.by_name(), oracle.optim.state_dict()["param_groups"][0]
         names = sorted(oracle.names, reverse=True)
-        theirs = {"state": state, "param_groups": [{**group, "params": names}]}
-        error = error_text(lambda: fsdp_optim.rekey_optim_state_dict(theirs, oracle.model, "id"))
+        foreign = {"state": state, "param_groups": [{**group, "params": names}]}
+        error = error_text(lambda: fsdp_optim.rekey_optim_state_dict(foreign, oracle.model, "id"))
         check_refused("neither order", [error], "StateError", "unknown", "optim=")
-        kept = fsdp_optim.rekey_optim_state_dict(theirs, oracle.model, "name")
+        kept = fsdp_optim.rekey_optim_state_dict(foreign, oracle.model, "name")
         check_same("by name", kept["param_groups"][0]["params"], names)
-        rekeyed = fsdp_optim.rekey_optim_state_dict(theirs, oracle.model, "id", optim=oracle.optim)
+        rekeyed = fsdp_optim.rekey_optim_state_dict(foreign, oracle.model, "id", optim=oracle.optim)
         check_full("with optim=", rekeyed, oracle.full())
 
     def test_further_keys_by_parameter_are_rekeyed(self) -> None:

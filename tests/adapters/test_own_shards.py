@@ -20,8 +20,8 @@ from fsdp_optim.testing import run_on_ranks
 
 def trip(kind: str) -> None:
     check_trip(SHARDS[kind])
-    one, plain = Trained(SHARDS[kind]), Trained("plain", steps=0)
-    fsdp_optim.transfer_optim_state(one.model, one.optim, plain.model, plain.optim)
+    sharded, plain = Trained(SHARDS[kind]), Trained("plain", steps=0)
+    fsdp_optim.transfer_optim_state(sharded.model, sharded.optim, plain.model, plain.optim)
     check_full("transferred to plain", plain.gather(None), Oracle().full())
     back = Trained(SHARDS[kind], steps=0)
     fsdp_optim.transfer_optim_state(plain.model, plain.optim, back.model, back.optim)
@@ -33,10 +33,10 @@ TRIPS = Table(trip, *some([(size, kind) for size in (4, 2, 1) for kind in SHARDS
 
 def save_to(path: Path) -> None:
     for kind in SHARDS:
-        one = Trained(SHARDS[kind])
-        before = snapshot(one)
-        save(path / kind, one)
-        check_same("after saving", snapshot(one), before)
+        sharded = Trained(SHARDS[kind])
+        before = snapshot(sharded)
+        save(path / kind, sharded)
+        check_same("after saving", snapshot(sharded), before)
 
 
 def load_from(path: Path) -> None:

@@ -113,14 +113,14 @@ def verbs_on(part: nn.Module, optim: Any, wrapped: nn.Module, folder: str) -> di
 
 
 def refuse_parts(folder: str) -> dict[str, dict[str, tuple[str, str]]]:
-    found = {}
+    refusals = {}
     with fairscale_on_cpu():
         for name, (make, _) in PARTS.items():
             wrapped, part = make()
-            found[name] = verbs_on(part, stepped(part.parameters()), wrapped, folder)
+            refusals[name] = verbs_on(part, stepped(part.parameters()), wrapped, folder)
             numbers = stepped(wrapped.parameters())  # the whole is still accepted
             fsdp_optim.gather_full_optim_state_dict(wrapped, numbers, key_by="name")
-    return found
+    return refusals
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +131,8 @@ def refused_parts() -> list[dict[str, dict[str, tuple[str, str]]]]:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_part_of_a_wrapped_model_is_refused(refused_parts: Any, name: str) -> None:
-    for rank, found in enumerate(refused_parts):
-        for verb, (kind, message) in found[name].items():
+    for rank, refusals in enumerate(refused_parts):
+        for verb, (kind, message) in refusals[name].items():
             assert kind == "WrapperError", f"{verb} on rank {rank}: {kind}: {message}"
             assert PARTS[name][1] in message, f"{verb} on rank {rank}: {message}"
             assert "pass the wrapped root" in message, f"{verb} on rank {rank}: {message}"
@@ -144,7 +144,7 @@ def test_part_of_a_wrapped_model_is_refused(refused_parts: Any, name: str) -> No
 def refuse_empty(folder: str) -> dict[str, tuple[str, str]]:
     """A wrapper that flattens takes all parameters out of the modules inside it."""
     where = Path(folder)
-    found = {}
+    refusals = {}
     whole = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
     saved = fsdp_optim.save(where / "whole", in_ddp(whole))
     with fairscale_on_cpu():
@@ -155,17 +155,17 @@ def refuse_empty(folder: str) -> dict[str, tuple[str, str]]:
         ]
         for name, net in nets.items():
             part = net if name == "fairscale" else net[0]
-            found[f"{name}, save"] = refusal(lambda: fsdp_optim.save(where / "part", part))  # noqa: B023
-            found[f"{name}, load"] = refusal(lambda: fsdp_optim.load(saved.path, part, strict=False))  # noqa: B023
+            refusals[f"{name}, save"] = refusal(lambda: fsdp_optim.save(where / "part", part))  # noqa: B023
+            refusals[f"{name}, load"] = refusal(lambda: fsdp_optim.load(saved.path, part, strict=False))  # noqa: B023
         del kept_alive
-    return found
+    return refusals
 
 
 def test_a_part_without_parameters_is_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for found in run_on_ranks(refuse_empty, 2, folder):
-            assert len(found) == 4, found
-            for call, (kind, message) in found.items():
+        for refusals in run_on_ranks(refuse_empty, 2, folder):
+            assert len(refusals) == 4, refusals
+            for call, (kind, message) in refusals.items():
                 assert kind == "WrapperError", f"{call}: {kind}: {message}"
                 assert "pass the wrapped root" in message, f"{call}: {message}"
         assert [path.name for path in Path(folder).iterdir()] == ["whole"]
@@ -176,7 +176,7 @@ def test_a_part_without_parameters_is_refused() -> None:
 
 def gather_wholes() -> dict[str, bool]:
     """Parts with whole parameters, or with sharded parameters that record their cut, are gathered correctly."""
-    found = {}
+    are_equal = {}
     net = Net()
     numbers = Numbers(net)
     numbers.give(net)
@@ -193,22 +193,22 @@ def gather_wholes() -> dict[str, bool]:
             own = local_of(optim.state[param]["exp_avg"])
             whole = optim.state[param]["exp_avg"]
             wanted = whole.full_tensor() if isinstance(whole, DTensor) else own
-            found[f"{name} {fqn}"] = torch.equal(full["state"][fqn]["exp_avg"], wanted)
-    return found
+            are_equal[f"{name} {fqn}"] = torch.equal(full["state"][fqn]["exp_avg"], wanted)
+    return are_equal
 
 
 def test_parts_that_are_whole_are_gathered() -> None:
-    for found in run_on_ranks(gather_wholes, 2):
-        assert len(found) >= 6, found
-        assert all(found.values()), found
+    for are_equal in run_on_ranks(gather_wholes, 2):
+        assert len(are_equal) >= 6, are_equal
+        assert all(are_equal.values()), are_equal
 
 
 def test_world_size_1() -> None:
     """A flattened parameter is refused on a single rank too; a parameter that is neither flattened nor cut is read."""
-    (found,) = run_on_ranks(on_one_rank, 1)
-    assert found["flat"][0] == "WrapperError"
-    assert "pass the wrapped root" in found["flat"][1]
-    assert found["whole"] == ("nothing", "was raised")
+    (outcomes,) = run_on_ranks(on_one_rank, 1)
+    assert outcomes["flat"][0] == "WrapperError"
+    assert "pass the wrapped root" in outcomes["flat"][1]
+    assert outcomes["whole"] == ("nothing", "was raised")
 
 
 def on_one_rank() -> dict[str, tuple[str, str]]:
@@ -244,7 +244,7 @@ class Norms(torch.optim.SGD):
 
 def refuse_partial(folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for form in ("plain", "list", "partial", "whole"):
         model = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 2))
         for param in model.parameters():
@@ -257,24 +257,24 @@ def refuse_partial(folder: str) -> dict[str, Any]:
         for param in model.parameters():
             if param is not last:
                 optim.state[param] = {"norm": torch.tensor(0.0)}
-        found[form] = {
+        outcomes[form] = {
             "gather": refusal(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim)),  # noqa: B023
             "iterate": refusal(lambda: list(fsdp_optim.iter_full_optim_state(model, optim))),  # noqa: B023
             "save": refusal(lambda: fsdp_optim.save(Path(folder) / form, model, optim)),  # noqa: B023
         }
         if form == "whole":
             full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name")
-            found["value"] = full["state"]["1.bias"]["norm"].item()
-    return found
+            outcomes["value"] = full["state"]["1.bias"]["norm"].item()
+    return outcomes
 
 
 def test_partial_dtensors_are_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for found in run_on_ranks(refuse_partial, 2, folder):
-            assert found.pop("value") == torch.ones(2).norm().item()
-            whole = found.pop("whole")
+        for outcomes in run_on_ranks(refuse_partial, 2, folder):
+            assert outcomes.pop("value") == torch.ones(2).norm().item()
+            whole = outcomes.pop("whole")
             assert set(whole.values()) == {("nothing", "was raised")}, whole
-            for form, by_verb in found.items():
+            for form, by_verb in outcomes.items():
                 for verb, (kind, message) in by_verb.items():
                     assert kind == "WrapperError", f"{form}, {verb}: {kind}: {message}"
                     assert "1.bias: norm" in message, message
@@ -305,7 +305,7 @@ def test_a_partial_value_in_a_sharded_dict_is_refused() -> None:
 
 def refuse_meta(folder: str) -> dict[str, tuple[str, str]]:
     where = Path(folder)
-    found = {}
+    refusals = {}
     solid = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     optim = stepped(solid.parameters())
     saved = fsdp_optim.save(where / "solid", fully_shard_on(solid), None)
@@ -324,19 +324,19 @@ def refuse_meta(folder: str) -> dict[str, tuple[str, str]]:
             fully_shard_on(model)
         group = dist.group.WORLD if name == "plain" else None
         optim = adam(model.parameters())
-        found[f"{name}: load"] = refusal(
+        refusals[f"{name}: load"] = refusal(
             lambda: fsdp_optim.load(saved.path, model, options=fsdp_optim.LoadOptions(process_group=group))  # noqa: B023
         )
-        found[f"{name}: save"] = refusal(
+        refusals[f"{name}: save"] = refusal(
             lambda: fsdp_optim.save(where / f"{name}", model, options=fsdp_optim.SaveOptions(process_group=group))  # noqa: B023
         )
         if name != "buffer":
-            found[f"{name}: gather"] = refusal(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))  # noqa: B023
-            found[f"{name}: scatter"] = refusal(
+            refusals[f"{name}: gather"] = refusal(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))  # noqa: B023
+            refusals[f"{name}: scatter"] = refusal(
                 lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full, 0)  # noqa: B023
             )
-            found[f"{name}: shard"] = refusal(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full))  # noqa: B023
-    return found
+            refusals[f"{name}: shard"] = refusal(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full))  # noqa: B023
+    return refusals
 
 
 def fully_shard_on(model: nn.Module) -> nn.Module:
@@ -348,8 +348,8 @@ META_NAMES = {"plain": "0.weight", "FSDP2": "0.weight", "last": "1.bias", "buffe
 
 def test_a_model_on_the_meta_device_is_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for rank, found in enumerate(run_on_ranks(refuse_meta, 2, folder)):
-            for call, (kind, message) in found.items():
+        for rank, refusals in enumerate(run_on_ranks(refuse_meta, 2, folder)):
+            for call, (kind, message) in refusals.items():
                 assert kind == "WrapperError", f"{call}: {kind}: {message}"
                 assert f"{META_NAMES[call.split(':')[0]]}: on rank" in message, f"{call} on rank {rank}: {message}"
                 assert "to_empty(" in message, message
@@ -404,15 +404,15 @@ def hybrid_on_groups(rows: list[list[int]], columns: list[list[int]]) -> dict[st
 
 
 def test_groups_that_are_not_known_ask_for_a_mesh() -> None:
-    for rank, found in enumerate(run_on_ranks(hybrid_on_groups, 4, [[0, 3], [1, 2]], [[0, 1], [2, 3]])):
-        for verb, (kind, message) in found.items():
+    for rank, refusals in enumerate(run_on_ranks(hybrid_on_groups, 4, [[0, 3], [1, 2]], [[0, 1], [2, 3]])):
+        for verb, (kind, message) in refusals.items():
             assert kind == "WrapperError", f"{verb} on rank {rank}: {kind}: {message}"
             assert "device_mesh=" in message, f"{verb} on rank {rank}: {message}"
 
 
 def test_groups_that_are_shifted_copies_are_read() -> None:
-    for found in run_on_ranks(hybrid_on_groups, 4, [[0, 2], [1, 3]], [[0, 1], [2, 3]]):
-        assert found["gather"] == ("nothing", "was raised"), found
+    for outcomes in run_on_ranks(hybrid_on_groups, 4, [[0, 2], [1, 3]], [[0, 1], [2, 3]]):
+        assert outcomes["gather"] == ("nothing", "was raised"), outcomes
 
 
 # ------------------------------------------------------------------------------------------ optimizers that shard by themselves
@@ -421,7 +421,7 @@ def test_groups_that_are_shifted_copies_are_read() -> None:
 def refuse_sharded_optimizers() -> dict[str, tuple[str, str]]:
     from fairscale.optim.oss import OSS
 
-    found = {}
+    outcomes = {}
     for name, make in {
         "ZeroRedundancyOptimizer": lambda params: ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=0.1),
         "OSS": lambda params: OSS(params, torch.optim.Adam, lr=0.1),
@@ -431,7 +431,7 @@ def refuse_sharded_optimizers() -> dict[str, tuple[str, str]]:
             param.grad = torch.ones_like(param)
         optim = make(list(model.parameters()))
         optim.step()
-        found[name] = refusal(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))  # noqa: B023
+        outcomes[name] = refusal(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))  # noqa: B023
         optim.consolidate_state_dict(0)
         if dist.get_rank() == 0:  # the way out that the message names
             full = optim.state_dict()
@@ -442,25 +442,25 @@ def refuse_sharded_optimizers() -> dict[str, tuple[str, str]]:
                 {"state": full["state"], "param_groups": full["param_groups"]},
             )
             plain.load_state_dict(full)
-            found[f"{name}, loaded"] = (str(len(shard["state"])), str(len(plain.state)))
-    return found
+            outcomes[f"{name}, loaded"] = (str(len(shard["state"])), str(len(plain.state)))
+    return outcomes
 
 
 def test_optimizers_that_shard_by_themselves_are_refused() -> None:
-    for rank, found in enumerate(run_on_ranks(refuse_sharded_optimizers, 2)):
+    for rank, outcomes in enumerate(run_on_ranks(refuse_sharded_optimizers, 2)):
         for name in ("ZeroRedundancyOptimizer", "OSS"):
-            kind, message = found[name]
+            kind, message = outcomes[name]
             assert kind == "WrapperError", f"{kind}: {message}"
             assert name in message, message
             assert "consolidate_state_dict()" in message, message
             if rank == 0:
-                assert found[f"{name}, loaded"] == ("2", "2")
+                assert outcomes[f"{name}, loaded"] == ("2", "2")
 
 
 def test_placements_that_are_no_reduction_are_read() -> None:
     """A replicated value in the state of a sharded parameter is not a partial value."""
-    for found in run_on_ranks(gather_replica, 2):
-        assert found
+    for is_equal in run_on_ranks(gather_replica, 2):
+        assert is_equal
 
 
 def gather_replica() -> bool:

@@ -141,10 +141,10 @@ def gather_replicas(flatten: bool) -> None:
         check_same(
             f"shard, {halves}", fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), wanted, in_order=False
         )
-        mine = full if rank == 2 else None
+        given = full if rank == 2 else None
         check_same(
             f"scatter, {halves}",
-            fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, 2),
+            fsdp_optim.scatter_full_optim_state_dict(model, optim, given, 2),
             wanted,
             in_order=False,
         )
@@ -241,8 +241,8 @@ def everything_on_the_last_two() -> list[tuple[str, str, float]] | None:
     wanted = frozen_copy(optim)
     check_same("shard", fresh.get_shard_from_optim_state_dict(full, fresh_optim), wanted, in_order=False)
     for source in (2, 3):
-        mine = full if dist.get_rank() == source else None
-        shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, mine, source)
+        given = full if dist.get_rank() == source else None
+        shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, given, source)
         check_same(f"scattered from rank {source}", shard, wanted, in_order=False)
     listed = dict(fsdp_optim.iter_full_optim_state(model, optim, recipient_rank=3))
     state = state_by_name(plain, plain_optim)
@@ -292,10 +292,10 @@ def two_models_of_the_same_ranks() -> None:
     """A generator and a discriminator: one call after the other, each with its own optimizer."""
     models = [on_group([0, 1]), on_group([0, 1], width=6)]
     for (model, optim, _), width in zip(models, (7, 6), strict=True):
-        found = dict(
+        iterated = dict(
             fsdp_optim.iter_full_optim_state(model, optim, None, options=fsdp_optim.CallOptions(bucket_nbytes=64))
         )
-        check_same(f"width {width}", found, state_by_name(*plain_net(model=Net(width))), in_order=False)
+        check_same(f"width {width}", iterated, state_by_name(*plain_net(model=Net(width))), in_order=False)
     for model, optim, _ in models:
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
         check_same(
@@ -305,16 +305,16 @@ def two_models_of_the_same_ranks() -> None:
 
 class TestOtherRoots(unittest.TestCase):
     def test_a_root_without_rank_0(self) -> None:
-        found = run_on_ranks(everything_on_the_last_two, 4)[2:]
-        for wrong, errors in zip((0, 1, 4, -1, 1), zip(*found, strict=True), strict=True):
+        by_rank = run_on_ranks(everything_on_the_last_two, 4)[2:]
+        for wrong, errors in zip((0, 1, 4, -1, 1), zip(*by_rank, strict=True), strict=True):
             check_alike(errors, "RankError", f"_rank {wrong}", "[2, 3]")
 
     def test_two_models_on_disjoint_groups_at_the_same_time(self) -> None:
         run_on_ranks(two_models_at_once, 4, rounds=3)
 
     def test_one_of_two_models_fails_and_the_other_does_not_notice(self) -> None:
-        found = run_on_ranks(one_of_two_models_fails, 4)
-        check_alike(found[2:], "StateError", "no state")
+        by_rank = run_on_ranks(one_of_two_models_fails, 4)
+        check_alike(by_rank[2:], "StateError", "no state")
 
     def test_two_models_of_the_same_ranks(self) -> None:
         run_on_ranks(two_models_of_the_same_ranks, 2)

@@ -182,7 +182,7 @@ def parts_that_differ() -> list[tuple[str, str]]:
         {"state": {**state, "head.bias": {**bias, "further": torch.zeros(3)}}},
     ]
     other = [{**given, **change} if dist.get_rank() == 1 else given for change in changes]
-    return [error_text(lambda one=one: trained.shard(one)) for one in other]  # type: ignore[misc]
+    return [error_text(lambda changed=changed: trained.shard(changed)) for changed in other]  # type: ignore[misc]
 
 
 class ShardedDictsTest(unittest.TestCase):
@@ -215,11 +215,11 @@ class ShardedDictsTest(unittest.TestCase):
 class BoxesTest(unittest.TestCase):
     def test_replicas_join_where_they_are_cut_alike(self) -> None:
         upper, lower = ((Block(Box((start, 0), (2, 3)), 0),) for start in (0, 2))
-        one, other = Boxes((4, 3), ((0, upper), (2, lower))), Boxes((4, 3), ((1, upper), (3, lower)))
-        self.assertEqual(one.join(other), Boxes((4, 3), ((0, upper), (1, upper), (2, lower), (3, lower))))
-        self.assertIsNone(one.join(Boxes((4, 3), ((1, lower),))))
-        self.assertIsNone(one.join(Boxes((4, 3), ((0, lower), (2, upper)))))
-        self.assertIsNone(one.join(Boxes((5, 3), one.by_rank)))
+        boxes, other = Boxes((4, 3), ((0, upper), (2, lower))), Boxes((4, 3), ((1, upper), (3, lower)))
+        self.assertEqual(boxes.join(other), Boxes((4, 3), ((0, upper), (1, upper), (2, lower), (3, lower))))
+        self.assertIsNone(boxes.join(Boxes((4, 3), ((1, lower),))))
+        self.assertIsNone(boxes.join(Boxes((4, 3), ((0, lower), (2, upper)))))
+        self.assertIsNone(boxes.join(Boxes((5, 3), boxes.by_rank)))
 
 
 if __name__ == "__main__":

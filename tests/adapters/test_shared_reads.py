@@ -61,9 +61,9 @@ def counted_groups() -> Iterator[Seen]:
 
 def check_once(name: str, call: Callable[[], Any], counted: Callable[[], Any]) -> Any:
     with counted() as seen:
-        found = call()
+        result = call()
     check_same(f"{name}: how often each is read", set(seen.values()), {1})
-    return found
+    return result
 
 
 WRAPS: dict[str, Any] = {

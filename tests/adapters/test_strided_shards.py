@@ -148,8 +148,8 @@ def beside_each_other(factor: int) -> list[str]:
 
 def all_placed() -> dict[str, list[str]]:
     leave_world()  # the real one, which is this process alone
-    found = {f"{mesh}, {placements}": distributed(mesh, placements) for mesh, placements in PLACED}
-    return found | {str(case): fully_sharded(*case) for case in OVER_TP}
+    by_case = {f"{mesh}, {placements}": distributed(mesh, placements) for mesh, placements in PLACED}
+    return by_case | {str(case): fully_sharded(*case) for case in OVER_TP}
 
 
 def in_no_group(fn: Callable[..., list[str]], *args: Any) -> list[str]:
@@ -160,9 +160,9 @@ def in_no_group(fn: Callable[..., list[str]], *args: Any) -> list[str]:
 
 class ElementsTest(unittest.TestCase):
     def test_every_element_on_every_rank(self) -> None:
-        (found,) = run_on_ranks(all_placed, 1)
-        self.assertEqual(len(found), len(PLACED) + len(OVER_TP))
-        for case, problems in found.items():
+        (by_case,) = run_on_ranks(all_placed, 1)
+        self.assertEqual(len(by_case), len(PLACED) + len(OVER_TP))
+        for case, problems in by_case.items():
             self.assertEqual(problems, [], case)
 
     def test_one_that_torch_has_cut_is_not_read_like_one_that_fully_shard_has_cut(self) -> None:

@@ -39,13 +39,13 @@ class Other(nn.Module):
 
 def on_group(kind: str, *memberships: list[int]) -> Callable[[nn.Module], Any]:
     """A wrapper over that group of ranks which this rank is in. All ranks of the world must call this."""
-    mine = next((ranks for ranks in memberships if dist.get_rank() in ranks), None)
+    own_ranks = next((ranks for ranks in memberships if dist.get_rank() in ranks), None)
     groups = [dist.new_group(ranks) for ranks in memberships]
     meshes = [DeviceMesh("cpu", ranks) for ranks in memberships]
     meshes_2d = [DeviceMesh("cpu", [[rank] for rank in ranks], mesh_dim_names=("r", "s")) for ranks in memberships]
-    if mine is None:
+    if own_ranks is None:
         return lambda model: model
-    place = memberships.index(mine)
+    place = memberships.index(own_ranks)
     group, mesh, mesh_of_replicas = groups[place], meshes[place], meshes_2d[place]
     wraps: dict[str, Callable[[Any], Any]] = {
         "FSDP1 flat": lambda model: in_fsdp1(model, process_group=group),
@@ -98,10 +98,10 @@ def two_models(kinds: tuple[str, str]) -> None:
     """Two independent trainings, on ranks 0, 2 and 1, 3."""
     with cpu():
         wraps = [on_group(kind, [0, 2], [1, 3]) for kind in kinds]
-        mine = dist.get_rank() % 2
-        model, make = ((Net, adam), (Other, sgd))[mine]
+        half = dist.get_rank() % 2
+        model, make = ((Net, adam), (Other, sgd))[half]
         for _ in range(3):
-            check_trip(wraps[mine], make, model, ranks=(mine, mine + 2))
+            check_trip(wraps[half], make, model, ranks=(half, half + 2))
 
 
 def one_of_two_is_late(kind: str) -> list[float]:

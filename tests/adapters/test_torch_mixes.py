@@ -40,16 +40,16 @@ def experts(kind: str, num_experts: int, num_groups: int) -> None:
         world = dist.get_world_size()
         per_group, each = world // num_groups, num_experts // num_groups
         group_of = [rank // per_group for rank in range(world)]
-        mine_of = [tuple(range(g * each, (g + 1) * each)) for g in group_of]
-        mine = mine_of[dist.get_rank()]
+        experts_of = [tuple(range(g * each, (g + 1) * each)) for g in group_of]
+        own_experts = experts_of[dist.get_rank()]
 
         def name_of(fqn: str, rank: int) -> str:
-            return global_name(mine_of[rank], fqn)
+            return global_name(experts_of[rank], fqn)
 
         oracle = Oracle(adam, STEPS, lambda: Experts(num_experts))
         ranks = tuple(range(per_group))
-        trained = train_experts(kind, mine, ranks, oracle, STEPS)
-        target = train_experts(kind, mine, ranks, oracle, 0)
+        trained = train_experts(kind, own_experts, ranks, oracle, STEPS)
+        target = train_experts(kind, own_experts, ranks, oracle, 0)
         full = trained.gather(None, collect="all", name_of=name_of)
         shard = target.shard(full, name_of=name_of)
         scattered = target.scatter(full, world - 1, name_of=name_of)

@@ -67,11 +67,11 @@ def step_both_ways(wrapper: str) -> None:
                 Trained(wrapper, make, prepare=freeze_stem, unused=("head.bias",), by_torch=by_torch)
                 for by_torch in (False, True)
             )
-            for what, one, other in (
+            for what, values, other in (
                 ("parameters", quick.params, slow.params),
                 *((f"state of {i}", *both) for i, both in enumerate(zip(state_of(quick), state_of(slow), strict=True))),
             ):
-                check_same(what, [described(value) for value in one], [described(value) for value in other])
+                check_same(what, [described(value) for value in values], [described(value) for value in other])
 
 
 def state_of(trained: Trained) -> list[Any]:
@@ -206,12 +206,12 @@ def factored(full: Any) -> Any:
     fsdp_optim.load_optim_state_dict(target.optim, target.shard(gathered))
     for param, other in zip(trained.params, target.params, strict=True):
         for name, value in trained.optim.state[param].items():
-            found = target.optim.state[other][name]
-            if type(found) is not type(value):
-                raise Differs(f"{names[id(param)]}: {name} is a {type(found).__name__}, not a {type(value).__name__}")
-            if isinstance(value, DTensor) and (found.placements, found.shape) != (value.placements, value.shape):
-                raise Differs(f"{names[id(param)]}: {name} is {found.placements}, not {value.placements}")
-            check_same(f"{names[id(param)]}: {name}", local_of(found), local_of(value))
+            loaded = target.optim.state[other][name]
+            if type(loaded) is not type(value):
+                raise Differs(f"{names[id(param)]}: {name} is a {type(loaded).__name__}, not a {type(value).__name__}")
+            if isinstance(value, DTensor) and (loaded.placements, loaded.shape) != (value.placements, value.shape):
+                raise Differs(f"{names[id(param)]}: {name} is {loaded.placements}, not {value.placements}")
+            check_same(f"{names[id(param)]}: {name}", local_of(loaded), local_of(value))
     return gathered
 
 
@@ -226,11 +226,11 @@ def check_close(what: str, got: Any, wanted: Any) -> None:
         if list(got["state"][key]) != list(values):
             raise Differs(f"{what}: {key} has {list(got['state'][key])}, not {list(values)}")
         for name, value in values.items():
-            found = got["state"][key][name]
-            if found.shape != value.shape or found.dtype != value.dtype:
-                raise Differs(f"{what}: {name} of {key}: {found.dtype} {list(found.shape)}, not {list(value.shape)}")
-            if not torch.allclose(found, value, rtol=1e-3, atol=1e-5):
-                raise Differs(f"{what}: {name} of {key} differs by {float((found - value).abs().max())}")
+            tensor = got["state"][key][name]
+            if tensor.shape != value.shape or tensor.dtype != value.dtype:
+                raise Differs(f"{what}: {name} of {key}: {tensor.dtype} {list(tensor.shape)}, not {list(value.shape)}")
+            if not torch.allclose(tensor, value, rtol=1e-3, atol=1e-5):
+                raise Differs(f"{what}: {name} of {key} differs by {float((tensor - value).abs().max())}")
 
 
 def adafactor_steps() -> str:
@@ -296,7 +296,7 @@ class RefusedTest(unittest.TestCase):
     def test_lbfgs_is_refused_by_name(self, wrapper: str) -> None:
         by_rank = run_on_ranks(lbfgs, 2, wrapper)
         for place, verb in enumerate(("gather", "shard", "scatter")):
-            check_refused(verb, [mine[place] for mine in by_rank], "WrapperError", "LBFGS")
+            check_refused(verb, [errors[place] for errors in by_rank], "WrapperError", "LBFGS")
 
 
 # ------------------------------------------------------------------------------------------- several optimizers
@@ -391,5 +391,5 @@ class SeveralTest(unittest.TestCase):
         run_on_ranks(several, 2, wrapper)
 
     def test_a_list_of_another_length_is_refused(self) -> None:
-        for mine in run_on_ranks(other_number, 2, "FSDP2"):
-            self.assertEqual(mine[0][0], "StateError", mine)
+        for errors in run_on_ranks(other_number, 2, "FSDP2"):
+            self.assertEqual(errors[0][0], "StateError", errors)

@@ -40,8 +40,8 @@ ShardOrderEntry: Any = getattr(specs, "ShardOrderEntry", None)
 def trip(kind: str) -> None:
     wrap, _ = UNEVEN[kind]
     check_trip(wrap)
-    one, plain = Trained(wrap), Trained("plain", steps=0)
-    fsdp_optim.transfer_optim_state(one.model, one.optim, plain.model, plain.optim)
+    uneven, plain = Trained(wrap), Trained("plain", steps=0)
+    fsdp_optim.transfer_optim_state(uneven.model, uneven.optim, plain.model, plain.optim)
     check_full("transferred to plain", plain.gather(None), Oracle().full())
     back = Trained(wrap, steps=0)
     fsdp_optim.transfer_optim_state(plain.model, plain.optim, back.model, back.optim)
@@ -53,10 +53,10 @@ TRIPS = Table(trip, *some([(size, kind) for kind, (_, sizes) in UNEVEN.items() f
 
 def save_to(path: Path, kinds: list[str]) -> None:
     for kind in kinds:
-        one = Trained(UNEVEN[kind][0])
-        before = snapshot(one)
-        save(path / kind, one)
-        check_same("after saving", snapshot(one), before)
+        uneven = Trained(UNEVEN[kind][0])
+        before = snapshot(uneven)
+        save(path / kind, uneven)
+        check_same("after saving", snapshot(uneven), before)
 
 
 def load_from(path: Path, saved: list[str], kinds: list[str]) -> None:

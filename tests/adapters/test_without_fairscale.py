@@ -155,10 +155,12 @@ class WithoutFairscaleTest(InFolder):
             start(ON_A_RANK, preload=WITHOUT_FAIRSCALE, environment={**os.environ, **common, "RANK": str(rank)})
             for rank in range(2)
         ]
-        for one in started:
-            one.wait(300)
-        for rank, one in enumerate(started):
-            self.assertEqual((one.returncode, one.stdout.strip()), (0, "all done"), f"rank {rank}: {one.stderr}")
+        for process in started:
+            process.wait(300)
+        for rank, process in enumerate(started):
+            self.assertEqual(
+                (process.returncode, process.stdout.strip()), (0, "all done"), f"rank {rank}: {process.stderr}"
+            )
 
     def test_imports_completion_and_help_do_not_look_for_it(self) -> None:
         for hidden in (True, False):

@@ -84,12 +84,12 @@ def kept_in(kind: str, root: Path) -> None:
         of_plain.state.update({param: state[name] for name, param in plain.named_parameters()})
         full = of_plain.state_dict()
         full["param_groups"][0]["param_names"] = list(state)
-        one, optim = trained(kind)
-        optim.load_state_dict(fsdp_optim.scatter_full_optim_state_dict(one, optim, full))
+        wrapped, optim = trained(kind)
+        optim.load_state_dict(fsdp_optim.scatter_full_optim_state_dict(wrapped, optim, full))
         world = {"process_group": torch.distributed.group.WORLD, "durable": False}
-        fsdp_optim.save(root / "it", one, optim, **as_options(fsdp_optim.SaveOptions, **world))  # type: ignore[arg-type]
+        fsdp_optim.save(root / "it", wrapped, optim, **as_options(fsdp_optim.SaveOptions, **world))  # type: ignore[arg-type]
         check_same("saved", dict(sorted(load_file(root / "it" / "model.safetensors").items())), wanted)
-        gathered = fsdp_optim.gather_full_optim_state_dict(one, optim, None, key_by="name")
+        gathered = fsdp_optim.gather_full_optim_state_dict(wrapped, optim, None, key_by="name")
         check_same("state", dict(sorted(gathered["state"].items())), dict(sorted(state.items())))
         other, other_optim = trained(kind, seed=1)
         fsdp_optim.load(root / "it", other, other_optim, options=fsdp_optim.LoadOptions(compare=True))

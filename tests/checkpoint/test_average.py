@@ -47,8 +47,12 @@ def rounded(value: float, dtype: torch.dtype) -> Tensor:
     kind = BITS[dtype.itemsize]
     bits = int(about.view(kind))
     near = [torch.tensor(bits + by, dtype=torch.int64).to(kind).view(dtype) for by in (-1, 0, 1)]
-    finite = [one for one in near if one.float().isfinite() and (one.float() >= 0) == (about.float() >= 0)]
-    return min(finite, key=lambda one: (abs(Fraction(one.item()) - Fraction(value)), int(one.view(kind)) & 1))
+    finite = [
+        element for element in near if element.float().isfinite() and (element.float() >= 0) == (about.float() >= 0)
+    ]
+    return min(
+        finite, key=lambda element: (abs(Fraction(element.item()) - Fraction(value)), int(element.view(kind)) & 1)
+    )
 
 
 def averaged(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -258,11 +262,11 @@ class AverageTest(SharedFolder):
     def test_moments_of_files_of_torch(self) -> None:
         """The optimizers of other formats, whose kinds are inferred, in any place of the list."""
         runs = [trained(0), trained(1)]
-        ours = [save(self.folder / f"ours-{seed}", *run) for seed, run in enumerate(runs)]
+        sources = [save(self.folder / f"ours-{seed}", *run) for seed, run in enumerate(runs)]
         for seed in range(2):
             target = self.folder / f"torch-{seed}"
-            fsdp_optim.convert(ours[seed], target, format=TorchFiles(key_by="name"), options=QUICK)
-        self.average(ours, moments="average")
+            fsdp_optim.convert(sources[seed], target, format=TorchFiles(key_by="name"), options=QUICK)
+        self.average(sources, moments="average")
         wanted = {half: load_file(self.folder / "average" / f"{half}.safetensors") for half in ("model", "optim")}
         for first, second in (("ours-0", "torch-1"), ("torch-0", "ours-1"), ("torch-0", "torch-1")):
             done = fsdp_optim.average(

@@ -45,7 +45,7 @@ class Wide(nn.Module):
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, collections.Counter[str]]]:
     """Bytes that this process reads from and writes to each file through `os`, by the file's name."""
-    found = {"read": collections.Counter[str](), "written": collections.Counter[str]()}
+    counts = {"read": collections.Counter[str](), "written": collections.Counter[str]()}
     lock = threading.Lock()
 
     def counting(name: str, which: str) -> Any:
@@ -55,7 +55,7 @@ def counted() -> Iterator[dict[str, collections.Counter[str]]]:
             result = real(fd, *args)
             file = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
             with lock:
-                found[which][file] += result if isinstance(result, int) else len(result)
+                counts[which][file] += result if isinstance(result, int) else len(result)
             return result
 
         return mock.patch.object(os, name, call)
@@ -65,7 +65,7 @@ def counted() -> Iterator[dict[str, collections.Counter[str]]]:
             stack.enter_context(counting(name, "read"))
         for name in ("pwrite", "pwritev", "write"):
             stack.enter_context(counting(name, "written"))
-        yield found
+        yield counts
 
 
 def tensor_bytes(counts: Mapping[str, int]) -> int:
@@ -91,26 +91,26 @@ CUT_ANEW = ("fairscale flat", "FSDP2", "HSDP")
 
 
 def bytes_written(root: Path, wrappers: Sequence[str]) -> dict[str, dict[str, int]]:
-    found = {}
+    by_wrapper = {}
     for wrapper in wrappers:
         with cpu():
             trained = Trained(wrapper, steps=1, model=Wide)
             with counted() as counts:
                 save(root / f"{wrapper} {dist.get_world_size()}", trained)
-            found[wrapper] = {f: n for f, n in counts["written"].items() if tensor_bytes({f: n})}
-    return found
+            by_wrapper[wrapper] = {f: n for f, n in counts["written"].items() if tensor_bytes({f: n})}
+    return by_wrapper
 
 
 def bytes_read(root: Path, size: int, wrappers: Sequence[str]) -> dict[str, tuple[int, int]]:
     """By wrapper: read, and said to be read."""
-    found = {}
+    by_wrapper = {}
     for wrapper in wrappers:
         with cpu():
             target = Trained(wrapper, steps=0, model=Wide)
             with counted() as counts:
                 restored = load(root / f"{wrapper} {size}", target)
-            found[wrapper] = (tensor_bytes(counts["read"]), restored.nbytes)
-    return found
+            by_wrapper[wrapper] = (tensor_bytes(counts["read"]), restored.nbytes)
+    return by_wrapper
 
 
 class BytesTest(unittest.TestCase):
@@ -139,17 +139,17 @@ class BytesTest(unittest.TestCase):
                 wrong.append(f"{wrapper}: {data} bytes and {heads} of headers, written {by_rank}, {sum(by_rank)}")
             if max(by_rank) > 1.1 * data / 4 + heads:
                 wrong.append(f"{wrapper}: {data} bytes, written not evenly: {by_rank}")
-            for size, found in by_size.items():
-                if wrapper not in found[0]:
+            for size, reports in by_size.items():
+                if wrapper not in reports[0]:
                     continue
                 heads, data = sizes[f"{wrapper} {size}"]
-                by_rank, said = ([counts[wrapper][i] for counts in found] for i in (0, 1))
+                by_rank, said = ([counts[wrapper][i] for counts in reports] for i in (0, 1))
                 where = f"{wrapper}, saved by {size}, loaded by 4: {data} bytes and {heads} of headers, read {by_rank}"
                 if not data <= sum(by_rank) <= 1.05 * data + 4 * heads:
                     wrong.append(f"{where}, {sum(by_rank)}")
                 if max(by_rank) > 1.1 * data / 4 + heads:
                     wrong.append(f"{where}: not evenly")
-                if not all(data / 4.4 <= one <= read for one, read in zip(said, by_rank, strict=True)):
+                if not all(data / 4.4 <= stated <= read for stated, read in zip(said, by_rank, strict=True)):
                     wrong.append(f"{where}, said {said}")
         self.assertEqual(wrong, [])
 

@@ -217,12 +217,12 @@ class StateDtypeTest(unittest.TestCase):
     def test_what_the_live_optimizer_has_decides(self) -> None:
         """A floating value never becomes a whole number, which would drop its elements' fractions."""
         lives = (torch.float32, torch.bfloat16, torch.int8, None)
-        found = []
+        dtypes = []
         for dtype in lives:
             live = {"moment": torch.zeros(3, dtype=dtype)} if dtype is not None else {}
             fqns, handle = ("a",), SimpleNamespace(weights_dtype=torch.bfloat16)
             param: Any = SimpleNamespace(state=live, named=SimpleNamespace(fqns=fqns), handle=handle, group_index=0)
             optim: Any = SimpleNamespace(classes=())
             weights: Any = {"a": SimpleNamespace(dtype="float32")}
-            found.append(casting.state_dtype(optim, param, "moment", torch.float32, weights))
-        self.assertEqual(found, [torch.float32, torch.bfloat16, torch.float32, torch.float32])
+            dtypes.append(casting.state_dtype(optim, param, "moment", torch.float32, weights))
+        self.assertEqual(dtypes, [torch.float32, torch.bfloat16, torch.float32, torch.float32])

@@ -50,7 +50,7 @@ def measured(root: Path, wrapper: str, size: str) -> dict[str, tuple[float, floa
     """By the dtypes and the call: the MiB that it took at most on this rank, and the MiB that it wrote."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
     wrap, contiguous = WRAPPERS[wrapper]
-    found = {}
+    peaks = {}
     with cpu():
         for (before, after), verb in itertools.product(DTYPES, ("save", "async_save")):
 
@@ -67,8 +67,8 @@ def measured(root: Path, wrapper: str, size: str) -> dict[str, tuple[float, floa
                 return peak.mib, saved.nbytes_written / MIB
 
             call(2, (16, 16))  # which starts what stays: threads, connections, modules
-            found[f"{before} -> {after}, {verb}"] = call(*SHAPES[size])
-    return found
+            peaks[f"{before} -> {after}, {verb}"] = call(*SHAPES[size])
+    return peaks
 
 
 class CastMemoryTest(unittest.TestCase):
@@ -84,8 +84,8 @@ class CastMemoryTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             by_rank = self.pool.run(measured, 2, Path(folder), wrapper, size)
         wrong = []
-        for rank, found in enumerate(by_rank):
-            for name, (mib, written) in found.items():
+        for rank, peaks in enumerate(by_rank):
+            for name, (mib, written) in peaks.items():
                 at_most = BUCKET + SLACK + (written if name.endswith("async_save") else 0)
                 wrong += [f"rank {rank}, {name}: {mib:.1f} of {at_most:.1f} MiB"] if mib > at_most else []
         if wrong:

@@ -44,7 +44,7 @@ def lossy(name: str) -> Any:
     """Loads everything, but one number of one value, or of a group."""
 
     def load_and_lose(optim: Any, *args: Any, **kwargs: Any) -> Any:
-        found = load_shard(optim, *args, **kwargs)
+        result = load_shard(optim, *args, **kwargs)
         values = next((state for state in reversed(optim.state.values()) if name in state), optim.param_groups[-1])
         if isinstance(values[name], Tensor):
             local_of(values[name]).view(-1)[-1] += 1
@@ -52,24 +52,24 @@ def lossy(name: str) -> Any:
             values[name][0] = 0.25
         else:
             values[name] *= 2
-        return found
+        return result
 
     return mock.patch("fsdp_optim.verbs.load_state.load_shard", load_and_lose)
 
 
 def load_and_lose(path: Path, wrapper: str) -> dict[str, list[tuple[str, str]]]:
     """By what is lost: everything loaded, checked; something lost, unchecked; checked; and the rate said to be kept."""
-    found = {}
+    errors = {}
     with cpu():
         for name in LOST:
             target = Trained(wrapper, Blockwise, steps=0)
-            found[name] = [error_text(lambda: load(path, target, compare=True))]  # noqa: B023
+            errors[name] = [error_text(lambda: load(path, target, compare=True))]  # noqa: B023
             with lossy(name):
-                found[name] += [
+                errors[name] += [
                     error_text(lambda: load(path, target, **options))  # noqa: B023
                     for options in ({}, {"compare": True}, {"compare": True, "keep_hyperparameters": ("lr",)})
                 ]
-    return found
+    return errors
 
 
 LOST = ("absmax", "codes", "table", "lr", "step", "moment")
@@ -84,12 +84,12 @@ def load_forgetful(path: Path, wrapper: str, kind: type[Forgetful], check: bool)
 def load_damaged(path: Path, wrapper: str) -> dict[str, tuple[str, str]]:
     with cpu():
         target = Trained(wrapper, steps=1, model=Whole)
-        before, found = everything(target), {}
-        found["verified"] = error_text(lambda: load(path, target))
+        before, errors = everything(target), {}
+        errors["verified"] = error_text(lambda: load(path, target))
         check_same("after the refusal", everything(target), before)
-        found["not verified"] = error_text(lambda: load(path, target, verify=False))
-        found["checked"] = error_text(lambda: load(path, target, verify=False, compare=True))
-        return found
+        errors["not verified"] = error_text(lambda: load(path, target, verify=False))
+        errors["checked"] = error_text(lambda: load(path, target, verify=False, compare=True))
+        return errors
 
 
 class Untied(Tied):
@@ -137,7 +137,7 @@ class CheckTest(InFolder):
         run_on_ranks(save_trained, 2, self.path, wrapper, {"make": Blockwise})
         by_rank = run_on_ranks(load_and_lose, 2, self.path, wrapper)
         for name in LOST:
-            honest, unchecked, checked, kept = zip(*(one[name] for one in by_rank), strict=True)
+            honest, unchecked, checked, kept = zip(*(errors[name] for errors in by_rank), strict=True)
             check_same(f"{name}, honest", honest, (("", ""),) * 2)
             check_same(f"{name}, unchecked", unchecked, (("", ""),) * 2)
             check_refused(f"{name}, lost", checked, "CheckpointError", name)
@@ -161,10 +161,10 @@ class CheckTest(InFolder):
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {"model": Whole})
         self.flip(self.path / f"{stem}.safetensors", name)
         by_rank = run_on_ranks(load_damaged, 3, self.path, wrapper)
-        check_refused("verified", [one["verified"] for one in by_rank], "CheckpointError", f"{stem}.safetensors")
-        self.assertEqual([one["not verified"] for one in by_rank], [("", "")] * 3)
+        check_refused("verified", [errors["verified"] for errors in by_rank], "CheckpointError", f"{stem}.safetensors")
+        self.assertEqual([errors["not verified"] for errors in by_rank], [("", "")] * 3)
         named = name.removeprefix("state.").rpartition(".")[0]
-        check_refused("checked", [one["checked"] for one in by_rank], "CheckpointError", named)
+        check_refused("checked", [errors["checked"] for errors in by_rank], "CheckpointError", named)
 
     def flip(self, file: Path, name: str) -> None:
         """One bit of the last byte of that tensor."""

@@ -52,53 +52,53 @@ def is_claimed(path: Path) -> bool:
 
 def save_in_parts(root: Path, parts: list[list[int]], kind: str) -> dict[str, Any]:
     """Each part of the ranks has a model of its own, and all save to one path: at once, then one after the other."""
-    meeting, me, found = Meeting(), dist.get_rank(), {}
+    meeting, me, outcomes = Meeting(), dist.get_rank(), {}
     meshes = [DeviceMesh("cpu", ranks) for ranks in parts]
-    mine = next(i for i, ranks in enumerate(parts) if me in ranks)
+    own_part = next(i for i, ranks in enumerate(parts) if me in ranks)
     with cpu(), Lines() as lines:
-        one = Trained(lambda model: in_fsdp2(model, meshes[mine]), steps=1)
+        trained = Trained(lambda model: in_fsdp2(model, meshes[own_part]), steps=1)
 
         def save(path: Path, **options: Any) -> tuple[str, str]:
-            options = {"extra": mine, "durable": False, "progress": False, "timeout": 30.0, **options}
+            options = {"extra": own_part, "durable": False, "progress": False, "timeout": 30.0, **options}
 
             def call() -> None:
                 if kind == "async_save":
                     fsdp_optim.async_save(
-                        path, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options)
+                        path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options)
                     ).wait(60)
                 else:
-                    fsdp_optim.save(path, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options))
+                    fsdp_optim.save(path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
             return error_text(call)
 
         meeting.tell(0)
-        found["at once"] = save(root / "once", overwrite=True)
+        outcomes["at once"] = save(root / "once", overwrite=True)
         meeting.tell(0)
-        found["after each other"] = ("", "")
+        outcomes["after each other"] = ("", "")
         for number in range(len(parts)):
-            if number == mine:
-                found["after each other"] = save(root / "turns", overwrite=True)
+            if number == own_part:
+                outcomes["after each other"] = save(root / "turns", overwrite=True)
             meeting.tell(0)
-        found["warnings"] = list(lines.found)
-        own = [save(root / f"own-{mine}-{number}", overwrite=number == 1) for number in (0, 1, 1, 2, 3)]
-        found["paths of their own"] = [text for _, text in own]
+        outcomes["warnings"] = list(lines.found)
+        own = [save(root / f"own-{own_part}-{number}", overwrite=number == 1) for number in (0, 1, 1, 2, 3)]
+        outcomes["paths of their own"] = [text for _, text in own]
         meeting.tell(0)
-        paths = [root / "once", root / "turns", *(root / f"own-{mine}-{number}" for number in range(4))]
-        found["claims"] = [is_claimed(path) for path in paths]
+        paths = [root / "once", root / "turns", *(root / f"own-{own_part}-{number}" for number in range(4))]
+        outcomes["claims"] = [is_claimed(path) for path in paths]
         lines.found.clear()
-        save(root / f"told-{mine}", process_group=meshes[mine].get_group())
-        found["warnings, told"] = list(lines.found)
+        save(root / f"told-{own_part}", process_group=meshes[own_part].get_group())
+        outcomes["warnings, told"] = list(lines.found)
         meeting.tell(0)
-        taken = root / "taken" if mine == 0 else root / "free"
-        if mine == 0 and me == parts[0][0]:
+        taken = root / "taken" if own_part == 0 else root / "free"
+        if own_part == 0 and me == parts[0][0]:
             taken.mkdir()
             (taken / "mine").touch()
         meeting.tell(0)
         save(taken)  # the claim of a save that fails is given back
         meeting.tell(0)
-        found["after a failure"] = save(root / "taken", overwrite=True)[1] if mine == 1 else ""
+        outcomes["after a failure"] = save(root / "taken", overwrite=True)[1] if own_part == 1 else ""
         meeting.tell(0)
-    return found
+    return outcomes
 
 
 class JobTest(InFolder):
@@ -110,11 +110,11 @@ class JobTest(InFolder):
         ]
     )
     def test_different_ranks_of_one_job(self, name: str, parts: list[list[int]], kind: str) -> None:
-        found = run_on_ranks(save_in_parts, 2 * len(parts[0]), self.root, parts, kind)
-        leaders = [found[ranks[0]] for ranks in parts]
+        by_rank = run_on_ranks(save_in_parts, 2 * len(parts[0]), self.root, parts, kind)
+        leaders = [by_rank[ranks[0]] for ranks in parts]
         for ranks in parts:
             for rank in ranks[1:]:
-                check_same("on both ranks", found[rank]["at once"], found[ranks[0]]["at once"])
+                check_same("on both ranks", by_rank[rank]["at once"], by_rank[ranks[0]]["at once"])
         for what, place in (("at once", "once"), ("after each other", "turns")):
             errors = [leader[what] for leader in leaders]
             check_same(what, sorted(kind for kind, _ in errors), ["", "CheckpointError"])
@@ -123,12 +123,12 @@ class JobTest(InFolder):
             for word in (str(self.root / place), "process_group=", *(str(ranks) for ranks in parts)):
                 self.assertIn(word, text)
             check_same("there", fsdp_optim.load(self.root / place).state["extra"], winner)
-        for rank, one in enumerate(found):
-            check_same("paths of their own", one["paths of their own"], ["", "", "", "", ""])
-            check_same("paths that are claimed", one["claims"], [False] * 5 + [True])  # so that no keys add up
-            check_same("warnings where it was told", one["warnings, told"], [])
-            check_same("warnings", bool(one["warnings"]), name == "alone")
-            for line in one["warnings"]:
+        for rank, outcomes in enumerate(by_rank):
+            check_same("paths of their own", outcomes["paths of their own"], ["", "", "", "", ""])
+            check_same("paths that are claimed", outcomes["claims"], [False] * 5 + [True])  # so that no keys add up
+            check_same("warnings where it was told", outcomes["warnings, told"], [])
+            check_same("warnings", bool(outcomes["warnings"]), name == "alone")
+            for line in outcomes["warnings"]:
                 for word in (f"rank {rank}", "process_group=", str(self.root)):
                     self.assertIn(word, line)
         self.assertIn("is not a checkpoint", leaders[1]["after a failure"])
@@ -161,8 +161,8 @@ class NotInitializedTest(InFolder):
 def one_by_one(path: Path) -> list[str]:
     """All ranks of the job: nobody is alone, and nothing is claimed."""
     with cpu(), Lines() as lines:
-        one = Trained("FSDP2", steps=1)
-        fsdp_optim.save(path, one.model, one.optim, options=fsdp_optim.SaveOptions(durable=False))
+        trained = Trained("FSDP2", steps=1)
+        fsdp_optim.save(path, trained.model, trained.optim, options=fsdp_optim.SaveOptions(durable=False))
     store = dist.distributed_c10d._get_default_store()
     if store.check(["fsdp_optim/claims/by/0, 1"]):
         raise Differs("a save of all ranks needs no claim")

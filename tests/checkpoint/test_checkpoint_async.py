@@ -127,10 +127,10 @@ def train_on(root: Path, wrapper: str, **options: Any) -> None:
         extra["table"].zero_()
         extra["list"].append(3)
         extra["new"] = per_rank["rng"].zero_()
-        found = [handle.done(), (root / wrapper).exists()]
+        while_closed = [handle.done(), (root / wrapper).exists()]
         gate.open()
         saved = handle.wait(timeout=LIMIT)
-        check_same("done, and there, while nothing was written", found, [False, False])
+        check_same("done, and there, while nothing was written", while_closed, [False, False])
         check_same("done, and there", [handle.done(), (root / wrapper).exists()], [True, True])
         if saved is None or type(handle.wait()) is not type(saved):
             raise Differs(f"wait gave {saved!r} and {handle.wait()!r}")
@@ -418,11 +418,11 @@ def start(root: Path, rank: int = 0, world_size: int = 1, is_full: bool = False,
 
 class EndOfProcessTest(InFolder):
     def test_it_waits_for_the_checkpoint(self) -> None:
-        two, one = self.root / "two", self.root / "one"
-        found = [process.wait() for process in (start(two, 0, 2), start(two, 1, 2), start(one, code=3))]
-        self.assertEqual([process.returncode for process in found], [0, 0, 3], found)
-        self.assertEqual([process.stdout for process in found], ["done: False\n"] * 3)
-        for root in (one, two):
+        pair, alone = self.root / "two", self.root / "one"
+        ended = [process.wait() for process in (start(pair, 0, 2), start(pair, 1, 2), start(alone, code=3))]
+        self.assertEqual([process.returncode for process in ended], [0, 0, 3], ended)
+        self.assertEqual([process.stdout for process in ended], ["done: False\n"] * 3)
+        for root in (alone, pair):
             check_files(root / "step-1", oracle_after(STEPS))
             self.assertEqual(fsdp_optim.latest(root), root / "step-1")
 

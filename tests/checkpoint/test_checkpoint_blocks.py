@@ -62,9 +62,9 @@ def eight_bits_come_back(folder: str) -> None:
     path = Path(folder, "a")
     fsdp_optim.save(path, trained.model, trained.optim)
     fsdp_optim.load(path, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True))
-    for mine, theirs in zip(trained.params, target.params, strict=True):
-        for name, value in trained.optim.state[mine].items():
-            check_same(name, same(target.optim.state[theirs][name], value), True)
+    for param, loaded_param in zip(trained.params, target.params, strict=True):
+        for name, value in trained.optim.state[param].items():
+            check_same(name, same(target.optim.state[loaded_param][name], value), True)
     blocks = [type(local_of(values["exp_avg"])).__name__ for values in target.optim.state.values()]
     check_same("of 8 bits", blocks.count("OptimState8bit"), 2)
     if dist.get_rank() == 0:

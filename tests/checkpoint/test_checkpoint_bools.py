@@ -46,10 +46,10 @@ class Masked(nn.Module):
 
 def masked(wrapper: str = "plain") -> Trained:
     """With bools in all places that a checkpoint has for them."""
-    one = Trained(wrapper, adam, 1, Masked)
-    for param in one.params:
-        one.optim.state[param] |= {"seen": param.detach() != 0, "done": torch.tensor(True)}
-    return one
+    trained = Trained(wrapper, adam, 1, Masked)
+    for param in trained.params:
+        trained.optim.state[param] |= {"seen": param.detach() != 0, "done": torch.tensor(True)}
+    return trained
 
 
 def extras() -> dict[str, Any]:
@@ -79,20 +79,20 @@ def mutate(folder: Path, name: str, at: int, byte: int) -> None:
     changed[at] = byte
     files[name] = bytes(changed)
     repair(files)
-    for one, data in files.items():
-        (folder / one).write_bytes(data)
+    for file, data in files.items():
+        (folder / file).write_bytes(data)
 
 
-def values_of(one: Trained) -> list[torch.Tensor]:
-    states = [value for param in one.params for value in one.optim.state[param].values()]
-    return [local_of(value).detach().clone() for value in (*one.params, *one.model.buffers(), *states)]
+def values_of(trained: Trained) -> list[torch.Tensor]:
+    states = [value for param in trained.params for value in trained.optim.state[param].values()]
+    return [local_of(value).detach().clone() for value in (*trained.params, *trained.model.buffers(), *states)]
 
 
 def load_mutated(folder: Path) -> list[tuple[tuple[str, str], str]]:
     """The errors of all ranks, where one byte of a shard is neither 0 nor 1; and the tensor that it is in."""
     with cpu():
-        one, told = masked("FSDP2"), []
-        fsdp_optim.save(folder, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
+        trained, told = masked("FSDP2"), []
+        fsdp_optim.save(folder, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         for name, key, at in list(places(folder)):
             dist.barrier()
             good = all_bytes(folder)
@@ -100,9 +100,9 @@ def load_mutated(folder: Path) -> list[tuple[tuple[str, str], str]]:
             if dist.get_rank() == 0:
                 mutate(folder, name, at, 2)
             dist.barrier()
-            had = values_of(one)
-            told.append((error_text(lambda: fsdp_optim.load(folder, one.model, one.optim)), key))
-            check_same("nothing is changed", values_of(one), had)
+            had = values_of(trained)
+            told.append((error_text(lambda: fsdp_optim.load(folder, trained.model, trained.optim)), key))
+            check_same("nothing is changed", values_of(trained), had)
             dist.barrier()
             if dist.get_rank() == 0:
                 for file, data in good.items():
@@ -117,71 +117,71 @@ class BoolsTest(unittest.TestCase):
         self.folder = Path(temporary.name, "step")
 
     def test_other_bytes_are_damage(self) -> None:
-        one = masked()
+        trained = masked()
         fsdp_optim.save(
             self.folder,
-            one.model,
-            one.optim,
+            trained.model,
+            trained.optim,
             state=state_for(extras(), {f"own {name}": value for name, value in extras().items()}),
             **as_options(fsdp_optim.SaveOptions, **QUIET),
         )
-        good, found = all_bytes(self.folder), list(places(self.folder))
+        good, listed = all_bytes(self.folder), list(places(self.folder))
         check_same(
             "files",
-            sorted({name.split(".")[0] for name, *_ in found}),
+            sorted({name.split(".")[0] for name, *_ in listed}),
             ["extra/common", "extra/rank-00000", "model", "optim", "state"],
         )
-        self.assertGreater(len(found), 20)
-        had = values_of(one)
-        for number, (name, key, at) in enumerate(found):
+        self.assertGreater(len(listed), 20)
+        had = values_of(trained)
+        for number, (name, key, at) in enumerate(listed):
             mutate(self.folder, name, at, ODD[number % len(ODD)])
             for options in ({}, {"verify": False}):
                 kind, text = error_text(
                     lambda options=options: fsdp_optim.load(
-                        self.folder, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **options)
+                        self.folder, trained.model, trained.optim, **as_options(fsdp_optim.LoadOptions, **options)
                     )
                 )
                 self.assertEqual(kind, "CheckpointError", (name, key, text))
                 for word in (str(self.folder / name), f" {key} ", str(ODD[number % len(ODD)])):
                     self.assertIn(word, text)
-            check_same("nothing is changed", values_of(one), had)
+            check_same("nothing is changed", values_of(trained), had)
             for file, data in good.items():
                 (self.folder / file).write_bytes(data)
-        fsdp_optim.load(self.folder, one.model, one.optim, options=fsdp_optim.LoadOptions(compare=True))
-        for name, _, at in found[:4]:  # another number of the two is no damage
+        fsdp_optim.load(self.folder, trained.model, trained.optim, options=fsdp_optim.LoadOptions(compare=True))
+        for name, _, at in listed[:4]:  # another number of the two is no damage
             mutate(self.folder, name, at, 1 - good[name][at])
-            fsdp_optim.load(self.folder, one.model, one.optim, options=fsdp_optim.LoadOptions(compare=True))
+            fsdp_optim.load(self.folder, trained.model, trained.optim, options=fsdp_optim.LoadOptions(compare=True))
             for file, data in good.items():
                 (self.folder / file).write_bytes(data)
 
     def test_in_the_shard_of_any_rank(self) -> None:
-        found = run_on_ranks(load_mutated, 2, self.folder)
-        self.assertGreater(len(found[0]), 8)
-        for number, (_, key) in enumerate(found[0]):
-            check_refused(key, [one[number][0] for one in found], "CheckpointError", key, "neither 0 nor 1")
+        by_rank = run_on_ranks(load_mutated, 2, self.folder)
+        self.assertGreater(len(by_rank[0]), 8)
+        for number, (_, key) in enumerate(by_rank[0]):
+            check_refused(key, [told[number][0] for told in by_rank], "CheckpointError", key, "neither 0 nor 1")
 
     @parameterized.expand([(2,), ("true",), (None,), (1,)])
     def test_has_state(self, value: Any) -> None:
-        one = masked()
-        fsdp_optim.save(self.folder, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
+        trained = masked()
+        fsdp_optim.save(self.folder, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         files: dict[str, Any] = all_bytes(self.folder)
         text = files[MANIFEST].decode()
         shown = {2: "2", "true": '"true"', None: "null", 1: "1"}[value]
         files[MANIFEST] = text.replace('"has_state":true', f'"has_state":{shown}', 1).encode()
         repair(files)
         (self.folder / MANIFEST).write_bytes(files[MANIFEST])
-        kind, text = error_text(lambda: fsdp_optim.load(self.folder, one.model, one.optim))
+        kind, text = error_text(lambda: fsdp_optim.load(self.folder, trained.model, trained.optim))
         self.assertEqual(kind, "CheckpointError", text)
         self.assertIn("has_state", text)
 
     @parameterized.expand(["mask", "first.weight: 'seen'", "first.weight: 'done'", "state.a.0"])
     def test_what_would_not_be_loaded_is_not_saved(self, where: str) -> None:
-        one, more = masked(), {}
-        fsdp_optim.save(self.folder, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
+        trained, more = masked(), {}
+        fsdp_optim.save(self.folder, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         odd = torch.tensor([1, 0, 2], dtype=torch.uint8).view(torch.bool)
-        state = one.optim.state[one.params[0]]
+        state = trained.optim.state[trained.params[0]]
         if where == "mask":
-            one.model.mask = odd
+            trained.model.mask = odd
         elif "seen" in where:
             state["seen"].view(torch.uint8)[0, 0] = 7
         elif "done" in where:
@@ -192,8 +192,8 @@ class BoolsTest(unittest.TestCase):
         kind, text = error_text(
             lambda: fsdp_optim.save(
                 self.folder,
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 overwrite=True,
                 **as_options(fsdp_optim.SaveOptions, **QUIET, **more),
             )

@@ -230,10 +230,10 @@ class BuffersTest(unittest.TestCase):
 
     @expand(*some([(1,), (2,)], every=2, first=1))
     def test_what_differs_between_ranks_is_named(self, rank: int) -> None:
-        found = run_on_ranks(differ, 3, self.folder, rank)
+        by_rank = run_on_ranks(differ, 3, self.folder, rank)
         for name, (_, _, words) in DIFFERENT.items():
             for way in (0, 1):
-                errors = [one[name][way] for one in found]
+                errors = [of_rank[name][way] for of_rank in by_rank]
                 more = (f"rank {rank}", "on_replica_mismatch='lowest_rank'")
                 check_refused(name, errors, "StateError", *words, *more)
 
@@ -281,9 +281,11 @@ class BuffersTest(unittest.TestCase):
         check_same("the same numbers", target.angles, model.angles.to(live))
 
     def test_what_wrappers_cast(self) -> None:
-        found = run_on_ranks(cast_by_wrappers, 2, self.folder)
+        by_rank = run_on_ranks(cast_by_wrappers, 2, self.folder)
         for name in MIXED:
-            check_refused(name, [one[name] for one in found], "CheckpointError", "angles", "rank 0", "element 2")
+            check_refused(
+                name, [errors[name] for errors in by_rank], "CheckpointError", "angles", "rank 0", "element 2"
+            )
 
     def test_one_other_bit_gives_another_fold(self) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex128, torch.bool):

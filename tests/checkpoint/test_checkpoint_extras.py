@@ -58,19 +58,19 @@ class PickledTest(Saving):
         self.save(extra=extra, per_rank_extra=own)
         model = nn.Linear(3, 2)
         for restored in (fsdp_optim.load(self.path, model), fsdp_optim.load(self.path)):
-            one = restored.state
-            self.assertEqual((one["good"], one.get("good"), "own" in one, len(one)), (1, 1, True, 4))
-            self.assertEqual(list(one), ["good", "own", "own good", "own own"])
-            asks: list[Callable[[], Any]] = [lambda: one["own"], lambda: one.get("own"), lambda: dict(one)]  # noqa: B023
-            asks += [lambda: {**one}, lambda: list(one.values()), lambda: list(one.items()), one.copy]  # noqa: B023
-            asks += [lambda: one.pop("own"), lambda: one.setdefault("own", 1), lambda: json.dumps(one)]  # noqa: B023
+            state = restored.state
+            self.assertEqual((state["good"], state.get("good"), "own" in state, len(state)), (1, 1, True, 4))
+            self.assertEqual(list(state), ["good", "own", "own good", "own own"])
+            asks: list[Callable[[], Any]] = [lambda: state["own"], lambda: state.get("own"), lambda: dict(state)]  # noqa: B023
+            asks += [lambda: {**state}, lambda: list(state.values()), lambda: list(state.items()), state.copy]  # noqa: B023
+            asks += [lambda: state.pop("own"), lambda: state.setdefault("own", 1), lambda: json.dumps(state)]  # noqa: B023
             for ask in asks:
                 kind, text = error_text(ask)
                 self.assertEqual(kind, "CheckpointError", text)
                 self.assertIn("allow_pickle", text)
                 self.assertIn("'own'", text)
-            one["own"] = one["own own"] = 3  # his own values in their places
-            self.assertEqual(dict(one), {"good": 1, "own": 3, "own good": 1, "own own": 3})
+            state["own"] = state["own own"] = 3  # his own values in their places
+            self.assertEqual(dict(state), {"good": 1, "own": 3, "own good": 1, "own own": 3})
             self.assertEqual(error_text(lambda: restored.all_ranks)[0], "CheckpointError")  # noqa: B023
         trusted = fsdp_optim.load(self.path, model, options=fsdp_optim.LoadOptions(allow_pickle=True))
         check_same("trusted", [trusted.state, trusted.all_ranks], [{**extra, **own}, (own,)])
@@ -103,13 +103,13 @@ class PickledTest(Saving):
 
 def save_of(path: Path) -> None:
     with cpu():
-        one = Trained("FSDP2", adam, steps=1)
-        mine = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
+        trained = Trained("FSDP2", adam, steps=1)
+        own = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
         fsdp_optim.save(
             path,
-            one.model,
-            one.optim,
-            state=state_for(None, mine),
+            trained.model,
+            trained.optim,
+            state=state_for(None, own),
             **as_options(fsdp_optim.SaveOptions, **QUIET),
         )
 
@@ -122,8 +122,8 @@ def load_of(path: Path) -> tuple[Any, Any, list[tuple[int, str]]]:
     logger.addHandler(handler)
     try:
         with cpu():
-            one = Trained("FSDP2", adam, steps=1)
-            restored = fsdp_optim.load(path, one.model, one.optim, options=fsdp_optim.LoadOptions(progress=False))
+            target = Trained("FSDP2", adam, steps=1)
+            restored = fsdp_optim.load(path, target.model, target.optim, options=fsdp_optim.LoadOptions(progress=False))
     finally:
         logger.removeHandler(handler)
     return (restored.state, restored.missing_keys), restored.all_ranks, records
@@ -166,8 +166,8 @@ class AlignedTest(Saving):
         data = (self.path / "extra" / "rank-00000.safetensors").read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:start])
-        found = [(entry["data_offsets"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
-        sizes = [(first, (last - first) // prod(shape)) for (first, last), shape in found]
+        entries = [(entry["data_offsets"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
+        sizes = [(first, (last - first) // prod(shape)) for (first, last), shape in entries]
         self.assertEqual(sorted(size for _, size in sizes), sorted(dtype.itemsize for dtype in dtypes))
         self.assertEqual([(first, size) for first, size in sizes if (start + first) % size], [])
 
@@ -176,10 +176,10 @@ class AllRanksTest(Saving):
     def test_a_rank_that_did_not_exist(self) -> None:
         run_on_ranks(save_of, 2, self.path)
         saved = [{"rank": rank, "rng": torch.arange(3) + rank} for rank in range(2)]
-        found = run_on_ranks(load_of, 3, self.path)
-        for rank, (mine, everybody, records) in enumerate(found):
+        by_rank = run_on_ranks(load_of, 3, self.path)
+        for rank, (restored, everybody, records) in enumerate(by_rank):
             missing = () if rank < 2 else ("state['rank']", "state['rng']")
-            check_same(f"rank {rank}", mine, (saved[rank] if rank < 2 else {}, missing))
+            check_same(f"rank {rank}", restored, (saved[rank] if rank < 2 else {}, missing))
             check_same("of all", everybody, tuple(saved))
             told = [text for level, text in records if level == logging.WARNING and " new: " in text]
             self.assertEqual(len(told), int(rank == 0), records)  # one line of the lowest rank

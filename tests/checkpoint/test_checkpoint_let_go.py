@@ -43,21 +43,21 @@ def failed_in_the_background(root: str, first: int) -> dict[str, list[tuple[str,
     """One rank's save fails; then the other, which does not know of it, saves to the same path, and so does the first again."""
     told: dict[str, list[tuple[str, str]]] = {}
     groups = [dist.new_group([rank]) for rank in (0, 1)]
-    mine, model = groups[dist.get_rank()], nn.Linear(2, 2)
+    own_group, model = groups[dist.get_rank()], nn.Linear(2, 2)
     for name, (owner, attribute) in FAILURES.items():
         path, said = Path(root, name), ("", "")
         if dist.get_rank() == first:
             with mock.patch.object(owner, attribute, failing):
                 said = error_text(
                     lambda path=path: fsdp_optim.async_save(
-                        path, model, options=fsdp_optim.SaveOptions(process_group=mine)
+                        path, model, options=fsdp_optim.SaveOptions(process_group=own_group)
                     ).wait()
                 )
         dist.barrier()
         again = ("", "")
         if dist.get_rank() != first:
             again = error_text(
-                partial(fsdp_optim.save, path, model, options=fsdp_optim.SaveOptions(process_group=mine))
+                partial(fsdp_optim.save, path, model, options=fsdp_optim.SaveOptions(process_group=own_group))
             )
         dist.barrier()
         third = Path(root, f"{name}, alone")
@@ -65,10 +65,10 @@ def failed_in_the_background(root: str, first: int) -> dict[str, list[tuple[str,
             with mock.patch.object(owner, attribute, failing):
                 error_text(
                     lambda third=third: fsdp_optim.async_save(
-                        third, model, options=fsdp_optim.SaveOptions(process_group=mine)
+                        third, model, options=fsdp_optim.SaveOptions(process_group=own_group)
                     ).wait()
                 )
-            fsdp_optim.async_save(third, model, options=fsdp_optim.SaveOptions(process_group=mine)).wait()
+            fsdp_optim.async_save(third, model, options=fsdp_optim.SaveOptions(process_group=own_group)).wait()
         told[name] = [said, again]
         dist.barrier()
     return told
@@ -96,10 +96,10 @@ class LetGoTest(unittest.TestCase):
 
     @parameterized.expand([(0,), (1,)])
     def test_the_path_of_a_save_that_failed(self, first: int) -> None:
-        found = run_on_ranks(failed_in_the_background, 2, str(self.root), first)
+        errors = run_on_ranks(failed_in_the_background, 2, str(self.root), first)
         for name in FAILURES:
-            check_refused(name, [found[first][name][0]], "CheckpointError", "the disk went away")
-            check_same(f"{name}: another rank saves there", found[1 - first][name][1], ("", ""))
+            check_refused(name, [errors[first][name][0]], "CheckpointError", "the disk went away")
+            check_same(f"{name}: another rank saves there", errors[1 - first][name][1], ("", ""))
             check_same("there", sorted(path.name for path in self.root.glob(f"{name}*")), [name, f"{name}, alone"])
 
     def keep(self, step: int, keep_last: int) -> None:
@@ -143,7 +143,7 @@ class LetGoTest(unittest.TestCase):
         check_same("whole", [(path / "fsdp_optim.json").exists() for path in gone], [True, True])
         check_same(
             "no checkpoint",
-            [Path(one.base).name for one in FolderDirectory(self.root, OURS.probe).complete()],
+            [Path(checkpoint.base).name for checkpoint in FolderDirectory(self.root, OURS.probe).complete()],
             [name_of_step(3)],
         )
         self.keep(4, 2)

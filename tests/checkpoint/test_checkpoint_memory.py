@@ -127,7 +127,7 @@ def measured(case: Case, root: Path) -> dict[str, Found]:
     A small save and load come first, which start what stays: threads, connections, modules.
     """
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 64 << 10)
-    found = {}
+    peaks = {}
     save = functools.partial(_saved, case, root)
     with cpu():
         save(fsdp_optim.save, *built(case, small=True))
@@ -139,13 +139,13 @@ def measured(case: Case, root: Path) -> dict[str, Found]:
         shard = mib_of(model, optim)
         with Peak() as peak:
             written = save(fsdp_optim.save, model, optim).nbytes_written / MIB
-        found["save"] = Found(peak.mib, bucket, 0.0)
+        peaks["save"] = Found(peak.mib, bucket, 0.0)
         both = Now()
         with both:
             handle = save(fsdp_optim.async_save, model, optim)
             handle.wait()
-            found["afterwards"] = Found(both.now(), SLACK, -SLACK)
-        found["async_save"] = Found(both.mib, written + bucket, 0.9 * written)
+            peaks["afterwards"] = Found(both.now(), SLACK, -SLACK)
+        peaks["async_save"] = Found(both.mib, written + bucket, 0.9 * written)
         del model, optim
 
         for verb, check in (("load", False), ("load, checked", True)):
@@ -153,8 +153,8 @@ def measured(case: Case, root: Path) -> dict[str, Found]:
             dist.barrier()
             with Peak() as peak:
                 _loaded(case, root, model, optim, compare=check)
-            found[verb] = Found(peak.mib, shard + bucket, 0.9 * shard)
-    return found
+            peaks[verb] = Found(peak.mib, shard + bucket, 0.9 * shard)
+    return peaks
 
 
 def _saved(case: Case, root: Path, verb: Callable[..., Any], model: Any, optim: torch.optim.Optimizer) -> Any:
@@ -193,8 +193,8 @@ class Measured(unittest.TestCase):
         return self.found[name]
 
     def check(self, name: str, verb: str) -> None:
-        told = [one[verb] for one in self.by_rank(name)]
-        if not all(one.at_least <= one.extra <= one.at_most for one in told):
+        told = [peaks[verb] for peaks in self.by_rank(name)]
+        if not all(peak.at_least <= peak.extra <= peak.at_most for peak in told):
             raise Differs(f"{name}, {verb}, MiB on each rank: {told}")
 
 

@@ -287,15 +287,15 @@ class FlushTest(CatalogTest):
 
 def flushes(path: Path) -> list[int]:
     """How often this rank flushes: when nothing is replaced, and when something is."""
-    found = []
+    counts = []
     with cpu():
         trained = Trained("FSDP2", steps=1)
         for overwrite in (False, True):
             with noted() as events:
                 save_trained(path, trained, overwrite=overwrite)
-            found.append(sum(what == "fsync" for what, _ in events))
+            counts.append(sum(what == "fsync" for what, _ in events))
             dist.barrier()
-    return found
+    return counts
 
 
 class OvertakenTest(CatalogTest):
@@ -314,10 +314,10 @@ class OvertakenTest(CatalogTest):
     def test_the_first_to_end_wins(self, there: bool, overwrite: bool) -> None:
         if there:
             save(self.path)
-        one, two = self.staged(1, overwrite), self.staged(2, overwrite)
-        two.take_place(durable=True)
-        kind, text = error_text(lambda: one.take_place(durable=True))
-        one.abandon()
+        slower, faster = self.staged(1, overwrite), self.staged(2, overwrite)
+        faster.take_place(durable=True)
+        kind, text = error_text(lambda: slower.take_place(durable=True))
+        slower.abandon()
         check_same("kind", kind, "CheckpointError")
         self.assertIn(str(self.path), text)
         check_same("there", load(self.path).state["number"], 2)
@@ -326,27 +326,29 @@ class OvertakenTest(CatalogTest):
     def test_another_one_ends_between_the_two_renames(self) -> None:
         """The words are about the other save: this one has said that it may replace what was there."""
         save(self.path)
-        one, two = self.staged(1, True), self.staged(2, True)
+        slower, faster = self.staged(1, True), self.staged(2, True)
         real, renamed = os.rename, list[bool]()
 
         def rename(old: Any, new: Any) -> None:
             real(old, new)
             if not renamed:
                 renamed.append(True)
-                two.take_place(durable=True)
+                faster.take_place(durable=True)
 
         with mock.patch.object(os, "rename", rename):
-            refused(lambda: one.take_place(durable=True), CheckpointError, str(self.path), "another save", "was faster")
-        one.abandon()
+            refused(
+                lambda: slower.take_place(durable=True), CheckpointError, str(self.path), "another save", "was faster"
+            )
+        slower.abandon()
         check_same("there", load(self.path).state["number"], 2)
         save(self.path, overwrite=True, extra={"number": 3})
         self.check_only("step-1")
 
     def test_what_is_moved_away_is_not_missed(self) -> None:
         save(self.path)
-        one = self.staged(1, True)
+        staged = self.staged(1, True)
         self.path.rename(self.root / "elsewhere")
-        one.take_place(durable=True)
+        staged.take_place(durable=True)
         check_same("there", load(self.path).state["number"], 1)
 
     def test_one_after_the_other(self) -> None:

@@ -29,33 +29,38 @@ QUIET: dict[str, Any] = {"durable": False, "progress": False, "timeout": 30.0}
 def in_own_folders(root: Path) -> dict[str, Any]:
     """Save and load by a relative path; every rank is somewhere else."""
     meeting, was = Meeting(), os.getcwd()
-    mine = root / f"rank-{dist.get_rank()}"
-    mine.mkdir()
+    own_folder = root / f"rank-{dist.get_rank()}"
+    own_folder.mkdir()
     meeting.tell(0)
-    found: dict[str, Any] = {}
-    os.chdir(mine)
+    outcomes: dict[str, Any] = {}
+    os.chdir(own_folder)
     try:
         with cpu():
-            one = Trained("FSDP2", adam, steps=1)
-            found["saved"] = str(
-                fsdp_optim.save("run/now", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)).path
+            trained = Trained("FSDP2", adam, steps=1)
+            outcomes["saved"] = str(
+                fsdp_optim.save(
+                    "run/now", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
+                ).path
             )
             handle = fsdp_optim.async_save(
-                "run/later", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
+                "run/later", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
             )
-            found["saved later"] = str(handle.wait(timeout=60).path)
+            outcomes["saved later"] = str(handle.wait(timeout=60).path)
             for name in ("now", "later"):
                 fsdp_optim.load(
-                    f"run/{name}", one.model, one.optim, options=fsdp_optim.LoadOptions(progress=False, timeout=30.0)
+                    f"run/{name}",
+                    trained.model,
+                    trained.optim,
+                    options=fsdp_optim.LoadOptions(progress=False, timeout=30.0),
                 )
-            found["other"] = error_text(
-                lambda: fsdp_optim.load("run/never", one.model, options=fsdp_optim.LoadOptions(timeout=30.0))
+            outcomes["other"] = error_text(
+                lambda: fsdp_optim.load("run/never", trained.model, options=fsdp_optim.LoadOptions(timeout=30.0))
             )
     finally:
         os.chdir(was)
     meeting.tell(0)
-    found["here"] = sorted(str(path.relative_to(mine)) for path in mine.glob("*/*"))
-    return found
+    outcomes["here"] = sorted(str(path.relative_to(own_folder)) for path in own_folder.glob("*/*"))
+    return outcomes
 
 
 def extras_of_group(path: Path) -> list[Any]:
@@ -86,24 +91,24 @@ class PathTest(unittest.TestCase):
         self.root = Path(os.path.realpath(folder.name))
 
     def test_relative_on_ranks_with_different_working_directories(self) -> None:
-        found = run_on_ranks(in_own_folders, 2, self.root)
+        by_rank = run_on_ranks(in_own_folders, 2, self.root)
         there = self.root / "rank-0" / "run"
-        for one in found:
-            self.assertEqual([one["saved"], one["saved later"]], [str(there / "now"), str(there / "later")])
-            self.assertEqual(one["other"][0], "CheckpointError")
-            self.assertIn(str(there / "never"), one["other"][1])
-        self.assertEqual([one["here"] for one in found], [["run/later", "run/now"], []])
+        for outcomes in by_rank:
+            self.assertEqual([outcomes["saved"], outcomes["saved later"]], [str(there / "now"), str(there / "later")])
+            self.assertEqual(outcomes["other"][0], "CheckpointError")
+            self.assertIn(str(there / "never"), outcomes["other"][1])
+        self.assertEqual([outcomes["here"] for outcomes in by_rank], [["run/later", "run/now"], []])
 
     def test_extras_by_the_place_in_a_group(self) -> None:
         path = self.root / "step"
         run_on_ranks(save_on_last, 3, path)
-        found = run_on_ranks(extras_of_group, 3, path)
-        (kind, text), of_the_job = found[0]
+        by_rank = run_on_ranks(extras_of_group, 3, path)
+        (kind, text), of_the_job = by_rank[0]
         self.assertEqual(kind, "WrapperError")
         self.assertIn("process_group", text)
         check_same("of the job", of_the_job, 0)
-        check_same("rank 1", found[1], [0, 1])
-        check_same("rank 2", found[2], [1, None])  # no third rank saved
+        check_same("rank 1", by_rank[1], [0, 1])
+        check_same("rank 2", by_rank[2], [1, None])  # no third rank saved
 
     @parameterized.expand((("nul", "a\0b"), ("surrogate", "a\ud800b"), ("bytes", b"a"), ("number", 7), ("none", None)))
     def test_what_no_file_system_takes(self, _: str, path: Any) -> None:

@@ -210,15 +210,15 @@ class SlowTest(InFolder):
 
 def save_and_note(path: Path, durable: bool, ask_nbytes: int) -> dict[int, list[tuple[int, int]]]:
     """Return, by inode, the ranges whose writeback was requested. `ask_nbytes`: the bytes per request."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    ranges: dict[int, list[tuple[int, int]]] = {}
 
     def note(fd: int, offset: int, nbytes: int) -> None:
-        found.setdefault(os.fstat(fd).st_ino, []).append((offset, offset + nbytes))
+        ranges.setdefault(os.fstat(fd).st_ino, []).append((offset, offset + nbytes))
 
     writer = "fsdp_optim.storage.posix.writer"
     with cpu(), mock.patch(f"{writer}.start_writeback", note), mock.patch(f"{writer}._ASK_NBYTES", ask_nbytes):
         save(path, Trained("FSDP2", **KWARGS), durable=durable)
-    return found
+    return ranges
 
 
 class WritebackTest(InFolder):
@@ -226,7 +226,7 @@ class WritebackTest(InFolder):
         by_rank = run_on_ranks(save_and_note, 2, self.path, True, 1)
         for name in ("model.safetensors", "optim.safetensors"):
             file = self.path / name
-            ranges = sorted(one for found in by_rank for one in found.get(file.stat().st_ino, []))
+            ranges = sorted(span for by_inode in by_rank for span in by_inode.get(file.stat().st_ino, []))
             header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
             borders = [header, *(stop for _, stop in ranges)]
             check_same(name, borders, [*(start for start, _ in ranges), file.stat().st_size])
@@ -235,10 +235,10 @@ class WritebackTest(InFolder):
         by_each, together = (
             run_on_ranks(save_and_note, 2, self.path / str(nbytes), True, nbytes) for nbytes in (1, 200)
         )
-        asked = [len(ranges) for found in by_each for ranges in found.values()]
-        fewer = [len(ranges) for found in together for ranges in found.values()]
+        asked = [len(ranges) for by_inode in by_each for ranges in by_inode.values()]
+        fewer = [len(ranges) for by_inode in together for ranges in by_inode.values()]
         assert 0 < sum(fewer) < sum(asked), (fewer, asked)
-        for ranges in (ranges for found in together for ranges in found.values()):
+        for ranges in (ranges for by_inode in together for ranges in by_inode.values()):
             assert all(stop - start >= 200 for start, stop in ranges), ranges
 
     def test_not_where_nobody_waits(self) -> None:
@@ -295,8 +295,8 @@ class ClosingTest(InFolder):
         ]
     )
     def test_a_full_disk(self, wrapper: str, name: str, rank: int, in_background: bool) -> None:
-        found = run_on_ranks(save_and_fail, 2, self.root, wrapper, name, rank, in_background)
-        first, second = zip(*found, strict=True)
+        by_rank = run_on_ranks(save_and_fail, 2, self.root, wrapper, name, rank, in_background)
+        first, second = zip(*by_rank, strict=True)
         check_refused("full", first, "CheckpointError", name, os.strerror(errno.EDQUOT))
         check_same("the next", second, (("", ""),) * 2)
         check_files(self.path, oracle_after(STEPS))
@@ -313,10 +313,10 @@ def save_all_but_one(path: Path, checksums: bool) -> tuple[str, str]:
     real = RankWriter.extents_of
 
     def lose(self: RankWriter, parts: Any) -> Any:
-        found = real(self, parts)
+        extents = real(self, parts)
         if dist.get_rank() == 1:
-            found["optim.safetensors"].pop()
-        return found
+            extents["optim.safetensors"].pop()
+        return extents
 
     with cpu(), mock.patch.object(RankWriter, "extents_of", lose):
         return error_text(lambda: save(path, Trained("FSDP2", **KWARGS), checksums=checksums))

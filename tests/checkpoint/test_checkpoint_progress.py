@@ -55,19 +55,19 @@ class Screen:
 
     def __enter__(self) -> Screen:
         if self._is_terminal:
-            self._end, theirs = pty.openpty()
-            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
+            self._end, screen_fd = pty.openpty()
+            fcntl.ioctl(screen_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
             self._reader = threading.Thread(target=self._take)
             self._reader.start()
         else:
-            theirs, name = tempfile.mkstemp()
+            screen_fd, name = tempfile.mkstemp()
             self._end = os.open(name, os.O_RDONLY)
             os.unlink(name)
         self._before = [os.dup(fd) for fd in (1, 2)]
         self._flush()
         for fd in (1, 2):
-            os.dup2(theirs, fd)
-        os.close(theirs)
+            os.dup2(screen_fd, fd)
+        os.close(screen_fd)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -193,19 +193,19 @@ def show(call: Call, path: Path, model: nn.Module, optim: torch.optim.Optimizer 
         result: Any = getattr(fsdp_optim, call.verb)(path, model, optim, **as_options(kind, **options))
         if call.verb == "async_save":
             result.wait()
-    found = [LINE.search(message) for message in messages]
-    return Shown(screen.text, tuple(100 * int(one[1]) / int(one[2]) for one in found if one is not None))
+    matches = [LINE.search(message) for message in messages]
+    return Shown(screen.text, tuple(100 * int(match[1]) / int(match[2]) for match in matches if match is not None))
 
 
 def show_all(root: Path) -> dict[Call, Shown]:
     """On one rank."""
     model, optim = subject()
     fsdp_optim.save(root / "now", model, optim, options=fsdp_optim.SaveOptions(progress=False))
-    found = {}
+    by_call = {}
     for call in ALL:
         dist.barrier()
-        found[call] = show(call, root / "now", model, optim)
-    return found
+        by_call[call] = show(call, root / "now", model, optim)
+    return by_call
 
 
 @functools.cache
@@ -265,7 +265,7 @@ class ProgressTest(unittest.TestCase):
     @parameterized.expand([dataclasses.astuple(call) for call in ALL], name_func=case_name)
     def test_what_is_shown(self, verb: str, place: str, length: str, progress: bool | None) -> None:
         call = Call(verb, place, length, progress)
-        first, second = (one[call] for one in shown())
+        first, second = (by_call[call] for by_call in shown())
         check_same("rank 1", second, Shown("", ()))
         if call.has_bar:
             check_bar(first)

@@ -42,29 +42,29 @@ CALLS = ("open", "stat", "fstat", "preadv")
 RACE = 1.0  # seconds
 
 
-def fill(one: Trained, number: int) -> None:
+def fill(trained: Trained, number: int) -> None:
     with torch.no_grad():
-        for param in one.params:
-            for tensor in (param, *one.optim.state[param].values()):
+        for param in trained.params:
+            for tensor in (param, *trained.optim.state[param].values()):
                 local_of(tensor).fill_(number)
 
 
-def values(one: Trained, restored: Any) -> list[float]:
+def values(trained: Trained, restored: Any) -> list[float]:
     """All the different numbers that a load gave."""
-    tensors = [tensor for param in one.params for tensor in (param, *one.optim.state[param].values())]
-    found = {float(v) for tensor in tensors for v in local_of(tensor).detach().flatten()}
-    return sorted(found | {float(restored.state["number"]), float(restored.state["own"])})
+    tensors = [tensor for param in trained.params for tensor in (param, *trained.optim.state[param].values())]
+    numbers = {float(v) for tensor in tensors for v in local_of(tensor).detach().flatten()}
+    return sorted(numbers | {float(restored.state["number"]), float(restored.state["own"])})
 
 
 def save_two(root: Path, options: dict[str, Any]) -> None:
     with cpu():
-        one = Trained("FSDP2" if dist.is_initialized() else "plain", steps=1)
+        trained = Trained("FSDP2" if dist.is_initialized() else "plain", steps=1)
         for number in (1, 2):
-            fill(one, number)
+            fill(trained, number)
             extra = {"number": number}
             given = {"extra": extra, "per_rank_extra": {"own": number}, "durable": False, "progress": False, **options}
             fsdp_optim.save(
-                root / f"save-{number}", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given)
+                root / f"save-{number}", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **given)
             )
 
 
@@ -125,7 +125,7 @@ def load_while_replaced(
     root: Path, options: dict[str, Any], most_open: int, step: int, meeting: Meeting | None
 ) -> dict[str, int]:
     """The result of a load when the path was replaced before every `step`th of its calls, on each rank in turn."""
-    place, found = Place(root), Counter[str]()
+    place, counts = Place(root), Counter[str]()
     alone = meeting is None
     size, me = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
 
@@ -145,12 +145,12 @@ def load_while_replaced(
                     error = error_text(lambda: got.append(load(place.path, target, options)))  # noqa: B023
                 outcome = error[0] or str(values(target, got[0]))
                 outcomes = together(outcome)
-                found[outcome] += 1
+                counts[outcome] += 1
                 if len(set(outcomes)) > 1 or outcome not in ("[1.0]", "[2.0]"):
                     raise Differs(f"replaced before call {nth} of rank {rank}: {outcomes}: {error}")
                 if not together(count[0] > nth)[rank]:
                     break
-    return dict(found)
+    return dict(counts)
 
 
 def load(path: Path, target: Trained, options: dict[str, Any]) -> Any:
@@ -170,14 +170,14 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], int, int]] = [
 
 
 def all_cases(root: Path, slower: int) -> dict[str, dict[str, int]]:
-    found, meeting = {}, Meeting() if dist.is_initialized() else None
+    by_case, meeting = {}, Meeting() if dist.is_initialized() else None
     for what, saved, loaded, most_open, step in CASES:
         folder = root / what
         if not dist.is_initialized() or dist.get_rank() == 0:
             folder.mkdir()
         save_two(folder, saved)
-        found[what] = load_while_replaced(folder, loaded, most_open, step * slower, meeting)
-    return found
+        by_case[what] = load_while_replaced(folder, loaded, most_open, step * slower, meeting)
+    return by_case
 
 
 def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str, tuple[str, str]]:
@@ -195,12 +195,12 @@ def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str
 
     def read_state(checkpoint: Any, *args: Any) -> Any:
         looks[0] += 1
-        found = real(checkpoint, *args) if me != breaks else None
+        state = real(checkpoint, *args) if me != breaks else None
         together()
         if me == 0 and looks[0] <= times:
             place.reset(1 + looks[0] % 2)
         together()
-        return real(checkpoint, *args) if me == breaks else found
+        return real(checkpoint, *args) if me == breaks else state
 
     with cpu(), mock.patch.object(restore, "read_state", read_state):
         target = Trained("plain" if alone else "FSDP2", steps=1)
@@ -214,8 +214,8 @@ def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str
 
 
 class ReplacedTest(InFolder):
-    def check_found(self, found: dict[str, dict[str, int]]) -> None:
-        for what, outcomes in found.items():
+    def check_found(self, by_case: dict[str, dict[str, int]]) -> None:
+        for what, outcomes in by_case.items():
             self.assertEqual(set(outcomes), {"[1.0]", "[2.0]"}, (what, outcomes))
 
     @expand(soon=[3], later=[1])
@@ -224,30 +224,30 @@ class ReplacedTest(InFolder):
 
     @expand(soon=[30], later=[8])
     def test_two_ranks(self, every: int) -> None:
-        found = run_on_ranks(all_cases, 2, self.root, every)
-        check_same("on all ranks", found[1], found[0])
-        self.check_found(found[0])
+        by_rank = run_on_ranks(all_cases, 2, self.root, every)
+        check_same("on all ranks", by_rank[1], by_rank[0])
+        self.check_found(by_rank[0])
 
     @expand(soon=[("verified", {})], later=[("not verified", {"verify": False})])
     def test_opened_between_two_renames(self, _: str, options: dict[str, Any]) -> None:
         """The path is nothing when the load begins, so that it opens what was set aside, which is then removed."""
         save_two(self.root, {})
-        place, target, found = Place(self.root), Trained("plain", steps=1), Counter[str]()
+        place, target, counts = Place(self.root), Trained("plain", steps=1), Counter[str]()
         for nth in itertools.count():
             place.reset()
             place.set_aside()
             fill(target, 9)
             with before_call(nth, lambda: place.put(half_removed=True)) as count:
                 restored = load(place.path, target, options)
-            found[str(values(target, restored))] += 1
+            counts[str(values(target, restored))] += 1
             if count[0] <= nth:
                 break
-        self.assertEqual(set(found), {"[1.0]", "[2.0]"}, found)
+        self.assertEqual(set(counts), {"[1.0]", "[2.0]"}, counts)
 
     def test_looked_at_between_two_renames(self) -> None:
         """The path is nothing for some milliseconds, from any moment of the load on, or what was set aside goes then."""
         save_two(self.root, {})
-        place, target, found = Place(self.root), Trained("plain", steps=1), Counter[str]()
+        place, target, counts = Place(self.root), Trained("plain", steps=1), Counter[str]()
 
         def replace_slowly() -> None:
             place.set_aside()
@@ -262,10 +262,10 @@ class ReplacedTest(InFolder):
                 restored = load(place.path, target, {})
                 for timer in timers:
                     timer.join()
-            found[str(values(target, restored))] += 1
+            counts[str(values(target, restored))] += 1
             if count[0] <= nth:
                 break
-        self.assertEqual(set(found), {"[1.0]", "[2.0]"}, found)
+        self.assertEqual(set(counts), {"[1.0]", "[2.0]"}, counts)
 
     @parameterized.expand(((0,), (1,)))
     def test_replaced_after_the_first_rank_has_opened_it(self, late: int) -> None:
@@ -316,13 +316,13 @@ class ReplacedTest(InFolder):
     def test_replaced_in_succession_on_ranks(self, times: int, breaks: int) -> None:
         """All ranks look again where one has to, and all give up."""
         run_on_ranks(save_two, 2, self.root, {})
-        one, other = run_on_ranks(replaced_in_each_look, 2, self.root, times, breaks)
-        self.assertEqual(one, other)
+        outcome, other = run_on_ranks(replaced_in_each_look, 2, self.root, times, breaks)
+        self.assertEqual(outcome, other)
         if times == 3:
-            self.assertEqual(one, (4, "[2.0]", ("", "")))
+            self.assertEqual(outcome, (4, "[2.0]", ("", "")))
         else:
-            self.assertEqual(one[:2], (5, "[9.0]"))
-            self.assertIn("was replaced by another checkpoint again and again", one[2][1])
+            self.assertEqual(outcome[:2], (5, "[9.0]"))
+            self.assertIn("was replaced by another checkpoint again and again", outcome[2][1])
 
     def test_written_again_in_the_same_folder(self) -> None:
         """A tool that copies into the folder, file by file: its manifest is another one when all is read."""
@@ -336,14 +336,14 @@ class ReplacedTest(InFolder):
 
         with before_call(None, copy_into) as count:
             load(place.path, target, {"verify": False})
-        found = Counter[str]()
+        counts = Counter[str]()
         for nth in range(0, count[0], 2):
             place.reset()
             fill(target, 9)
             with before_call(nth, copy_into):
                 restored = load(place.path, target, {"verify": False})
-            found[str(values(target, restored))] += 1
-        self.assertEqual(set(found) - {"[1.0]", "[2.0]"}, set(), found)
+            counts[str(values(target, restored))] += 1
+        self.assertEqual(set(counts) - {"[1.0]", "[2.0]"}, set(), counts)
 
     def test_written_again_while_it_is_verified_or_converted(self) -> None:
         """Another manifest replaces the one in the folder, with other files; the call may have read some of the former files."""
@@ -397,7 +397,7 @@ class ReplacedTest(InFolder):
         save_two(self.root, {})
         place, target = Place(self.root), Trained("plain", steps=1)
         place.reset()
-        stop, found, replaced = threading.Event(), Counter[str](), [0]
+        stop, counts, replaced = threading.Event(), Counter[str](), [0]
 
         def replace_on_and_on() -> None:
             while not stop.is_set():
@@ -417,16 +417,16 @@ class ReplacedTest(InFolder):
                 kind, text = error_text(lambda: got.append(load(place.path, target, options)))  # noqa: B023
                 if kind and "replaced" not in text and "no such folder" not in text:
                     raise Differs(f"{kind}: {text}")
-                found[kind or str(values(target, got[0]))] += 1
+                counts[kind or str(values(target, got[0]))] += 1
         finally:
             stop.set()
             thread.join()
-        found[str(values(target, load(place.path, target, options)))] += (
+        counts[str(values(target, load(place.path, target, options)))] += (
             1  # on a busy machine perhaps the first that succeeds
         )
         self.assertGreater(replaced[0], 0)
-        self.assertGreater(found["[1.0]"] + found["[2.0]"], 0, found)
-        self.assertEqual(set(found) - {"[1.0]", "[2.0]", "ReplacedError", "CheckpointError"}, set(), found)
+        self.assertGreater(counts["[1.0]"] + counts["[2.0]"], 0, counts)
+        self.assertEqual(set(counts) - {"[1.0]", "[2.0]", "ReplacedError", "CheckpointError"}, set(), counts)
 
     def test_nothing_stays_open(self) -> None:
         save_two(self.root, {"max_file_size": 100})
@@ -449,13 +449,13 @@ def open_one_after_the_other(root: Path, late: int) -> list[float]:
     def open_checkpoint(store: Any, **options: Any) -> Any:
         if next(opens):
             return real_open(store, **options)
-        found = None if dist.get_rank() == late else real_open(store, **options)
+        checkpoint = None if dist.get_rank() == late else real_open(store, **options)
         meeting.tell(0)
         if dist.get_rank() == late:
             place.replace()
-            found = real_open(store, **options)
+            checkpoint = real_open(store, **options)
         meeting.tell(0)
-        return found
+        return checkpoint
 
     with cpu(), mock.patch.object(opening, "open_checkpoint", open_checkpoint):
         if dist.get_rank() == 0:

@@ -37,24 +37,24 @@ URLS = {  # and the words of the error
 
 
 def refused_on_ranks(path: str) -> tuple[str, str]:
-    with training_here() as one:
+    with training_here() as trained:
         return error_text(
             lambda: fsdp_optim.save(
-                path, one.model, one.optim, options=fsdp_optim.SaveOptions(durable=False, timeout=30.0)
+                path, trained.model, trained.optim, options=fsdp_optim.SaveOptions(durable=False, timeout=30.0)
             )
         )
 
 
 def no_optimizers(root: Path) -> list[tuple[str, str]]:
-    with training_here() as one:
-        fsdp_optim.save(root / "good", one.model, one.optim, options=fsdp_optim.SaveOptions(durable=False))
+    with training_here() as trained:
+        fsdp_optim.save(root / "good", trained.model, trained.optim, options=fsdp_optim.SaveOptions(durable=False))
         calls: list[Callable[[], Any]] = [
-            lambda: fsdp_optim.save(root / "step-1", one.model, [], options=fsdp_optim.SaveOptions(durable=False)),
+            lambda: fsdp_optim.save(root / "step-1", trained.model, [], options=fsdp_optim.SaveOptions(durable=False)),
             lambda: fsdp_optim.async_save(
-                root / "step-1", one.model, (), options=fsdp_optim.SaveOptions(durable=False)
+                root / "step-1", trained.model, (), options=fsdp_optim.SaveOptions(durable=False)
             ),
-            lambda: fsdp_optim.load(root / "good", one.model, []),
-            lambda: fsdp_optim.gather_full_optim_state_dict(one.model, []),
+            lambda: fsdp_optim.load(root / "good", trained.model, []),
+            lambda: fsdp_optim.gather_full_optim_state_dict(trained.model, []),
         ]
         return [error_text(call) for call in calls]
 
@@ -115,7 +115,7 @@ class SchemeTest(InFolder):
 class NoOptimizerTest(InFolder):
     def test_an_empty_list_is_refused(self) -> None:
         """It would save a checkpoint with an optimizer that has no state."""
-        found = run_on_threads(no_optimizers, 2, self.root)
-        for errors in zip(*found, strict=True):
+        by_rank = run_on_threads(no_optimizers, 2, self.root)
+        for errors in zip(*by_rank, strict=True):
             check_refused("no optimizer", errors, "WrapperError", "optim", "None")
         self.check_only("good")

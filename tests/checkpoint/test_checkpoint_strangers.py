@@ -41,15 +41,17 @@ def put(folder: Path) -> dict[str, bytes]:
 
 
 def save_on_ranks(path: Path, number: int, in_background: bool) -> None:
-    with training_here() as one:
+    with training_here() as trained:
         options: dict[str, Any] = {"extra": {"number": number}, "overwrite": True, "durable": False}
         if in_background:
-            fsdp_optim.async_save(path, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options)).wait(60)
+            fsdp_optim.async_save(
+                path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options)
+            ).wait(60)
         else:
             fsdp_optim.save(
                 path,
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 **as_options(fsdp_optim.SaveOptions, **options, per_rank_extra={"rank": 1}),
             )
 

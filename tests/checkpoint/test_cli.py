@@ -170,7 +170,7 @@ class CommandLineTest(SharedFolder):
             launched = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             environment = {**os.environ, **{name: str(value) for name, value in launched.items()}}
             begun.append(start(code, preload=LIBRARY, environment=environment))
-        first, second = (one.wait() for one in begun)
+        first, second = (process.wait() for process in begun)
         self.assertEqual((first.returncode, second.returncode), (0, 0), first.stderr + second.stderr)
         self.assertRegex(first.stdout, "33 tensors")
         self.assertEqual((second.stdout, second.stderr), ("", ""))

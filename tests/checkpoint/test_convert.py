@@ -28,16 +28,16 @@ def saved(root: Path, *, with_optim: bool = True) -> None:
     """One checkpoint for each wrapper."""
     for wrapper in WRAPPERS:
         with cpu():
-            one = Trained(wrapper, adam, model=Buffered)
-            optim = one.optim if with_optim else None
+            trained = Trained(wrapper, adam, model=Buffered)
+            optim = trained.optim if with_optim else None
             options: dict[str, Any] = {
                 "extra": extra(),
                 "per_rank_extra": ["of a rank"],
-                "process_group": one.process_group,
+                "process_group": trained.process_group,
             }
             fsdp_optim.save(
                 root / wrapper,
-                one.model,
+                trained.model,
                 optim,
                 step=7,
                 **as_options(fsdp_optim.SaveOptions, **options, durable=False),
@@ -48,11 +48,11 @@ def loaded(root: Path) -> None:
     """A conversion keeps a checkpoint bit for bit, for another wrapper and world size."""
     for wrapper in WRAPPERS:
         with cpu():
-            one, wanted = Trained("FSDP2", adam, 0, Buffered), Trained("FSDP2", adam, model=Buffered)
+            target, wanted = Trained("FSDP2", adam, 0, Buffered), Trained("FSDP2", adam, model=Buffered)
             restored = fsdp_optim.load(
-                root / wrapper, one.model, one.optim, options=fsdp_optim.LoadOptions(compare=True)
+                root / wrapper, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True)
             )
-            check_same(wrapper, one.gather(None), wanted.gather(None))
+            check_same(wrapper, target.gather(None), wanted.gather(None))
             check_same("step", restored.step, 7)
             own = {"per_rank_extra": ["of a rank"]} if dist.get_rank() < 2 else {}
             check_same("values", restored.state, {**extra(), **own})
@@ -91,9 +91,9 @@ class ConvertTest(SharedFolder):
                     files = list(target.glob("model*.safetensors"))
                     self.assertEqual(len(files), 1 if size == 10**9 else max(len(files), 2))
                     told = [{**read_manifest(folder)} for folder in (source, target)]
-                    for one in told:
+                    for manifest in told:
                         for key in ("created_ns", "token", "files", "brief"):
-                            del one[key]
+                            del manifest[key]
                     check_same("the manifest", told[1], told[0])
 
     def test_it_is_loaded_as_the_first_one_is(self) -> None:
@@ -106,10 +106,10 @@ class ConvertTest(SharedFolder):
         source = self.root / "saved" / "FSDP2"
         there = self.converted(source, "there", 100)
         back = self.converted(there, "back", 10**9)
-        found, wanted = all_bytes(back), all_bytes(source)
+        got, wanted = all_bytes(back), all_bytes(source)
         for name in wanted:
             if name.endswith(".safetensors"):
-                self.assertEqual(found[name], wanted[name], name)
+                self.assertEqual(got[name], wanted[name], name)
 
     def test_damage_is_not_converted(self) -> None:
         source = self.root / "damaged"

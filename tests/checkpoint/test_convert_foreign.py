@@ -186,10 +186,10 @@ class ConvertForeignTest(unittest.TestCase):
         tensors = {str(d): torch.randint(0, 2, (3, 5 * d.itemsize), dtype=torch.uint8).view(d) for d in dtypes}
         save_file(tensors, self.root / "all.safetensors")
         fsdp_optim.convert(self.root / "all.safetensors", self.target, options=fsdp_optim.ConvertOptions(durable=False))
-        found = load_file(self.target / "model.safetensors")
+        converted = load_file(self.target / "model.safetensors")
         for name, value in tensors.items():
-            check_same(name, found[name].view(torch.uint8), value.view(torch.uint8))
-            self.assertEqual(found[name].dtype, value.dtype)
+            check_same(name, converted[name].view(torch.uint8), value.view(torch.uint8))
+            self.assertEqual(converted[name].dtype, value.dtype)
 
     def test_a_source_that_was_written_again_begins_anew(self) -> None:
         """Same names and sizes, other bytes: the version of the file tells it."""

@@ -59,20 +59,20 @@ class ConvertFormatsTest(SharedFolder):
 
     def test_dcp_is_read_by_torchs_own_calls(self) -> None:
         dcp_to_torch_save(self.root / "dcp", self.target)
-        found = torch.load(self.target, weights_only=False)
+        stored = torch.load(self.target, weights_only=False)
         for name, value in tensors_of(self.source, "model").items():
-            check_same(name, found["model"][name], value)
+            check_same(name, stored["model"][name], value)
         for name, value in tensors_of(self.source, "optim").items():
             fqn, key = name.removeprefix("state.").rsplit(".", 1)
-            check_same(name, found["optimizer" if "optimizer" in found else "optim"]["state"][fqn][key], value)
+            check_same(name, stored["optimizer" if "optimizer" in stored else "optim"]["state"][fqn][key], value)
 
     @parameterized.expand(FORMATS)
     def test_and_back(self, format: str) -> None:
         self.convert(self.root / format)
         check_same("state", tensors_of(self.target, "optim"), tensors_of(self.source, "optim"))
-        found, wanted = tensors_of(self.target, "model"), tensors_of(self.source, "model")
-        check_same("weights", {name: found[name] for name in wanted}, wanted)
-        self.assertEqual(fsdp_optim.verify(self.target).num_tensors, len(found) + 24 + (format == "dcp"))
+        weights, wanted = tensors_of(self.target, "model"), tensors_of(self.source, "model")
+        check_same("weights", {name: weights[name] for name in wanted}, wanted)
+        self.assertEqual(fsdp_optim.verify(self.target).num_tensors, len(weights) + 24 + (format == "dcp"))
 
     @parameterized.expand(FORMATS)
     def test_ranks_write_the_same_files(self, format: str) -> None:

@@ -52,7 +52,7 @@ def killed(source: Path, target: Path, *, num: int = 1 << 60, at: str = "", thre
 
 
 def leftovers(target: Path) -> list[Path]:
-    return sorted(one for one in target.parent.iterdir() if one.name.startswith(f"{target.name}."))
+    return sorted(entry for entry in target.parent.iterdir() if entry.name.startswith(f"{target.name}."))
 
 
 def converted_by_ranks(source: Path, target: Path) -> int:

@@ -46,10 +46,10 @@ class OneFileTest(SharedFolder):
     def check(self, path: Path, others: tuple[str, ...] = ()) -> None:
         """It is a file that torch reads, with everything, and there is nothing beside it."""
         self.assertTrue(path.is_file())
-        found = torch.load(path, weights_only=True)
-        check_same("weights", found["model"], dict(self.model.state_dict()))
-        check_same("epoch", found["epoch"], 3)
-        self.assertEqual(len(found["optimizer"]["state"]), 2)
+        content = torch.load(path, weights_only=True)
+        check_same("weights", content["model"], dict(self.model.state_dict()))
+        check_same("epoch", content["epoch"], 3)
+        self.assertEqual(len(content["optimizer"]["state"]), 2)
         self.assertEqual(sorted(os.listdir(path.parent)), sorted([path.name, *others]))
         back = path.parent / "back"
         fsdp_optim.convert(path, back, options=fsdp_optim.ConvertOptions(durable=False))
@@ -70,8 +70,8 @@ class OneFileTest(SharedFolder):
 
     def test_by_several_ranks(self) -> None:
         target = self.folder / "out.pt"
-        found = run_on_threads(converted_by_all, 2, str(self.root / "source"), str(target))
-        check_same("paths", found, [str(target)] * 2)
+        paths = run_on_threads(converted_by_all, 2, str(self.root / "source"), str(target))
+        check_same("paths", paths, [str(target)] * 2)
         self.check(target)
 
     def test_a_file_that_is_there(self) -> None:

@@ -55,11 +55,11 @@ def convert_alone(source: Path, target: Path) -> int | None:
 
 def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
     """The errors of ranks if they see different sources, or have other options, or one of them reads damage."""
-    mine = root / f"source-{thread_rank()}"
+    own_source = root / f"source-{thread_rank()}"
     memory = MEMORY * (1 + thread_rank())
     return {
         "another source": error_text(
-            lambda: fsdp_optim.convert(mine, root / "to", options=fsdp_optim.ConvertOptions(durable=False))
+            lambda: fsdp_optim.convert(own_source, root / "to", options=fsdp_optim.ConvertOptions(durable=False))
         ),
         "other options": error_text(
             lambda: fsdp_optim.convert(
@@ -111,11 +111,11 @@ class ConvertRanksTest(SharedFolder):
             self.assertLess(abs(first - second), done.nbytes / 2)
 
     def test_one_rank_of_a_job_by_itself(self) -> None:
-        found = run_on_ranks(convert_alone, 2, self.source, self.folder / "to")
+        by_rank = run_on_ranks(convert_alone, 2, self.source, self.folder / "to")
         wanted = fsdp_optim.convert(
             self.source, self.folder / "wanted", options=fsdp_optim.ConvertOptions(durable=False)
         )
-        self.assertEqual(found, [None, wanted.nbytes])
+        self.assertEqual(by_rank, [None, wanted.nbytes])
         check_converted(self.folder / "to", self.folder / "wanted")
 
     def test_an_error_of_one_rank_is_an_error_of_all(self) -> None:
@@ -126,15 +126,15 @@ class ConvertRanksTest(SharedFolder):
         content = bytearray(damaged.read_bytes())
         content[-1] ^= 1  # in the share of rank 1
         damaged.write_bytes(content)
-        found = run_on_threads(fail_on_all, 2, self.folder)
-        for case in found[0]:
-            check_same(case, found[1][case], found[0][case])
-        self.assertRegex(found[0]["another source"][1], "the ranks see different checkpoints")
-        self.assertRegex(found[0]["other options"][1], "see different checkpoints, or have other options")
-        self.assertRegex(found[0]["damage"][1], "optim.safetensors.*not those that were saved")
-        self.assertEqual(found[0]["damage"][0], "CheckpointError")
-        self.assertRegex(found[0]["no source"][1], "nothing")
-        self.assertEqual([one.name for one in self.folder.iterdir() if one.name.startswith("to")], [])
+        errors = run_on_threads(fail_on_all, 2, self.folder)
+        for case in errors[0]:
+            check_same(case, errors[1][case], errors[0][case])
+        self.assertRegex(errors[0]["another source"][1], "the ranks see different checkpoints")
+        self.assertRegex(errors[0]["other options"][1], "see different checkpoints, or have other options")
+        self.assertRegex(errors[0]["damage"][1], "optim.safetensors.*not those that were saved")
+        self.assertEqual(errors[0]["damage"][0], "CheckpointError")
+        self.assertRegex(errors[0]["no source"][1], "nothing")
+        self.assertEqual([path.name for path in self.folder.iterdir() if path.name.startswith("to")], [])
 
     def test_threads_and_memory_do_not_show_in_the_files(self) -> None:
         before = torch.get_num_threads()
@@ -167,10 +167,10 @@ class ConvertRanksTest(SharedFolder):
         done = fsdp_optim.convert(self.source, there)  # type: ignore[arg-type]
         self.assertEqual(done.nbytes_written, done.nbytes)
         fsdp_optim.convert(there, self.folder / "back", options=fsdp_optim.ConvertOptions(durable=False))  # type: ignore[arg-type]
-        found, wanted = (all_bytes(self.folder / name) for name in ("back", "wanted"))
+        got, wanted = (all_bytes(self.folder / name) for name in ("back", "wanted"))
         for name in wanted:
             if name.endswith(".safetensors"):
-                self.assertEqual(found[name], wanted[name], name)
+                self.assertEqual(got[name], wanted[name], name)
 
     def test_lines_in_the_log_say_how_fast_it_is(self) -> None:
         with (

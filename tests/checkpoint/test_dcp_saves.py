@@ -43,9 +43,9 @@ def model_of(seed: int = 0) -> tuple[nn.Module, Any]:
 
 def weights_in(path: Path) -> dict[str, torch.Tensor]:
     """The values that stock torch loads of `model_of`."""
-    found = {name: torch.zeros_like(one) for name, one in model_of()[0].state_dict().items()}
-    dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
-    return found
+    weights = {name: torch.zeros_like(weight) for name, weight in model_of()[0].state_dict().items()}
+    dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
+    return weights
 
 
 def save_to_bucket(root: str, storage: Options) -> None:
@@ -71,10 +71,12 @@ def save_to_bucket(root: str, storage: Options) -> None:
 
 def fail_in_turn(folder: Path) -> None:
     """A save over another one, in which each rank in turn cannot write, or cannot commit."""
-    one = Trained("FSDP2", adam)
-    fsdp_optim.save(folder / "a", one.model, one.optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUICK))
+    trained = Trained("FSDP2", adam)
+    fsdp_optim.save(
+        folder / "a", trained.model, trained.optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUICK)
+    )
     before = all_bytes(folder / "a") if dist.get_rank() == 0 else {}
-    one.step(range(STEPS, STEPS + 1))
+    trained.step(range(STEPS, STEPS + 1))
     for victim in range(dist.get_world_size()):
         for name in ("write", "finish"):
             broken = mock.patch.object(RankWriter, name, side_effect=OSError(28, "No space left on device"))
@@ -82,8 +84,8 @@ def fail_in_turn(folder: Path) -> None:
                 kind, text = error_text(
                     lambda: fsdp_optim.save(
                         folder / "a",
-                        one.model,
-                        one.optim,
+                        trained.model,
+                        trained.optim,
                         format="dcp",
                         overwrite=True,
                         **as_options(fsdp_optim.SaveOptions, **QUICK),
@@ -96,7 +98,12 @@ def fail_in_turn(folder: Path) -> None:
                 check_same("nothing is left", [path.name for path in folder.iterdir()], ["a"])
             dist.barrier()
     fsdp_optim.save(
-        folder / "a", one.model, one.optim, format="dcp", overwrite=True, **as_options(fsdp_optim.SaveOptions, **QUICK)
+        folder / "a",
+        trained.model,
+        trained.optim,
+        format="dcp",
+        overwrite=True,
+        **as_options(fsdp_optim.SaveOptions, **QUICK),
     )
 
 
@@ -106,10 +113,10 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 def fetch(bucket: S3Bucket, folder: Path) -> None:
     """All objects of a bucket as files."""
-    for found in bucket.list(""):
-        path = folder / found.key
+    for entry in bucket.list(""):
+        path = folder / entry.key
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bucket.read(found.key)[0])
+        path.write_bytes(bucket.read(entry.key)[0])
 
 
 class BucketTest(unittest.TestCase):
@@ -131,13 +138,13 @@ class BucketTest(unittest.TestCase):
 
 def check_loads(path: Path, steps: int) -> None:
     oracle = Oracle(adam, steps)
-    found = {name: torch.zeros_like(one) for name, one in oracle.model.state_dict().items()}
+    weights = {name: torch.zeros_like(weight) for name, weight in oracle.model.state_dict().items()}
     state = {
         name: {key: torch.zeros_like(value) for key, value in values.items()}
         for name, values in oracle.by_name().items()
     }
-    dcp.load({"model": found, "optimizer": {"state": state}}, checkpoint_id=path, no_dist=True)
-    check_same("weights", found, dict(oracle.model.state_dict()))
+    dcp.load({"model": weights, "optimizer": {"state": state}}, checkpoint_id=path, no_dist=True)
+    check_same("weights", weights, dict(oracle.model.state_dict()))
     check_same("state", state, oracle.by_name())
 
 
@@ -159,7 +166,7 @@ class FolderTest(InFolder):
         path = self.save("a", max_file_size=40)
         (path / "note.txt").write_text("kept")
         self.save("a", 1, overwrite=True)
-        names = sorted(one.name for one in path.iterdir() if one.name != "extra")
+        names = sorted(file.name for file in path.iterdir() if file.name != "extra")
         self.assertEqual(names, [".metadata", "model.distcp", "note.txt", "optim.distcp", "values.distcp"])
         check_same("weights", weights_in(path), dict(model_of(1)[0].state_dict()))
         torchs = self.root / "torchs"
@@ -196,7 +203,7 @@ class FolderTest(InFolder):
         for number, format in enumerate(("dcp", "safetensors", "torchtitan", "dcp")):
             path = self.save(f"step-{number}", format=format, step=number)
             self.assertEqual(fsdp_optim.latest(self.root), path)
-        steps = [one.step for one in fsdp_optim.checkpoints(self.root)]
+        steps = [checkpoint.step for checkpoint in fsdp_optim.checkpoints(self.root)]
         self.assertEqual(steps, [3, 2, 1, 0])
         damaged = self.root / "step-3" / ".metadata"
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
@@ -284,18 +291,18 @@ class FolderTest(InFolder):
         model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
         model[1].weight = model[0].weight
         fsdp_optim.save(self.root / "a", model, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUICK))
-        found: dict[str, Any] = {name: torch.zeros(3, 3) for name in ("0.weight", "1.weight")}
-        found["0._extra_state"] = {"count": 0}
-        dcp.load({"model": found}, checkpoint_id=self.root / "a", no_dist=True)
-        check_same("both", (found["0.weight"], found["1.weight"]), (model[0].weight.data, model[0].weight.data))
-        self.assertEqual(found["0._extra_state"], {"count": 7})
+        target: dict[str, Any] = {name: torch.zeros(3, 3) for name in ("0.weight", "1.weight")}
+        target["0._extra_state"] = {"count": 0}
+        dcp.load({"model": target}, checkpoint_id=self.root / "a", no_dist=True)
+        check_same("both", (target["0.weight"], target["1.weight"]), (model[0].weight.data, model[0].weight.data))
+        self.assertEqual(target["0._extra_state"], {"count": 7})
 
     def test_large_tensors_are_cut_into_rows(self) -> None:
         """A reader that needs some rows does not read all of a large tensor."""
         model = nn.Linear(1024, 40_000, bias=False)
         fsdp_optim.save(self.root / "a", model, format="dcp", **as_options(fsdp_optim.SaveOptions, **QUICK))
-        found = dcp.FileSystemReader(self.root / "a").read_metadata()
-        nbytes = [place.length for place in found.storage_data.values()]
+        metadata = dcp.FileSystemReader(self.root / "a").read_metadata()
+        nbytes = [place.length for place in metadata.storage_data.values()]
         self.assertGreater(len(nbytes), 2)
         self.assertLess(max(nbytes), (64 << 20) + 4096)
         weight = torch.zeros(40_000, 1024)

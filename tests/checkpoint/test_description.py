@@ -72,9 +72,9 @@ class DescriptionTest(unittest.TestCase):
     def test_what_is_written_is_read(self, description: OptimDescription) -> None:
         """By way of JSON text, and of the tensors beside it."""
         values, tensors = encoded("here", description, allow_pickle=False, records={})
-        found = decoded("there", json.loads(json.dumps(values)), tensors, allow_pickle=False, records={})
-        check_same("read", _plain(found), _plain(description))
-        self.assertEqual(type(found), OptimDescription)
+        restored = decoded("there", json.loads(json.dumps(values)), tensors, allow_pickle=False, records={})
+        check_same("read", _plain(restored), _plain(description))
+        self.assertEqual(type(restored), OptimDescription)
 
     @settings(deadline=None, max_examples=100)
     @given(DESCRIPTIONS)

@@ -437,12 +437,12 @@ class TiedTest(SharedFolder):
         tied["b"].weight = tied["a"].weight
         untied = nn.ModuleDict({"b": nn.Linear(3, 3, bias=False)})
         untied["b"].weight = tied["a"].weight
-        for name, one in (("tied", tied), ("untied", untied)):
-            optim = torch.optim.Adam(one.parameters())
+        for name, model in (("tied", tied), ("untied", untied)):
+            optim = torch.optim.Adam(model.parameters())
             tied["a"].weight.grad = torch.ones(3, 3)
             optim.step()
             optim.state[tied["a"].weight]["step"].fill_(1)
-            fsdp_optim.save(self.root / name, one, optim, options=QUICK)
+            fsdp_optim.save(self.root / name, model, optim, options=QUICK)
         result = fsdp_optim.diff(self.root / "untied", self.root / "tied")
         self.assertEqual((result.only_in_a, result.only_in_b), ((), ()))
         self.assertEqual(

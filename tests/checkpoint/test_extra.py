@@ -211,8 +211,8 @@ class ExtraTest(InFolder):
     )
     def test_of_each_rank(self, source: str, size: int, target: str, target_size: int) -> None:
         run_on_ranks(save_per_rank, size, self.path, source)
-        found = run_on_ranks(load_per_rank, target_size, self.path, target)
-        for rank, (missing, state, records) in enumerate(found):
+        by_rank = run_on_ranks(load_per_rank, target_size, self.path, target)
+        for rank, (missing, state, records) in enumerate(by_rank):
             wanted = of_rank(rank) if rank < size else {}
             check_same("values", state, {"step": 7, "pair": (1, 2), **wanted})
             absent = () if rank < size else tuple(f"state[{name!r}]" for name in of_rank(0))

@@ -47,17 +47,17 @@ class Named(nn.Module):
 
 def tensors_in(folder: Path) -> dict[str, list[str]]:
     """The keys of the tensors in each file, as the formats' own readers find them."""
-    found: dict[str, list[str]] = {}
+    by_file: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found[path.name] = list(file.keys())
+            by_file[path.name] = list(file.keys())
     if (folder / ".metadata").exists():
         saved = pickle.loads((folder / ".metadata").read_bytes())
         for index, place in saved.storage_data.items():
-            keys = found.setdefault(place.relative_path, [])
+            keys = by_file.setdefault(place.relative_path, [])
             if isinstance(saved.state_dict_metadata[index.fqn], TensorStorageMetadata) and index.fqn not in keys:
                 keys.append(index.fqn)
-    return {name: keys for name, keys in found.items() if keys}
+    return {name: keys for name, keys in by_file.items() if keys}
 
 
 class FileSizesTest(unittest.TestCase):
@@ -97,12 +97,12 @@ class FileSizesTest(unittest.TestCase):
 
     def test_the_moments_too(self) -> None:
         """Whose first file has the param groups in its header."""
-        one = Trained("plain", adam, 2)
+        trained = Trained("plain", adam, 2)
         for most in (300, 1000, 3000):
             path = self.root / str(most)
-            save(path, one, max_file_size=most)
+            save(path, trained, max_file_size=most)
             self.check_sizes(path, most)
-            load(path, one)
+            load(path, trained)
 
     def test_as_many_as_fit(self) -> None:
         """The sizes that are planned are those of the headers, to the byte: one byte less makes another file."""

@@ -104,11 +104,11 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 def trained(wrapper: str, filled: bool) -> Trained:
     """Every value is a simple function of the element's number, not of anybody's arithmetic."""
-    one = Trained(wrapper, OfModel(two_groups), steps=1, model=Tied)
-    one.forget_gradients()
+    training = Trained(wrapper, OfModel(two_groups), steps=1, model=Tied)
+    training.forget_gradients()
     with torch.no_grad():
-        for param, index in zip(one.params, one.index, strict=True):
-            values = one.optim.state[param]
+        for param, index in zip(training.params, training.index, strict=True):
+            values = training.optim.state[param]
             local_of(param).copy_(index.reshape(local_of(param).shape) if filled else torch.zeros(()))
             local = local_of(values["exp_avg"])
             local.copy_((-index / 4).reshape(local.shape) if filled else torch.zeros(()))
@@ -119,13 +119,13 @@ def trained(wrapper: str, filled: bool) -> Trained:
                 values["columns"] = values["exp_avg"] * 2
             if not filled:
                 values |= {"step": torch.tensor(0.0), "phase": "", "seen": 0, "small": values["small"] * 0}
-        for buffer in () if filled else one.model.buffers():
+        for buffer in () if filled else training.model.buffers():
             buffer.zero_()
     if not filled:
-        one.model.counting.seen = None
-    for group in () if filled else one.optim.param_groups:
+        training.model.counting.seen = None
+    for group in () if filled else training.optim.param_groups:
         group |= {"lr": 99.0, "betas": (0, 0), "rate": torch.zeros(2)}
-    return one
+    return training
 
 
 def _by_columns(whole: torch.Tensor, param: DTensor) -> DTensor:
@@ -133,17 +133,17 @@ def _by_columns(whole: torch.Tensor, param: DTensor) -> DTensor:
     return torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, [Shard(1)])
 
 
-def contents(one: Trained) -> dict[str, Any]:
+def contents(training: Trained) -> dict[str, Any]:
     """This rank's part of all that a checkpoint restores."""
     return {
-        "parameters": [local_of(param).detach() for param in one.params],
-        "buffers": dict(one.model.named_buffers(remove_duplicate=False)),
-        "extra state": list(one.model.counting.seen),
+        "parameters": [local_of(param).detach() for param in training.params],
+        "buffers": dict(training.model.named_buffers(remove_duplicate=False)),
+        "extra state": list(training.model.counting.seen),
         "state": [
-            in_order({k: local_of(v) if isinstance(v, torch.Tensor) else v for k, v in one.optim.state[p].items()})
-            for p in one.params
+            in_order({k: local_of(v) if isinstance(v, torch.Tensor) else v for k, v in training.optim.state[p].items()})
+            for p in training.params
         ],
-        "groups": [in_order({k: v for k, v in g.items() if k != "params"}) for g in one.optim.param_groups],
+        "groups": [in_order({k: v for k, v in g.items() if k != "params"}) for g in training.optim.param_groups],
     }
 
 
@@ -153,10 +153,10 @@ def plain() -> dict[str, Any]:
 
 
 def save(path: Path, values: dict[str, Any] | None = None) -> None:
-    one = trained("FSDP2", filled=True)
-    mine = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
-    options: dict[str, Any] = {"extra": extra() if values is None else values, "per_rank_extra": mine}
-    fsdp_optim.save(path, one.model, one.optim, step=STEP, **as_options(fsdp_optim.SaveOptions, **options))
+    training = trained("FSDP2", filled=True)
+    own = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
+    options: dict[str, Any] = {"extra": extra() if values is None else values, "per_rank_extra": own}
+    fsdp_optim.save(path, training.model, training.optim, step=STEP, **as_options(fsdp_optim.SaveOptions, **options))
 
 
 def save_on_ranks(path: Path) -> None:
@@ -164,11 +164,14 @@ def save_on_ranks(path: Path) -> None:
 
 
 def load(path: Path, wrapper: str, values: dict[str, Any] | None = None) -> None:
-    wanted, one = trained(wrapper, filled=True), trained(wrapper, filled=False)
+    wanted, target = trained(wrapper, filled=True), trained(wrapper, filled=False)
     restored = fsdp_optim.load(
-        path, one.model, one.optim, options=fsdp_optim.LoadOptions(process_group=one.process_group, compare=True)
+        path,
+        target.model,
+        target.optim,
+        options=fsdp_optim.LoadOptions(process_group=target.process_group, compare=True),
     )
-    check_same("loaded", contents(one), contents(wanted))
+    check_same("loaded", contents(target), contents(wanted))
     values = extra() if values is None else values
     check_same("extra", {name: restored.state[name] for name in values}, values)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -190,14 +193,14 @@ def structure(folder: Path) -> dict[str, Any]:
 
     The borders of segments are free, so that tables of checksums may differ; `check_folder` has compared them with the data.
     """
-    found: dict[str, Any] = {"manifest": without((*CHANGES, "sums_xxh3_64"), read_manifest(folder))}
+    parts: dict[str, Any] = {"manifest": without((*CHANGES, "sums_xxh3_64"), read_manifest(folder))}
     for name, data in all_bytes(folder).items():
         if name.endswith(".safetensors"):
             (length,) = struct.unpack("<Q", data[:8])
-            found[name] = (json.loads(data[8 : 8 + length]), data[8 + length :])
+            parts[name] = (json.loads(data[8 : 8 + length]), data[8 + length :])
         elif name.endswith(".sums"):
-            found[name] = data[:8]
-    return found
+            parts[name] = data[:8]
+    return parts
 
 
 class GoldenTest(unittest.TestCase):
@@ -216,10 +219,10 @@ class GoldenTest(unittest.TestCase):
             wanted = structure(GOLDEN)
             wanted["manifest"]["brief"]["keep_last"] = None  # an argument that `save` had then
             wanted["manifest"]["brief"]["wrapper"] = "FSDP2"  # which older readers pass over
-            found, common = structure(path), "extra/common.safetensors"
-            for content in (found, wanted):
+            written, common = structure(path), "extra/common.safetensors"
+            for content in (written, wanted):
                 del content[common], content["manifest"]["files"][common], content["manifest"]["brief"]["files"][common]
-            check_same("what is written", found, wanted)
+            check_same("what is written", written, wanted)
 
     @parameterized.expand([("FSDP2", 3)])
     def test_ranks_load_it(self, wrapper: str, world_size: int) -> None:

@@ -74,8 +74,8 @@ class GoldenTest(unittest.TestCase):
         base = torch.zeros_like(wanted.base.weight)
         right = {**wanted.state_dict(), "base.weight": base, "same.weight": base}  # quarters, which bf16 has
         check_same("weights", dict(model.state_dict()), right)
-        for one, other in zip(model.adapter.parameters(), wanted.adapter.parameters(), strict=True):
-            check_same("state", dict(optim.state[one]), dict(wanted_optim.state[other]))
+        for param, other in zip(model.adapter.parameters(), wanted.adapter.parameters(), strict=True):
+            check_same("state", dict(optim.state[param]), dict(wanted_optim.state[other]))
 
     def test_it_is_written_alike_today(self) -> None:
         with tempfile.TemporaryDirectory() as root:

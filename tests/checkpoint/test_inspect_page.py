@@ -30,12 +30,12 @@ class InspectPageTest(SharedFolder):
 
     def test_bytes_by_layer(self) -> None:
         summary = fsdp_optim.inspect(self.root / "a")
-        found = nbytes_by_layer(summary)
-        self.assertEqual(sum(sum(by_kind.values()) for by_kind in found.values()), summary.nbytes)
+        by_layer = nbytes_by_layer(summary)
+        self.assertEqual(sum(sum(by_kind.values()) for by_kind in by_layer.values()), summary.nbytes)
         for number in range(3):
             nbytes = 4 * 11 * (20 + number)
             wanted = {"weights": nbytes, "exp_avg": nbytes, "exp_avg_sq": nbytes, "step": 8}
-            self.assertEqual(found[f"layers.{number}"], wanted)
+            self.assertEqual(by_layer[f"layers.{number}"], wanted)
 
     def test_the_page(self) -> None:
         file = self.own_folder() / "page.html"

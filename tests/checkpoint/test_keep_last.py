@@ -31,14 +31,14 @@ LIMIT = 60.0  # seconds; reached by nothing but a failure
 
 def keep_on_ranks(root: Path) -> list[list[str]]:
     """The files that are there when each save has been waited for."""
-    trained, found = Trained("FSDP2", steps=1), []
+    trained, listed = Trained("FSDP2", steps=1), []
     for step in (8, 9, 10, 11):
         save_managed(root, step, trained.model, trained.optim, keep_last=2, durable=True)
         newest = fsdp_optim.latest(root)
         dist.barrier()
-        found.append([newest.name if newest else "", *sorted(entry.name for entry in root.iterdir())])
+        listed.append([newest.name if newest else "", *sorted(entry.name for entry in root.iterdir())])
         dist.barrier()
-    return found
+    return listed
 
 
 class KeepTest(InFolder):
@@ -53,9 +53,9 @@ class KeepTest(InFolder):
         save_managed(self.root, step, model, torch.optim.SGD(model.parameters()), keep_last=1, **kwargs)
 
     def test_the_newest_are_kept(self) -> None:
-        for found in run_on_ranks(keep_on_ranks, 2, self.root):
+        for listed in run_on_ranks(keep_on_ranks, 2, self.root):
             steps = [(8, 8), (9, 8, 9), (10, 9, 10), (11, 10, 11)]
-            self.assertEqual(found, [[*map(name_of_step, each)] for each in steps])
+            self.assertEqual(listed, [[*map(name_of_step, each)] for each in steps])
 
     def test_what_is_no_checkpoint_is_left_alone(self) -> None:
         (self.root / "logs").mkdir()
@@ -141,9 +141,9 @@ class KeepTest(InFolder):
                 saving.rename(self.root / "step-10")
 
         with mock.patch.object(leftovers.time, "sleep", later):
-            found = leftovers.existing(self.root / "step-10", PROBE)
-        self.assertEqual(found, self.root / "step-10")
-        self.assertTrue((found / "fsdp_optim.json").exists())
+            path = leftovers.existing(self.root / "step-10", PROBE)
+        self.assertEqual(path, self.root / "step-10")
+        self.assertTrue((path / "fsdp_optim.json").exists())
 
     @parameterized.expand(
         ("no manifest", "a broken manifest", "a file is missing", "a file is cut", "still being saved")
@@ -164,6 +164,6 @@ class KeepTest(InFolder):
             os.truncate(newest / "model.safetensors", (newest / "model.safetensors").stat().st_size - 1)
         else:
             newest.rename(self.root / "step-11.saving-0123456789abcdef")
-        found = fsdp_optim.latest(self.root)
-        self.assertEqual(found, self.root / "step-10")
-        self.assertIsInstance(found, Path)
+        latest = fsdp_optim.latest(self.root)
+        self.assertEqual(latest, self.root / "step-10")
+        self.assertIsInstance(latest, Path)

@@ -116,16 +116,16 @@ def save_sources(root: Path, wrapper: str) -> None:
 
 
 def load_refused(root: Path, wrapper: str) -> dict[str, tuple[str, str]]:
-    found = {}
+    errors = {}
     with cpu():
         for case, (_, kwargs, _) in DIFFERENT.items():
             if case in ONLY_WITH_TORCH and "fairscale" in wrapper:
                 continue
             target = Trained(wrapper, **{**kwargs, "steps": 2})
             before = everything(target)
-            found[case] = error_text(lambda case=case, target=target: load(root / case, target))
+            errors[case] = error_text(lambda case=case, target=target: load(root / case, target))
             check_same(f"{case}: after the refusal", everything(target), before)
-    return found
+    return errors
 
 
 class RefusedTest(InFolder):
@@ -143,7 +143,7 @@ class RefusedTest(InFolder):
         tried = [case for case in cases if case in by_rank[0]]
         self.assertGreaterEqual(len(tried), len(DIFFERENT) - 1)
         for case in tried:
-            check_refused(case, [one[case] for one in by_rank], "StateError", *DIFFERENT[case][2])
+            check_refused(case, [errors[case] for errors in by_rank], "StateError", *DIFFERENT[case][2])
 
     def test_files_that_are_not_there(self) -> None:
         for path in (self.root / "none", self.root):

@@ -54,9 +54,9 @@ def train_really(trained: Trained) -> None:
 
 def held(trained: Trained) -> dict[str, Any]:
     """`mine` without the state of parameters that have no elements on this rank: torch's FSDP1 does not count their steps."""
-    found = mine(trained)
-    state = {name: values for name, values in found["state"].items() if found["values"][name].numel()}
-    return {**found, "state": state}
+    content = mine(trained)
+    state = {name: values for name, values in content["state"].items() if content["values"][name].numel()}
+    return {**content, "state": state}
 
 
 def load_after_evaluation(root: Path, wrapper: str) -> None:
@@ -81,8 +81,8 @@ def load_between_steps(root: Path, wrapper: str) -> None:
         save(root / "trained", source)
         load(root / "trained", target)
         check_same("restored", held(target), held(source))
-        for one in (source, target):
-            train_really(one)
+        for trained in (source, target):
+            train_really(trained)
         check_same("trained on", held(target), held(source))
         check_same("outputs", evaluate(target), evaluate(source))
 
@@ -129,9 +129,9 @@ def load_cast_buffers(root: Path, wrapper: str, first: str) -> None:
     """`first`: which of the two has been through a forward pass, which is when wrappers cast their buffers."""
     with cpu():
         source, alike, target = (Trained(CASTING[wrapper], steps=steps, model=Whole) for steps in (STEPS, STEPS, 0))
-        for one in (source, target):
-            if first in ("both", "source" if one is source else "target"):
-                evaluate(one)
+        for trained in (source, target):
+            if first in ("both", "source" if trained is source else "target"):
+                evaluate(trained)
         save(root / "step-1", source)
         load(root / "step-1", target)
         check_same("outputs", evaluate(target), evaluate(alike))

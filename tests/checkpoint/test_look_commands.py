@@ -60,9 +60,9 @@ class LookCommandsTest(SharedFolder):
     def test_json_of_diff(self) -> None:
         code, out, err = called("diff", self.a, self.b, "--json")
         self.assertEqual((code, err), (1, ""))
-        found, result = json.loads(out), fsdp_optim.diff(self.a, self.b)
-        self.assertEqual((found["equal"], found["steps"]), (False, [1, 2]))
-        values = {value["name"]: value for value in found["values"]}
+        printed, result = json.loads(out), fsdp_optim.diff(self.a, self.b)
+        self.assertEqual((printed["equal"], printed["steps"]), (False, [1, 2]))
+        values = {value["name"]: value for value in printed["values"]}
         for value in result.values:
             shown = values[value.name]
             relative = value.relative if math.isfinite(value.relative) else None
@@ -103,8 +103,8 @@ class LookCommandsTest(SharedFolder):
         code, out, _ = called("show", self.b, "weight", "--slice", "3:5, 4")
         self.assertEqual(code, 0)
         self.assertTrue(out.endswith(f"\n\n{self.model.weight.detach()[3:5, 4]}\n"), out)
-        found = json.loads(called("show", self.b, "bias:exp_avg", "--slice", ":2", "--json")[1])
-        self.assertEqual((found["num_nans"], found["shape"], found["elements"][0]), (1, [2], None))
+        printed = json.loads(called("show", self.b, "bias:exp_avg", "--slice", ":2", "--json")[1])
+        self.assertEqual((printed["num_nans"], printed["shape"], printed["elements"][0]), (1, [2], None))
 
     def test_files(self) -> None:
         file = self.own_folder() / "x.npy"

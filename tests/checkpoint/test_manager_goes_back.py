@@ -127,7 +127,7 @@ class BackTest(CatalogTest):
             run.manager.rollback(to=2)
             run.steps(range(3, 4))
             run.manager.wait()
-        self.assertEqual([one.step for one in fsdp_optim.checkpoints(self.root)], [3, 8, 6, 4, 2])
+        self.assertEqual([checkpoint.step for checkpoint in fsdp_optim.checkpoints(self.root)], [3, 8, 6, 4, 2])
         run = Run(self.root, "plain", every=4)
         with run.manager:
             refused(lambda: run.manager.rollback(6), CheckpointError, "those of the steps 2, 3")

@@ -30,7 +30,7 @@ class KeepTest(CatalogTest):
         with run.manager:
             run.steps(range(1, 10), metrics.get)
         self.assertEqual(steps_in(self.root), [9, 8, 4, 2])
-        self.assertEqual([one.metric for one in fsdp_optim.checkpoints(self.root)], [6.0, 4.0, 9.0, 1.0])
+        self.assertEqual([checkpoint.metric for checkpoint in fsdp_optim.checkpoints(self.root)], [6.0, 4.0, 9.0, 1.0])
 
     def test_the_highest_metric(self) -> None:
         run = Run(self.root, "plain", every=1, keep_best=2, best="max")

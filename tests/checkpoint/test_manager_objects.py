@@ -48,9 +48,9 @@ class ObjectsTest(CatalogTest):
         first, second = ({name: kind() for name, kind in kinds.items()} for _ in range(2))
         for _ in range(3):
             optim.step()
-            for name, one in first.items():
-                one.step(*([0.5] if name == "plateau" else []))
-        wanted = {name: str(one.state_dict()) for name, one in first.items() if name != "sequence"}
+            for name, scheduler in first.items():
+                scheduler.step(*([0.5] if name == "plateau" else []))
+        wanted = {name: str(scheduler.state_dict()) for name, scheduler in first.items() if name != "sequence"}
         self.saved(state=first)
         run = Run(self.root, "plain", state=second)
         with run.manager:

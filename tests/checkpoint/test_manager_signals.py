@@ -22,7 +22,7 @@ def preempted(root: Path, name: str, who: str, agree_every: int, expected: int) 
     """A signal comes during step 3, on one rank or on all, or on rank 1 one step later than on rank 0."""
     calls: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
-    theirs = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         run = Run(root / name, "FSDP2", every=100, agree_every=agree_every)
         with run.manager:
@@ -37,7 +37,7 @@ def preempted(root: Path, name: str, who: str, agree_every: int, expected: int) 
             check_same("saved at", (step, run.manager.should_stop, steps_in(root / name)), (expected, True, [expected]))
             if who == "all" and calls != [signal.SIGTERM]:
                 raise Differs("the handler that was there before was not called")
-        if signal.getsignal(signal.SIGTERM) is not theirs:
+        if signal.getsignal(signal.SIGTERM) is not handler:
             raise Differs("close() did not put the handler back")
         again = Run(root / name, "FSDP2")
         with again.manager:

@@ -104,8 +104,8 @@ def give(model: nn.Module, number: int) -> None:
 
 def stored_in(folder: Path) -> dict[str, Any]:
     with safe_open(folder / "extra/model.safetensors", "pt") as file:
-        found: dict[str, Any] = json.loads(file.metadata()["json"])
-        return found
+        stored: dict[str, Any] = json.loads(file.metadata()["json"])
+        return stored
 
 
 def untouched(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -269,8 +269,8 @@ class ModuleValuesTest(unittest.TestCase):
         self.assertEqual(sorted(stored_in(self.path)), sorted(set(model.state_dict()) - tensors))
 
     def test_between_ranks(self) -> None:
-        found = run_on_ranks(between_ranks, 3, self.folder)
-        told = {name: [one[name] for one in found] for name in found[0]}
+        by_rank = run_on_ranks(between_ranks, 3, self.folder)
+        told = {name: [errors[name] for errors in by_rank] for name in by_rank[0]}
         words = ("outer._extra_state", "ranks 0, 1", "rank 2", "on_replica_mismatch='lowest_rank'")
         check_refused("differ", told["differ"], "StateError", *words)
         check_refused("refused", told["refused"], "StateError", "inner.0", "Scaled", "no such recipe", "rank 1")
@@ -332,7 +332,7 @@ class ModuleValuesTest(unittest.TestCase):
         self.assertEqual(list(stored_in(self.path)), ["0._extra_state"])
         target = nn.Sequential(Scaled(2, 2), Scaled(2, 2))
         fsdp_optim.load(self.path, target)
-        check_same("both", [one["scale"] for one in values_of(target)], [values_of(model)[0]["scale"]] * 2)
+        check_same("both", [values["scale"] for values in values_of(target)], [values_of(model)[0]["scale"]] * 2)
 
     def test_what_changes_after_async_save_returns(self) -> None:
         model = Deep()

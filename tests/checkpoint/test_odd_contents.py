@@ -67,9 +67,9 @@ class OddContentsTest(SharedFolder):
         for other, num in (("apart", 0), ("changed", 1)):
             sides = [self.root / "tied", self.root / f"{other}.safetensors"]
             result = fsdp_optim.diff(*(reversed(sides) if swaps else sides), match="*weight", progress=False)
-            found = {value.name: (value.num_differing, value.max_abs) for value in result.values}
+            differences = {value.name: (value.num_differing, value.max_abs) for value in result.values}
             wanted = float(abs((self.weight[4, 2] + 1).double() - self.weight[4, 2].double())) if num else 0
-            self.assertEqual(found, {"embed.weight": (0, 0), "head.weight": (num, wanted)})
+            self.assertEqual(differences, {"embed.weight": (0, 0), "head.weight": (num, wanted)})
 
     def test_names_with_colons(self) -> None:
         for name, wanted in (

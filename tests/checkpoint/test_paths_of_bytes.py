@@ -55,15 +55,17 @@ def on_ranks(folder: str) -> None:
     with manager:
         manager.resume()
         manager.save(5)
-    check_same("managed", [one.step for one in fsdp_optim.checkpoints(root / "managed")], [5])
+    check_same("managed", [checkpoint.step for checkpoint in fsdp_optim.checkpoints(root / "managed")], [5])
 
 
 class BytesTest(CatalogTest):
     def test_on_ranks(self) -> None:
         (self.root / BAD).mkdir()
         run_on_ranks(on_ranks, 2, str(self.root))
-        found = [(Path(one.path).name, one.step) for one in fsdp_optim.checkpoints(self.root / BAD)]
-        self.assertEqual(found, [(f"{BAD}-3", 3), (f"step-{BAD}-2", 2), ("step-1", 1)])
+        listed = [
+            (Path(checkpoint.path).name, checkpoint.step) for checkpoint in fsdp_optim.checkpoints(self.root / BAD)
+        ]
+        self.assertEqual(listed, [(f"{BAD}-3", 3), (f"step-{BAD}-2", 2), ("step-1", 1)])
 
     def test_strays_of_such_names(self) -> None:
         """Beside checkpoints, and in one that is replaced."""

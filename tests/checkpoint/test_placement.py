@@ -105,9 +105,9 @@ class PlacementTest(SharedFolder):
         result = fsdp_optim.placement(self.root / model, ranks=ranks, wrapper=wrapper, units=units, replicated=BUFFERS)
         params = set(self.oracles[model].names)
         for rank, live in enumerate(run_on_ranks(held, ranks, wrap, model)):
-            found = placed(result, rank, params)
-            check_same(f"rank {rank}", dict(sorted(found["nbytes"].items())), dict(sorted(live["nbytes"].items())))
-            self.assertEqual(found["padding"], live["padding"])
+            planned = placed(result, rank, params)
+            check_same(f"rank {rank}", dict(sorted(planned["nbytes"].items())), dict(sorted(live["nbytes"].items())))
+            self.assertEqual(planned["padding"], live["padding"])
             self.assertEqual(result.nbytes[rank], sum(live["nbytes"].values()) + live["padding"])
         self.assertEqual(result.largest, result.nbytes.index(max(result.nbytes)))
         self.assertEqual(result.imbalance, max(result.nbytes) * ranks / sum(result.nbytes))
@@ -238,11 +238,11 @@ class PlacementPageTest(SharedFolder):
         given = ("--ranks", "8", "--wrapper", "hsdp:4x2", "--html", page, "--json")
         code, out = self._called("inspect", self.root / "a", *given)
         self.assertEqual(code, 0)
-        found = json.loads(out)["placement"]
+        printed = json.loads(out)["placement"]
         result = fsdp_optim.placement(self.root / "a", ranks=8, wrapper="hsdp:4x2")
-        self.assertEqual(found["nbytes"], list(result.nbytes))
-        self.assertEqual(found["tensors"][0]["runs"][0]["nbytes"], result.tensors[0].runs[0].nbytes)
-        self.assertEqual((found["num_ranks"], found["imbalance"]), (8, result.imbalance))
+        self.assertEqual(printed["nbytes"], list(result.nbytes))
+        self.assertEqual(printed["tensors"][0]["runs"][0]["nbytes"], result.tensors[0].runs[0].nbytes)
+        self.assertEqual((printed["num_ranks"], printed["imbalance"]), (8, result.imbalance))
         self.assertIn("<h2>On 8 ranks under hsdp:4x2</h2>", page.read_text())
         self.assertEqual(self._called("inspect", self.root / "a", "--ranks", "8", "--wrapper", "no")[0], 2)
 

@@ -102,10 +102,10 @@ class ReceiptTest(InFolder):
 
     def test_bytes_and_tensors(self) -> None:
         """Each element counts once, however many ranks need it."""
-        found = run_on_ranks(load_weights, 3, self.root / "a")
+        by_rank = run_on_ranks(load_weights, 3, self.root / "a")
         size, num = 4 * (250 * 200 + 200), 2
-        self.assertEqual([len(lines) for lines in found], [2, 0, 0])
-        saved, loaded = found[0]
+        self.assertEqual([len(lines) for lines in by_rank], [2, 0, 0])
+        saved, loaded = by_rank[0]
         self.assertRegex(saved, rf"^saved \S+: {size / 1000:.0f} kB {IN}, {num} tensors, 3 ranks$")
         self.assertRegex(loaded, rf"^loaded \S+: 3 ranks, DDP, {size / 1000:.0f} kB {IN}, {num} tensors$")
 

@@ -41,7 +41,7 @@ def forth(name: str) -> str:
 def save_all(folder: str) -> None:
     with cpu():
         for wrapper in WRAPPERS:
-            one = Trained(wrapper, adam)
+            trained = Trained(wrapper, adam)
             for at, rename, save in (
                 ("dict", FORTH, fsdp_optim.save),
                 ("function", forth, fsdp_optim.async_save),
@@ -49,9 +49,9 @@ def save_all(folder: str) -> None:
                 call: Callable[..., Any] = save
                 done = call(
                     f"{folder}/{wrapper} {at}",
-                    one.model,
-                    one.optim,
-                    options=fsdp_optim.SaveOptions(rename=rename, process_group=one.process_group),
+                    trained.model,
+                    trained.optim,
+                    options=fsdp_optim.SaveOptions(rename=rename, process_group=trained.process_group),
                 )
                 if at == "function":
                     done.wait()
@@ -142,10 +142,10 @@ class OneProcessTest(unittest.TestCase):
             set(load_file(self.folder / "a" / "model.safetensors")),
             {f"model.{name}" for name in model.state_dict()} - {"model.head.weight", "model._extra_state"},
         )
-        found = fsdp_optim.inspect(self.folder / "a")
-        self.assertEqual(found.aliases, {"model.head.weight": "model.embed.weight"})
+        summary = fsdp_optim.inspect(self.folder / "a")
+        self.assertEqual(summary.aliases, {"model.head.weight": "model.embed.weight"})
         params = [f"model.{name}" for name, _ in model.named_parameters()]
-        self.assertEqual((sorted(found.state), [*found.groups[0].params]), (sorted(params), params))
+        self.assertEqual((sorted(summary.state), [*summary.groups[0].params]), (sorted(params), params))
         self.check_back(self.folder / "a", model, rename={"model.": ""})
 
     def test_names_of_one_tied_weight_may_fall_together(self) -> None:
@@ -192,8 +192,8 @@ class OneProcessTest(unittest.TestCase):
         check_same(
             "embed", target.embed.weight.detach(), model.embed.weight.detach() if which == "trainable" else embed
         )
-        for one, other in zip(target.parameters(), model.parameters(), strict=True):
-            check_same("state", in_order(target_optim.state[one]), in_order(optim.state[other]))
+        for param, other in zip(target.parameters(), model.parameters(), strict=True):
+            check_same("state", in_order(target_optim.state[param]), in_order(optim.state[other]))
 
     def test_names_that_are_exchanged(self) -> None:
         """A stored name that is a name of the model, too, but was given to another parameter."""
@@ -253,8 +253,8 @@ def disagree(folder: str) -> list[tuple[str, str]]:
     heard = []
     for odd in range(dist.get_world_size()):
         is_odd = dist.get_rank() == odd
-        for mine in ({"": "other."}, None, lambda name: 1 / 0):
-            rename: Any = mine if is_odd else {"": "model."}
+        for own_rename in ({"": "other."}, None, lambda name: 1 / 0):
+            rename: Any = own_rename if is_odd else {"": "model."}
             heard.append(
                 error_text(
                     partial(fsdp_optim.save, folder, model, optim, options=fsdp_optim.SaveOptions(rename=rename))

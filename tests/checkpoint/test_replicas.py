@@ -103,13 +103,13 @@ def gather_values() -> None:
 def gather_in_another_order() -> None:
     """What rank 1 has instead of a dict of two values: in another order it is the same, under other names it is not."""
     model, optim = plain([1])
-    zeros, ones = torch.zeros(2, 3), torch.ones(2, 3)
+    zeros, filled = torch.zeros(2, 3), torch.ones(2, 3)
     for others, is_same in (
-        ({"second": ones, "first": zeros}, True),
-        ({"second": zeros, "first": ones}, False),
-        ({"first": zeros, "third": ones}, False),
+        ({"second": filled, "first": zeros}, True),
+        ({"second": zeros, "first": filled}, False),
+        ({"first": zeros, "third": filled}, False),
     ):
-        optim.state[model.weight] = others if dist.get_rank() == 1 else {"first": zeros, "second": ones}
+        optim.state[model.weight] = others if dist.get_rank() == 1 else {"first": zeros, "second": filled}
         told = error_text(lambda: gather(model, optim))
         if is_same:
             check_same("another order", told, ("", ""))
@@ -144,8 +144,8 @@ def gather_extras() -> None:
     optim.extra = {"lock": Nothing()}
     check_told(error_text(lambda: gather(model, optim)), "StateError", "lock", "cannot be compared")
     optim.extra = {}
-    for mine in (numpy.float32(0.1 + rank), fractions.Fraction(1, 3 + rank), Parts(rank)):
-        optim.param_groups[0]["special"] = mine
+    for value in (numpy.float32(0.1 + rank), fractions.Fraction(1, 3 + rank), Parts(rank)):
+        optim.param_groups[0]["special"] = value
         check_told(error_text(lambda: gather(model, optim)), "StateError", "special", "rank 0", "rank 1")
 
 
@@ -165,21 +165,21 @@ def norm_beside_tensor_parallel() -> None:
     dist.broadcast(lowest[1], 0)
     check_told(error_text(lambda: gather(model, optim)), "norm.weight", "on_replica_mismatch='lowest_rank'")
     taken = {"on_replica_mismatch": "lowest_rank"}
-    found: list[Any] = [gather(model, optim, **taken)]
+    gathered: list[Any] = [gather(model, optim, **taken)]
     for full in (
         fsdp_optim.gather_full_optim_state_dict(
             model, optim, None, key_by="name", **as_options(fsdp_optim.CallOptions, **taken)
         ),
     ):
-        found.append(full)
-    found.append(
+        gathered.append(full)
+    gathered.append(
         {
             "state": dict(
                 fsdp_optim.iter_full_optim_state(model, optim, None, **as_options(fsdp_optim.CallOptions, **taken))
             )
         }
     )
-    for full in found:
+    for full in gathered:
         if full is not None:
             check_same("the lowest rank's", full["state"]["norm.weight"]["exp_avg"], lowest[1])
             check_same("the one that is cut", full["state"]["cut.weight"]["exp_avg"].shape, torch.Size([4, 4]))
@@ -309,9 +309,9 @@ class TestSame(unittest.TestCase):
                 self.assertNotEqual(key_of(a), key_of(b))
 
     def test_an_object_in_itself(self) -> None:
-        one, other = Parts(), Parts()
-        one.parts, other.parts = (one, 1), (other, 1)
-        self.assertEqual(fingerprint_of(one), fingerprint_of(other))
+        looped, other = Parts(), Parts()
+        looped.parts, other.parts = (looped, 1), (other, 1)
+        self.assertEqual(fingerprint_of(looped), fingerprint_of(other))
 
     @parameterized.expand([(Nothing(),), (threading.Lock(),), ((i for i in range(3)),), ([1, {"a": Nothing()}],)])
     def test_what_cannot_be_compared_is_not_taken_for_equal(self, value: Any) -> None:

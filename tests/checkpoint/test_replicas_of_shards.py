@@ -108,7 +108,7 @@ def differ(folder: str, wrapper: str, what: str, rank: int) -> list[tuple[str, s
             check_same("nothing is changed", tensor, had)
         fsdp_optim.load(path, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True))
         step = RANKS - 1 - partner  # between two that hold the same
-        holders = tuple(one for one in (dist.get_rank(), dist.get_rank() ^ step))
+        holders = tuple(holder for holder in (dist.get_rank(), dist.get_rank() ^ step))
         check_same("the lowest rank's", CHANGED[what][0](target), of_lowest(had, holders))
         ways(path, target)[0](overwrite=True)  # they are equal now
     return told
@@ -204,16 +204,16 @@ def values_of_all_kinds(folder: str) -> None:
         optim.state[model.weight]["its"] = value(99, model.weight.device_mesh)
         fsdp_optim.load(path, model, optim, options=fsdp_optim.LoadOptions(compare=True))
         got = optim.state[model.weight]["its"]
-        numbers = {float(one) for one in local_of(got).flatten()}
-        mine = value(dist.get_rank(), model.weight.device_mesh)
+        numbers = {float(number) for number in local_of(got).flatten()}
+        own_value = value(dist.get_rank(), model.weight.device_mesh)
         if not differs:
             check_same(what, local_of(got), had)
-        elif isinstance(mine, DTensor):
-            _, coordinate = mine.placements, model.weight.device_mesh.get_coordinate()
+        elif isinstance(own_value, DTensor):
+            _, coordinate = own_value.placements, model.weight.device_mesh.get_coordinate()
             lowest = sum(
                 where * scale
-                for where, scale, one in zip(coordinate, (2, 1), mine.placements, strict=True)
-                if one.is_shard()
+                for where, scale, placement in zip(coordinate, (2, 1), own_value.placements, strict=True)
+                if placement.is_shard()
             )
             check_same(what, numbers, {float(lowest)})
         else:
@@ -241,21 +241,21 @@ def save_with_padding(folder: str) -> None:
 
 def watch(folder: str) -> dict[str, Any]:
     """The digests of shards that this rank sends, those that it reads, and how often all reports travel."""
-    found: dict[str, Any] = {"told": [], "read": [], "exchanged": 0}
+    traffic: dict[str, Any] = {"told": [], "read": [], "exchanged": 0}
     real_tell, real_exchange = replicas.all_gather_bytes, replicas.exchange_reports
 
     def tell(group: Any, step: str, content: bytes, **more: Any) -> Any:
-        found["told"].append(len(content))
+        traffic["told"].append(len(content))
         told = real_tell(group, step, content, **more)
 
         def content_of(rank: int) -> bytes:
-            found["read"].append(rank)
+            traffic["read"].append(rank)
             return told.content_of(rank)
 
         return mock.Mock(content_of=content_of)
 
     def exchange(*args: Any, **kwargs: Any) -> Any:
-        found["exchanged"] += 1
+        traffic["exchanged"] += 1
         return real_exchange(*args, **kwargs)
 
     with (
@@ -265,11 +265,11 @@ def watch(folder: str) -> dict[str, Any]:
     ):
         target = Trained(WRAPPERS["FSDP2"][0], adam, 1, Layers)
         fsdp_optim.save(Path(folder, "equal"), target.model, target.optim)
-        found["equal"] = dict(found, told=list(found["told"]), read=list(found["read"]))
-        found.update(told=[], read=[])
+        traffic["equal"] = dict(traffic, told=list(traffic["told"]), read=list(traffic["read"]))
+        traffic.update(told=[], read=[])
         uncut = Trained("FSDP2", adam, 1, Layers)
         fsdp_optim.save(Path(folder, "uncut"), uncut.model, uncut.optim)
-    return found
+    return traffic
 
 
 def fail_in_turn(folder: str) -> list[tuple[str, str]]:
@@ -317,11 +317,11 @@ class ReplicasOfShardsTest(unittest.TestCase):
     def test_what_differs_is_named(self, wrapper: str, what: str, rank: int) -> None:
         step = RANKS - 1 - WRAPPERS[wrapper][1]
         low, high = sorted((rank, rank ^ step))
-        found = run_on_ranks(differ, RANKS, self.folder, wrapper, what, rank)
+        by_rank = run_on_ranks(differ, RANKS, self.folder, wrapper, what, rank)
         for way in (0, 1):
             words = (f"{CHANGED[what][1]}rank {low} and rank {high}, which hold the same part of it", "name_of")
             check_refused(
-                wrapper, [one[way] for one in found], "StateError", *words, "on_replica_mismatch='lowest_rank'"
+                wrapper, [errors[way] for errors in by_rank], "StateError", *words, "on_replica_mismatch='lowest_rank'"
             )
 
     def test_no_save_is_half_of_each(self) -> None:
@@ -334,22 +334,25 @@ class ReplicasOfShardsTest(unittest.TestCase):
         run_on_ranks(save_with_padding, RANKS, self.folder)
 
     def test_all_that_differ_are_named(self) -> None:
-        found = run_on_ranks(several, RANKS, self.folder)
+        errors = run_on_ranks(several, RANKS, self.folder)
         words = ("first.weight: its ", "rank 1 and rank 3", "2 more parameters like it: first.bias, last.weight")
-        check_refused("several", found, "StateError", *words)
+        check_refused("several", errors, "StateError", *words)
 
     def test_each_rank_reads_of_one_other_only(self) -> None:
-        for rank, found in enumerate(run_on_ranks(watch, RANKS, self.folder)):
-            equal = found["equal"]
+        for rank, traffic in enumerate(run_on_ranks(watch, RANKS, self.folder)):
+            equal = traffic["equal"]
             self.assertEqual(equal["told"], [16 * 5] * 2 if rank < 2 else [0, 0])  # a digest of each parameter
             self.assertEqual(equal["read"], [] if rank < 2 else [rank - 2] * 2)
             self.assertEqual(equal["exchanged"], 0)
-            self.assertEqual((found["told"], found["exchanged"]), ([], 0))  # nothing where a wrapper has no replicas
+            # nothing where a wrapper has no replicas
+            self.assertEqual((traffic["told"], traffic["exchanged"]), ([], 0))
 
     def test_each_rank_fails_in_turn(self) -> None:
-        found = run_on_ranks(fail_in_turn, RANKS, self.folder)
+        by_rank = run_on_ranks(fail_in_turn, RANKS, self.folder)
         for rank in range(RANKS):
-            check_refused(f"rank {rank}", [one[rank] for one in found], "StateError", f"rank {rank}: broken on {rank}")
+            check_refused(
+                f"rank {rank}", [errors[rank] for errors in by_rank], "StateError", f"rank {rank}: broken on {rank}"
+            )
         self.assertEqual([path.name for path in Path(self.folder).iterdir()], ["yes"])
 
 

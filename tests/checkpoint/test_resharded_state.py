@@ -340,17 +340,17 @@ class ManagerTest(InFolder):
         everything = sorted(item for rank in range(2) for item in items_of(rank))
         run_on_ranks(resumed, 2, self.path, "FSDP2", 1)
         for step, (size, wrapper) in enumerate(((3, "FSDP1 flat"), (2, "DDP"), (1, "FSDP2")), 1):
-            found = run_on_ranks(resumed, size, self.path, wrapper, step + 1)
-            self.assertEqual([at for at, _, _ in found], [step] * size)
-            self.assertEqual(sorted(item for _, got, _ in found for item in got), everything)
+            by_rank = run_on_ranks(resumed, size, self.path, wrapper, step + 1)
+            self.assertEqual([at for at, _, _ in by_rank], [step] * size)
+            self.assertEqual(sorted(item for _, got, _ in by_rank for item in got), everything)
             if size == 3:
-                self.assertEqual([got for _, got, _ in found], [dealt(2, 3, rank) for rank in range(3)])
-            self.assertEqual({missing for _, _, missing in found}, {()})
+                self.assertEqual([got for _, got, _ in by_rank], [dealt(2, 3, rank) for rank in range(3)])
+            self.assertEqual({missing for _, _, missing in by_rank}, {()})
 
     def test_one_that_cannot_is_refused_by_a_manager(self) -> None:
         run_on_ranks(resumed, 3, self.path, "FSDP2", 1, Plain)
-        found = run_on_ranks(kept_by_manager, 2, self.path)
+        by_rank = run_on_ranks(kept_by_manager, 2, self.path)
         check_refused(
-            "resume", [refusal for refusal, _ in found], "StateError", "state['hand']", "3 ranks", "strict=False"
+            "resume", [refusal for refusal, _ in by_rank], "StateError", "state['hand']", "3 ranks", "strict=False"
         )
-        self.assertEqual([kept for _, kept in found], [(1, ["own"], ("state['hand']",))] * 2)
+        self.assertEqual([kept for _, kept in by_rank], [(1, ["own"], ("state['hand']",))] * 2)

@@ -60,7 +60,7 @@ class ResumeTest(CatalogTest):
         with clock(-9):
             save(self.root / "again-7", filled(7), weights_only=True, step=7)
         self.assertEqual(self.resumed()[1], 7.0)
-        self.assertEqual([one.step for one in fsdp_optim.checkpoints(self.root)], [7, 10, 5])
+        self.assertEqual([checkpoint.step for checkpoint in fsdp_optim.checkpoints(self.root)], [7, 10, 5])
 
     @parameterized.expand(DAMAGES)
     def test_a_damaged_newest_one_is_named(self, _: str, damage: Callable[[Path], None]) -> None:
@@ -126,15 +126,15 @@ class CheckpointsTest(CatalogTest):
             save(self.root / name, step=int(name[5:]))
         garble(self.root / "step-15")
         save(self.root / "best", step=5)
-        names = [Path(one.path).name for one in fsdp_optim.checkpoints(self.root)]
+        names = [Path(checkpoint.path).name for checkpoint in fsdp_optim.checkpoints(self.root)]
         self.assertEqual(
             names, ["step-15", "best", "step-20", "step-10", "step-5"], "15 is above 5, the step of `best`"
         )
         shutil.rmtree(self.root / "best")
-        names = [Path(one.path).name for one in fsdp_optim.checkpoints(self.root)]
+        names = [Path(checkpoint.path).name for checkpoint in fsdp_optim.checkpoints(self.root)]
         self.assertEqual(names, ["step-20", "step-15", "step-10", "step-5"])
         (self.root / "step-15").rename(self.root / "final")
-        names = [Path(one.path).name for one in fsdp_optim.checkpoints(self.root)]
+        names = [Path(checkpoint.path).name for checkpoint in fsdp_optim.checkpoints(self.root)]
         self.assertEqual(names, ["final", "step-20", "step-10", "step-5"])
         self.assertEqual(fsdp_optim.checkpoints(self.root / "nowhere"), [])
 
@@ -142,9 +142,9 @@ class CheckpointsTest(CatalogTest):
         root = f"memory://{self.id()}/run"
         for step in (5, 10):
             save(f"{root}/step-{step}", step=step)  # type: ignore[arg-type]
-        found = fsdp_optim.checkpoints(root)
+        listed = fsdp_optim.checkpoints(root)
         self.assertEqual(
-            [(one.path, one.step, one.complete) for one in found],
+            [(checkpoint.path, checkpoint.step, checkpoint.complete) for checkpoint in listed],
             [(f"{root}/step-10", 10, True), (f"{root}/step-5", 5, True)],
         )
         import fsspec
@@ -152,7 +152,7 @@ class CheckpointsTest(CatalogTest):
         memory = fsspec.filesystem("memory")
         (file,) = (name for name in memory.find(f"/{self.id()}/run/step-10") if name.endswith("/model.safetensors"))
         memory.pipe_file(file, memory.cat_file(file)[:-1])
-        self.assertEqual([one.complete for one in fsdp_optim.checkpoints(root)], [False, True])
+        self.assertEqual([checkpoint.complete for checkpoint in fsdp_optim.checkpoints(root)], [False, True])
         model = nn.Linear(3, 2)
         refused(lambda: fsdp_optim.resume(root, model), CheckpointError, "step-10", "step-5")
         restored = fsdp_optim.resume(root, model, on_damage="previous")

@@ -53,8 +53,10 @@ class ResumeTest(CatalogTest):
             with self.assertLogs(LOG, "WARNING"):
                 restored = fsdp_optim.resume(self.root, model, on_damage="previous")
             self.assertEqual(restored.step if restored is not None else None, 5)
-            found = [(Path(one.path).name, one.complete) for one in fsdp_optim.checkpoints(self.root)]
-            self.assertEqual(found, [("step-10", False), ("step-5", True)])
+            listed = [
+                (Path(checkpoint.path).name, checkpoint.complete) for checkpoint in fsdp_optim.checkpoints(self.root)
+            ]
+            self.assertEqual(listed, [("step-10", False), ("step-5", True)])
             with self.assertLogs(LOG, "WARNING") as logs:
                 self.check_latest("step-5")
             self.assertIn(reason, "\n".join(logs.output))
@@ -129,8 +131,8 @@ class ReasonTest(CatalogTest):
         save(self.path, filled(1), weights_only=True)
         (self.path / "model.safetensors").unlink()
         wanted = f"{self.path}/model.safetensors: is missing; the checkpoint is incomplete"
-        (found,) = fsdp_optim.checkpoints(self.root)
-        self.assertEqual(found.reason, wanted)
+        (checkpoint,) = fsdp_optim.checkpoints(self.root)
+        self.assertEqual(checkpoint.reason, wanted)
         refused(lambda: fsdp_optim.resume(self.root, filled(0)), CheckpointError, wanted)
         refused(lambda: fsdp_optim.load(self.path, filled(0)), CheckpointError, wanted)
 

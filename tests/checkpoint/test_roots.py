@@ -56,11 +56,11 @@ class WrongPathTest(CatalogTest):
     @parameterized.expand(ALL)
     def test_a_checkpoint_of_another_library(self, _: str, call: Any) -> None:
         save(self.root / "ours" / "step-1", weights_only=True)
-        theirs = self.root / "gpt"
-        theirs.mkdir()
-        shutil.copy(self.root / "ours" / "step-1" / "model.safetensors", theirs)
-        (theirs / "config.json").write_text("{}")
-        refused(lambda: call(theirs), CheckpointError, str(theirs), "is a checkpoint (", "fsdp_optim.load")
+        foreign = self.root / "gpt"
+        foreign.mkdir()
+        shutil.copy(self.root / "ours" / "step-1" / "model.safetensors", foreign)
+        (foreign / "config.json").write_text("{}")
+        refused(lambda: call(foreign), CheckpointError, str(foreign), "is a checkpoint (", "fsdp_optim.load")
 
     @parameterized.expand(ALL)
     def test_a_file(self, _: str, call: Any) -> None:
@@ -76,8 +76,8 @@ class WrongPathTest(CatalogTest):
         for step in (9, 10):
             (root / f"checkpoint-{step}").mkdir(parents=True)
             torch.save({"weight": torch.ones(3)}, root / f"checkpoint-{step}" / "pytorch_model.bin")
-        found = f"{root / 'checkpoint-10'}, {root / 'checkpoint-9'}"
-        refused(lambda: call(root), CheckpointError, "those of other programs", found)
+        paths = f"{root / 'checkpoint-10'}, {root / 'checkpoint-9'}"
+        refused(lambda: call(root), CheckpointError, "those of other programs", paths)
 
     def test_a_manager_where_others_have_saved(self) -> None:
         for step in (5, 10):

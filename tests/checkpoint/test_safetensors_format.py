@@ -121,10 +121,10 @@ class FormatTest(unittest.TestCase):
         names = check_folder(folder)
         check_content(folder, "Buffered")
         for what in ("model", "optim"):
-            mine = [name for name in names if name.startswith(what)]
-            count = len(mine)
-            check_same("names", mine, [f"{what}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)])
-            files = {name: read_safetensors(folder / name) for name in mine}
+            parts = [name for name in names if name.startswith(what)]
+            count = len(parts)
+            check_same("names", parts, [f"{what}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)])
+            files = {name: read_safetensors(folder / name) for name in parts}
             index = json.loads((folder / f"{what}.safetensors.index.json").read_bytes())
             weight_map = {tensor: name for name, file in files.items() for tensor in file.tensors}
             check_same("weight_map", in_order(index["weight_map"]), in_order(weight_map))
@@ -252,8 +252,8 @@ def contents(trained: Trained) -> dict[str, Any]:
 
 def save_golden(path: Path) -> None:
     trained = golden_model("FSDP2", filled=True)
-    mine = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
-    fsdp_optim.save(path, trained.model, trained.optim, state=state_for(extra(), mine))
+    own = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
+    fsdp_optim.save(path, trained.model, trained.optim, state=state_for(extra(), own))
 
 
 def load_golden(path: Path, wrapper: str) -> None:

@@ -110,7 +110,7 @@ def load_into(root: Path, every: bool, wrapper: str) -> None:
 
     What differs is raised after the last collective call, so that a rank which finds something leaves nobody waiting.
     """
-    world_size, found = dist.get_world_size(), []
+    world_size, problems = dist.get_world_size(), []
     compare = world_size == 3
     with cpu():
         target, alike = (Trained(wrapper, OfModel(two_groups), steps, model=Whole) for steps in (0, STEPS))
@@ -120,15 +120,15 @@ def load_into(root: Path, every: bool, wrapper: str) -> None:
             scramble(target, forget=turn % 2 == 0)
             restored = load(root / f"{source} {size}", target, compare=compare)
             _, differs = error_text(partial(check_one, restored, source, size, target, wanted))
-            found += [f"from {source} {size}: {differs}"] if differs else []
+            problems += [f"from {source} {size}: {differs}"] if differs else []
         check_same("live parameters", [id(param) for param in target.model.parameters()], live)
         for trained in (target, alike):
             trained.step(range(STEPS, FURTHER))
         _, differs = error_text(partial(check_same, "trained on", mine(target), mine(alike)))
-        found += [differs] if differs else []
+        problems += [differs] if differs else []
         save(root / f"again {wrapper} {world_size}", target)
-    if found:
-        raise Differs("\n".join(found))
+    if problems:
+        raise Differs("\n".join(problems))
 
 
 def check_one(restored: Any, source: str, size: int, target: Trained, wanted: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ class MatrixTest(Matrix):
         wanted = oracle_after(STEPS)
         check_same("model", dict(fresh.model.state_dict()), dict(wanted.model.state_dict()))
         check_same("state", in_order(fresh.by_name()), in_order(wanted.by_name()))
-        groups = [dict(enumerate(one.optim.state_dict()["param_groups"])) for one in (fresh, wanted)]
+        groups = [dict(enumerate(oracle.optim.state_dict()["param_groups"])) for oracle in (fresh, wanted)]
         check_same("groups", in_order(groups[0]), in_order(groups[1]))
         self.assertEqual(restored.state["wrapper"], source.rpartition(" ")[0])
         self.assertIsInstance(restored.state, dict)

@@ -77,8 +77,8 @@ def load_all(root: Path, wrapper: str) -> None:
                 f"{result.num_tensors} fingerprints equal to the saved" in str(result.receipt or "") or dist.get_rank()
             )
             live = fsdp_optim.fingerprint(trained.model, trained.optim)
-            assert not (found := live.differences(dataclasses.replace(stored(path), state={}))), [
-                str(one) for one in found
+            assert not (differing := live.differences(dataclasses.replace(stored(path), state={}))), [
+                str(difference) for difference in differing
             ]
         for name in ("exp_avg", "step"):
             with wrong_elements(dist.get_world_size() - 1, name):

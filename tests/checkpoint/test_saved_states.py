@@ -96,8 +96,8 @@ class StatesTest(InFolder):
         if isinstance(oracle.optim, torch.optim.Optimizer) and case != "a learning rate that is a tensor":
             check_groups(self.path, oracle)
         check_files(self.path, oracle)
-        for found in run_on_ranks(load_trained, target_size, self.path, target, kwargs):
-            self.assertEqual(found["absent"], ABSENT.get(case, []))
+        for report in run_on_ranks(load_trained, target_size, self.path, target, kwargs):
+            self.assertEqual(report["absent"], ABSENT.get(case, []))
         self.check_only("step-1")
 
     @expand(soon=[("fairscale flat", 3, "FSDP2", 2)], later=[("FSDP1 orig", 2, "FSDP2", 3), ("DDP", 2, "HSDP", 4)])

@@ -42,25 +42,25 @@ def save_all(root: Path) -> None:
     """In the second format by save and by async_save, and in our own; each rank with values of its own."""
     for wrapper in WRAPPERS:
         with cpu():
-            one = Trained(wrapper, adam)
+            trained = Trained(wrapper, adam)
             rank = torch.distributed.get_rank()
             options: dict[str, Any] = as_options(
                 fsdp_optim.SaveOptions, extra=extra(), per_rank_extra=rank, step=7, durable=False
             )
-            fsdp_optim.save(root / f"raw-{wrapper}", one.model, one.optim, format=RAW, **options)
-            fsdp_optim.async_save(root / f"async-{wrapper}", one.model, one.optim, format=RAW, **options).wait()
-            fsdp_optim.save(root / f"ours-{wrapper}", one.model, one.optim, **options)
+            fsdp_optim.save(root / f"raw-{wrapper}", trained.model, trained.optim, format=RAW, **options)
+            fsdp_optim.async_save(root / f"async-{wrapper}", trained.model, trained.optim, format=RAW, **options).wait()
+            fsdp_optim.save(root / f"ours-{wrapper}", trained.model, trained.optim, **options)
 
 
 def load_all(root: Path, names: tuple[str, ...], installed: bool) -> None:
     """On another number of ranks, into the other wrapper, and bit for bit; with `installed` the format is recognised."""
     for wrapper, name in zip(reversed(WRAPPERS), names, strict=True):
         with cpu(), installed_format(FORMATS, raw="kit.raw_format:RAW"):
-            one, wanted = Trained(wrapper, adam, 0), Trained(wrapper, adam)
+            target, wanted = Trained(wrapper, adam, 0), Trained(wrapper, adam)
             options = LoadArguments(compare=True)
             format = None if installed else RAW
-            restored = restore.restore(root / name, one.model, one.optim, options, format)
-            check_same(name, one.gather(None), wanted.gather(None))
+            restored = restore.restore(root / name, target.model, target.optim, options, format)
+            check_same(name, target.gather(None), wanted.gather(None))
             check_same("extra", {name: restored.state[name] for name in extra()}, extra())
             check_same("the rest", (restored.step, restored.world_size), (7, 2))
             check_same("of all ranks", restored.all_ranks, ({"per_rank_extra": 0}, {"per_rank_extra": 1}))
@@ -79,16 +79,16 @@ class SecondFormatTest(SharedFolder):
     def test_there_and_back(self) -> None:
         """From ours to the second one and back: the same tensors, extras and description, and it is loaded."""
         for wrapper in WRAPPERS:
-            ours, there, back = (self.root / f"{name}-{wrapper}" for name in ("ours", "there", "back"))
+            own, there, back = (self.root / f"{name}-{wrapper}" for name in ("ours", "there", "back"))
             options = ConvertArguments(durable=False)
-            convert(ours, there, options, target_format=RAW)
+            convert(own, there, options, target_format=RAW)
             convert(there, back, options, source_format=RAW)
             check_folder(back)
             for half in ("model", "optim"):
-                check_same(half, tensors_of(back, half), tensors_of(ours, half))
-            found, wanted = all_bytes(back), all_bytes(ours)
-            check_same("the extra", *(fsdp_optim.load(folder, None).state for folder in (back, ours)))
-            manifests = [json.loads(files["fsdp_optim.json"])["checkpoint"] for files in (found, wanted)]
+                check_same(half, tensors_of(back, half), tensors_of(own, half))
+            got, wanted = all_bytes(back), all_bytes(own)
+            check_same("the extra", *(fsdp_optim.load(folder, None).state for folder in (back, own)))
+            manifests = [json.loads(files["fsdp_optim.json"])["checkpoint"] for files in (got, wanted)]
             for key in ("optim", "model", "has_optim", "world_size"):
                 check_same(key, manifests[0][key], manifests[1][key])
         run_on_ranks(load_all, 3, self.root, ("back-FSDP2", "back-FSDP1 flat"), True)
@@ -122,10 +122,10 @@ class SecondFormatTest(SharedFolder):
     def test_in_another_store(self) -> None:
         """Formats do not know stores: in memory, in parts, it is written and read alike."""
         store = ObjectStore(MemoryBucket(), "run/step-1", RAW.probe, part_nbytes=100)
-        one, other = Trained("plain", adam), Trained("plain", adam, 0)
-        save.save(store, one.model, one.optim, SaveArguments(durable=False), RAW)
+        trained, other = Trained("plain", adam), Trained("plain", adam, 0)
+        save.save(store, trained.model, trained.optim, SaveArguments(durable=False), RAW)
         restore.restore(store, other.model, other.optim, LoadArguments(), RAW)
-        check_same("loaded", other.gather(None), one.gather(None))
+        check_same("loaded", other.gather(None), trained.gather(None))
 
     def test_damage_is_refused_by_load(self) -> None:
         target = self.root / "damaged"
@@ -134,9 +134,9 @@ class SecondFormatTest(SharedFolder):
             (target / name).write_bytes(content)
         file = target / "model-00000.raw"
         file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-        one = Trained("plain", adam, 0)
+        trained = Trained("plain", adam, 0)
         with self.assertRaisesRegex(CheckpointError, "model-00000.raw"):
-            restore.restore(target, one.model, one.optim, LoadArguments(), RAW)
+            restore.restore(target, trained.model, trained.optim, LoadArguments(), RAW)
 
 
 def cut_in_three(source: Path, target: Path) -> None:
@@ -145,18 +145,18 @@ def cut_in_three(source: Path, target: Path) -> None:
     with Folder(source, RAW.probe).open() as opened:
         index = index_in(opened)
     for tensors in index["tensors"].values():
-        for one in tensors.values():
-            (chunk,) = one["chunks"]
+        for entry in tensors.values():
+            (chunk,) = entry["chunks"]
             data = files[chunk["file"]]
             numel = 1
-            for size in one["shape"]:
+            for size in entry["shape"]:
                 numel *= size
             if numel < 6 or numel % 3 == 1:
                 continue
             itemsize = len(data) // numel
             length = -(-numel // 3) * itemsize
             del files[chunk["file"]]
-            one["chunks"] = []
+            entry["chunks"] = []
             for number in range(3):
                 part, name = (
                     data[number * length : (number + 1) * length],
@@ -164,7 +164,7 @@ def cut_in_three(source: Path, target: Path) -> None:
                 )
                 files[name] = part
                 hashes = [xxh3_64_intdigest(part)] if part else []
-                one["chunks"].append({"file": name, "ends": [len(part)] if part else [], "hashes": hashes})
+                entry["chunks"].append({"file": name, "ends": [len(part)] if part else [], "hashes": hashes})
     files[INDEX] = encoded_index(index)
     for name, content in files.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)

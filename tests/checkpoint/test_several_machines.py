@@ -142,36 +142,36 @@ class LoadTest(InFolder):
         run_on_ranks(saves, 2, self.path)
         older = self.root / "older"
         run_on_ranks(saves, 2, older, 1)
-        found = run_on_ranks(loads, 2, self.path, older if sees == "the one before" else None, LOOKS)
-        self.assertEqual(found, [("", "")] * 2)
+        errors = run_on_ranks(loads, 2, self.path, older if sees == "the one before" else None, LOOKS)
+        self.assertEqual(errors, [("", "")] * 2)
         self.check_only("older", "step-1")
 
     def test_one_that_a_rank_never_sees(self) -> None:
         run_on_ranks(saves, 2, self.path)
-        found = run_on_ranks(loads, 3, self.path, None, None)
+        errors = run_on_ranks(loads, 3, self.path, None, None)
         check_refused(
-            "never", found, "CheckpointError", "rank 1", "not visible here after", "step-1", "there is no such folder"
+            "never", errors, "CheckpointError", "rank 1", "not visible here after", "step-1", "there is no such folder"
         )
 
     def test_a_rank_that_sees_the_one_before_for_ever(self) -> None:
         run_on_ranks(saves, 2, self.path)
         older = self.root / "older"
         run_on_ranks(saves, 2, older, 1)
-        found = run_on_ranks(loads, 2, self.path, older, None)
-        check_refused("never", found, "CheckpointError", "step-1", "the ranks see different checkpoints", "share")
+        errors = run_on_ranks(loads, 2, self.path, older, None)
+        check_refused("never", errors, "CheckpointError", "step-1", "the ranks see different checkpoints", "share")
 
     def test_a_folder_that_is_not_shared_is_known_at_once(self) -> None:
         """Long before a checkpoint that is seen late would be there."""
         run_on_ranks(saves, 2, self.path)
-        found = run_on_ranks(elsewhere, 3, self.path)
+        errors = run_on_ranks(elsewhere, 3, self.path)
         check_refused(
-            "elsewhere", found, "CheckpointError", "rank 1", "step-1", "not visible", "another folder", "rank 0"
+            "elsewhere", errors, "CheckpointError", "rank 1", "step-1", "not visible", "another folder", "rank 0"
         )
         self.check_only("step-1")
 
     def test_where_no_rank_sees_one_nobody_waits(self) -> None:
-        found = run_on_ranks(loads_at_once, 2, self.path)
-        check_refused("nowhere", found, "CheckpointError", "step-1", "there is no such folder")
+        errors = run_on_ranks(loads_at_once, 2, self.path)
+        check_refused("nowhere", errors, "CheckpointError", "step-1", "there is no such folder")
         self.check_only()
 
 
@@ -185,8 +185,8 @@ def saves_unseen(path: Path, in_background: bool, looks: int | None) -> list[tup
             impatient(sharing) if looks is None else contextlib.nullcontext(),
             mock.patch.object(store, "sees", sees_late(store.sees, lambda path: False, looks)),
         ):
-            found = [error_text(lambda: save_here(path, in_background))]
-        return [*found, error_text(lambda: save_here(path, in_background, overwrite=True))]
+            errors = [error_text(lambda: save_here(path, in_background))]
+        return [*errors, error_text(lambda: save_here(path, in_background, overwrite=True))]
 
 
 def saves_as(path: Path, in_background: bool, kind: str, strategy: str = "auto") -> None:
@@ -242,8 +242,8 @@ class SaveTest(InFolder):
 
     @parameterized.expand(BACKGROUND)
     def test_a_rank_that_never_sees_it_is_named_on_all(self, in_background: bool) -> None:
-        found = run_on_ranks(saves_unseen, 3, self.path, in_background, None)
-        first, second = zip(*found, strict=True)
+        by_rank = run_on_ranks(saves_unseen, 3, self.path, in_background, None)
+        first, second = zip(*by_rank, strict=True)
         check_refused("never", first, "CheckpointError", "rank 1", "step-1", "not visible", f"{SHORT:g} s", "rank 0")
         self.assertEqual(second, (("", ""),) * 3, "the claim on the path was not released")
         check_files(self.path, oracle_after(STEPS))
@@ -251,15 +251,15 @@ class SaveTest(InFolder):
 
     @parameterized.expand([(errno.ENOENT, False), (errno.ESTALE, False), (errno.ENOENT, True)])
     def test_a_file_that_is_seen_late(self, number: int, in_background: bool) -> None:
-        found = run_on_ranks(writes_late, 2, self.path, in_background, number, LOOKS)
-        self.assertEqual(found, [("", "")] * 2)
+        errors = run_on_ranks(writes_late, 2, self.path, in_background, number, LOOKS)
+        self.assertEqual(errors, [("", "")] * 2)
         check_files(self.path, oracle_after(STEPS))
         self.check_only("step-1")
 
     @parameterized.expand(BACKGROUND)
     def test_a_file_that_is_never_seen(self, in_background: bool) -> None:
-        found = run_on_ranks(writes_late, 2, self.path, in_background, errno.ENOENT, None)
-        check_refused("never", found, "CheckpointError", "rank 1", "cannot open", ".safetensors", "all ranks share")
+        errors = run_on_ranks(writes_late, 2, self.path, in_background, errno.ENOENT, None)
+        check_refused("never", errors, "CheckpointError", "rank 1", "cannot open", ".safetensors", "all ranks share")
         self.check_only()
 
     @parameterized.expand(
@@ -273,11 +273,11 @@ class SaveTest(InFolder):
             self.assertEqual((path / "model.safetensors").exists(), in_place)
 
     def test_in_place_where_the_caller_says_so_is_warned_of(self) -> None:
-        found = run_on_ranks(warned_of, 2, self.path)
-        [line] = found[0]
+        by_rank = run_on_ranks(warned_of, 2, self.path)
+        [line] = by_rank[0]
         self.assertIn('strategy="in_place"', line)
         self.assertIn("bytes are lost", line)
-        self.assertEqual(found[1], [])
+        self.assertEqual(by_rank[1], [])
         self.assertTrue((self.path / "model.safetensors").exists())
 
 
@@ -321,15 +321,20 @@ def manages_with_old_listings(root: Path) -> None:
 
 class ManagerTest(InFolder):
     def test_a_folder_that_is_not_shared(self) -> None:
-        found = run_on_ranks(makes_a_manager, 3, self.root / "run", None)
+        by_rank = run_on_ranks(makes_a_manager, 3, self.root / "run", None)
         check_refused(
-            "unshared", [one[0] for one in found], "CheckpointError", "rank 1", "not visible", "another folder"
+            "unshared",
+            [outcome[0] for outcome in by_rank],
+            "CheckpointError",
+            "rank 1",
+            "not visible",
+            "another folder",
         )
         self.check_only()
 
     def test_a_folder_that_is_seen_late(self) -> None:
-        found = run_on_ranks(makes_a_manager, 2, self.root / "run", LOOKS)
-        self.assertEqual([one[0] for one in found], [("", "")] * 2)
+        by_rank = run_on_ranks(makes_a_manager, 2, self.root / "run", LOOKS)
+        self.assertEqual([outcome[0] for outcome in by_rank], [("", "")] * 2)
 
     def test_numbers_grow_though_listings_are_old(self) -> None:
         """So that the newest is the newest for `latest`, and for the rules by which checkpoints stay."""

@@ -287,9 +287,9 @@ def keys_that_differ(root: Path) -> None:
         calls = 0
 
         def state_dict(self) -> dict[str, Any]:
-            found = super().state_dict()
-            found["state"]["k"] = {"calls": self.calls}
-            return found | {"scale": float(self.calls)}
+            saved = super().state_dict()
+            saved["state"]["k"] = {"calls": self.calls}
+            return saved | {"scale": float(self.calls)}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             self.calls = state_dict["state"].pop("k")["calls"]

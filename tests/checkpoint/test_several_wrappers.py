@@ -109,14 +109,14 @@ class SeveralWrappersTest(InFolder):
             fsdp_optim.save(self.root / f"{number}", live, optims, options=QUIET)
         fsdp_optim.average([self.root / "0", self.root / "1"], self.root / "mean")
         check_folder(self.root / "mean")
-        found = load_file(self.root / "mean" / "ema" / "model.safetensors")
-        check_same("mean", found["outer.weight"], plain("ema").outer.weight.detach() + 1.0)
+        averaged = load_file(self.root / "mean" / "ema" / "model.safetensors")
+        check_same("mean", averaged["outer.weight"], plain("ema").outer.weight.detach() + 1.0)
         into, _ = models({"actor": "plain", "ema": "plain"}, filled=False)
         fsdp_optim.load(self.root / "mean", into, options=COMPARE)
         check_same("loaded", into["actor"].inner.bias.detach(), live["actor"].inner.bias.detach())
         fsdp_optim.average([self.root / "0" / "ema", self.root / "1" / "ema"], self.root / "of one")
         check_same(
-            "of one", load_file(self.root / "of one" / "model.safetensors")["outer.weight"], found["outer.weight"]
+            "of one", load_file(self.root / "of one" / "model.safetensors")["outer.weight"], averaged["outer.weight"]
         )
 
 

@@ -154,26 +154,26 @@ class MixedTest(SharedFolder):
             self.assertEqual((result.path, result.num_tensors), (file, len(names)))
             self.assertEqual([path.name for path in file.parent.iterdir()], [file.name])
 
-    def check_file(self, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-        self.assertEqual(set(found), set(wanted))
+    def check_file(self, tensors: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+        self.assertEqual(set(tensors), set(wanted))
         for name, value in wanted.items():
-            self.assertEqual((found[name].dtype, found[name].shape), (value.dtype, value.shape), name)
-            self.assertTrue(same_bits(found[name], value), name)
+            self.assertEqual((tensors[name].dtype, tensors[name].shape), (value.dtype, value.shape), name)
+            self.assertTrue(same_bits(tensors[name], value), name)
 
     @parameterized.expand([(name,) for name in Mixed().state_dict() if "bfloat16" not in name and "float8" not in name])
     def test_files_of_numpy(self, name: str) -> None:
         file, wanted = self.own_folder() / "x.npy", self.model.state_dict()[name].numpy()
         fsdp_optim.extract(self.root / "dcp", name, file)
-        found = numpy.load(file)
-        self.assertEqual((found.dtype, found.shape, found.tobytes()), (wanted.dtype, wanted.shape, wanted.tobytes()))
+        array = numpy.load(file)
+        self.assertEqual((array.dtype, array.shape, array.tobytes()), (wanted.dtype, wanted.shape, wanted.tobytes()))
 
     def test_slices_in_files(self) -> None:
         folder, part = self.own_folder(), self.model.large[3:400, 7]
         for ending in (".npy", ".safetensors", ".pt"):
             fsdp_optim.extract(self.root / "dcp", ["large"], folder / f"x{ending}", slice="3:400, 7")
         self.assertTrue(numpy.array_equal(numpy.load(folder / "x.npy"), part.numpy()))
-        for found in (load_file(folder / "x.safetensors"), torch.load(folder / "x.pt")):
-            self.assertTrue(torch.equal(found["large"], part))
+        for extracted in (load_file(folder / "x.safetensors"), torch.load(folder / "x.pt")):
+            self.assertTrue(torch.equal(extracted["large"], part))
 
     def test_what_cannot_be_written_is_refused(self) -> None:
         folder = self.own_folder()
@@ -221,10 +221,10 @@ class ShardsTest(SharedFolder):
         wanted = dict(oracle.model.named_parameters())
         wanted |= {f"{fqn}:exp_avg": state["exp_avg"] for fqn, state in oracle.by_name().items()}
         fsdp_optim.extract(self.root / place, list(wanted), file)
-        found = torch.load(file)
-        self.assertEqual(list(found), list(wanted))
+        extracted = torch.load(file)
+        self.assertEqual(list(extracted), list(wanted))
         for name, value in wanted.items():
-            self.assertTrue(torch.equal(found[name], value.detach()), name)
+            self.assertTrue(torch.equal(extracted[name], value.detach()), name)
 
 
 class KilledTest(InFolder):

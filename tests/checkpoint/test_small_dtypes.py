@@ -38,9 +38,9 @@ class SmallDtypesTest(InFolder):
     def test_there_and_back(self) -> None:
         saved, loaded = Holding(1), Holding(0)
         fsdp_optim.save(self.root / "ours", saved, options=fsdp_optim.SaveOptions(durable=False))
-        theirs = load_file(self.root / "ours" / "model.safetensors")
-        check_same("dtypes and shapes", described(theirs), described(dict(saved.named_buffers())))
-        check_same("their reader", {k: t.view(torch.uint8) for k, t in sorted(theirs.items())}, sorted_bytes(saved))
+        stored = load_file(self.root / "ours" / "model.safetensors")
+        check_same("dtypes and shapes", described(stored), described(dict(saved.named_buffers())))
+        check_same("their reader", {k: t.view(torch.uint8) for k, t in sorted(stored.items())}, sorted_bytes(saved))
         fsdp_optim.load(self.root / "ours", loaded, options=fsdp_optim.LoadOptions(compare=True))
         check_same("ours", bytes_of(loaded), bytes_of(saved))
 

@@ -245,7 +245,7 @@ def mistakes() -> dict[str, tuple[str, str]]:
 
     gather = fsdp_optim.gather_full_optim_state_dict
     copied = [*stages, stage_of(Language(), 0, 4)] if rank == 0 else stages
-    found = {
+    errors = {
         "empty": error_text(partial(gather, [] if rank else stages, optim)),
         "twice": error_text(partial(gather, [stages[0], stages[0]], optim)),
         "a stage object": error_text(partial(gather, [Holder()], optim)),
@@ -256,12 +256,12 @@ def mistakes() -> dict[str, tuple[str, str]]:
     del full["state"]["layers.0.up.weight"]
     full["param_groups"][0]["params"].remove("layers.0.up.weight")
     shard = fsdp_optim.reshard_optim_state_dict
-    found["a parameter less"] = error_text(partial(shard, stages, optim, full if rank else {}))
-    found["a parameter less on all"] = error_text(partial(shard, stages, optim, full))
+    errors["a parameter less"] = error_text(partial(shard, stages, optim, full if rank else {}))
+    errors["a parameter less on all"] = error_text(partial(shard, stages, optim, full))
     if rank == 0:
         stages[1].angles.add_(1)
-    found["buffers"] = error_text(partial(fsdp_optim.gather_full_model_state_dict, stages))
-    return found
+    errors["buffers"] = error_text(partial(fsdp_optim.gather_full_model_state_dict, stages))
+    return errors
 
 
 WORDS = {
@@ -300,9 +300,9 @@ class StagesTest(InFolder):
     def test_ties_and_mistakes(self) -> None:
         run_on_ranks(tied, 2, str(self.root))
         run_on_ranks(shared_parameter, 1, str(self.root))
-        found = run_on_ranks(mistakes, 2)
+        by_rank = run_on_ranks(mistakes, 2)
         for name, (kind, *words) in WORDS.items():
-            check_refused(name, [one[name] for one in found], kind, *words)
+            check_refused(name, [errors[name] for errors in by_rank], kind, *words)
 
     def test_schedules_of_torch(self) -> None:
         """Trained in a pipeline, resumed in another pipeline, and loaded by the whole model: as if there were none."""

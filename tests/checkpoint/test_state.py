@@ -162,10 +162,10 @@ class OlderVersionsTest(unittest.TestCase):
     def test_a_managers(self) -> None:
         common = {"state": {"scheduler": {"n": 1}}}
         with_random = {"rank": 0, "state": {"loader": {"n": 2}}, "random": self.random}
-        found = _named(common, with_random)
-        self.assertEqual(found[0], {"scheduler": {"n": 1}})
-        self.assertEqual(found[1]["loader"], {"n": 2})
-        self.assertIs(found[1]["fsdp_optim.rng"], self.random)
+        states = _named(common, with_random)
+        self.assertEqual(states[0], {"scheduler": {"n": 1}})
+        self.assertEqual(states[1]["loader"], {"n": 2})
+        self.assertIs(states[1]["fsdp_optim.rng"], self.random)
         without = {"rank": 0, "state": {"loader": {"n": 2}}}
         self.assertEqual(_named(common, without), ({"scheduler": {"n": 1}}, {"loader": {"n": 2}}))
 
@@ -176,33 +176,33 @@ class OlderVersionsTest(unittest.TestCase):
 
 def save_on_ranks(path: Path) -> None:
     with cpu():
-        one, rank = Trained("FSDP2", adam, 1), dist.get_rank()
+        trained, rank = Trained("FSDP2", adam, 1), dist.get_rank()
         state = {"common": Counter(10 + rank), "own": fsdp_optim.per_rank(Counter(rank)), "tree": [1]}
-        fsdp_optim.save(path, one.model, one.optim, state=state, options=QUIET)
+        fsdp_optim.save(path, trained.model, trained.optim, state=state, options=QUIET)
 
 
 def load_on_ranks(path: Path) -> tuple[int, int, tuple[str, ...], list[dict[str, Any]]]:
     with cpu():
-        one, common, own = Trained("DDP", adam, 0), Counter(), CounterOfRank(99)
+        target, common, own = Trained("DDP", adam, 0), Counter(), CounterOfRank(99)
         state = {"common": common, "own": fsdp_optim.per_rank(own), "tree": None}
-        result = fsdp_optim.load(path, one.model, one.optim, state=state)
+        result = fsdp_optim.load(path, target.model, target.optim, state=state)
         return common.count, own.count, result.missing_keys, [dict(values) for values in result.all_ranks]
 
 
 def refuse_on_one_rank(path: Path) -> tuple[str, str, int, int]:
     with cpu():
-        one, common, own = Trained("FSDP2", adam, 0), Counter(50), Counter(60)
+        target, common, own = Trained("FSDP2", adam, 0), Counter(50), Counter(60)
         if dist.get_rank() == 1:
             own.load_state_dict = lambda state: 1 / 0  # type: ignore[method-assign, assignment, return-value]
         state = {"common": common, "own": fsdp_optim.per_rank(own), "tree": None}
-        kind, text = error_text(lambda: fsdp_optim.load(path, one.model, one.optim, state=state))
+        kind, text = error_text(lambda: fsdp_optim.load(path, target.model, target.optim, state=state))
         return kind, text, common.count, own.count
 
 
 def other_names(path: Path) -> tuple[str, str]:
     with cpu():
-        one, name = Trained("FSDP2", adam, 1), f"of rank {dist.get_rank()}"
-        return error_text(lambda: fsdp_optim.save(path, one.model, one.optim, state={name: 1}, options=QUIET))
+        trained, name = Trained("FSDP2", adam, 1), f"of rank {dist.get_rank()}"
+        return error_text(lambda: fsdp_optim.save(path, trained.model, trained.optim, state={name: 1}, options=QUIET))
 
 
 class RanksTest(Saving):
@@ -212,7 +212,7 @@ class RanksTest(Saving):
             self.assertEqual(common, 10, "the lowest rank's")
             self.assertEqual((own, missing), (rank, ()) if rank < 2 else (99, ("state['own']",)))
             self.assertEqual(of_all_ranks, [{"own": {"count": 0}}, {"own": {"count": 1}}])
-        self.assertEqual([found[1] for found in run_on_ranks(load_on_ranks, 1, self.path)], [0])
+        self.assertEqual([outcome[1] for outcome in run_on_ranks(load_on_ranks, 1, self.path)], [0])
 
     def test_one_rank_refuses(self) -> None:
         run_on_ranks(save_on_ranks, 2, self.path)

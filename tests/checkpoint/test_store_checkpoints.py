@@ -54,7 +54,7 @@ class InOneProcessTest(unittest.TestCase):
         return store_in(self.memory, prefix, by_many)
 
     def keys(self) -> list[str]:
-        return [found.key for found in (*self.bucket.list(""), *self.bucket.uploads(""))]
+        return [entry.key for entry in (*self.bucket.list(""), *self.bucket.uploads(""))]
 
     def check_loads(self, store: Store, **options: Any) -> Any:
         other = Trained("plain", steps=0)
@@ -78,14 +78,14 @@ class InOneProcessTest(unittest.TestCase):
     def files(self, store: ObjectStore) -> dict[str, bytes]:
         """The files of a place, by name."""
         inside = store.place.inside
-        return {found.key.removeprefix(inside): self.bucket.read(found.key)[0] for found in self.bucket.list(inside)}
+        return {entry.key.removeprefix(inside): self.bucket.read(entry.key)[0] for entry in self.bucket.list(inside)}
 
     @parameterized.expand([(size,) for size in (4_000_000_000, 300)])
     def test_the_files_are_those_of_a_folder(self, max_file_size: int) -> None:
         """Only the manifest has another token and another time."""
         store = self.store()
         save_to(store, self.trained, max_file_size=max_file_size, extra={"a": 1})
-        found = self.files(store)
+        stored = self.files(store)
         with tempfile.TemporaryDirectory() as folder:
             fsdp_optim.save(
                 Path(folder, "step-1"),
@@ -96,9 +96,9 @@ class InOneProcessTest(unittest.TestCase):
             )
             path = Path(folder, "step-1")
             expected = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-        del expected[MANIFEST], found[MANIFEST]
+        del expected[MANIFEST], stored[MANIFEST]
         self.assertGreater(len(expected), 4)
-        self.assertEqual(found, expected)
+        self.assertEqual(stored, expected)
 
     @parameterized.expand([(part,) for part in PARTS])
     def test_every_flipped_byte_is_found(self, by_many: bool) -> None:
@@ -149,8 +149,8 @@ class InOneProcessTest(unittest.TestCase):
             self.check_loads(store)
             with store.open() as opened:
                 folder = opened.files.token
-            found = {name.removeprefix(f"{folder}/") for name in self.files(store)}
-            self.assertEqual(found, names)
+            stored = {name.removeprefix(f"{folder}/") for name in self.files(store)}
+            self.assertEqual(stored, names)
             self.assertEqual(len(self.keys()), len(names) + 1, "the manifest is in the folder too")
 
     def test_strangers_stay(self) -> None:
@@ -167,12 +167,12 @@ class InOneProcessTest(unittest.TestCase):
         root = f"memory://{self.id()}/run"
         for step in range(1, 6):
             save_managed(root, step, self.trained.model, self.trained.optim, keep_last=2)
-        self.assertEqual([one.step for one in fsdp_optim.checkpoints(root)], [5, 4])
+        self.assertEqual([checkpoint.step for checkpoint in fsdp_optim.checkpoints(root)], [5, 4])
         self.assertEqual(fsdp_optim.latest(root), f"{root}/step-00000005")
 
     def test_sequence_numbers(self) -> None:
         """Each is above the others under one prefix, whatever the clocks say, and not below the time in milliseconds."""
-        found = {"run": 0, "other": 0}
+        newest = {"run": 0, "other": 0}
         days = (20_000, 19_000, 18_000, 20_001)
         for day, prefix in zip(days, ("run/step-1", "run/step-2", "other/step-3", "run/step-2"), strict=True):
             now = day * 86_400_000
@@ -181,8 +181,8 @@ class InOneProcessTest(unittest.TestCase):
             root = prefix.partition("/")[0]
             with self.store(prefix).open() as opened:
                 number = OURS.sequence_in(opened)
-            self.assertEqual(number, max(found[root] + 1, now))
-            found[root] = number
+            self.assertEqual(number, max(newest[root] + 1, now))
+            newest[root] = number
 
     def test_a_save_that_fails_leaves_nothing(self) -> None:
         class Full(Memory):
@@ -265,7 +265,7 @@ def bucket_at(address: Any, key: bytes) -> Any:
 def save_on_ranks(address: Any, key: bytes, by_many: bool) -> list[Any]:
     """The part of each wrapper's model that each rank holds, and the part that it saved."""
     bucket = bucket_at(address, key)
-    found = []
+    nbytes = []
     with cpu():
         for wrap in WRAPS:
             trained = Trained(wrap)
@@ -276,8 +276,8 @@ def save_on_ranks(address: Any, key: bytes, by_many: bool) -> list[Any]:
                 if wrap == "FSDP2"
                 else save_to(store, trained, **options)
             )
-            found.append((saved.nbytes, saved.nbytes_written))
-    return found
+            nbytes.append((saved.nbytes, saved.nbytes_written))
+    return nbytes
 
 
 def load_on_ranks(address: Any, key: bytes) -> None:

@@ -120,11 +120,12 @@ class OfflineTest(SharedFolder):
             want = fsdp_optim.diff(plain, self.root / "c", progress=False)
             self.assertGreater(sum(read), 2 * 3 * 2500 * 1001)
         self.assertEqual([value.name for value in got.differing], ["small"])
-        for one, other in zip(got.values, want.values, strict=True):
+        for by_prints, other in zip(got.values, want.values, strict=True):
             self.assertEqual(
-                (one.name, one.num_differing, one.a, one.nans), (other.name, other.num_differing, other.a, other.nans)
+                (by_prints.name, by_prints.num_differing, by_prints.a, by_prints.nans),
+                (other.name, other.num_differing, other.a, other.nans),
             )
-            self.assertAlmostEqual(one.norm, other.norm, delta=1e-9 * (1 + one.norm))
+            self.assertAlmostEqual(by_prints.norm, other.norm, delta=1e-9 * (1 + by_prints.norm))
         self.assertRegex("; ".join(got.notes), r"\d+ of \d+ values were not read: their fingerprints are equal")
 
     def test_convert_keeps_it(self) -> None:

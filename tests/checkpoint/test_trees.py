@@ -419,18 +419,18 @@ class TreesTest(InFolder):
         }
         for number, state in enumerate((first, second)):
             save(self.root / str(number), state)
-        found = fsdp_optim.diff(self.root / "0", self.root / "1")
+        differences = fsdp_optim.diff(self.root / "0", self.root / "1")
         self.assertEqual(
-            {(value.name, value.a, value.b) for value in found.objects},
+            {(value.name, value.a, value.b) for value in differences.objects},
             {
                 ("state=:x.step", "7", "8"),
                 ("state=:x.text", "'a'", "'b'"),
                 ("state=:x.data", "a BytesIO of 2 bytes", "a BytesIO of 3 bytes"),
             },
         )
-        self.assertEqual((found.only_in_a, found.only_in_b), (("state=:x.old",), ("state=:x.new",)))
-        self.assertEqual(found.differing, ())
-        self.assertFalse(found.equal)
+        self.assertEqual((differences.only_in_a, differences.only_in_b), (("state=:x.old",), ("state=:x.new",)))
+        self.assertEqual(differences.differing, ())
+        self.assertFalse(differences.equal)
         self.assertTrue(fsdp_optim.diff(self.root / "0", self.root / "0").equal)
         step = fsdp_optim.diff(self.root / "0", self.root / "1", match="state=:x.st*")
         self.assertEqual([value.name for value in step.objects], ["state=:x.step"])

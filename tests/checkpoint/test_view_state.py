@@ -96,10 +96,10 @@ def of_a_dict(folder: str) -> None:
         for name in ("shard", "scatter"):
             fused = TrainedFused("FSDP2", adam, 0)
             part = getattr(fused, name)(full, views=VIEWS, strict=False)
-            found = fsdp_optim.load_optim_state_dict(fused.optim, part)
-            check_same(f"{name}, begun anew", (bool(found), found.begun_anew), (True, QKV))
-            if "begun_anew" not in repr(found):
-                raise Differs(repr(found))
+            loaded = fsdp_optim.load_optim_state_dict(fused.optim, part)
+            check_same(f"{name}, begun anew", (bool(loaded), loaded.begun_anew), (True, QKV))
+            if "begun_anew" not in repr(loaded):
+                raise Differs(repr(loaded))
             check_same(name, without(state_of(fused), QKV), without(sorted_state(full["state"]), QKV))
 
 

@@ -78,11 +78,11 @@ def results(views: Any, folder: str, wrapper: str) -> dict[str, Any]:
     full = fsdp_optim.gather_full_optim_state_dict(source.model, source.optim, None, "name", options=options)
     assert full is not None
     given = full if dist.get_rank() == 0 else None
-    found: dict[str, Any] = {"gather": sorted_state(full["state"])}
+    by_call: dict[str, Any] = {"gather": sorted_state(full["state"])}
     iterated = dict(fsdp_optim.iter_full_optim_state(source.model, source.optim, None, options=options))
-    found["iterate"] = sorted_state(iterated)
-    found["weights"] = fsdp_optim.gather_full_model_state_dict(source.model, None, options=options)
-    found["fingerprint"] = str(fsdp_optim.fingerprint(source.model, source.optim, options=options))
+    by_call["iterate"] = sorted_state(iterated)
+    by_call["weights"] = fsdp_optim.gather_full_model_state_dict(source.model, None, options=options)
+    by_call["fingerprint"] = str(fsdp_optim.fingerprint(source.model, source.optim, options=options))
     for name, call in (
         ("scatter", lambda t: fsdp_optim.scatter_full_optim_state_dict(t.model, t.optim, given, 0, options=options)),
         ("shard", lambda t: fsdp_optim.get_shard_from_optim_state_dict(t.model, t.optim, full, options=options)),
@@ -92,25 +92,25 @@ def results(views: Any, folder: str, wrapper: str) -> dict[str, Any]:
         shard = call(target)
         if name != "transfer":
             fsdp_optim.load_optim_state_dict(target.optim, shard)
-        found[name] = local_state(target)
+        by_call[name] = local_state(target)
     fsdp_optim.save(f"{folder}/saved", source.model, source.optim, step=1, options=SaveOptions(**kinds))
     fsdp_optim.async_save(f"{folder}/background", source.model, source.optim, options=SaveOptions(**kinds)).wait()
     for name in ("saved", "background"):
         target = Trained(wrapper, adam, 0, Net)
         fsdp_optim.load(f"{folder}/{name}", target.model, target.optim, options=LoadOptions(**kinds))
-        found[name] = local_state(target), [local_of(param).clone() for param in target.params]
-        found[f"{name}, names"] = names_in(f"{folder}/{name}")
+        by_call[name] = local_state(target), [local_of(param).clone() for param in target.params]
+        by_call[f"{name}, names"] = names_in(f"{folder}/{name}")
     for _ in range(2):
         target = Trained(wrapper, adam, 0, Net)
         manager = CheckpointManager(
             f"{folder}/run", target.model, target.optim, every=1, options=ManagerOptions(**kinds)
         )
         with manager:
-            found["resumed"] = manager.resume()
+            by_call["resumed"] = manager.resume()
             target.step(range(1))
-            manager.step(found["resumed"] + 1)
-        found["managed"] = local_state(target)
-    return found
+            manager.step(by_call["resumed"] + 1)
+        by_call["managed"] = local_state(target)
+    return by_call
 
 
 def names_in(folder: str) -> list[str]:
@@ -127,9 +127,9 @@ def local_state(trained: Trained) -> list[Any]:
 def every_call(folder: str, wrapper: str) -> None:
     """On one rank: what is learned does in every call what is written by hand."""
     with cpu():
-        wanted, found = (results(views, f"{folder}/{views!r:.8}", wrapper) for views in (by_hand(), "hooks"))
+        wanted, learned = (results(views, f"{folder}/{views!r:.8}", wrapper) for views in (by_hand(), "hooks"))
         for what, value in wanted.items():
-            check_same(f"{wrapper}, {what}", found[what], value)
+            check_same(f"{wrapper}, {what}", learned[what], value)
 
 
 def trained_apart(folder: str, wrapper: str) -> None:
@@ -285,12 +285,12 @@ def experts_of_ranks(folder: str) -> None:
 def warnings_of(folder: str) -> dict[str, bool]:
     """On one rank: whether a save says that hooks are not run."""
     model = Net()
-    found = {}
+    warned = {}
     for what, views in (("without", ()), ("hooks", "hooks")):
         with log_texts() as texts:
             fsdp_optim.save(f"{folder}/{what}", model, options=SaveOptions(views=views))
-        found[what] = any("state-dict hooks are not run" in text for text in texts)
-    return found
+        warned[what] = any("state-dict hooks are not run" in text for text in texts)
+    return warned
 
 
 class TestRanks(unittest.TestCase):

@@ -45,9 +45,9 @@ def state_file(oracle: Oracle) -> dict[str, torch.Tensor]:
 def save_all(folder: str, wrappers: Sequence[str]) -> None:
     with cpu():
         for wrapper in wrappers:
-            one = Trained(wrapper, adam)
-            before = one.gather(None, "name")
-            given: dict[str, Any] = {"weights_dtype": BF16, "process_group": one.process_group}
+            trained = Trained(wrapper, adam)
+            before = trained.gather(None, "name")
+            given: dict[str, Any] = {"weights_dtype": BF16, "process_group": trained.process_group}
             for at, options in (
                 ("at once", {}),
                 ("in windows", {"bucket_nbytes": 64}),
@@ -56,16 +56,16 @@ def save_all(folder: str, wrappers: Sequence[str]) -> None:
             ):
                 fsdp_optim.save(
                     f"{folder}/{wrapper} {at}",
-                    one.model,
-                    one.optim,
+                    trained.model,
+                    trained.optim,
                     **as_options(fsdp_optim.SaveOptions, **given, **options),
                 )
             fsdp_optim.async_save(
-                f"{folder}/{wrapper} async", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given)
+                f"{folder}/{wrapper} async", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **given)
             ).wait()
-            check_same("the live optimizer", one.gather(None, "name"), before)
+            check_same("the live optimizer", trained.gather(None, "name"), before)
             weights = fsdp_optim.gather_full_model_state_dict(
-                one.model, None, options=fsdp_optim.CallOptions(process_group=one.process_group)
+                trained.model, None, options=fsdp_optim.CallOptions(process_group=trained.process_group)
             )
             check_same("the live model", in_order(weights or {}), in_order(Oracle(adam).model.state_dict()))
 
@@ -96,10 +96,10 @@ class WrappersTest(unittest.TestCase):
             weights = {name: value.to(BF16) for name, value in oracle.model.state_dict().items()}
             for path in Path(folder).iterdir():
                 for half, wanted in (("model", weights), ("optim", state_file(oracle))):
-                    found: dict[str, torch.Tensor] = {}
+                    stored: dict[str, torch.Tensor] = {}
                     for file in path.glob(f"{half}*.safetensors"):
-                        found |= load_file(file)
-                    check_same(f"{path.name}, {half}", dict(sorted(found.items())), dict(sorted(wanted.items())))
+                        stored |= load_file(file)
+                    check_same(f"{path.name}, {half}", dict(sorted(stored.items())), dict(sorted(wanted.items())))
             run_on_ranks(load_all, 3, folder, wrappers)
 
 
@@ -189,9 +189,9 @@ class OneProcessTest(unittest.TestCase):
         fsdp_optim.save(
             self.folder / "a", model, optim, options=fsdp_optim.SaveOptions(weights_dtype=BF16), format="dcp"
         )
-        found = FileSystemReader(self.folder / "a").read_metadata().state_dict_metadata
-        self.assertEqual(found["model.layer.weight"].properties.dtype, BF16)
-        self.assertEqual(found["optimizer.state.layer.weight.exp_avg"].properties.dtype, torch.float32)
+        metadata = FileSystemReader(self.folder / "a").read_metadata().state_dict_metadata
+        self.assertEqual(metadata["model.layer.weight"].properties.dtype, BF16)
+        self.assertEqual(metadata["optimizer.state.layer.weight.exp_avg"].properties.dtype, torch.float32)
         target, target_optim = stepped()
         fsdp_optim.load(
             self.folder / "a", target, target_optim, options=fsdp_optim.LoadOptions(cast=True, compare=True)
@@ -215,8 +215,8 @@ class OneProcessTest(unittest.TestCase):
             )
         self.assertEqual(sum(nbytes), model.weight.nbytes)
         self.assertLessEqual(max(nbytes), 16 << 10)
-        found = load_file(self.folder / "a" / "model.safetensors")
-        check_same("weights", found["weight"], model.weight.detach().to(BF16))
+        stored = load_file(self.folder / "a" / "model.safetensors")
+        check_same("weights", stored["weight"], model.weight.detach().to(BF16))
 
 
 class PartsTest(unittest.TestCase):
@@ -236,17 +236,17 @@ def overflow(folder: str) -> list[tuple[str, str]]:
     """The error on each rank where one of them has a number that is too large."""
     heard = []
     for odd in range(dist.get_world_size()):
-        one = Trained("FSDP2", adam)
+        trained = Trained("FSDP2", adam)
         with torch.no_grad():
             if dist.get_rank() == odd:
-                one.params[-1].to_local().view(-1)[:1] = 1e6
+                trained.params[-1].to_local().view(-1)[:1] = 1e6
         heard.append(
             error_text(
                 partial(
                     fsdp_optim.save,
                     folder,
-                    one.model,
-                    one.optim,
+                    trained.model,
+                    trained.optim,
                     options=fsdp_optim.SaveOptions(weights_dtype=torch.float16),
                 )
             )

@@ -61,24 +61,24 @@ def trained(wrapper: str, steps: int) -> Trained:
 def save_all(folder: str, wrappers: Sequence[str]) -> None:
     with cpu():
         for wrapper in wrappers:
-            one = trained(wrapper, 3)
+            training = trained(wrapper, 3)
             with torch.no_grad():
-                next(buffer for name, buffer in one.model.named_buffers() if name.endswith("count")).mul_(3)
+                next(buffer for name, buffer in training.model.named_buffers() if name.endswith("count")).mul_(3)
             for which in ("trainable", "none"):
                 at = f"{folder}/{wrapper} {which}"
                 fsdp_optim.save(
                     at,
-                    one.model,
-                    one.optim,
+                    training.model,
+                    training.optim,
                     weights=which,
-                    options=fsdp_optim.SaveOptions(process_group=one.process_group),
+                    options=fsdp_optim.SaveOptions(process_group=training.process_group),
                 )
             handle = fsdp_optim.async_save(
                 f"{folder}/{wrapper} async",
-                one.model,
-                one.optim,
+                training.model,
+                training.optim,
                 weights="trainable",
-                options=fsdp_optim.SaveOptions(process_group=one.process_group),
+                options=fsdp_optim.SaveOptions(process_group=training.process_group),
             )
             handle.wait()
 
@@ -129,8 +129,8 @@ class WrappersTest(unittest.TestCase):
             }
             for wrapper in wrappers:
                 for at in ("trainable", "async"):
-                    found = load_file(f"{folder}/{wrapper} {at}/model.safetensors")
-                    check_same(wrapper, dict(sorted(found.items())), wanted)
+                    stored = load_file(f"{folder}/{wrapper} {at}/model.safetensors")
+                    check_same(wrapper, dict(sorted(stored.items())), wanted)
                 names = {path.name for path in Path(folder, f"{wrapper} none").iterdir()}
                 self.assertFalse({name for name in names if name.startswith("model")}, names)
             run_on_ranks(load_all, 3, folder, wrappers)
@@ -327,8 +327,8 @@ class OneProcessTest(unittest.TestCase):
             target, target_optim = made("embed", seed=1)
             fsdp_optim.load(url, target, target_optim, weights=which, options=fsdp_optim.LoadOptions(compare=True))
             check_same(which, target_optim.state_dict()["state"], optim.state_dict()["state"])
-            saved, found = dict(model.named_parameters()), dict(target.named_parameters())
-            loaded = {name for name in saved if torch.equal(saved[name], found[name])}
+            saved, restored = dict(model.named_parameters()), dict(target.named_parameters())
+            loaded = {name for name in saved if torch.equal(saved[name], restored[name])}
             trainable = {name for name, param in saved.items() if param.requires_grad}
             self.assertEqual(loaded, trainable if which == "trainable" else set())
 

@@ -102,9 +102,9 @@ def at_another_world_size(root: Path) -> None:
                 fsdp_optim.load(root / source, model, optim)
             else:
                 load(root / source, tree_of, model, optim)
-            found = everything(model, optim)
-            wanted = found if wanted is None else wanted
-            check_same(f"{name} from {source}", found, wanted)
+            loaded = everything(model, optim)
+            wanted = loaded if wanted is None else wanted
+            check_same(f"{name} from {source}", loaded, wanted)
     stored = load_file(root / "own" / "optim.safetensors")
     model, optim = trained(seed=1)
     fsdp_optim.load(root / "nested", model, optim)
@@ -119,9 +119,9 @@ def partial_loads(root: Path) -> None:
     dcp.save(nested(model, optim), checkpoint_id=root / "a")
     weights, state = get_state_dict(model, optim)
     name = next(iter(weights))
-    one = {"model": {name: emptied(weights[name])}}
-    dcp.load(one, checkpoint_id=root / "a")
-    check_same("one weight", complete(one["model"][name]), complete(weights[name]))
+    weight_alone = {"model": {name: emptied(weights[name])}}
+    dcp.load(weight_alone, checkpoint_id=root / "a")
+    check_same("one weight", complete(weight_alone["model"][name]), complete(weights[name]))
     some = {"optim": {"state": emptied(state["state"]), "param_groups": [{"lr": 0.0, "params": []}]}, "step": 0}
     some["optim"]["param_groups"] = [{**group, "lr": 0.0} for group in state["param_groups"]]
     dcp.load(some, checkpoint_id=root / "a")
@@ -251,8 +251,8 @@ class OptimHalfTest(InFolder):
         )
         path = self.root / "runs" / "step-7"
         fsdp_optim.save(self.root / "own", model, optim, state={"step": 7}, options=QUIET)
-        found = fsdp_optim.diff(self.root / "own", path)
-        self.assertTrue(found.equal, found)
+        differences = fsdp_optim.diff(self.root / "own", path)
+        self.assertTrue(differences.equal, differences)
         proven = [fsdp_optim.load(place, *plain()).receipt.num_proven for place in (self.root / "own", path)]
         self.assertEqual(proven[1], proven[0])
         into = emptied(tree)
@@ -305,8 +305,8 @@ class OptimHalfTest(InFolder):
             held = [tensor for tensor in leaves(tree) if isinstance(tensor, torch.Tensor)]
             dcp.load(tree, checkpoint_id=self.root / place, no_dist=True)
             check_same(f"dcp.load of {place}", tree, tree_of(model, optim), in_order=False)
-            found = [tensor for tensor in leaves(tree) if isinstance(tensor, torch.Tensor)]
-            self.assertTrue(all(a is b for a, b in zip(held, found, strict=True)))
+            loaded = [tensor for tensor in leaves(tree) if isinstance(tensor, torch.Tensor)]
+            self.assertTrue(all(a is b for a, b in zip(held, loaded, strict=True)))
 
     def test_tied_weights_and_extra_state(self) -> None:
         """Names of one tensor, and what modules add to their state dicts, in the tree of a checkpoint of fsdp_optim.save."""

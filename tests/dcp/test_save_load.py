@@ -78,8 +78,8 @@ def plain_values_and_identity(root: Path) -> None:
     held = into["t"], numbers["x"], listed[0]
     dcp.load(into, checkpoint_id=root / "a")
     check_same("values", into, {"t": tensor, "d": inner, "l": [torch.ones(1), 2], "step": 7})
-    found = into["t"], into["d"]["x"], into["l"][0]
-    check_same("in place", [a is b for a, b in zip(held, found, strict=True)], [True] * 3)
+    loaded = into["t"], into["d"]["x"], into["l"][0]
+    check_same("in place", [a is b for a, b in zip(held, loaded, strict=True)], [True] * 3)
     check_same("the same dicts and lists", (into["d"] is numbers, into["l"] is listed), (True, True))
     dcp.save({"t": tensor + 1}, checkpoint_id=root / "a")  # replaces it
     dcp.load({"t": held[0]}, checkpoint_id=root / "a")

@@ -48,9 +48,9 @@ def buffers() -> dict[str, Any]:
     return {"short": buffer(b"\0abc\xff", 2), "none": buffer(b""), "long": [buffer(bytes(range(256)) * 64, 16384), 5]}
 
 
-def check_buffers(what: str, found: dict[str, Any]) -> None:
+def check_buffers(what: str, loaded: dict[str, Any]) -> None:
     wanted = buffers()
-    got = {"short": found["short"], "none": found["none"], "long": found["long"][0]}
+    got = {"short": loaded["short"], "none": loaded["none"], "long": loaded["long"][0]}
     for name, value in got.items():
         assert type(value) is io.BytesIO, (what, name, value)
         check_same(f"{what}: {name}", state_of(value), state_of(wanted["long"][0] if name == "long" else wanted[name]))
@@ -86,8 +86,8 @@ def buffers_of_ranks(root: Path) -> None:
     fsdp_optim.save(
         root / "own", torch.nn.Linear(1, 1), state={"own": fsdp_optim.per_rank(buffer(b"%d" % dist.get_rank()))}
     )
-    mine = fsdp_optim.load(root / "own", torch.nn.Linear(1, 1), state={"own": fsdp_optim.per_rank(None)})
-    check_same("of each rank", state_of(mine.state["own"]), (b"%d" % dist.get_rank(), 0))
+    result = fsdp_optim.load(root / "own", torch.nn.Linear(1, 1), state={"own": fsdp_optim.per_rank(None)})
+    check_same("of each rank", state_of(result.state["own"]), (b"%d" % dist.get_rank(), 0))
 
 
 def _changed_afterwards(tree: dict[str, Any], path: Path) -> None:
@@ -129,8 +129,8 @@ def read_sharded(root: Path) -> None:
         held = [shard.tensor for shard in into["model"]["rows"].local_shards()]
         dcp.load(into, checkpoint_id=root / name)
         check_same(name, complete(into), wanted)
-        found = [shard.tensor for shard in into["model"]["rows"].local_shards()]
-        check_same(f"{name}: in place", [a is b for a, b in zip(held, found, strict=True)], [True] * len(held))
+        loaded = [shard.tensor for shard in into["model"]["rows"].local_shards()]
+        check_same(f"{name}: in place", [a is b for a, b in zip(held, loaded, strict=True)], [True] * len(held))
         plain = emptied(wanted)
         dcp.load(plain, checkpoint_id=root / name)
         check_same(f"{name}: plain", plain, {**wanted})

@@ -116,8 +116,8 @@ class AdaptersTest(unittest.TestCase):
         oracle = run_on_ranks(by_accelerate_alone, 2, kind, folder, True)
         for rank, resumed in enumerate(run_on_ranks(load_and_go_on, 2, kind, folder, {}, False, 2, True)):
             check_same(f"{kind}: a run that switches", resumed, oracle[rank], in_order=False)
-        for one in run_on_ranks(load_and_go_on, world_size, other, folder, {}, False, 0, True):
-            check_same(f"{kind} in {other} on {world_size}", one["third"], oracle[0]["third"], in_order=False)
+        for moved in run_on_ranks(load_and_go_on, world_size, other, folder, {}, False, 0, True):
+            check_same(f"{kind} in {other} on {world_size}", moved["third"], oracle[0]["third"], in_order=False)
 
     def test_adapters_alone_of_a_trainer(self) -> None:
         kind, folder = "FSDP2", f"{self.root}/trainer"
@@ -130,11 +130,11 @@ class AdaptersTest(unittest.TestCase):
             check_same(f"{kind}, begun", resumed["begun"], oracle[rank]["second"], in_order=False)
             check_same(f"{kind}, end", resumed["end"], oracle[rank]["end"], in_order=False)
 
-        for one in run_on_ranks(trainer_with_adapters, 3, "DDP", folder, {}, old, 1, save_strategy="no", max_steps=3):
-            check_same("in DDP on 3", one["begun"], oracle[0]["second"], in_order=False)
+        for state in run_on_ranks(trainer_with_adapters, 3, "DDP", folder, {}, old, 1, save_strategy="no", max_steps=3):
+            check_same("in DDP on 3", state["begun"], oracle[0]["second"], in_order=False)
 
-        for one in run_on_ranks(by_the_trainers_own, 2, kind, folder, old):
-            check_same("by the Trainer's own function", one["begun"], oracle[0]["second"], in_order=False)
+        for state in run_on_ranks(by_the_trainers_own, 2, kind, folder, old):
+            check_same("by the Trainer's own function", state["begun"], oracle[0]["second"], in_order=False)
 
     def test_adapters_that_accelerate_has_not_saved(self) -> None:
         """In FSDP1 its own function writes a folder without weights, and its own load says nothing."""
@@ -165,9 +165,9 @@ class ShardedTest(unittest.TestCase):
         oracle = run_on_ranks(by_accelerate_alone, 2, kind, folder)
         for rank, resumed in enumerate(run_on_ranks(load_and_go_on, 2, kind, folder, {}, False)):
             check_same(f"{kind}: a run that switches", resumed, oracle[rank], in_order=False)
-        for one in run_on_ranks(load_and_go_on, world_size, other, folder, {}, False, 0):
-            check_same(f"{kind} in {other} on {world_size}", one["third"], oracle[0]["third"], in_order=False)
-            check_same(f"{kind} in {other} on {world_size}", one["rest of third"], oracle[0]["rest of third"])
+        for moved in run_on_ranks(load_and_go_on, world_size, other, folder, {}, False, 0):
+            check_same(f"{kind} in {other} on {world_size}", moved["third"], oracle[0]["third"], in_order=False)
+            check_same(f"{kind} in {other} on {world_size}", moved["rest of third"], oracle[0]["rest of third"])
 
     @expand(*some([("FSDP1", 3, "FSDP2"), ("FSDP2", 3, "FSDP1"), ("FSDP1", 1, "none")], every=3))
     def test_a_trainer_goes_on_bit_for_bit(self, kind: str, world_size: int, other: str) -> None:
@@ -181,5 +181,5 @@ class ShardedTest(unittest.TestCase):
             )
             check_same(f"{kind}, end", resumed["end"], oracle[rank]["end"], in_order=False)
         options = {"save_strategy": "no", "max_steps": 3}
-        for one in run_on_ranks(train, world_size, other, folder, {}, old, 1, **options):
-            check_same(f"{kind} in {other} on {world_size}", one["begun"], oracle[0]["second"], in_order=False)
+        for moved in run_on_ranks(train, world_size, other, folder, {}, old, 1, **options):
+            check_same(f"{kind} in {other} on {world_size}", moved["begun"], oracle[0]["second"], in_order=False)

@@ -99,8 +99,8 @@ def started(
 
 def compare(root: Path, folder: Path, made: str, mixed: str, options: dict[str, Any]) -> None:
     wanted = started(folder, of_folder, contextlib.nullcontext, mixed, **options)
-    ours = started(folder, MAKERS[made], lambda: weights_from(folder), mixed, **options)
-    check_same("the start", ours, wanted)
+    got = started(folder, MAKERS[made], lambda: weights_from(folder), mixed, **options)
+    check_same("the start", got, wanted)
 
 
 MAKERS = {"from_pretrained": of_folder, "on meta": on_meta}

@@ -210,9 +210,9 @@ class StateTest(unittest.TestCase):
         opened = transformers().AutoModelForCausalLM.from_pretrained(folder).state_dict()
         check_same("from_pretrained", dict(opened), oracle[0]["third"]["weights"])
         other = {"DDP": ("FSDP2", 3), "FSDP2": ("none", 1), "FSDP1": ("FSDP2", 1)}[kind]
-        for one in run_on_ranks(load_and_go_on, other[1], other[0], folder, {}, scaler, 0):
-            check_same(f"{kind} in {other}", one["third"], oracle[0]["third"])
-            check_same(f"{kind} in {other}", one["rest of third"], oracle[0]["rest of third"])
+        for moved in run_on_ranks(load_and_go_on, other[1], other[0], folder, {}, scaler, 0):
+            check_same(f"{kind} in {other}", moved["third"], oracle[0]["third"])
+            check_same(f"{kind} in {other}", moved["rest of third"], oracle[0]["rest of third"])
 
     @parameterized.expand([("DDP",)])
     def test_folders_of_accelerate_itself_load_as_before(self, kind: str) -> None:

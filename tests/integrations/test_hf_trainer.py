@@ -107,7 +107,7 @@ class ResumeTest(unittest.TestCase):
         options = {"state_dict_type": kept} if kept else {}
         run_on_ranks(train, 2, kind, folder, None, **options)
         self.assertNotIn("fsdp_optim.json", os.listdir(f"{folder}/checkpoint-2"))
-        begun = [one["begun"] for one in run_on_ranks(go_on_from_old, 2, kind, folder, options)]
+        begun = [state["begun"] for state in run_on_ranks(go_on_from_old, 2, kind, folder, options)]
         check_same(f"{kind}, {kept}", begun[0]["weights"], oracle[0]["second"]["weights"])
         # In a sharded folder, which is one of torch.distributed.checkpoint, the values of a parameter are sorted.
         check_same(
@@ -297,10 +297,10 @@ class SaveTest(unittest.TestCase):
     def test_callbacks_that_read_a_checkpoint_find_it_complete(self) -> None:
         """Also where only one rank has the callback. Without one, saves are in the background."""
         for reads, num_in_background in ((True, 0), (False, 2)):
-            found = run_on_ranks(read_on_save, 2, f"{self.root}/{reads}", reads)
-            self.assertEqual([num for num, _ in found], [num_in_background] * 2)
-            self.assertEqual(len(found[1][1]), 2 if reads else 0)
-            self.assertTrue(all("fsdp_optim.json" in names for names in found[1][1]))
+            by_rank = run_on_ranks(read_on_save, 2, f"{self.root}/{reads}", reads)
+            self.assertEqual([num for num, _ in by_rank], [num_in_background] * 2)
+            self.assertEqual(len(by_rank[1][1]), 2 if reads else 0)
+            self.assertTrue(all("fsdp_optim.json" in names for names in by_rank[1][1]))
 
     def test_the_best_model_is_loaded_at_the_end(self) -> None:
         best = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
@@ -389,9 +389,9 @@ class KillTest(unittest.TestCase):
         with self.assertRaises(RanksFailed) as caught:
             run_on_ranks(train_until_killed, 1, point, root, background)
         self.assertEqual([getattr(error, "exit_code", error) for error in caught.exception.errors.values()], [9])
-        found = transformers().trainer_utils.get_last_checkpoint(root)  # of transformers itself
-        self.assertEqual(found, f"{root}/checkpoint-2")
-        fsdp_optim.verify(found)
+        newest = transformers().trainer_utils.get_last_checkpoint(root)  # of transformers itself
+        self.assertEqual(newest, f"{root}/checkpoint-2")
+        fsdp_optim.verify(newest)
         resumed = run_on_ranks(train, 1, "none", root, {}, True, 1, save_total_limit=1)[0]
         self.assertEqual(sorted(resumed["losses"]), [1, 2, 3, 4])
         self.assertEqual(os.listdir(root), ["checkpoint-4"])  # and what the killed save has left is gone
@@ -427,7 +427,7 @@ class ExampleTest(unittest.TestCase):
                 rf"^resumed {root}/checkpoint-4: 2 -> 1 rank, .*, {num} tensors verified, scheduler restored$",
             )
             self.assertEqual(sorted(os.listdir(root)), ["checkpoint-4", "checkpoint-6"])
-            self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(root)], [1, 2])
+            self.assertEqual([checkpoint.world_size for checkpoint in fsdp_optim.checkpoints(root)], [1, 2])
 
 
 if __name__ == "__main__":

@@ -126,8 +126,8 @@ def check_oracle(what: str, name: str, model: Any, optim: Any, options: CallOpti
     weights, state = oracle(name, steps)
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name", options=options)
     check_same(f"{what}, state", sorted_state(full["state"]), sorted_state(state))
-    found = fsdp_optim.gather_full_model_state_dict(model, None, options=options)
-    check_same(f"{what}, weights", dict(sorted(found.items())), dict(sorted(weights.items())))
+    gathered = fsdp_optim.gather_full_model_state_dict(model, None, options=options)
+    check_same(f"{what}, weights", dict(sorted(gathered.items())), dict(sorted(weights.items())))
 
 
 def learned(wrappers: tuple[str, ...]) -> None:
@@ -185,14 +185,14 @@ def by_the_word(folder: str) -> None:
                 param.zero_()
         other_optim = torch.optim.AdamW(other.parameters())
         fsdp_optim.load(f"{folder}/word", other, other_optim, options=LoadOptions(views="hub", compare=True, **QUIET))
-        wanted, found = (
+        wanted, loaded = (
             (
                 fsdp_optim.gather_full_model_state_dict(a, None, options=CallOptions(views="hub")),
                 fsdp_optim.gather_full_optim_state_dict(a, b, None, "name", options=CallOptions(views="hub")),
             )
             for a, b in ((model, optim), (other, other_optim))
         )
-        check_same("loaded", found, wanted)
+        check_same("loaded", loaded, wanted)
         seen = CallOptions(views="hub")
         if fsdp_optim.fingerprint(model, optim, options=seen) != fsdp_optim.fingerprint(
             other, other_optim, options=seen

@@ -50,15 +50,17 @@ def check_seen(model: Any) -> int:
     from transformers.core_model_loading import revert_weight_conversion
 
     views = views_of_transformers(model)
-    found = seen(model, views)
+    viewed = seen(model, views)
     for name, tensor in revert_weight_conversion(model, dict(model.state_dict())).items():
-        joined = [view for view in views if name not in found and view.matches(name)]
+        joined = [view for view in views if name not in viewed and view.matches(name)]
         parts = joined[0].bind(name, tuple(tensor.shape)).parts if joined else ()
         for part, place in parts:
-            check_same(f"{name}: {part}", found.pop(part), tensor.reshape(-1)[torch.from_numpy(numbers_of_part(place))])
+            check_same(
+                f"{name}: {part}", viewed.pop(part), tensor.reshape(-1)[torch.from_numpy(numbers_of_part(place))]
+            )
         if not joined:
-            check_same(name, found.pop(name), tensor)
-    check_same("more than transformers has", sorted(found), [])
+            check_same(name, viewed.pop(name), tensor)
+    check_same("more than transformers has", sorted(viewed), [])
     return len(views)
 
 

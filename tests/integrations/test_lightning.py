@@ -40,8 +40,8 @@ def save_last(root: str, wrappers: list[str], stock: bool = False, **given: Any)
         for wrapper in wrappers:
             options: dict[str, Any] = {"state_dict_type": "sharded"} if stock and wrapper == "FSDP1" else given
             callback = checkpoints(f"{root}/{wrapper}", save_last=True, save_top_k=0)
-            one = trainer(strategy(wrapper, stock=stock, **options), callbacks=[callback])
-            one.fit(module(), loader())
+            lightning_trainer = trainer(strategy(wrapper, stock=stock, **options), callbacks=[callback])
+            lightning_trainer.fit(module(), loader())
 
 
 def resumed(pairs: list[tuple[str, str]], **options: Any) -> None:
@@ -49,22 +49,25 @@ def resumed(pairs: list[tuple[str, str]], **options: Any) -> None:
     model, optim = never_stopped()
     with quiet():
         for path, wrapper in pairs:
-            one, resumed = trainer(strategy(wrapper, **options), max_epochs=EPOCHS), module()
-            one.fit(resumed, loader(), ckpt_path=path)
-            live = one.strategy.model
+            lightning_trainer, resumed = trainer(strategy(wrapper, **options), max_epochs=EPOCHS), module()
+            lightning_trainer.fit(resumed, loader(), ckpt_path=path)
+            live = lightning_trainer.strategy.model
             group = dist.group.WORLD
             weights = fsdp_optim.gather_full_model_state_dict(
                 live, None, options=fsdp_optim.CallOptions(process_group=group)
             )
             full = fsdp_optim.gather_full_optim_state_dict(
-                live, one.optimizers[0], None, options=fsdp_optim.CallOptions(process_group=group)
+                live, lightning_trainer.optimizers[0], None, options=fsdp_optim.CallOptions(process_group=group)
             )
             check_same(f"weights, {path} under {wrapper}", weights, model)
             check_same(f"state, {path} under {wrapper}", full["state"], optim["state"], in_order=False)
             if full["param_groups"][0]["lr"] != optim["param_groups"][0]["lr"]:
                 raise AssertionError(f"lr {full['param_groups'][0]['lr']}, not {optim['param_groups'][0]['lr']}")
-            if (one.global_step, one.current_epoch) != (BATCHES * EPOCHS, EPOCHS):
-                raise AssertionError(f"{path} under {wrapper} ended at {one.global_step}, {one.current_epoch}")
+            if (lightning_trainer.global_step, lightning_trainer.current_epoch) != (BATCHES * EPOCHS, EPOCHS):
+                raise AssertionError(
+                    f"{path} under {wrapper} ended at {lightning_trainer.global_step}, "
+                    f"{lightning_trainer.current_epoch}"
+                )
             check_same("of the module", resumed.seen, {"steps": BATCHES, "mean": torch.ones(2), 3: "an int"})
 
 
@@ -85,7 +88,7 @@ class TestResume(unittest.TestCase):
     def pairs(self, shift: int) -> list[tuple[str, str]]:
         """Each checkpoint, with the wrapper that is `shift` further in the list."""
         to = [*WRAPPERS[shift:], *WRAPPERS[:shift]]
-        return [(f"{self.folder.name}/{one}/last.ckpt", other) for one, other in zip(WRAPPERS, to, strict=True)]
+        return [(f"{self.folder.name}/{wrapper}/last.ckpt", other) for wrapper, other in zip(WRAPPERS, to, strict=True)]
 
     @expand(soon=[(2, 1), (1, 2)], later=[(2, 0)])
     def test_resumes_as_if_it_had_never_stopped(self, world_size: int, shift: int) -> None:
@@ -119,7 +122,7 @@ class TestViews(unittest.TestCase):
 
 
 def steps_of(root: str) -> list[int]:
-    return sorted(one.step for one in fsdp_optim.checkpoints(root) if one.complete)
+    return sorted(checkpoint.step for checkpoint in fsdp_optim.checkpoints(root) if checkpoint.complete)
 
 
 def keeps_and_removes(root: str) -> list[tuple[str, list[int]]]:
@@ -136,9 +139,9 @@ def keeps_and_removes(root: str) -> list[tuple[str, list[int]]]:
         callback = checkpoints(
             root, filename="{step}", monitor="step", mode="max", save_top_k=2, save_last="link", every_n_train_steps=1
         )
-        one = trainer(strategy("FSDP2"), callbacks=[callback], max_epochs=2)
-        one.fit(module(), loader())
-        one.test(module(), loader(), ckpt_path="best")
+        lightning_trainer = trainer(strategy("FSDP2"), callbacks=[callback], max_epochs=2)
+        lightning_trainer.fit(module(), loader())
+        lightning_trainer.test(module(), loader(), ckpt_path="best")
     return removed
 
 
@@ -154,16 +157,16 @@ def save_in_background(root: str) -> None:
         return finish(*args)
 
     with quiet(), mock.patch.object(background, "finish", held):
-        one = trainer(strategy("FSDP1"))
-        one.fit(module(), loader())
-        one.save_checkpoint(f"{root}/first")
+        lightning_trainer = trainer(strategy("FSDP1"))
+        lightning_trainer.fit(module(), loader())
+        lightning_trainer.save_checkpoint(f"{root}/first")
         if Path(root, "first").exists():
             raise AssertionError("the save is complete")
         goes_on.set()
-        one.save_checkpoint(f"{root}/second", weights_only=True)
+        lightning_trainer.save_checkpoint(f"{root}/second", weights_only=True)
         if not Path(root, "first").exists():
             raise AssertionError("the second save has not waited for the first")
-        one.strategy.teardown()
+        lightning_trainer.strategy.teardown()
     with quiet():
         once = trainer(strategy("DDP", async_save=False))
         once.fit(module(), loader())
@@ -186,9 +189,9 @@ def fails_in_background(root: str) -> str:
         return finish(*args)
 
     with quiet(), mock.patch.object(background, "finish", broken):
-        one = trainer(strategy("FSDP2"), callbacks=[checkpoints(root, save_top_k=1)], max_epochs=2)
+        lightning_trainer = trainer(strategy("FSDP2"), callbacks=[checkpoints(root, save_top_k=1)], max_epochs=2)
         try:
-            one.fit(module(), loader())
+            lightning_trainer.fit(module(), loader())
         except fsdp_optim.CheckpointError as error:
             return str(error)
     raise AssertionError("the failure was not raised")
@@ -216,14 +219,14 @@ def dies(root: str) -> list[str]:
     log.addHandler(handler)
     try:
         with quiet(), mock.patch.object(background, "finish", broken):
-            one, resumed = trainer(strategy("FSDP2")), module()
+            lightning_trainer, resumed = trainer(strategy("FSDP2")), module()
 
             def on_train_batch_end(*args: Any) -> None:
-                one.save_checkpoint(f"{root}/first")
+                lightning_trainer.save_checkpoint(f"{root}/first")
                 raise ZeroDivisionError("of the training")
 
             resumed.on_train_batch_end = on_train_batch_end
-            one.fit(resumed, loader())
+            lightning_trainer.fit(resumed, loader())
     except ZeroDivisionError:
         return handler.lines
     finally:
@@ -237,10 +240,10 @@ def cannot_put_a_file_aside(root: str) -> str:
 
     broken = OSError(13, "Permission denied") if dist.get_rank() == 0 else None
     with quiet(), mock.patch.object(plugin, "_put_file_aside", side_effect=broken, return_value=None):
-        one = trainer(strategy("DDP"))
-        one.fit(module(), loader())
+        lightning_trainer = trainer(strategy("DDP"))
+        lightning_trainer.fit(module(), loader())
         try:
-            one.save_checkpoint(f"{root}/first")
+            lightning_trainer.save_checkpoint(f"{root}/first")
         except fsdp_optim.CheckpointError as error:
             return str(error)
     raise AssertionError("the error was not raised")
@@ -248,11 +251,11 @@ def cannot_put_a_file_aside(root: str) -> str:
 
 def puts_weights(root: str) -> str:
     with quiet():
-        one, resumed = trainer(strategy("DDP")), module()
-        one.fit(resumed, loader())
+        lightning_trainer, resumed = trainer(strategy("DDP")), module()
+        lightning_trainer.fit(resumed, loader())
         resumed.on_save_checkpoint = lambda checkpoint: checkpoint.update(state_dict={"net.0.bias": torch.zeros(7)})
         try:
-            one.save_checkpoint(f"{root}/first")
+            lightning_trainer.save_checkpoint(f"{root}/first")
         except fsdp_optim.StateError as error:
             return str(error)
     raise AssertionError("the weights were accepted")
@@ -312,8 +315,8 @@ def migrated(root: str) -> None:
     )
     with quiet():
         callback = checkpoints(f"{root}/DDP", save_last=True, save_top_k=0)
-        one = trainer(strategy("FSDP2"), callbacks=[callback], max_epochs=EPOCHS)
-        one.fit(module(), loader(), ckpt_path="last")
+        lightning_trainer = trainer(strategy("FSDP2"), callbacks=[callback], max_epochs=EPOCHS)
+        lightning_trainer.fit(module(), loader(), ckpt_path="last")
 
 
 class TestMigration(unittest.TestCase):

@@ -59,12 +59,12 @@ def shuffled(shuffle: bool) -> DataLoader[Tensor]:
 def run(wrapper: str, shuffle: bool, callbacks: Any = (), path: str | None = None, begin: int = 1) -> tuple[Any, Any]:
     """The draws of each step, and the weights and the state at the end."""
     seed(begin)
-    one, resumed = trainer(strategy(wrapper), callbacks=callbacks, max_epochs=EPOCHS), noisy()
-    one.fit(resumed, shuffled(shuffle), ckpt_path=path)
-    live, group = one.strategy.model, dist.group.WORLD
+    lightning_trainer, resumed = trainer(strategy(wrapper), callbacks=callbacks, max_epochs=EPOCHS), noisy()
+    lightning_trainer.fit(resumed, shuffled(shuffle), ckpt_path=path)
+    live, group = lightning_trainer.strategy.model, dist.group.WORLD
     weights = fsdp_optim.gather_full_model_state_dict(live, None, options=fsdp_optim.CallOptions(process_group=group))
     state = fsdp_optim.gather_full_optim_state_dict(
-        live, one.optimizers[0], None, options=fsdp_optim.CallOptions(process_group=group)
+        live, lightning_trainer.optimizers[0], None, options=fsdp_optim.CallOptions(process_group=group)
     )["state"]
     return resumed.draws, (weights, state)
 
@@ -135,11 +135,11 @@ def without_fit(root: str) -> None:
     """Neither a test from a checkpoint nor a checkpoint of weights alone changes a random state."""
     with quiet():
         seed(1)
-        one = trainer(strategy("DDP"), max_epochs=1)
-        one.fit(module(), shuffled(False))
-        one.save_checkpoint(f"{root}/all.ckpt")
-        one.save_checkpoint(f"{root}/weights.ckpt", weights_only=True)
-        one.strategy.teardown()
+        lightning_trainer = trainer(strategy("DDP"), max_epochs=1)
+        lightning_trainer.fit(module(), shuffled(False))
+        lightning_trainer.save_checkpoint(f"{root}/all.ckpt")
+        lightning_trainer.save_checkpoint(f"{root}/weights.ckpt", weights_only=True)
+        lightning_trainer.strategy.teardown()
         if "of_this_rank" in fsdp_optim.load(f"{root}/weights.ckpt").state:
             raise Differs("a checkpoint of weights alone has random states")
         seed(5)

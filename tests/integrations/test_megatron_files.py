@@ -74,8 +74,8 @@ def loaded(folder: str) -> None:
         fully_shard(layer)
     fully_shard(model)
     fsdp_optim.load(folder, model, options=LoadOptions(views=VIEWS, compare=True, progress=False))
-    found = fsdp_optim.gather_full_model_state_dict(model, None)
-    check_same("weights", dict(sorted(found.items())), dict(sorted(wanted().items())))
+    gathered = fsdp_optim.gather_full_model_state_dict(model, None)
+    check_same("weights", dict(sorted(gathered.items())), dict(sorted(wanted().items())))
 
 
 class TestLayersInOneTensor(unittest.TestCase):

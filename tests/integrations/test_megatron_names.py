@@ -153,11 +153,11 @@ class TestLayouts(unittest.TestCase):
 
     def test_grouped_experts(self) -> None:
         model = TEGroupedMLP(config_of())
-        found = gathered(model, views_of_megatron(model))
+        weights = gathered(model, views_of_megatron(model))
         for number in range(3):
             weight = model.linear_fc1.get_parameter(f"weight{number}").detach()
             for part, half in zip(("gate", "up"), weight.chunk(2), strict=True):
-                check_same(f"{part} {number}", found[f"{part}.weight{number}"], half)
+                check_same(f"{part} {number}", weights[f"{part}.weight{number}"], half)
 
     def test_nothing_to_see(self) -> None:
         """No gated unit; a class of this name that is not Megatron's."""

@@ -81,10 +81,10 @@ def oracle_of(steps: int) -> Oracle:
 
 def save_all(folder: str) -> None:
     for wrapper in WRAPS:
-        one = trained(wrapper, 3)
-        fsdp_peft.save(f"{folder}/{wrapper}", one.model, one.optim, step=3)
-        fsdp_peft.async_save(f"{folder}/{wrapper} async", one.model, one.optim).wait()
-        fsdp_peft.save(f"{folder}/{wrapper} base", one.model, one.optim, base=True)
+        tuned = trained(wrapper, 3)
+        fsdp_peft.save(f"{folder}/{wrapper}", tuned.model, tuned.optim, step=3)
+        fsdp_peft.async_save(f"{folder}/{wrapper} async", tuned.model, tuned.optim).wait()
+        fsdp_peft.save(f"{folder}/{wrapper} base", tuned.model, tuned.optim, base=True)
 
 
 def load_all(folder: str) -> None:
@@ -135,8 +135,8 @@ class RanksTest(unittest.TestCase):
             wanted = peft.get_peft_model_state_dict(oracle.model)
             for wrapper in WRAPS:
                 for at in ("", " async"):
-                    found = load_file(f"{folder}/{wrapper}{at}/adapter_model.safetensors")
-                    check_same(f"{wrapper}{at}", in_order(found), in_order(wanted))
+                    stored = load_file(f"{folder}/{wrapper}{at}/adapter_model.safetensors")
+                    check_same(f"{wrapper}{at}", in_order(stored), in_order(wanted))
                 for at, base in (("", False), (" base", True)):
                     opened = peft.PeftModel.from_pretrained(Net(), f"{folder}/{wrapper}{at}")
                     trains = {name for name, param in oracle.model.named_parameters() if param.requires_grad or base}
@@ -166,10 +166,12 @@ class OneProcessTest(unittest.TestCase):
     def test_the_config_is_the_one_that_peft_writes(self) -> None:
         fsdp_peft.save(self.folder / "a", self.model, self.optim)
         self.model.save_pretrained(self.folder / "theirs")
-        mine, theirs = (json.loads((self.folder / at / "adapter_config.json").read_text()) for at in ("a", "theirs"))
-        for config in (mine, theirs):  # sets, in any order
+        saved_config, peft_config = (
+            json.loads((self.folder / at / "adapter_config.json").read_text()) for at in ("a", "theirs")
+        )
+        for config in (saved_config, peft_config):  # sets, in any order
             config["target_modules"] = sorted(config["target_modules"])
-        self.assertEqual(mine, theirs)
+        self.assertEqual(saved_config, peft_config)
 
     def test_files_that_peft_has_written(self) -> None:
         self.model.save_pretrained(self.folder / "theirs")
@@ -183,8 +185,8 @@ class OneProcessTest(unittest.TestCase):
         fsdp_peft.save(self.folder / "a", wrapped, adam_of_adapters(model))
         wanted = peft.get_peft_model_state_dict(model)
         self.assertTrue(all("._orig_mod." in key for key in wanted))
-        found = load_file(self.folder / "a" / "adapter_model.safetensors")
-        check_same("saved", in_order(found), in_order(wanted))
+        stored = load_file(self.folder / "a" / "adapter_model.safetensors")
+        check_same("saved", in_order(stored), in_order(wanted))
         other = of_own_name()
         fsdp_peft.load(self.folder / "a", other)
         check_same("loaded", peft.get_peft_model_state_dict(other), wanted)
@@ -298,7 +300,7 @@ class ExampleTest(unittest.TestCase):
             done = launch(2, "examples/fsdp2_lora.py", *arguments, "4", preload=LOADED)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertIn("trained from step 0 to step 4", done.stdout)
-            self.assertEqual([one.step for one in fsdp_optim.checkpoints(folder)], [4, 2])
+            self.assertEqual([checkpoint.step for checkpoint in fsdp_optim.checkpoints(folder)], [4, 2])
 
     def test_train_and_go_on_with_fewer_ranks(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -309,7 +311,7 @@ class ExampleTest(unittest.TestCase):
             [(step, printed)] = run_on_ranks(on_rank, 1, *arguments, "7")
             self.assertEqual(step, 7)
             self.assertIn("trained from step 4 to step 7", printed)
-            self.assertEqual([one.step for one in fsdp_optim.checkpoints(folder)], [7, 6, 4, 2])
+            self.assertEqual([checkpoint.step for checkpoint in fsdp_optim.checkpoints(folder)], [7, 6, 4, 2])
             base = runpy.run_path(str(ROOT / "examples" / "fsdp2_lora.py"))["base_model"]()
             opened = peft.PeftModel.from_pretrained(base, f"{folder}/step-7")
             check_same(

@@ -114,14 +114,14 @@ class OffloadTest(unittest.TestCase):
         for name in ("saved", "of two"):
             for steps in (0, 1):  # a new optimizer, and one with state
                 other = Net(seed=2)
-                theirs = offloading(other)
-                train(other, theirs, 7, 7 + steps)
-                state = OffloadedOptimizer(theirs)
+                offloaded = offloading(other)
+                train(other, offloaded, 7, 7 + steps)
+                state = OffloadedOptimizer(offloaded)
                 fsdp_optim.load(self.folder / name, other, state, options=LOAD)
                 check_same(f"loaded {name}", content(other, state), oracle(3))
-                train(other, theirs, 3, 5)
+                train(other, offloaded, 3, 5)
                 check_same(f"trained on {name}", content(other, state), oracle(5))
-                self.assertEqual(theirs.d_param_groups, theirs.d_opt.param_groups)
+                self.assertEqual(offloaded.d_param_groups, offloaded.d_opt.param_groups)
 
     def test_the_verbs(self) -> None:
         model, optim = self.trained()
@@ -144,9 +144,9 @@ class OffloadTest(unittest.TestCase):
         wanted = {name: values["exp_avg"].clone() for name, values in content(model, state)["state"].items()}
         fsdp_optim.save(self.folder / "saved", model, state, options=SAVE)
         other = Net(seed=2)
-        theirs = OffloadedOptimizer(offloading(other))
-        fsdp_optim.load(self.folder / "saved", other, theirs, options=LOAD)
-        check_same("doubles", {n: v["exp_avg"] for n, v in content(other, theirs)["state"].items()}, wanted)
+        offloaded = OffloadedOptimizer(offloading(other))
+        fsdp_optim.load(self.folder / "saved", other, offloaded, options=LOAD)
+        check_same("doubles", {n: v["exp_avg"] for n, v in content(other, offloaded)["state"].items()}, wanted)
 
     def test_several_groups(self) -> None:
         model = Net()

@@ -475,9 +475,9 @@ class JobTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             root, seen, step = Path(folder) / "run", list[int](), 0
             for wrapper, size, num_batches in (("FSDP2", 3, 2), ("FSDP1 flat", 2, 2), ("DDP", 1, 9)):
-                found = run_on_ranks(trained_here, size, root, wrapper, num_batches)
-                self.assertEqual({first for first, _, _ in found}, {step})
-                [step] = {last for _, last, _ in found}
-                seen += [sample for _, _, samples in found for sample in samples]
+                by_rank = run_on_ranks(trained_here, size, root, wrapper, num_batches)
+                self.assertEqual({first for first, _, _ in by_rank}, {step})
+                [step] = {last for _, last, _ in by_rank}
+                seen += [sample for _, _, samples in by_rank for sample in samples]
             self.assertEqual(sorted(seen), [*range(26)])
             self.assertEqual(step, 2 + 2 + 3)

@@ -52,7 +52,11 @@ def stop_and_resume(folder: Path, **options: Any) -> None:
     with trainer_of(folder / "run", 6, **options) as trainer:
         trainer.train()  # its new iterators of loaders draw random numbers
         check_same("a run that stopped and continued", without(everything(trainer), "random"), without(whole, "random"))
-        check_same("the steps", [one.step for one in fsdp_optim.checkpoints(folder / "run/checkpoint")], [6, 4, 2])
+        check_same(
+            "the steps",
+            [checkpoint.step for checkpoint in fsdp_optim.checkpoints(folder / "run/checkpoint")],
+            [6, 4, 2],
+        )
 
 
 def saved_alike(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -85,12 +89,12 @@ class TestResume(SharedFolder):
         """The sums of two and of four equal gradients are exact, those of three are not, so three ranks only load."""
         folder = self.root / f"alike {world_size}"
         [(saved, whole), _] = run_on_ranks(saved_alike, 2, folder)
-        found, other = run_on_ranks(loaded_and_resumed, world_size, folder), ("random", "num_drawn", "tokens")
-        for loaded, resumed in found:
+        by_rank, other = run_on_ranks(loaded_and_resumed, world_size, folder), ("random", "num_drawn", "tokens")
+        for loaded, resumed in by_rank:
             check_same(f"loaded on {world_size}", without(loaded, *other), without(saved, *other))
             if world_size != 3:
                 check_same(f"trained on {world_size}", without(resumed, *other), without(whole, *other))
-        check_same("tokens of all ranks", sum(loaded["tokens"] for loaded, _ in found), 2 * saved["tokens"])
+        check_same("tokens of all ranks", sum(loaded["tokens"] for loaded, _ in by_rank), 2 * saved["tokens"])
 
 
 # ------------------------------------------------------------------------------------------ errors
@@ -167,8 +171,8 @@ class TestFusion(unittest.TestCase):
         self.assertIn("layers.0.attention.qkv_linear.wq.weight", names)
         self.assertNotIn("layers.0.attention.qkv_linear.wqkv.weight", names)
         for world_size, resumed in ((2, other), (3, spec)):
-            for found in run_on_ranks(of_run, world_size, self.folder, 2, resumed, "hooks", False):
-                check_same(f"{resumed} on {world_size} ranks", found, wanted)
+            for state in run_on_ranks(of_run, world_size, self.folder, 2, resumed, "hooks", False):
+                check_same(f"{resumed} on {world_size} ranks", state, wanted)
 
     def test_a_checkpoint_under_live_names_is_resumed_through_the_hooks(self) -> None:
         wanted = run_on_ranks(of_run, 2, self.folder, 2, FUSED, "no", True)[0]
@@ -177,8 +181,8 @@ class TestFusion(unittest.TestCase):
             fsdp_optim.inspect(self.folder / "checkpoint/step-00000002").model,
         )
         for views in ("no", "hooks"):
-            for found in run_on_ranks(of_run, 3, self.folder, 2, FUSED, views, False):
-                check_same(views, found, wanted)
+            for state in run_on_ranks(of_run, 3, self.folder, 2, FUSED, views, False):
+                check_same(views, state, wanted)
 
 
 @unittest.skipUnless(NEEDS, WHY)
@@ -206,12 +210,16 @@ class TestFailures(unittest.TestCase):
 
 def retention(folder: Path) -> None:
     trained(folder, 6, keep_latest_k=2, enable_first_step_checkpoint=True)
-    check_same("kept", [one.step for one in fsdp_optim.checkpoints(folder / "checkpoint")], [6, 4])
-    check_same("kept of hf", [one.step for one in fsdp_optim.checkpoints(folder / "checkpoint/hf")], [6, 4])
+    check_same("kept", [checkpoint.step for checkpoint in fsdp_optim.checkpoints(folder / "checkpoint")], [6, 4])
+    check_same(
+        "kept of hf", [checkpoint.step for checkpoint in fsdp_optim.checkpoints(folder / "checkpoint/hf")], [6, 4]
+    )
     with trainer_of(folder, 8, load_step=4) as trainer:
         trainer.train()
         check_same(
-            "the steps after going back", [one.step for one in fsdp_optim.checkpoints(folder / "checkpoint")], [8, 6, 4]
+            "the steps after going back",
+            [checkpoint.step for checkpoint in fsdp_optim.checkpoints(folder / "checkpoint")],
+            [8, 6, 4],
         )
     with trainer_of(folder, 8, load_only=True) as trainer:
         assert trainer.checkpointer.load()
@@ -225,7 +233,7 @@ def weights_alone(folder: Path) -> None:
         trainer.train()
         final = everything(trainer)
     tensors = fsdp_optim.inspect(folder / "checkpoint/weights/step-3").model
-    check_same("dtypes", {one.dtype for one in tensors.values()}, {"bfloat16"})
+    check_same("dtypes", {tensor.dtype for tensor in tensors.values()}, {"bfloat16"})
     for place in ("weights/step-3", "step-00000002"):
         with trainer_of(folder / place, 6, initial_load_path=str(folder / "checkpoint" / place)) as trainer:
             assert trainer.checkpointer.load()
@@ -264,7 +272,7 @@ def from_torchtitan_itself(folder: Path, fuse_qkv: bool) -> None:
         check_same("weights", everything(trainer)["model"], saved["model"])
     with trainer_of(folder / "new", 6, initial_load_model_only=False, **options) as trainer:
         assert trainer.checkpointer.load()
-        got, wanted = (without(one, "random", "num_drawn") for one in (everything(trainer), saved))
+        got, wanted = (without(content, "random", "num_drawn") for content in (everything(trainer), saved))
         check_same("all", got, wanted, in_order=False)
 
 
@@ -320,7 +328,7 @@ def opened_by_transformers(place: str) -> tuple[dict[str, Any], torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
-    return {key: list(found) for key, found in info.items() if found}, model(torch.arange(8)[None]).logits.detach()
+    return {key: list(names) for key, names in info.items() if names}, model(torch.arange(8)[None]).logits.detach()
 
 
 def refused_options() -> list[tuple[str, str]]:
@@ -328,7 +336,7 @@ def refused_options() -> list[tuple[str, str]]:
     manager = importlib.import_module("fsdp_optim.integrations.torchtitan").FsdpOptimCheckpointManager
     quantized = {"initial_load_in_hf": True, "initial_load_path": "/somewhere", "initial_load_in_hf_quantized": True}
     options: list[dict[str, Any]] = [quantized, {"exclude_from_loading": ["optimizer"]}, {"async_mode": "fast"}]
-    return [error_text(functools.partial(manager.Config, enable=True, **one)) for one in options]
+    return [error_text(functools.partial(manager.Config, enable=True, **given)) for given in options]
 
 
 def on_several_machines(folder: Path) -> list[str]:
@@ -336,7 +344,7 @@ def on_several_machines(folder: Path) -> list[str]:
     import_torchtitan()
     plug_in = importlib.import_module("fsdp_optim.integrations.torchtitan")
     manager, is_first, done = plug_in.FsdpOptimCheckpointManager, dist.get_rank() == 0, []
-    one = SimpleNamespace(
+    stand_in = SimpleNamespace(
         folder=str(folder),
         _group=dist.group.WORLD,
         _adapter=SimpleNamespace(hf_assets_path=str(folder), to_hf=dict),
@@ -348,10 +356,10 @@ def on_several_machines(folder: Path) -> list[str]:
     )
     seeds = [SimpleNamespace(complete=True, step=0)] if is_first else []
     with mock.patch.object(fsdp_optim, "checkpoints", create=True, return_value=seeds):
-        manager._load(one)
+        manager._load(stand_in)
     broken = OSError(5, "Input/output error")
     with mock.patch.object(plug_in, "copy_beside", side_effect=broken if is_first else None, return_value=[]):
-        done.append(": ".join(error_text(lambda: manager._save_hf(one, 1, {}))))
+        done.append(": ".join(error_text(lambda: manager._save_hf(stand_in, 1, {}))))
     return done
 
 
@@ -408,8 +416,8 @@ class TestOptions(unittest.TestCase):
 
     def test_what_is_refused(self) -> None:
         words = ("initial_load_in_hf_quantized", "'optimizer'", "fast")
-        [found] = run_on_ranks(refused_options, 1)
-        for word, (kind, text) in zip(words, found, strict=True):
+        [refusals] = run_on_ranks(refused_options, 1)
+        for word, (kind, text) in zip(words, refusals, strict=True):
             with self.subTest(word):
                 self.assertEqual(kind, "ValueError")
                 self.assertIn(word, text)

@@ -199,12 +199,12 @@ class TestLoaders(unittest.TestCase):
             tensor_parallel = {"parallelism": {"tensor_parallel_degree": 2}}
             for call, *more in ((loaded,), (taken_over, place)):
                 at = folder / ("run" if call is loaded else "new")
-                for error, step, _, state in (found := run_on_ranks(call, 4, at, *more, spec=tensor_parallel)):
+                for error, step, _, state in (by_rank := run_on_ranks(call, 4, at, *more, spec=tensor_parallel)):
                     self.assertEqual((error, step, state is None), (("", ""), 4, False))
-                self.assertEqual(sum(seen for _, _, seen, _ in found), tokens)
-                found = run_on_ranks(call, 4, at, *more)
+                self.assertEqual(sum(seen for _, _, seen, _ in by_rank), tokens)
+                by_rank = run_on_ranks(call, 4, at, *more)
                 check_refused(
-                    "degree 4", [error for error, *_ in found], "StateError", "data-parallel degree 2, and this is"
+                    "degree 4", [error for error, *_ in by_rank], "StateError", "data-parallel degree 2, and this is"
                 )
             for error, step, seen, state in run_on_ranks(
                 loaded, 4, folder / "run", exclude_from_loading=["dataloader"]

@@ -120,8 +120,8 @@ class DistributedTest(unittest.TestCase):
     )
     def test_a_run_resumes_on_another_mesh(self, saved: str, num: int, loaded: str, ranks: int, same: bool) -> None:
         wanted = run_on_ranks(save, num, self.hub, self.root, saved, True, same)[0]
-        found = run_on_ranks(load, ranks, self.root, loaded, same)
-        for state in found:
+        states = run_on_ranks(load, ranks, self.root, loaded, same)
+        for state in states:
             check_same("resumed", state, wanted)
         stored = load_file(self.root / "model" / "model.safetensors")
         check_same("the file", dict(sorted(stored.items())), wanted["weights"])

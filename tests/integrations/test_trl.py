@@ -101,8 +101,8 @@ class TrlTest(unittest.TestCase):
     def test_a_trainer_of_trl_resumes(self, which: str, saved: str, resumed: str) -> None:
         with tempfile.TemporaryDirectory() as root:
             wanted = run_on_ranks(run, 2, which, saved, Path(root, "one"), None)[0]
-            found = run_on_ranks(run, 3, which, resumed, Path(root, "two"), f"{root}/one/checkpoint-2")
-            for state in found:
+            states = run_on_ranks(run, 3, which, resumed, Path(root, "two"), f"{root}/one/checkpoint-2")
+            for state in states:
                 check_same("resumed", state["begun"], wanted["second"])
 
 

@@ -236,7 +236,7 @@ def opened_by_transformers(place: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     _, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
-    return {key: list(found) for key, found in info.items() if found}
+    return {key: list(names) for key, names in info.items() if names}
 
 
 class TestBackground(VerlTest):
@@ -252,39 +252,39 @@ class TestBackground(VerlTest):
 def failures(folder: Path) -> list[tuple[str, str]]:
     errors = []
     for rank in (0, 1):
-        with engine(folder) as one:
-            train(one, [0])
+        with engine(folder) as actor:
+            train(actor, [0])
 
             def lost() -> None:
                 raise OSError("the schedule is lost")
 
             if dist.get_rank() == rank:
-                one.lr_scheduler.state_dict = lost
+                actor.lr_scheduler.state_dict = lost
             place = folder_of(folder / f"fails-{rank}", 1)
-            errors.append(error_text(functools.partial(one.save_checkpoint, place, None, 1)))
-    with engine(folder) as one:
-        train(one, [0])
+            errors.append(error_text(functools.partial(actor.save_checkpoint, place, None, 1)))
+    with engine(folder) as actor:
+        train(actor, [0])
         place = folder_of(folder / "damaged", 1)
-        one.save_checkpoint(place, None, 1)
-        train(one, [1])
-        before, draws = everything(one), torch.random.get_rng_state()
+        actor.save_checkpoint(place, None, 1)
+        train(actor, [1])
+        before, draws = everything(actor), torch.random.get_rng_state()
 
         def refuses(schedule: object, state: object) -> None:
             if dist.get_rank() == 1:
                 raise OSError("the schedule is refused")
 
-        schedule = one.lr_scheduler.state_dict()
-        with mock.patch.object(type(one.lr_scheduler), "load_state_dict", refuses):
-            errors.append(error_text(lambda: one.load_checkpoint(place)))
-        check_same("after a schedule that rank 1 refuses", everything(one), before)
-        check_same("its schedule", one.lr_scheduler.state_dict(), schedule)
+        schedule = actor.lr_scheduler.state_dict()
+        with mock.patch.object(type(actor.lr_scheduler), "load_state_dict", refuses):
+            errors.append(error_text(lambda: actor.load_checkpoint(place)))
+        check_same("after a schedule that rank 1 refuses", everything(actor), before)
+        check_same("its schedule", actor.lr_scheduler.state_dict(), schedule)
         check_same("its random states", torch.random.get_rng_state(), draws)
         if dist.get_rank() == 0:
             flip(Path(place) / "huggingface/optim.safetensors", -5)
         dist.barrier()
-        before = everything(one)
-        errors.append(error_text(lambda: one.load_checkpoint(place)))
-        check_same("after the refusal", everything(one), before)
+        before = everything(actor)
+        errors.append(error_text(lambda: actor.load_checkpoint(place)))
+        check_same("after the refusal", everything(actor), before)
     return errors
 
 
@@ -303,23 +303,25 @@ def disable_and_enable() -> list[list[str]]:
     plug_in = importlib.import_module(PLUG_IN)
     names = ("verl.utils.checkpoint.fsdp_checkpoint_manager", "verl.workers.engine.fsdp.transformer_impl")
     modules = [importlib.import_module(name) for name in names]
-    found = []
+    classes = []
     for change in (plug_in.disable, plug_in.enable):
         change()
-        found.append([module.FSDPCheckpointManager.__name__ for module in modules])
-    return found
+        classes.append([module.FSDPCheckpointManager.__name__ for module in modules])
+    return classes
 
 
 class TestFailures(VerlTest):
     def test_a_failing_rank_and_a_damaged_checkpoint(self) -> None:
-        found = run_on_ranks(failures, 2, self.root)
+        by_rank = run_on_ranks(failures, 2, self.root)
         for rank in (0, 1):
             check_refused(
-                f"rank {rank}", [one[rank] for one in found], "StateError", "lr_scheduler", "schedule is lost"
+                f"rank {rank}", [errors[rank] for errors in by_rank], "StateError", "lr_scheduler", "schedule is lost"
             )
             self.assertFalse((self.root / f"fails-{rank}/global_step_1/actor/huggingface").exists())
-        check_refused("schedule", [one[2] for one in found], "StateError", "lr_scheduler", "schedule is refused")
-        check_refused("damage", [one[3] for one in found], "CheckpointError", "optim.safetensors")
+        check_refused(
+            "schedule", [errors[2] for errors in by_rank], "StateError", "lr_scheduler", "schedule is refused"
+        )
+        check_refused("damage", [errors[3] for errors in by_rank], "CheckpointError", "optim.safetensors")
 
     def test_a_version_without_a_name_is_refused_in_one_line(self) -> None:
         [text] = run_on_ranks(import_without_a_name, 1)
@@ -335,67 +337,67 @@ class TestFailures(VerlTest):
 
 
 def contents(folder: Path) -> None:
-    with engine(folder, save_contents=["model"], load_contents=["model"]) as one:
-        train(one, [0])
-        saved = everything(one)
-        one.save_checkpoint(folder_of(folder / "model-only", 1), None, 1)
-    with engine(folder, load_contents=["model"]) as two:
-        two.load_checkpoint(folder_of(folder / "model-only", 1))
-        check_same("weights", everything(two)["model"], saved["model"])
-        assert two.lr_scheduler.last_epoch == 0
-        assert not two.optimizer.state
+    with engine(folder, save_contents=["model"], load_contents=["model"]) as actor:
+        train(actor, [0])
+        saved = everything(actor)
+        actor.save_checkpoint(folder_of(folder / "model-only", 1), None, 1)
+    with engine(folder, load_contents=["model"]) as restored:
+        restored.load_checkpoint(folder_of(folder / "model-only", 1))
+        check_same("weights", everything(restored)["model"], saved["model"])
+        assert restored.lr_scheduler.last_epoch == 0
+        assert not restored.optimizer.state
     options = {"save_contents": ["optimizer", "extra"], "load_contents": ["optimizer", "extra"]}
-    with engine(folder, **options) as one:
-        train(one, [0])
-        saved = everything(one)
-        one.save_checkpoint(folder_of(folder / "no-model", 1), None, 1)
-    with engine(folder, **options) as two:
-        base = everything(two)["model"]
-        two.load_checkpoint(folder_of(folder / "no-model", 1))
-        check_same("the optimizer", everything(two)["state"], saved["state"])
-        check_same("the model stays", everything(two)["model"], base)
-        check_same("the schedule", two.lr_scheduler.last_epoch, 1)
-    with engine(folder, save_contents=["extra"]) as one:
-        refused = error_text(lambda: one.save_checkpoint(folder_of(folder / "nothing", 1), None, 1))
+    with engine(folder, **options) as actor:
+        train(actor, [0])
+        saved = everything(actor)
+        actor.save_checkpoint(folder_of(folder / "no-model", 1), None, 1)
+    with engine(folder, **options) as restored:
+        base = everything(restored)["model"]
+        restored.load_checkpoint(folder_of(folder / "no-model", 1))
+        check_same("the optimizer", everything(restored)["state"], saved["state"])
+        check_same("the model stays", everything(restored)["model"], base)
+        check_same("the schedule", restored.lr_scheduler.last_epoch, 1)
+    with engine(folder, save_contents=["extra"]) as actor:
+        refused = error_text(lambda: actor.save_checkpoint(folder_of(folder / "nothing", 1), None, 1))
         check_refused("extra alone", [refused], "CheckpointError", "save_contents", "'optimizer'")
 
 
 def keeps(folder: Path) -> None:
-    with engine(folder) as one:
-        train(one, [0])
+    with engine(folder) as actor:
+        train(actor, [0])
         for step in (1, 2, 3):
-            one.save_checkpoint(folder_of(folder / "kept", step), None, step, 2)
+            actor.save_checkpoint(folder_of(folder / "kept", step), None, step, 2)
         dist.barrier()
         left = [step for step in (1, 2, 3) if Path(folder_of(folder / "kept", step)).exists()]
         check_same("what is left", left, [2, 3])
         url = f"file://{folder}/uploaded"
-        one.save_checkpoint(folder_of(folder / "local", 4), f"{url}/actor", 4)
-        saved = everything(one)
-    with engine(folder) as two:
-        two.load_checkpoint(None, f"{url}/actor")
-        check_same("uploaded", everything(two), saved)
-        two.load_checkpoint(folder_of(folder / "local", 4), None, True)
+        actor.save_checkpoint(folder_of(folder / "local", 4), f"{url}/actor", 4)
+        saved = everything(actor)
+    with engine(folder) as restored:
+        restored.load_checkpoint(None, f"{url}/actor")
+        check_same("uploaded", everything(restored), saved)
+        restored.load_checkpoint(folder_of(folder / "local", 4), None, True)
         assert (Path(folder_of(folder / "local", 4)) / "huggingface/model.safetensors").exists()
 
 
 def lora_only(folder: Path) -> None:
-    with engine(folder, lora_rank=2, save_lora_only=True) as one:
-        train(one, [0])
-        saved = everything(one)
-        one.save_checkpoint(folder_of(folder / "lora", 1), None, 1)
+    with engine(folder, lora_rank=2, save_lora_only=True) as actor:
+        train(actor, [0])
+        saved = everything(actor)
+        actor.save_checkpoint(folder_of(folder / "lora", 1), None, 1)
         names = fsdp_optim.inspect(Path(folder_of(folder / "lora", 1)) / "huggingface").model
         assert names
         assert all("lora_" in name for name in names), list(names)
-    with engine(folder, lora_rank=2, save_lora_only=True) as two:
-        train(two, [7])
-        two.load_checkpoint(folder_of(folder / "lora", 1))
-        check_same("adapters and base", everything(two), saved)
+    with engine(folder, lora_rank=2, save_lora_only=True) as restored:
+        train(restored, [7])
+        restored.load_checkpoint(folder_of(folder / "lora", 1))
+        check_same("adapters and base", everything(restored), saved)
 
 
 def from_verl_itself(folder: Path) -> None:
-    with engine(folder) as one:
-        train(one, [0])
-        saved = everything(one)
+    with engine(folder) as actor:
+        train(actor, [0])
+        saved = everything(actor)
         importlib.import_module("fsdp_optim.integrations.verl").disable()
         try:
             with engine(folder, external_lib=None) as own:
@@ -404,10 +406,10 @@ def from_verl_itself(folder: Path) -> None:
                 own.save_checkpoint(folder_of(folder / "own", 1), None, 1)
         finally:
             importlib.import_module("fsdp_optim.integrations.verl").enable()
-    with engine(folder) as two:
-        two.load_checkpoint(folder_of(folder / "own", 1))
-        check_same("what verl saved", two.lr_scheduler.last_epoch, 1)
-        assert set(everything(two)["state"]) == set(saved["state"])
+    with engine(folder) as restored:
+        restored.load_checkpoint(folder_of(folder / "own", 1))
+        check_same("what verl saved", restored.lr_scheduler.last_epoch, 1)
+        assert set(everything(restored)["state"]) == set(saved["state"])
 
 
 class TestContents(VerlTest):

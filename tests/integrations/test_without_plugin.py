@@ -73,10 +73,10 @@ def without_optimizer(folder: str) -> list[str]:
 def lightning_saves(root: str) -> None:
     with quiet():
         for wrapper in WRAPPERS:
-            one = trainer(strategy(wrapper))
-            one.fit(module(), loader())
-            one.save_checkpoint(f"{root}/{wrapper}.ckpt")
-            one.strategy.teardown()
+            lightning_trainer = trainer(strategy(wrapper))
+            lightning_trainer.fit(module(), loader())
+            lightning_trainer.save_checkpoint(f"{root}/{wrapper}.ckpt")
+            lightning_trainer.strategy.teardown()
 
 
 def lightning_errors(root: str) -> list[str]:

@@ -51,8 +51,8 @@ def tensors_and_pid() -> tuple[dict[str, Tensor], int]:
 class Unreadable(Exception):
     """Can be pickled, but not read: its arguments are not those of its parent."""
 
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
 
 
 class Unwritable(Exception):

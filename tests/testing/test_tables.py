@@ -57,11 +57,11 @@ class TablesTest(unittest.TestCase):
 
     def test_a_case_that_fails_is_the_only_one_that_fails(self) -> None:
         table = Table(may_fail, [(2, "first"), (2, "rank 1"), (2, "second"), (2, "all"), (2, "third")])
-        found = [table(2, name) for name in ("first", "second", "third")]
+        runs = [table(2, name) for name in ("first", "second", "third")]
         self.assertEqual(
-            [[how for how, *_ in by_rank] for by_rank in found], [[n] * 2 for n in ("first", "second", "third")]
+            [[how for how, *_ in by_rank] for by_rank in runs], [[n] * 2 for n in ("first", "second", "third")]
         )
-        self.assertEqual(len({number for by_rank in found for _, number, _ in by_rank}), 1)  # each starts from one seed
+        self.assertEqual(len({number for by_rank in runs for _, number, _ in by_rank}), 1)  # each starts from one seed
         with pytest.raises(CaseFailed, match=r"rank 1 of 2:(?s:.*)broken on purpose") as caught:
             table(2, "rank 1")
         self.assertNotIn("rank 0 of 2", str(caught.value))
