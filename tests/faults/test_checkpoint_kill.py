@@ -112,12 +112,12 @@ class KillTest(unittest.TestCase):
             for rank in victims:
                 os.kill(pids[rank], signal.SIGKILL)
             codes = self.ranks.collect(pids, PATIENCE + 20.0)
-        found = read_notes(notes)
+        noted = read_notes(notes)
         wanted = [-signal.SIGKILL if rank in victims else 3 for rank in range(WORLD)]  # 3: with an error of the library
-        check_same(f"exit codes, {[line for line in found if line[2] == -1]}", codes, wanted)
+        check_same(f"exit codes, {[line for line in noted if line[2] == -1]}", codes, wanted)
         check_same("times without a latest checkpoint", nothing[:1], [])
-        ended = max((number for rank, what, number, _ in found if what == "end"), default=first - 1)
-        return ended, max(number for _, what, number, _ in found if what == "begin")
+        ended = max((number for rank, what, number, _ in noted if what == "end"), default=first - 1)
+        return ended, max(number for _, what, number, _ in noted if what == "begin")
 
     @pytest.mark.slow
     def test_before_kinds_of_calls(self) -> None:
@@ -131,10 +131,10 @@ class KillTest(unittest.TestCase):
         """One process that saves over its last checkpoint dies before the nth call that changes files."""
         pristine, calls = self.root / "pristine", self.root / "calls"
         pristine.mkdir(parents=True)
-        one = {"mode": "overwrite", "ranks": 1, "count": 1}
-        self.ranks.run(root=str(pristine), first=1, **one)
+        order = {"mode": "overwrite", "ranks": 1, "count": 1}
+        self.ranks.run(root=str(pristine), first=1, **order)
         dry = Path(shutil.copytree(pristine, self.root / "dry"))
-        self.ranks.run(root=str(dry), first=2, calls=str(calls), **one)
+        self.ranks.run(root=str(dry), first=2, calls=str(calls), **order)
         check_same("saved", check_root(dry, 2, 2), 2)
         names = json.loads(Path(f"{calls}-0").read_text())
         self.assertGreater(len(names), 5, names)
@@ -142,10 +142,10 @@ class KillTest(unittest.TestCase):
         for nth in chosen(names, few=few):
             root = Path(shutil.copytree(pristine, self.root / f"{nth}"))
             with self.subTest(f"before call {nth} of {len(names)}, {names[nth]}, call before: {names[nth - 1 : nth]}"):
-                pids, notes = self.ranks.start(root=str(root), first=2, calls=str(calls), kill_at=nth, **one)
+                pids, notes = self.ranks.start(root=str(root), first=2, calls=str(calls), kill_at=nth, **order)
                 check_same(f"exit code, {read_notes(notes)}", self.ranks.collect(pids), [-signal.SIGKILL])
                 seen.add(check_root(root, 1, 2))
-                self.ranks.run(root=str(root), first=3, **one)
+                self.ranks.run(root=str(root), first=3, **order)
                 check_same("the next save", check_root(root, 3, 3), 3)
                 check_same("left", sorted(path.name for path in root.iterdir()), ["current"])
             shutil.rmtree(root)
@@ -197,15 +197,15 @@ class KillTest(unittest.TestCase):
         options = {"strategy": strategy}
         self.ranks.run(root=str(dry), first=2, calls=str(calls), options=options, **PAIR)
         check_same("saved", check_root(dry, 2, 2), 2)
-        found = []
+        planned = []
         for victim in victims:
             names = json.loads(Path(f"{calls}-{victim}").read_text())
             self.assertLess({"open", "fsync"}, set(names))
             places = chosen(names, most_of_moves=1 if victim else 3, few=few)
-            found += [
+            planned += [
                 Death(victim, strategy, nth, len(names), tuple(names[max(nth - 1, 0) : nth + 1])) for nth in places
             ]
-        return found
+        return planned
 
     def start_one_that_dies(self, death: Death, pristine: Path) -> tuple[list[int], Path]:
         shutil.copytree(pristine, self.root / death.folder)
@@ -220,11 +220,11 @@ class KillTest(unittest.TestCase):
             **PAIR,
         )
 
-    def check_death(self, death: Death, codes: Sequence[int | None], found: Sequence[Sequence[Any]]) -> int:
+    def check_death(self, death: Death, codes: Sequence[int | None], noted: Sequence[Sequence[Any]]) -> int:
         """The number of the checkpoint that was there then: the old one, or the new one."""
         root, other = self.root / death.folder, 1 - death.victim
-        check_same(f"exit codes, {found}", codes, [-signal.SIGKILL if r == death.victim else 3 for r in range(WORLD)])
-        [error] = [what for rank, what, number, _ in found if (rank, number) == (other, -1)]
+        check_same(f"exit codes, {noted}", codes, [-signal.SIGKILL if r == death.victim else 3 for r in range(WORLD)])
+        [error] = [what for rank, what, number, _ in noted if (rank, number) == (other, -1)]
         if f"rank {death.victim}" not in error:
             raise Differs(f"rank {other} does not name the rank that died: {error}")
         number = check_root(root, 1, 2)
@@ -253,10 +253,10 @@ class Death:
 
 def chosen(names: Sequence[str], most_of_moves: int = 3, few: bool = False) -> list[int]:
     """The first, middle and last call of each kind; all of those that move things; the very last. `few`: a fifth of these."""
-    found = {len(names) - 1}
+    indices = {len(names) - 1}
     for kind in set(names):
         places = [place for place, name in enumerate(names) if name == kind]
-        found |= {places[0], places[len(places) // 2], places[-1]}
+        indices |= {places[0], places[len(places) // 2], places[-1]}
         if kind in ("rename", "replace", "rmdir", "flock"):
-            found |= set(places[:most_of_moves] + places[-most_of_moves:])
-    return sorted({*sorted(found)[::5], len(names) - 1}) if few else sorted(found)
+            indices |= set(places[:most_of_moves] + places[-most_of_moves:])
+    return sorted({*sorted(indices)[::5], len(names) - 1}) if few else sorted(indices)

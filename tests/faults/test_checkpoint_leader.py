@@ -43,16 +43,16 @@ def dies(where: str, begun: Path) -> Iterator[None]:
             time.sleep(0.01)
         raise Dead
 
-    owner = next(one for one in (Completion, Job, background) if hasattr(one, where))
+    owner = next(candidate for candidate in (Completion, Job, background) if hasattr(candidate, where))
     with mock.patch.object(owner, where, die):
         yield
 
 
 def save_and_die(root: Path, cases: list[tuple[int, str]]) -> list[list[tuple[str, str]]]:
     """For each case what the ranks that live hear; and whether they heard it soon."""
-    meeting, found = Meeting(), []
+    meeting, heard = Meeting(), []
     with cpu():
-        one = Trained("FSDP2", adam, steps=1)
+        trained = Trained("FSDP2", adam, steps=1)
         for dead, where in cases:
             folder = root / f"{dead} {where}"
             if dist.get_rank() == 0:
@@ -60,7 +60,7 @@ def save_and_die(root: Path, cases: list[tuple[int, str]]) -> list[list[tuple[st
             meeting.tell(0)
             with dies(where, folder / "begun") if dist.get_rank() == dead else contextlib.nullcontext():
                 handle = fsdp_optim.async_save(
-                    folder / "step", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
+                    folder / "step", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
                 )
                 meeting.tell(0)
                 begun = time.monotonic()
@@ -70,11 +70,11 @@ def save_and_die(root: Path, cases: list[tuple[int, str]]) -> list[list[tuple[st
                     error = error_text(handle.wait)
                 took = time.monotonic() - begun
             meeting.tell(0)  # the thread of the dead one is over, and its patches are gone
-            found.append(meeting.tell(("dead", "") if dist.get_rank() == dead else error))
+            heard.append(meeting.tell(("dead", "") if dist.get_rank() == dead else error))
             if took > SOON:
                 raise Differs(f"{dead} {where}: {took:.1f} s")
-        fsdp_optim.save(root / "after", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
-    return found
+        fsdp_optim.save(root / "after", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
+    return heard
 
 
 CASES = [(0, "_lead"), (0, "start"), (0, "finish"), (1, "start"), (2, "done")]
@@ -93,8 +93,10 @@ def take_away(root: Path, how: str) -> tuple[list[str], Any]:
 
     no_grace = mock.patch("fsdp_optim.transport.completion._GRACE", 0.2)  # rank 0 does not wait until the others know
     with cpu(), no_grace, mock.patch.object(Completion, "wait_for_end", late):
-        one = Trained("FSDP2", adam, steps=1)
-        handle = fsdp_optim.async_save(path, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
+        trained = Trained("FSDP2", adam, steps=1)
+        handle = fsdp_optim.async_save(
+            path, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **QUIET)
+        )
         if dist.get_rank() == 0:
             handle.wait()
             ways: dict[str, Callable[[], Any]] = {
@@ -133,8 +135,8 @@ class LeaderTest(InFolder):
         hows = ["moved", "moved and removed", "removed", "all removed", "emptied"]
         for number in range(len(hows)):
             (self.root / str(number)).mkdir()
-        for rank, found in enumerate(run_on_ranks(take_away_all, 2, self.root, hows)):
-            for number, (how, (here, end)) in enumerate(zip(hows, found, strict=True)):
+        for rank, answers in enumerate(run_on_ranks(take_away_all, 2, self.root, hows)):
+            for number, (how, (here, end)) in enumerate(zip(hows, answers, strict=True)):
                 check_same(f"{how}, rank {rank}", end, (("", ""), str(self.root / str(number) / how / "step")))
                 leftovers = [name for name in here if name.startswith(("outcome", "failed", "done", "seen", "owner"))]
                 self.assertEqual(leftovers, [])

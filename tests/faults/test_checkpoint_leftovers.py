@@ -79,11 +79,11 @@ class LeftoversTest(unittest.TestCase):
     def made_while_removed(self, first: str) -> FolderStaging:
         """Pause the one before its call `first`; the other goes as far as the removal of a file; then the one ends."""
         paused, go_on, made = threading.Event(), threading.Event(), list[Any]()
-        one = threading.Thread(target=lambda: made.append(self.begin(self.path)))
+        saver = threading.Thread(target=lambda: made.append(self.begin(self.path)))
 
         def pausing(real: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
-                if threading.current_thread() is one and not paused.is_set():
+                if threading.current_thread() is saver and not paused.is_set():
                     paused.set()
                     go_on.wait(10)
                 return real(*args, **kwargs)
@@ -93,18 +93,18 @@ class LeftoversTest(unittest.TestCase):
         real_unlink = os.unlink
 
         def unlink(*args: Any, **kwargs: Any) -> None:
-            if threading.current_thread() is not one:
+            if threading.current_thread() is not saver:
                 go_on.set()
-                one.join(10)
+                saver.join(10)
             real_unlink(*args, **kwargs)
 
         where: Any = fcntl if first == "flock" else os
         with mock.patch.object(where, first, pausing(getattr(where, first))), mock.patch.object(os, "unlink", unlink):
-            one.start()
+            saver.start()
             self.assertTrue(paused.wait(10))
             leftovers.remove_leftovers(self.neighbour, PROBE)
             go_on.set()
-            one.join(10)
+            saver.join(10)
         self.assertEqual(len(made), 1, "the save that was beginning failed")
         staging = made[0]
         assert isinstance(staging, FolderStaging)

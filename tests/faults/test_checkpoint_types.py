@@ -68,7 +68,7 @@ def _made_of(value: Any) -> Any:
         return tuple(sorted((key, _made_of(item)) for key, item in value.items()))
     if isinstance(value, list):
         made = [_made_of(item) for item in value]
-        return (list, *(made[:1] if all(one == made[0] for one in made) else made))
+        return (list, *(made[:1] if all(kind == made[0] for kind in made) else made))
     return value if value in _WORDS else type(value).__name__
 
 
@@ -161,10 +161,10 @@ class StepTest(unittest.TestCase):
 
     @parameterized.expand([("word", "seventh"), ("words", ["a", "b"]), ("tensor", torch.tensor(7, dtype=torch.int64))])
     def test_step(self, _: str, step: Any) -> None:
-        one, other = (Trained("plain", Peculiar, 1, Tiny) for _ in range(2))
-        for param in one.params:
-            one.optim.state[param]["step"] = copy.deepcopy(step)
+        trained, other = (Trained("plain", Peculiar, 1, Tiny) for _ in range(2))
+        for param in trained.params:
+            trained.optim.state[param]["step"] = copy.deepcopy(step)
         with temporary() as root:
-            fsdp_optim.save(root / "step", one.model, one.optim, options=fsdp_optim.SaveOptions(durable=False))
+            fsdp_optim.save(root / "step", trained.model, trained.optim, options=fsdp_optim.SaveOptions(durable=False))
             fsdp_optim.load(root / "step", other.model, other.optim)
-        check_same("state", contents(other), contents(one))
+        check_same("state", contents(other), contents(trained))

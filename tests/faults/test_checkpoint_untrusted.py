@@ -84,9 +84,9 @@ class ProcessTest(Rewriting):
             torch.set_default_device(None)
         check_same("loaded", contents(other, other_optim), contents(model, optim))
         values = dict(restored.state)
-        for found in (values.pop("per_rank_extra")[0], values):
-            found["array"] = torch.from_numpy(found["array"])
-            check_same("extra", found, {**extra, "array": torch.arange(4)})
+        for extras in (values.pop("per_rank_extra")[0], values):
+            extras["array"] = torch.from_numpy(extras["array"])
+            check_same("extra", extras, {**extra, "array": torch.arange(4)})
 
     def test_inference_mode(self) -> None:
         model, optim = stepped()
@@ -101,9 +101,9 @@ class ProcessTest(Rewriting):
         check_same("weights", dict(inference_only.state_dict()), dict(model.state_dict()))
         check_same("loaded", contents(other, other_optim), contents(model, optim))
         restored.state["t"].add_(1)
-        for one, with_optim in ((model, optim), (other, other_optim)):
+        for module, with_optim in ((model, optim), (other, other_optim)):
             with_optim.zero_grad()
-            one(torch.ones(4, 3)).sum().backward()
+            module(torch.ones(4, 3)).sum().backward()
             with_optim.step()
         check_same("a step later", contents(other, other_optim), contents(model, optim))
 
@@ -198,8 +198,8 @@ class OptimizerTest(Rewriting):
         ]
         for _ in range(2):
             restored = fsdp_optim.load(self.path, model, optim, options=fsdp_optim.LoadOptions(compare=True))
-            found = [dict(state) for state in optim.state.values()]
-            check_same("state", found, wanted)
+            loaded = [dict(state) for state in optim.state.values()]
+            check_same("state", loaded, wanted)
             check_same("extra", dict(restored.state), {"conj": wanted[0]["conj"], "neg": wanted[1]["neg"]})
 
     def test_a_state_without_step(self) -> None:
@@ -334,12 +334,12 @@ class GrowthTest(Rewriting):
             gc.collect()
             tracemalloc.start()
             try:
-                kind, found = error_text(lambda: fsdp_optim.load(self.path, model, optim))
+                kind, message = error_text(lambda: fsdp_optim.load(self.path, model, optim))
                 _, peak = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
-            self.assertEqual(kind, "CheckpointError", found)
-            self.assertIn(str(manifest), found)
+            self.assertEqual(kind, "CheckpointError", message)
+            self.assertIn(str(manifest), message)
             self.assertLess(peak, 5 * len(text) + (1 << 20))
 
     def test_what_would_not_be_read_is_not_written(self) -> None:

@@ -34,16 +34,16 @@ MOST = 45  # states of a way that are looked at here; `make soak` looks at more 
 def wrong_states(recorded: Recorded, folder: Path, most: int) -> list[str]:
     """The faults of some of the states that a power cut may leave."""
     rng = random.Random(SEED)
-    found = list(states(recorded, rng, at_random=1))
+    candidates = list(states(recorded, rng, at_random=1))
     wrong = []
-    some = sorted(rng.sample(range(len(found)), min(most, len(found))))
+    some = sorted(rng.sample(range(len(candidates)), min(most, len(candidates))))
     for count, index in enumerate(some):
-        position, tree = found[index]
+        position, tree = candidates[index]
         try:
             probe(recorded.way, tree, *recorded.bounds(position), folder / "left", count % NEXT_EVERY == 0)
         except Differs as error:
             wrong.append(f"after event {position} of {len(recorded.events)}: {error}")
-    print(f"{len(recorded.events)} events, {len(found)} states, {len(some)} looked at")
+    print(f"{len(recorded.events)} events, {len(candidates)} states, {len(some)} looked at")
     return wrong
 
 
@@ -128,8 +128,8 @@ class OtherWritesTest(unittest.TestCase):
                 file.write(new[:300])
                 file.write(new[300:])
             events = recorder.events
-        found = {(position == len(events), tree.get("page.html")) for position, tree in cuts(disk, events)}
-        self.assertEqual(found, {(False, old), (False, new), (True, new)})
+        seen = {(position == len(events), tree.get("page.html")) for position, tree in cuts(disk, events)}
+        self.assertEqual(seen, {(False, old), (False, new), (True, new)})
 
     def test_the_files_of_a_trainer_come_with_the_checkpoint(self) -> None:
         """All that they hold is there as soon as the checkpoint is."""

@@ -152,8 +152,8 @@ def broken_in_functions(verb: str, first: int, every: int) -> tuple[list[str], l
     with recorder.on():
         trials.calls.run(verb)
     # the first call of one function, the last of the next
-    mine = [(*key, (1, count)[index % 2]) for index, (key, count) in enumerate(recorder.seen.items())]
-    sites = trials.meeting.tell(mine)
+    own_sites = [(*key, (1, count)[index % 2]) for index, (key, count) in enumerate(recorder.seen.items())]
+    sites = trials.meeting.tell(own_sites)
     for index in range(first, max(map(len, sites)), every):
         rank = index // every % WORLD
         for site in sites[rank][index : index + 1] if trials.goes_on else []:
@@ -195,8 +195,8 @@ class TestExceptions(unittest.TestCase):
     def test_what_is_not_broken_is_there(self) -> None:
         assert not [name for name in NOT_BROKEN if not Path(LIBRARY, name).is_file()]
 
-    def check(self, found: list[tuple[list[str], list[str]]], at_least: int) -> None:
-        tried, wrong = found[0]
+    def check(self, by_rank: list[tuple[list[str], list[str]]], at_least: int) -> None:
+        tried, wrong = by_rank[0]
         assert not wrong, f"{len(wrong)} of {len(tried)}:\n" + "\n".join(wrong)
         assert len(tried) >= at_least, f"only {len(tried)} failures were tried: {tried}"
 

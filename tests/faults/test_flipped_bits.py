@@ -119,14 +119,14 @@ class FlippedBitTest(DamageTest):
 
 def load_unverified(path: Path, right: Path, name: str) -> list[list[str]]:
     """The differences from the right checkpoint, of the parameters and state, without checksums and with."""
-    found = []
+    loaded = []
     for folder in (path, right):
         target = trained(1)
         fsdp_optim.load(
             folder, target.model, target.optim, options=fsdp_optim.LoadOptions(verify=False, timeout=PATIENCE)
         )
-        found.append(contents(target))
-    return [list(differences(found[0][what], found[1][what], what)) for what in ("parameters", "state", "buffers")]
+        loaded.append(contents(target))
+    return [list(differences(loaded[0][what], loaded[1][what], what)) for what in ("parameters", "state", "buffers")]
 
 
 class VerifyTest(DamageTest):
@@ -139,9 +139,9 @@ class VerifyTest(DamageTest):
         file = read_safetensors(folder / name)
         flip(folder / name, len(file.header) + file.places[tensor][0])
         by_rank = run_on_ranks(load_unverified, WORLD, folder, good("whole"), name)
-        for rank, found in enumerate(by_rank):
+        for rank, parts in enumerate(by_rank):
             check_same(
-                "parts that differ", [bool(lines) for lines in found], [rank == 0 and what == i for i in range(3)]
+                "parts that differ", [bool(lines) for lines in parts], [rank == 0 and what == i for i in range(3)]
             )
         (line,) = by_rank[0][what]
         self.assertIn("1 of 20 elements, at [0]", line)

@@ -80,8 +80,8 @@ def unfit_random_states(folder: Path) -> None:
     """The random states of one rank cannot be set: nothing has changed by then, also not the random numbers."""
     for bad in range(WORLD):
         for name, state in (("python", (3, (1,), None)), ("torch", torch.zeros(3, dtype=torch.uint8))):
-            found = states.random_states()
-            given = {**found, name: state} if dist.get_rank() == bad else found
+            real_states = states.random_states()
+            given = {**real_states, name: state} if dist.get_rank() == bad else real_states
             with mock.patch.object(run_state, "random_states", return_value=given):
                 run = _saved(folder / f"random-{bad}-{name}")
             before, numbers = _without_random(run), states.random_states()

@@ -110,11 +110,11 @@ class MetadataTest(InFolder):
         """Of many tensors, and of many ranks; in pieces of any length, with the same result."""
         data = pickle.dumps(metadata(num_tensors, num_chunks), protocol)
         for length in (len(data), 100_003, 1009):
-            found = dcp_pickle.load("here", (data[at : at + length] for at in range(0, len(data), length)))
-            self.assertEqual(len(found.storage_data), num_tensors * num_chunks)
-            (last,) = [found.state_dict_metadata[f"model.layer.{num_tensors - 1}.weight"]]
+            parsed = dcp_pickle.load("here", (data[at : at + length] for at in range(0, len(data), length)))
+            self.assertEqual(len(parsed.storage_data), num_tensors * num_chunks)
+            (last,) = [parsed.state_dict_metadata[f"model.layer.{num_tensors - 1}.weight"]]
             self.assertEqual([chunk.offsets for chunk in last.chunks], [(64 * n, 0) for n in range(num_chunks)])
-            self.assertEqual(found.planner_data["model.layer.0.weight"], ("model", "model.layer.0.weight"))
+            self.assertEqual(parsed.planner_data["model.layer.0.weight"], ("model", "model.layer.0.weight"))
 
     def test_every_cut_into_pieces(self) -> None:
         for protocol in (2, 3, 4, 5):
@@ -198,9 +198,9 @@ class InflatedTest(unittest.TestCase):
             target,
             options=fsdp_optim.ConvertOptions(durable=False, progress=False),
         )
-        found = load_file(target / "model.safetensors")
+        tensors = load_file(target / "model.safetensors")
         for name, value in weights.items():
-            self.assertTrue(torch.equal(found[name], value), name)
+            self.assertTrue(torch.equal(tensors[name], value), name)
 
     def test_a_size_in_the_directory_that_is_a_lie(self) -> None:
         data = bytearray(deflated({"model": {"weight": torch.zeros(1 << 16)}}))

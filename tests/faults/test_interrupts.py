@@ -59,9 +59,9 @@ def interrupted(folder: Path) -> None:
                     return real(*args, **kwargs)  # noqa: B023
 
                 with mock.patch.object(owner, name, once):
-                    found = _raised(lambda: trained.gather(None, timeout=TIMEOUT))
+                    error = _raised(lambda: trained.gather(None, timeout=TIMEOUT))
                 everyone: list[Any] = [None] * WORLD
-                dist.all_gather_object(everyone, (bool(thrown), type(found).__name__, str(found)))
+                dist.all_gather_object(everyone, (bool(thrown), type(error).__name__, str(error)))
                 if everyone[bad][0]:  # else this rank was not the one that decides
                     check_same(f"{place}, rank {bad} itself", everyone[bad][1], kind.__name__)
                     for rank in set(range(WORLD)) - {bad}:
@@ -87,10 +87,10 @@ def interrupted_when_all_are_ready(folder: Path) -> None:
 
         begun = time.monotonic()
         with mock.patch.object(agree, "agree", late):
-            found = _raised(lambda: trained.gather(None, timeout=TIMEOUT))
-        check_same("kind", type(found), KeyboardInterrupt if dist.get_rank() == bad else RankError)
+            error = _raised(lambda: trained.gather(None, timeout=TIMEOUT))
+        check_same("kind", type(error), KeyboardInterrupt if dist.get_rank() == bad else RankError)
         words = "by hand" if thrown else f"rank {bad}: KeyboardInterrupt: by hand"
-        assert words in str(found), found
+        assert words in str(error), error
         assert time.monotonic() - begun < TIMEOUT / 2, "it has waited for a message"
         check_same("afterwards", trained.gather(None), wanted)
 
@@ -133,9 +133,9 @@ def signalled_while_it_waits(folder: Path) -> None:
                     while not said.exists():
                         assert time.monotonic() - begun < TIMEOUT / 2, "the other rank has not raised"
                         time.sleep(0.01)
-                    found = _raised(lambda: trained.gather(None, timeout=TIMEOUT))
-                    assert isinstance(found, RankError), found
-                    assert f"rank {bad}: {kind.__name__}" in str(found), found
+                    error = _raised(lambda: trained.gather(None, timeout=TIMEOUT))
+                    assert isinstance(error, RankError), error
+                    assert f"rank {bad}: {kind.__name__}" in str(error), error
                 check_same("afterwards", trained.gather(None), wanted)
 
 
@@ -161,8 +161,8 @@ def signalled_between_messages(folder: Path) -> None:
 
             begun = time.monotonic()
             with mock.patch.object(collective, "_pack", slow), mock.patch.object(collective, "_post", post), signals():
-                found = _raised(lambda: trained.gather(None, timeout=TIMEOUT, bucket_nbytes=small))  # noqa: B023
-            check_same("kind", type(found), KeyboardInterrupt if dist.get_rank() == bad else RankError)
+                error = _raised(lambda: trained.gather(None, timeout=TIMEOUT, bucket_nbytes=small))  # noqa: B023
+            check_same("kind", type(error), KeyboardInterrupt if dist.get_rank() == bad else RankError)
             assert time.monotonic() - begun < TIMEOUT / 2, "it has waited for a message"
             check_same("afterwards", trained.gather(None), wanted)
 
@@ -214,11 +214,13 @@ def interrupted_anywhere(folder: Path, num_trials: int) -> list[str]:
             tracer = Tracer(1 + trial * everyone[bad] // num_trials if dist.get_rank() == bad else None)
             dist.barrier()
             begun = time.monotonic()
-            found = _raised(lambda: _traced(tracer, call))  # noqa: B023
+            error = _raised(lambda: _traced(tracer, call))  # noqa: B023
             took = time.monotonic() - begun
             told: list[Any] = [None] * WORLD
-            dist.all_gather_object(told, (tracer.where, type(found).__name__, str(found), took))
-            if told[bad][0] and (told[bad][1] != "KeyboardInterrupt" or max(one[3] for one in told) > PATIENCE / 2):
+            dist.all_gather_object(told, (tracer.where, type(error).__name__, str(error), took))
+            if told[bad][0] and (
+                told[bad][1] != "KeyboardInterrupt" or max(answer[3] for answer in told) > PATIENCE / 2
+            ):
                 wrong.append(f"rank {bad}, trial {trial}: {told}")
             if len(wrong) > 9:
                 return wrong
@@ -226,7 +228,7 @@ def interrupted_anywhere(folder: Path, num_trials: int) -> list[str]:
             if f"rank {bad}: KeyboardInterrupt" in str(again):  # it came when this rank had ended the call
                 again = _raised(call)
             dist.all_gather_object(told, repr(again))
-            if any(one != "None" for one in told):
+            if any(answer != "None" for answer in told):
                 return [*wrong, f"rank {bad}, trial {trial}, {tracer.where}: afterwards {told}"]
         check_same("afterwards", trained.gather(None), wanted)
     return wrong
@@ -260,9 +262,9 @@ def interrupted_in_a_load_and_a_save(folder: Path) -> None:
                 if dist.get_rank() == bad:
                     check_same("itself", type(_raised(lambda: call(path, *both, options=options))), KeyboardInterrupt)  # type: ignore[operator] # noqa: B023
                 else:
-                    found = _raised(lambda: call(path, *both, options=options))  # type: ignore[operator] # noqa: B023
-                    assert isinstance(found, RankError), found
-                    assert f"rank {bad}: KeyboardInterrupt: by hand" in str(found), found
+                    error = _raised(lambda: call(path, *both, options=options))  # type: ignore[operator] # noqa: B023
+                    assert isinstance(error, RankError), error
+                    assert f"rank {bad}: KeyboardInterrupt: by hand" in str(error), error
 
 
 def _raised(call: Callable[[], Any]) -> BaseException | None:

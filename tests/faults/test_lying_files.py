@@ -90,12 +90,14 @@ SIZES = (
 class WrongSizeTest(DamageTest):
     @parameterized.expand([(name,) for name in EVERY_FILE])
     def test_a_file(self, name: str) -> None:
-        damages = [one for one in SIZES if one is not much_more or name in ("model.safetensors", MANIFEST)]
+        damages = [
+            candidate for candidate in SIZES if candidate is not much_more or name in ("model.safetensors", MANIFEST)
+        ]
         # without checksums, nobody needs the tables
-        by_checksum = [one for one in damages if name.endswith(".sums") or one is zeros]
+        by_checksum = [candidate for candidate in damages if name.endswith(".sums") or candidate is zeros]
         for some, verifies in (
             (by_checksum, [True]),
-            ([one for one in damages if one not in by_checksum], [True, False]),
+            ([candidate for candidate in damages if candidate not in by_checksum], [True, False]),
         ):
             cases = {}
             for damage in some:

@@ -183,7 +183,7 @@ class ManifestTest(DamageTest):
 
 def reading_fails(folder: Path) -> list[tuple[str, Outcome]]:
     """Every call that reads fails once, on each rank in turn."""
-    target, meeting, found = trained(1), Meeting(), []
+    target, meeting, outcomes = trained(1), Meeting(), []
     for rank in range(WORLD):
         for nth in (*range(6), *range(6, 200, 9)):
             functions = READING if rank == dist.get_rank() else []
@@ -196,10 +196,10 @@ def reading_fails(folder: Path) -> list[tuple[str, Outcome]]:
                 )
             if not meeting.tell(calls.reached)[rank]:
                 break
-            found.append((f"call {nth} on rank {rank}", outcome))
+            outcomes.append((f"call {nth} on rank {rank}", outcome))
     fsdp_optim.load(folder, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE))
     check_same("loaded afterwards", contents(target), contents(trained(3)))
-    return found
+    return outcomes
 
 
 class ReadingFailsTest(unittest.TestCase):

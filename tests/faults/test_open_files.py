@@ -41,23 +41,23 @@ ACTIONS = [("load", 1), ("verify", 1), ("resume", 1), ("load of DCP", 1), ("save
 
 def open_in(root: Path) -> list[str]:
     """The open files of this process below a folder."""
-    found = []
+    targets = []
     for fd in os.listdir("/proc/self/fd"):
         try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:
             continue  # that of the listing itself
-    return [name for name in found if name.startswith(os.path.realpath(root))]
+    return [name for name in targets if name.startswith(os.path.realpath(root))]
 
 
 def load_what_another_rank_cannot_open(root: Path) -> tuple[tuple[str, str], list[str]]:
     """The error, and the files that are still open then."""
     with cpu():
-        one = Trained("FSDP2", adam, 1, Tiny)
-        fsdp_optim.save(root / "step-1", one.model, one.optim, options=fsdp_optim.SaveOptions(progress=False))
+        trained = Trained("FSDP2", adam, 1, Tiny)
+        fsdp_optim.save(root / "step-1", trained.model, trained.optim, options=fsdp_optim.SaveOptions(progress=False))
         stops = mock.patch.object(opening, "open_checkpoint", side_effect=CheckpointError("cannot be opened here"))
         with stops if dist.get_rank() == 1 else contextlib.nullcontext():
-            error = error_text(lambda: fsdp_optim.load(root / "step-1", one.model, one.optim))
+            error = error_text(lambda: fsdp_optim.load(root / "step-1", trained.model, trained.optim))
         return error, open_in(root)
 
 

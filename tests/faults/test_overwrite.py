@@ -30,13 +30,15 @@ class OverwriteTest(DamageTest):
     def test_only_on_request(self) -> None:
         folder = self.copy()
         was = all_bytes(folder)
-        found = run_on_ranks(save_errors, WORLD, folder)
-        check_outcomes("without", [saved for saved, _ in found], str(folder), "overwrite=True")
+        by_rank = run_on_ranks(save_errors, WORLD, folder)
+        check_outcomes("without", [saved for saved, _ in by_rank], str(folder), "overwrite=True")
         check_same("the old one", all_bytes(folder), was)
         check_same("what is there", [path.name for path in self.root.iterdir()], ["damaged"])
-        found = run_on_ranks(save_errors, WORLD, folder, True)
+        by_rank = run_on_ranks(save_errors, WORLD, folder, True)
         check_same(
-            "errors", [(saved.error, saved.changed, loaded) for saved, loaded in found], [(("", ""), [], ("", ""))] * 2
+            "errors",
+            [(saved.error, saved.changed, loaded) for saved, loaded in by_rank],
+            [(("", ""), [], ("", ""))] * 2,
         )
         check_folder(folder)
         if all_bytes(folder) == was:
@@ -56,13 +58,13 @@ class OverwriteTest(DamageTest):
             (other / "file").write_bytes(b"mine")
         with open(running / "owner.lock", "r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = run_on_ranks(save_errors, WORLD, folder, True)
+            by_rank = run_on_ranks(save_errors, WORLD, folder, True)
             check_same("a save that runs", all_bytes(running), {"model.safetensors": b"half", "owner.lock": b""})
-            if found[0][0].error != ("", ""):  # it may refuse to begin
-                check_outcomes("beside a save that runs", [saved for saved, _ in found], str(folder))
+            if by_rank[0][0].error != ("", ""):  # it may refuse to begin
+                check_outcomes("beside a save that runs", [saved for saved, _ in by_rank], str(folder))
             check_folder(folder)
-        found = run_on_ranks(save_errors, WORLD, folder, True)
-        check_same("errors", [(saved.error, loaded) for saved, loaded in found], [(("", ""), ("", ""))] * 2)
+        by_rank = run_on_ranks(save_errors, WORLD, folder, True)
+        check_same("errors", [(saved.error, loaded) for saved, loaded in by_rank], [(("", ""), ("", ""))] * 2)
         names = sorted(path.name for path in self.root.iterdir())
         check_same("what is there", names, sorted(["step", *(other.name for other in others)]))
         for other in others:
@@ -74,21 +76,21 @@ def two_jobs(root: Path, overwrite: bool, rounds: int) -> list[tuple[Error, Any]
     meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
     job = dist.get_rank() // 2
     mesh = meshes[job]
-    one, target = (Trained(lambda model: in_fsdp2(model, mesh), adam, steps, Buffered) for steps in (1, 1))
+    trained, target = (Trained(lambda model: in_fsdp2(model, mesh), adam, steps, Buffered) for steps in (1, 1))
     with torch.no_grad():
-        for param in one.params:
+        for param in trained.params:
             local_of(param).fill_(job)
-            for value in one.optim.state[param].values():
+            for value in trained.optim.state[param].values():
                 local_of(value).fill_(job + 1)
-    meeting, found, group = Meeting(), [], mesh.get_group()
+    meeting, outcomes, group = Meeting(), [], mesh.get_group()
     for number in range(rounds):
         path = root / ("step" if overwrite else f"step-{number}")
         meeting.tell(0)
         error = error_text(
             lambda: fsdp_optim.save(
                 path,  # noqa: B023
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 state={"job": job, "number": number},  # noqa: B023
                 overwrite=overwrite,
                 options=fsdp_optim.SaveOptions(process_group=group, timeout=PATIENCE),
@@ -100,8 +102,8 @@ def two_jobs(root: Path, overwrite: bool, rounds: int) -> list[tuple[Error, Any]
         )
         values = {float(v) for param in target.params for v in local_of(param).detach().flatten()}
         state = {float(v) for p in target.params for t in target.optim.state[p].values() for v in local_of(t).flatten()}
-        found.append((error, (restored.state["job"], restored.state["number"], sorted(values), sorted(state))))
-    return found
+        outcomes.append((error, (restored.state["job"], restored.state["number"], sorted(values), sorted(state))))
+    return outcomes
 
 
 class TwoJobsTest(DamageTest):

@@ -53,7 +53,7 @@ class FaultsTest(unittest.TestCase):
     def test_alone(self, name: str) -> None:
         with temporary() as root:
             subject = Subject(root)
-            wrong = [text for one in ALONE[name] for text in subject.run(one)[0]]
+            wrong = [text for fault in ALONE[name] for text in subject.run(fault)[0]]
         if wrong:
             raise Differs("\n".join(wrong))
 

@@ -79,9 +79,9 @@ class Saver:
                 local_of(param).fill_(self.number)
         return outcome_of(self.save, self.model)
 
-    def probe(self, what: str, mine: Outcome, *words: str, must_fail: bool = True) -> list[Outcome]:
+    def probe(self, what: str, own_outcome: Outcome, *words: str, must_fail: bool = True) -> list[Outcome]:
         """What is wrong is noted. Unless it must fail, it may also have succeeded, or failed after the new one stood."""
-        outcomes = self.meeting.tell(mine)
+        outcomes = self.meeting.tell(own_outcome)
         self.tried.append(what)
         try:
             if must_fail or any(outcome.error[0] for outcome in outcomes):
@@ -97,9 +97,9 @@ class Saver:
             self.found.append(str(error))
         return outcomes
 
-    def judge_success(self, what: str, mine: Outcome) -> None:
+    def judge_success(self, what: str, outcome: Outcome) -> None:
         """Nothing came in the way of this one."""
-        errors = self.meeting.tell(mine.error)
+        errors = self.meeting.tell(outcome.error)
         if any(kind for kind, _ in errors):
             self.found.append(f"{what}: {errors}")
         else:
@@ -122,8 +122,8 @@ class Saver:
 
     def finish(self) -> tuple[list[str], list[str]]:
         """Now nothing fails: the next save works, and no leftover is there. (tried, wrong)."""
-        mine = self.attempt()
-        errors = self.meeting.tell(mine.error)
+        outcome = self.attempt()
+        errors = self.meeting.tell(outcome.error)
         if any(kind for kind, _ in errors):
             self.found.append(f"afterwards: {errors}")
         elif self.number_there() != self.number:
@@ -141,8 +141,8 @@ def writing_fails(root: Path, group: str, number: int) -> tuple[list[str], list[
     saver = Saver(root / "step")
     for rank in range(WORLD):
         for nth in (*range(6), *range(6, 60, 9)):
-            mine = functions if rank == dist.get_rank() else []
-            with nth_call(mine, nth, failing(number)) as calls:
+            own_functions = functions if rank == dist.get_rank() else []
+            with nth_call(own_functions, nth, failing(number)) as calls:
                 outcome = saver.attempt()
             if not saver.meeting.tell(calls.reached)[rank]:
                 saver.judge_success(f"nothing failed on rank {rank}", outcome)
@@ -297,11 +297,11 @@ class OtherRanksTest(unittest.TestCase):
 
 
 class SavingFailsTest(DamageTest):
-    def check_tried(self, found: list[tuple[list[str], list[str]]], at_least: int) -> None:
-        for rank, (tried, wrong) in enumerate(found):
+    def check_tried(self, by_rank: list[tuple[list[str], list[str]]], at_least: int) -> None:
+        for rank, (tried, wrong) in enumerate(by_rank):
             if wrong:
                 raise Differs(f"rank {rank}, {len(wrong)} of {len(tried)}:\n" + "\n".join(wrong))
-        tried = found[0][0]
+        tried = by_rank[0][0]
         if len(tried) < at_least:
             raise Differs(f"only {len(tried)} failures were tried: {tried}")
 
@@ -330,16 +330,16 @@ class SavingFailsTest(DamageTest):
             was = all_bytes(folder)
             remount("ro")
             for path, overwrite in ((folder, True), (self.root / "disk" / "new", False)):
-                found = run_on_ranks(save_errors, WORLD, path, overwrite)
-                check_outcomes(path.name, [saved for saved, _ in found], os.strerror(errno.EROFS), str(path))
+                by_rank = run_on_ranks(save_errors, WORLD, path, overwrite)
+                check_outcomes(path.name, [saved for saved, _ in by_rank], os.strerror(errno.EROFS), str(path))
             check_same("the old one", all_bytes(folder), was)
             run_on_ranks(load_both_ways, WORLD, [], folder, "whole", [True])  # reading writes nothing
 
     def test_a_file_where_a_folder_should_be(self) -> None:
         (self.root / "file").write_bytes(b"mine")
         for name in ("file", "file/step", "file/run/step"):
-            found = run_on_ranks(save_errors, WORLD, self.root / name)
-            check_outcomes(name, [saved for saved, _ in found], str(self.root / "file"))
+            by_rank = run_on_ranks(save_errors, WORLD, self.root / name)
+            check_outcomes(name, [saved for saved, _ in by_rank], str(self.root / "file"))
         check_same("the file", all_bytes(self.root), {"file": b"mine"})
         check_same("what is there", [path.name for path in self.root.iterdir()], ["file"])
 
@@ -349,7 +349,7 @@ class SavingFailsTest(DamageTest):
         if shutil.which("chattr") is None or subprocess.run(["chattr", "+i", str(folder)], check=False).returncode:
             self.skipTest("chattr +i does nothing here")
         try:
-            found = run_on_ranks(save_errors, WORLD, folder / "step")
+            by_rank = run_on_ranks(save_errors, WORLD, folder / "step")
         finally:
             subprocess.run(["chattr", "-i", str(folder)], check=True)
-        check_outcomes("immutable", [saved for saved, _ in found], os.strerror(errno.EPERM), str(folder))
+        check_outcomes("immutable", [saved for saved, _ in by_rank], os.strerror(errno.EPERM), str(folder))

@@ -49,13 +49,13 @@ CALLS: dict[str, Callable[[Trained, Path], Any]] = {
 
 def while_suspended(folder: str) -> dict[str, list[tuple[str, str]]]:
     """Every call while an iterator is suspended: on all ranks; on one rank, whose iterator ends on all."""
-    trained, path, found = Trained("FSDP2", adam, 1), Path(folder), {}
+    trained, path, errors = Trained("FSDP2", adam, 1), Path(folder), {}
     wanted = trained.gather(0)
     fsdp_optim.save(path / "old", trained.model, trained.optim)
     for verb, call in CALLS.items():
         iterator = iterator_of(trained)
         next(iterator)
-        found[f"{verb} on all ranks"] = [
+        errors[f"{verb} on all ranks"] = [
             error_text(lambda: call(trained, path)),  # noqa: B023
             error_text(lambda: list(iterator)),  # noqa: B023
         ]
@@ -64,12 +64,12 @@ def while_suspended(folder: str) -> dict[str, list[tuple[str, str]]]:
         iterator = iterator_of(trained)
         next(iterator)
         if dist.get_rank() == odd:
-            found[f"on rank {odd} only"] = [error_text(lambda: trained.gather(0)), error_text(lambda: list(iterator))]  # noqa: B023
+            errors[f"on rank {odd} only"] = [error_text(lambda: trained.gather(0)), error_text(lambda: list(iterator))]  # noqa: B023
         else:
             error = error_text(lambda: list(iterator))  # noqa: B023
-            found[f"on rank {odd} only"] = [error, error]
+            errors[f"on rank {odd} only"] = [error, error]
         check_same(f"after a call on rank {odd}", trained.gather(0), wanted)
-    return found
+    return errors
 
 
 def iterators_that_are_over() -> None:
@@ -113,7 +113,7 @@ def two_threads() -> list[list[tuple[str, str]]]:
     """Two threads gather two models: while the one is held in a meeting on this rank, the other begins."""
     models = [Trained("FSDP2", adam, steps) for steps in (1, 2)]
     wanted = [trained.gather(None) for trained in models]
-    found: list[list[tuple[str, str]]] = []
+    heard: list[list[tuple[str, str]]] = []
     conclude = meeting.Meeting.conclude
     for odd in (0, 1, None):  # the rank whose threads collide; None: all
         inside, refused = threading.Event(), threading.Event()
@@ -138,15 +138,15 @@ def two_threads() -> list[list[tuple[str, str]]]:
                 errors[1] = error_text(lambda: models[1 - order].gather(None, timeout=60.0))  # noqa: B023
             refused.set()
             thread.join(60)
-        found.append(errors if collides else [errors[0], errors[0]])
+        heard.append(errors if collides else [errors[0], errors[0]])
         for trained, full in zip(models, wanted, strict=True):
             check_same("afterwards", trained.gather(None), full)
-    return found
+    return heard
 
 
 def step_between(when: str) -> list[Errors]:
     """The errors when the state changes after the second item, on all ranks or on one of them."""
-    found = []
+    errors = []
     for bucket_nbytes in (64, 1 << 20):
         for ranks in ((0, 1), (0,), (1,)):
             trained = Trained("FSDP2", adam, 1)
@@ -162,9 +162,9 @@ def step_between(when: str) -> list[Errors]:
                     if index == 1 and dist.get_rank() in ranks:  # noqa: B023
                         CHANGES[when](trained)  # noqa: B023
 
-            found.append([error_text(loop)])
+            errors.append([error_text(loop)])
             check_same("afterwards", set(dict(iterator_of(Trained("FSDP2", adam, 1)))), set(trained.numbers.start))
-    return found
+    return errors
 
 
 @torch.no_grad()
@@ -210,10 +210,10 @@ class TwoCallsTest(unittest.TestCase):
             by_rank = run_on_ranks(while_suspended, WORLD, folder)
         for label in by_rank[0]:
             with self.subTest(label):
-                calls = [mine[label][0] for mine in by_rank]
+                calls = [rank_errors[label][0] for rank_errors in by_rank]
                 self.assertEqual({kind for kind, _ in calls}, {"RankError"}, calls)
                 self.assertTrue(all("iter_full_optim_state" in text and "close it" in text for _, text in calls), calls)
-                later = [mine[label][1] for mine in by_rank]
+                later = [rank_errors[label][1] for rank_errors in by_rank]
                 self.assertEqual({kind for kind, _ in later}, {"RankError"}, later)
                 self.assertTrue(all("iter_full_optim_state" in text for _, text in later), later)
 
@@ -223,7 +223,7 @@ class TwoCallsTest(unittest.TestCase):
     def test_two_threads(self) -> None:
         by_rank = run_on_ranks(two_threads, WORLD)
         for number in range(3):
-            for errors in (mine[number] for mine in by_rank):
+            for errors in (rank_errors[number] for rank_errors in by_rank):
                 for kind, text in errors:
                     self.assertEqual(kind, "RankError", by_rank)
                     self.assertIn("is in flight", text)
@@ -232,7 +232,7 @@ class TwoCallsTest(unittest.TestCase):
     def test_a_change_between_two_items(self, when: str) -> None:
         by_rank = run_on_ranks(step_between, WORLD, when)
         for number in range(len(by_rank[0])):
-            errors = [mine[number][0] for mine in by_rank]
+            errors = [rank_errors[number][0] for rank_errors in by_rank]
             check_refused(f"{when}, case {number}", errors, "StateError", "changed", "iter_full_optim_state", "rank")
 
     def test_what_is_no_change(self) -> None:
@@ -244,7 +244,7 @@ class AnswersTest(unittest.TestCase):
         """Ranks that are at different steps all raise, whoever comes first: agree() has no answer that one could drop."""
         for by_rank in (run_on_ranks(at_different_steps, WORLD),):
             for number in range(len(by_rank[0])):
-                errors = [mine[number] for mine in by_rank]
+                errors = [rank_errors[number] for rank_errors in by_rank]
                 check_refused(f"case {number}", errors, "RankError", "'a call: one'", "'a call: other'")
 
 
@@ -253,6 +253,6 @@ def at_different_steps() -> list[tuple[str, str]]:
 
     group = world_here().group("a call", range(WORLD), timeout=60.0)
     steps = ("one", "other") if dist.get_rank() else ("other", "one")
-    found = [error_text(lambda: agreeing.agree(group, step)) for step in steps]  # noqa: B023
+    errors = [error_text(lambda: agreeing.agree(group, step)) for step in steps]  # noqa: B023
     agreeing.agree(group, "the same")
-    return found
+    return errors

@@ -29,7 +29,7 @@ from fsdp_optim.testing import RanksFailed, WorkerDied, fairscale_on_cpu, run_on
 
 @fairscale_on_cpu()
 def different_calls() -> list[tuple[str, Error]]:
-    calls, me, found = Calls(), dist.get_rank(), []
+    calls, me, errors = Calls(), dist.get_rank(), []
     model, optim, full = calls.model, calls.optim, calls.full
 
     def gather(**kwargs: Any) -> Any:
@@ -64,20 +64,20 @@ def different_calls() -> list[tuple[str, Error]]:
         ("iter in buckets of two sizes", lambda: iterate(bucket_nbytes=64), lambda: iterate(bucket_nbytes=999)),
     ]
     meeting = Meeting()
-    for label, most, one in cases:
+    for label, most, odd_call in cases:
         for odd in range(WORLD):
-            found.append((f"{label}, rank {odd} is the odd one", error_of(one if odd == me else most)))
+            errors.append((f"{label}, rank {odd} is the odd one", error_of(odd_call if odd == me else most)))
         after = meeting.tell(error_of(lambda: calls.check("gather")))
-        found.append((f"the group works after {label}", after[me]))
+        errors.append((f"the group works after {label}", after[me]))
         if any(kind for kind, *_ in after):
             break
-    return found
+    return errors
 
 
 @fairscale_on_cpu()
 def stop_iterating() -> list[tuple[int, int, Error, Error]]:
     """(rank, how many it took, error, error of the next call): each rank leaves the loop early in turn, at several places."""
-    calls, me, meeting, found = Calls(), dist.get_rank(), Meeting(), []
+    calls, me, meeting, results = Calls(), dist.get_rank(), Meeting(), []
     for rank in range(WORLD):
         for taken in (1, 3, NUM_NET_PARAMS - 2, NUM_NET_PARAMS - 1):
 
@@ -91,10 +91,10 @@ def stop_iterating() -> list[tuple[int, int, Error, Error]]:
 
             error = error_of(loop)
             after = meeting.tell(error_of(lambda: calls.check("iter")))
-            found.append((rank, taken, error, after[me]))
+            results.append((rank, taken, error, after[me]))
             if any(kind for kind, *_ in after):
-                return found
-    return found
+                return results
+    return results
 
 
 @fairscale_on_cpu()
@@ -195,8 +195,8 @@ class TestOtherCalls(unittest.TestCase):
         run_on_ranks(stop_without_harm, WORLD)
 
     def test_a_rank_that_forgets_its_iterator(self) -> None:
-        found = run_on_ranks(iterate_and_forget, WORLD, rank=1, patience=2.0)
-        for rank, (taken, error) in enumerate(found):
+        by_rank = run_on_ranks(iterate_and_forget, WORLD, rank=1, patience=2.0)
+        for rank, (taken, error) in enumerate(by_rank):
             assert taken[:2] == names_in(plain_net()[0])[:2], (rank, taken)
             if rank != 1:
                 check_alike([error], "RankTimeoutError", "rank 1", within=2 + SOON)
@@ -205,11 +205,11 @@ class TestOtherCalls(unittest.TestCase):
 class TestTimeouts(unittest.TestCase):
     @expand(soon=[("iter", 2)], later=[("gather", 0), ("scatter", 1)])
     def test_a_rank_that_does_not_come_is_named_and_told_when_it_comes_late(self, verb: str, late: int) -> None:
-        found = run_on_ranks(come_late, WORLD, verb, late, patience=2.0)
-        others = [error for rank, error in enumerate(found) if rank != late]
+        errors = run_on_ranks(come_late, WORLD, verb, late, patience=2.0)
+        others = [error for rank, error in enumerate(errors) if rank != late]
         check_alike(others, "RankTimeoutError", f"rank {late}", "2 s", within=2 + SOON)
         assert min(seconds for *_, seconds in others) > 1.9, f"gave up too early: {others}"
-        check_alike([found[late]], "RankTimeoutError", f"rank {late}", "late", within=SOON)
+        check_alike([errors[late]], "RankTimeoutError", f"rank {late}", "late", within=SOON)
 
     @parameterized.expand([("gather", 0, 2), ("gather", 1, 2), ("scatter", 1, 3), ("scatter", 1, 7)])
     def test_a_rank_that_dies_while_data_moves(self, verb: str, rank: int, nth: int) -> None:

@@ -51,7 +51,7 @@ def comes_late(late: int, gives_up: bool) -> tuple[list[str], tuple[str, str]]:
 
 def cannot_post(times: int) -> list[tuple[str, str]]:
     """Each rank in turn cannot post a round, several times one after the other."""
-    trained, found = Trained("FSDP2", adam, 1), []
+    trained, errors = Trained("FSDP2", adam, 1), []
     wanted = trained.gather(None)
     make = dist.P2POp
     for rank in range(WORLD):
@@ -64,9 +64,9 @@ def cannot_post(times: int) -> list[tuple[str, str]]:
             return make(*args)
 
         with mock.patch.object(dist, "P2POp", broken):
-            found.append(error_text(lambda: trained.gather(None, timeout=60.0)))
+            errors.append(error_text(lambda: trained.gather(None, timeout=60.0)))
         check_same(f"after rank {rank}", trained.gather(None), wanted)
-    return found
+    return errors
 
 
 class WaitingTest(unittest.TestCase):
@@ -95,5 +95,5 @@ class PostingTest(unittest.TestCase):
         for times in (1, 2):
             by_rank = run_on_ranks(cannot_post, WORLD, times)
             for rank in range(WORLD):
-                errors = [mine[rank] for mine in by_rank]
+                errors = [rank_errors[rank] for rank_errors in by_rank]
                 check_refused(f"{times} times on rank {rank}", errors, "RankError", f"rank {rank}", "nothing left")

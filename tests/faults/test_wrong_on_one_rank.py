@@ -115,22 +115,22 @@ def other_model() -> tuple[Any, Any]:
 @fairscale_on_cpu()
 def wrong_on_each_rank_in_turn(verb: str) -> list[tuple[str, list[str], Error]]:
     """(expected class, expected words, error) of every case and rank."""
-    calls, me, found = Calls(), dist.get_rank(), []
+    calls, me, results = Calls(), dist.get_rank(), []
     for edit, kind, words in WRONG_FOR_SCATTER if verb == "scatter" else WRONG_STATES:
         for rank in range(WORLD):
             optim = OtherDict(calls.optim, edit) if rank == me else None
-            found.append((kind, [*words, f"rank {rank}"], error_of(lambda: calls.run(verb, optim=optim))))  # noqa: B023
+            results.append((kind, [*words, f"rank {rank}"], error_of(lambda: calls.run(verb, optim=optim))))  # noqa: B023
         calls.check(verb)
     for build in (flat_net, other_model):
         model, optim = build()
         _, strange, _ = nested_net()
         for rank in range(WORLD):
             wrong = (model, optim) if rank == me else (None, None)
-            found.append(("StateError", [f"rank {rank}"], error_of(lambda: calls.run(verb, *wrong))))  # noqa: B023
+            results.append(("StateError", [f"rank {rank}"], error_of(lambda: calls.run(verb, *wrong))))  # noqa: B023
         calls.check(verb)
     for rank in range(WORLD):  # the optimizer of another model
         wrong_optim = strange if rank == me else None
-        found.append(("WrapperError", [f"rank {rank}"], error_of(lambda: calls.run(verb, optim=wrong_optim))))  # noqa: B023
+        results.append(("WrapperError", [f"rank {rank}"], error_of(lambda: calls.run(verb, optim=wrong_optim))))  # noqa: B023
     calls.check(verb)
     if verb == "scatter":
         full = calls.full
@@ -141,10 +141,10 @@ def wrong_on_each_rank_in_turn(verb: str) -> list[tuple[str, list[str], Error]]:
         ):
             edited = copy.deepcopy(full)
             calls.full = edited if edit(edited) else None
-            found.append((kind, words, error_of(lambda: calls.run(verb))))
+            results.append((kind, words, error_of(lambda: calls.run(verb))))
             calls.full = full
             calls.check(verb)
-    return found
+    return results
 
 
 def no_group(full: Any) -> bool:

@@ -31,5 +31,5 @@ def missing_clocks() -> str:
 
 @functools.cache
 def _library() -> str:
-    found = sorted(Path("/usr/lib").glob(f"**/faketime/{LIBRARY}"))
-    return str(found[0]) if found else ""
+    libraries = sorted(Path("/usr/lib").glob(f"**/faketime/{LIBRARY}"))
+    return str(libraries[0]) if libraries else ""

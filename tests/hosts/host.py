@@ -122,7 +122,7 @@ class Host:
 
     def processes(self) -> dict[int, int]:
         """The processes in the host but the first: their ids outside the host, and inside."""
-        found = {}
+        pids = {}
         for entry in os.scandir("/proc"):
             if not entry.name.isdecimal() or int(entry.name) == self.pid:
                 continue
@@ -130,10 +130,10 @@ class Host:
                 if os.readlink(f"{entry.path}/ns/pid") == self._processes:
                     status = Path(entry.path, "status").read_text()
                     if "\nState:\tZ" not in status:
-                        found[int(entry.name)] = int(status.split("\nNSpid:")[1].split("\n")[0].split()[-1])
+                        pids[int(entry.name)] = int(status.split("\nNSpid:")[1].split("\n")[0].split()[-1])
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue  # it has ended, or is none of a bench
-        return found
+        return pids
 
     def programs(self) -> dict[int, int]:
         """As `processes`, without those that serve the mounts of the host."""
@@ -149,12 +149,12 @@ class Host:
     def signal_programs(self, number: int, mount: bool = False) -> None:
         """Send a signal to all programs of the host. `mount`: to the processes that serve its mounts too."""
         for _ in range(3):  # what is forked meanwhile is found by the next round
-            found = self.processes() if mount else self.programs()
-            for pid in found:
+            pids = self.processes() if mount else self.programs()
+            for pid in pids:
                 _send(pid, number)
             if number == signal.SIGCONT:
                 self._continue_started()
-            if not found:
+            if not pids:
                 break
 
     def _wait_for_end(self, process: subprocess.Popen[bytes]) -> None:

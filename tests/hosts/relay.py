@@ -55,9 +55,9 @@ class Relay:
             wait = max(self._on_way[0][0] - time.monotonic(), 0.0) if self._on_way else None
             ready = select.select([0, *self._devices], [], [], wait)[0]
             self._send_due()
-            for one in ready:
-                if one:
-                    self._take(number_of[one])
+            for descriptor in ready:
+                if descriptor:
+                    self._take(number_of[descriptor])
                 elif not self._obey():
                     return
 

@@ -101,10 +101,10 @@ class Run:
         """The process id of a rank, outside its host."""
         announced = self._announced(rank)
         inside = self.hosts[self.host_of(rank)].programs()
-        found = [outside for outside, pid in inside.items() if pid == announced["pid"]]
-        if not found:
+        pids = [outside for outside, pid in inside.items() if pid == announced["pid"]]
+        if not pids:
             raise ProcessLookupError(f"rank {rank} has ended")
-        return found[0]
+        return pids[0]
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to one rank."""

@@ -49,8 +49,8 @@ class HostsTest(BenchTest):
 
     def test_hosts_find_this_repository_and_each_other_by_name(self) -> None:
         bench = self.bench(2, OneKernel())
-        found = bench.hosts[1].command(sys.executable, "-c", "import hosts; print(hosts.__file__)")
-        self.assertEqual(Path(found.strip()).parent, Path(__file__).parent)
+        printed = bench.hosts[1].command(sys.executable, "-c", "import hosts; print(hosts.__file__)")
+        self.assertEqual(Path(printed.strip()).parent, Path(__file__).parent)
         names = "import socket; print(socket.gethostbyname('host0'))"
         self.assertEqual(bench.hosts[1].command(sys.executable, "-c", names).strip(), bench.hosts[0].address)
 
@@ -135,8 +135,8 @@ class EndTest(BenchTest):
 
 class RunTest(BenchTest):
     def check_all_reduce(self, printed: list[str]) -> None:
-        found = [re.fullmatch(r"rank (\d) of 4 on (host\d), pid \d+: 10\n", text) for text in printed]
-        names = [match and match.groups() for match in found]
+        matches = [re.fullmatch(r"rank (\d) of 4 on (host\d), pid \d+: 10\n", text) for text in printed]
+        names = [match and match.groups() for match in matches]
         self.assertEqual(names, [("0", "host0"), ("1", "host0"), ("2", "host1"), ("3", "host1")])
 
     def test_ranks_of_two_hosts_meet(self) -> None:

@@ -36,7 +36,7 @@ AGENT = "[k]it.scripts"  # the process that runs torchrun; it is forked from a s
 
 
 def by_name(file_systems: tuple[FileSystem, ...]) -> list[tuple[str, FileSystem]]:
-    return [(one.name, one) for one in file_systems]
+    return [(file_system.name, file_system) for file_system in file_systems]
 
 
 class CheckpointsTest(BenchTest):

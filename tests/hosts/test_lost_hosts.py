@@ -113,13 +113,13 @@ class _Lost:
 
     def check_goes_on(self, *, may_write: bool) -> None:
         """A job on the other host alone continues. `may_write`: the lost host lives, and its files are left alone."""
-        for phase, found in self.on([1 - self.host], "resume").items():
+        for phase, report in self.on([1 - self.host], "resume").items():
             with self.test.subTest(phase):
                 number = 2 if self.is_saved(phase) else 1
-                self.test.assertEqual(found["numbers"], [number], found)
-                kept = {name for name in found["before"] if ".saving-" in name}
+                self.test.assertEqual(report["numbers"], [number], report)
+                kept = {name for name in report["before"] if ".saving-" in name}
                 if may_write:
-                    self.test.assertLessEqual(kept, set(found["after"]))
+                    self.test.assertLessEqual(kept, set(report["after"]))
                 if may_write and self.host == 0 and phase not in ("begun", "waits", "committed"):
                     self.test.assertTrue(kept, "the lost host has nothing that it may write")
 
@@ -143,13 +143,13 @@ class _Lost:
 
     def check_whole(self, hosts: Sequence[int]) -> None:
         """Each checkpoint has the values of one save, and the newest is that of the job that has gone on."""
-        for phase, found in self.on(hosts, "look").items():
+        for phase, report in self.on(hosts, "look").items():
             with self.test.subTest(phase):
-                self.test.assertEqual(found["incomplete"], [])
-                self.test.assertEqual(Path(found["newest"]).name, "step-9", found)
-                for name, number in found["numbers"].items():
+                self.test.assertEqual(report["incomplete"], [])
+                self.test.assertEqual(Path(report["newest"]).name, "step-9", report)
+                for name, number in report["numbers"].items():
                     numbers = {1, 2} if phase == "renames" and "step-1" in name else {number_in(name)}
-                    self.test.assertIn(number, numbers, found)
+                    self.test.assertIn(number, numbers, report)
 
 
 def told(run: Run, rank: int) -> list[LINES]:
@@ -159,9 +159,9 @@ def told(run: Run, rank: int) -> list[LINES]:
 
 def number_in(name: str) -> int:
     """The number of a checkpoint by its name."""
-    found = re.match(r"step-(\d+)", name)
-    assert found is not None
-    return int(found[1])
+    match = re.match(r"step-(\d+)", name)
+    assert match is not None
+    return int(match[1])
 
 
 class LostCase(BenchTest):

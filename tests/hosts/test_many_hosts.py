@@ -37,14 +37,14 @@ class ManyHostsTest(BenchTest):
 
 def memory_of(host: Host) -> int:
     """The memory of a host's programs in bytes, each page divided by the number of processes that have it."""
-    found = 0
+    nbytes = 0
     for pid in host.programs():
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:  # it has ended
             continue
-        found += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
-    return found
+        nbytes += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return nbytes
 
 
 if __name__ == "__main__":

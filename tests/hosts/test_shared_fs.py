@@ -48,9 +48,9 @@ class TestCoherent(TwoMounts):
         os.truncate(self.two / "a", 2)
         os.chmod(self.two / "a", 0o600)
         os.utime(self.two / "a", ns=(5, 7_000_000_001))
-        found = os.stat(self.one / "a")
-        self.assertEqual((found.st_size, found.st_mode & 0o777, found.st_mtime_ns), (2, 0o600, 7_000_000_001))
-        self.assertEqual(found.st_ino, os.stat(self.two / "a").st_ino)
+        status = os.stat(self.one / "a")
+        self.assertEqual((status.st_size, status.st_mode & 0o777, status.st_mtime_ns), (2, 0o600, 7_000_000_001))
+        self.assertEqual(status.st_ino, os.stat(self.two / "a").st_ino)
 
     def test_names(self) -> None:
         (self.one / "folder/inner").mkdir(parents=True)
@@ -167,72 +167,79 @@ class TestBytes(TwoMounts):
 
 
 class TestCaches(TwoMounts):
-    def changes(self, one: Path) -> None:
-        (one / "a").write_bytes(b"longer")
-        os.rename(one / "b", one / "c")
-        (one / "new").touch()
+    def changes(self, mount: Path) -> None:
+        (mount / "a").write_bytes(b"longer")
+        os.rename(mount / "b", mount / "c")
+        (mount / "new").touch()
 
-    def seen(self, two: Path) -> tuple[object, ...]:
-        exist = [name for name in ("b", "c", "new") if (two / name).exists()]
-        return os.stat(two / "a").st_size, exist, sorted(os.listdir(two))
+    def seen(self, mount: Path) -> tuple[object, ...]:
+        exist = [name for name in ("b", "c", "new") if (mount / name).exists()]
+        return os.stat(mount / "a").st_size, exist, sorted(os.listdir(mount))
 
     def test_the_changes_of_others_are_not_seen(self) -> None:
-        one, two = self.mount("--cache-seconds", LONG)
+        first_mount, second_mount = self.mount("--cache-seconds", LONG)
         for name in ("a", "b"):
-            (one / name).write_bytes(b"x")
-        before = self.seen(two)
-        self.changes(one)
-        self.assertEqual(self.seen(one), (6, ["c", "new"], ["a", "c", "new"]))
-        self.assertEqual(self.seen(two), before)
-        (two / "own").touch()
-        os.unlink(two / "a")
-        self.assertEqual(sorted(os.listdir(two)), ["b", "own"])
-        self.assertEqual(error_of(lambda: os.open(two / "new", os.O_CREAT | os.O_EXCL)), "EEXIST")
+            (first_mount / name).write_bytes(b"x")
+        before = self.seen(second_mount)
+        self.changes(first_mount)
+        self.assertEqual(self.seen(first_mount), (6, ["c", "new"], ["a", "c", "new"]))
+        self.assertEqual(self.seen(second_mount), before)
+        (second_mount / "own").touch()
+        os.unlink(second_mount / "a")
+        self.assertEqual(sorted(os.listdir(second_mount)), ["b", "own"])
+        self.assertEqual(error_of(lambda: os.open(second_mount / "new", os.O_CREAT | os.O_EXCL)), "EEXIST")
 
     def test_they_are_seen_later(self) -> None:
-        one, two = self.mount("--cache-seconds", SHORT)
+        first_mount, second_mount = self.mount("--cache-seconds", SHORT)
         for name in ("a", "b"):
-            (one / name).write_bytes(b"x")
-        self.seen(two)
-        self.changes(one)
-        self.eventually(lambda: self.seen(two) == (6, ["c", "new"], ["a", "c", "new"]))
-        self.assertEqual((two / "a").read_bytes(), b"longer")
+            (first_mount / name).write_bytes(b"x")
+        self.seen(second_mount)
+        self.changes(first_mount)
+        self.eventually(lambda: self.seen(second_mount) == (6, ["c", "new"], ["a", "c", "new"]))
+        self.assertEqual((second_mount / "a").read_bytes(), b"longer")
 
 
 class TestCloseToOpen(TwoMounts):
     @parameterized.expand([("alone", []), ("with_caches", ["--cache-seconds", LONG])])
     def test_data_is_seen_after_close_and_open(self, _: str, switches: list[str]) -> None:
-        one, two = self.mount("--close-to-open", *switches)
-        (one / "a").write_bytes(b"first")
-        old = self.descriptor(two / "a")
-        with open(one / "a", "r+b", buffering=0) as file:
+        first_mount, second_mount = self.mount("--close-to-open", *switches)
+        (first_mount / "a").write_bytes(b"first")
+        old = self.descriptor(second_mount / "a")
+        with open(first_mount / "a", "r+b", buffering=0) as file:
             file.write(b"second")
-            self.assertEqual(((one / "a").read_bytes(), (two / "a").read_bytes()), (b"second", b"first"))
+            self.assertEqual(
+                ((first_mount / "a").read_bytes(), (second_mount / "a").read_bytes()), (b"second", b"first")
+            )
             os.fsync(file.fileno())
             self.assertEqual((os.pread(old, 99, 0), os.fstat(old).st_size), (b"first", 5))
-            self.assertEqual((two / "a").read_bytes(), b"second")
+            self.assertEqual((second_mount / "a").read_bytes(), b"second")
             file.write(b" third")
-            self.assertEqual((two / "a").read_bytes(), b"second")
-        new = self.descriptor(two / "a")
+            self.assertEqual((second_mount / "a").read_bytes(), b"second")
+        new = self.descriptor(second_mount / "a")
         self.assertEqual((os.pread(new, 99, 0), os.fstat(new).st_size), (b"second third", 12))
         self.assertEqual(os.pread(old, 99, 0), b"first")
 
     def test_both_write_parts_of_one_file(self) -> None:
-        one, two = self.mount("--close-to-open")
-        files = [open(mount / "a", "w+b", buffering=0) for mount in (one, two)]  # noqa: SIM115
+        first_mount, second_mount = self.mount("--close-to-open")
+        files = [open(mount / "a", "w+b", buffering=0) for mount in (first_mount, second_mount)]  # noqa: SIM115
         for index, file in enumerate(files):
             file.seek(index * 3)
             file.write(b"%d%d%d" % ((index,) * 3))
         self.assertEqual((self.backing / "a").stat().st_size, 0)
         for file in files:
             file.close()
-        self.assertEqual([(mount / "a").read_bytes() for mount in (one, two)], [b"000111"] * 2)
-        with open(one / "a", "r+b", buffering=0) as first, open(two / "a", "r+b", buffering=0) as second:
+        self.assertEqual([(mount / "a").read_bytes() for mount in (first_mount, second_mount)], [b"000111"] * 2)
+        with (
+            open(first_mount / "a", "r+b", buffering=0) as first,
+            open(second_mount / "a", "r+b", buffering=0) as second,
+        ):
             first.write(b"2")
             second.seek(5)
             second.write(b"3")
             os.fsync(second.fileno())
-            self.assertEqual(((one / "a").read_bytes(), (two / "a").read_bytes()), (b"200113", b"200113"))
+            self.assertEqual(
+                ((first_mount / "a").read_bytes(), (second_mount / "a").read_bytes()), (b"200113", b"200113")
+            )
 
 
 class TestStale(TwoMounts):
@@ -245,13 +252,13 @@ class TestStale(TwoMounts):
         ]
     )
     def test_what_another_mount_takes_away(self, _: str, name: str, what: str) -> None:
-        one, two = self.mount("--stale")
+        first_mount, second_mount = self.mount("--stale")
         for folder in ("other", "own"):
-            (one / folder).mkdir()
-            (one / folder / "f").write_bytes(b"x")
-            (one / folder / "rest").touch()
-        for folder, taker, expected in (("other", one, "ESTALE"), ("own", two, "")):
-            fd = self.descriptor(two / folder / name)
+            (first_mount / folder).mkdir()
+            (first_mount / folder / "f").write_bytes(b"x")
+            (first_mount / folder / "rest").touch()
+        for folder, taker, expected in (("other", first_mount, "ESTALE"), ("own", second_mount, "")):
+            fd = self.descriptor(second_mount / folder / name)
             path = taker / folder / name
             if what == "rename":
                 os.rename(path, path.with_name(f"{folder}-moved"))
@@ -260,43 +267,46 @@ class TestStale(TwoMounts):
             read = (lambda fd=fd: os.pread(fd, 1, 0)) if name else (lambda fd=fd: os.listdir(fd))
             self.assertEqual((error_of(read), error_of(lambda fd=fd: os.fstat(fd))), (expected, expected))
             if what == "rename":  # the name is new, and so is its handle; the old one stays stale
-                self.assertTrue((two / path.relative_to(taker)).with_name(f"{folder}-moved").exists())
+                self.assertTrue((second_mount / path.relative_to(taker)).with_name(f"{folder}-moved").exists())
                 self.assertEqual(error_of(read), expected)
 
     def test_a_file_in_a_folder_that_moves(self) -> None:
-        one, two = self.mount("--stale", "--cache-seconds", LONG)
-        (one / "folder").mkdir()
-        (one / "folder/f").write_bytes(b"old")
-        fd = self.descriptor(two / "folder/f")
-        os.rename(one / "folder", one / "moved")
+        first_mount, second_mount = self.mount("--stale", "--cache-seconds", LONG)
+        (first_mount / "folder").mkdir()
+        (first_mount / "folder/f").write_bytes(b"old")
+        fd = self.descriptor(second_mount / "folder/f")
+        os.rename(first_mount / "folder", first_mount / "moved")
         self.assertEqual(error_of(lambda: os.pread(fd, 1, 0)), "ESTALE")
-        (one / "folder").mkdir()
-        (one / "folder/f").write_bytes(b"new")
-        self.assertEqual((two / "folder/f").read_bytes(), b"new")
+        (first_mount / "folder").mkdir()
+        (first_mount / "folder/f").write_bytes(b"new")
+        self.assertEqual((second_mount / "folder/f").read_bytes(), b"new")
 
 
 class TestSillyRenames(TwoMounts):
     def test_an_open_file_keeps_a_name(self) -> None:
-        one, two = self.mount("--silly-renames")
-        (one / "folder").mkdir()
+        first_mount, second_mount = self.mount("--silly-renames")
+        (first_mount / "folder").mkdir()
         for name in ("folder/f", "folder/g", "folder/h"):
-            (one / name).write_bytes(name.encode())
-        removed, replaced = os.open(one / "folder/f", os.O_RDONLY), os.open(one / "folder/g", os.O_RDONLY)
-        os.unlink(one / "folder/f")
-        os.rename(one / "folder/h", one / "folder/g")
-        for mount in (one, two):
+            (first_mount / name).write_bytes(name.encode())
+        removed, replaced = (
+            os.open(first_mount / "folder/f", os.O_RDONLY),
+            os.open(first_mount / "folder/g", os.O_RDONLY),
+        )
+        os.unlink(first_mount / "folder/f")
+        os.rename(first_mount / "folder/h", first_mount / "folder/g")
+        for mount in (first_mount, second_mount):
             silly = [name for name in os.listdir(mount / "folder") if name != "g"]
             self.assertEqual(len(silly), 2)
             for name in silly:
                 self.assertRegex(name, "^[.]nfs[0-9a-f]{24}$")
-        os.unlink(two / "folder/g")
-        self.assertEqual(error_of(lambda: os.rmdir(one / "folder")), "ENOTEMPTY")
-        self.assertEqual(error_of(lambda: os.unlink(one / "folder" / silly[0])), "EBUSY")
+        os.unlink(second_mount / "folder/g")
+        self.assertEqual(error_of(lambda: os.rmdir(first_mount / "folder")), "ENOTEMPTY")
+        self.assertEqual(error_of(lambda: os.unlink(first_mount / "folder" / silly[0])), "EBUSY")
         self.assertEqual((os.pread(removed, 9, 0), os.pread(replaced, 9, 0)), (b"folder/f", b"folder/g"))
         os.close(removed)
         os.close(replaced)
-        self.eventually(lambda: not os.listdir(two / "folder"))
-        os.rmdir(one / "folder")
+        self.eventually(lambda: not os.listdir(second_mount / "folder"))
+        os.rmdir(first_mount / "folder")
 
 
 class TestLocks(TwoMounts):
@@ -310,17 +320,19 @@ class TestLocks(TwoMounts):
     )
     def test_who_is_kept_out(self, kind: str, expected: list[str]) -> None:
         """By flock: the other mount, another open here. By fcntl: another process here."""
-        one, two = self.mount("--locks", kind)
-        first, second = (self.descriptor(one / "a", os.O_RDWR | os.O_CREAT) for _ in range(2))
-        elsewhere = self.descriptor(two / "a", os.O_RDWR)
+        first_mount, second_mount = self.mount("--locks", kind)
+        first, second = (self.descriptor(first_mount / "a", os.O_RDWR | os.O_CREAT) for _ in range(2))
+        elsewhere = self.descriptor(second_mount / "a", os.O_RDWR)
         now = fcntl.LOCK_EX | fcntl.LOCK_NB
         held = error_of(lambda: fcntl.flock(first, now))
-        found = [error_of(lambda fd=fd: fcntl.flock(fd, now)) for fd in (elsewhere, second)]
-        self.assertEqual((held, found), ("" if expected[1] == "EAGAIN" else expected[0], expected[:2]))
+        errors = [error_of(lambda fd=fd: fcntl.flock(fd, now)) for fd in (elsewhere, second)]
+        self.assertEqual((held, errors), ("" if expected[1] == "EAGAIN" else expected[0], expected[:2]))
         self.assertEqual(error_of(lambda: fcntl.lockf(first, now, 10, 5)), held)
         self.assertEqual(error_of(lambda: fcntl.lockf(elsewhere, now, 10, 5)), expected[0])
         self.assertEqual(error_of(lambda: fcntl.lockf(elsewhere, now, 10, 50)), held)
-        self.assertEqual(self.in_a_process(one / "a", "fcntl.LOCK_EX | fcntl.LOCK_NB").wait(), bool(expected[2]))
+        self.assertEqual(
+            self.in_a_process(first_mount / "a", "fcntl.LOCK_EX | fcntl.LOCK_NB").wait(), bool(expected[2])
+        )
 
     def in_a_process(self, path: Path, operation: str) -> subprocess.Popen[bytes]:
         program = f"import fcntl; fcntl.lockf(open({str(path)!r}, 'r+'), {operation}, 10, 5)"
@@ -328,52 +340,55 @@ class TestLocks(TwoMounts):
 
     def test_waiting(self) -> None:
         """The end of a process, also of one that waits, gives its locks back; so does a close."""
-        one, two = self.mount()
-        fd = self.descriptor(one / "a", os.O_RDWR | os.O_CREAT)
+        first_mount, second_mount = self.mount()
+        fd = self.descriptor(first_mount / "a", os.O_RDWR | os.O_CREAT)
         fcntl.lockf(fd, fcntl.LOCK_EX)
-        killed, waits = (self.in_a_process(two / "a", "fcntl.LOCK_EX") for _ in range(2))
+        killed, waits = (self.in_a_process(second_mount / "a", "fcntl.LOCK_EX") for _ in range(2))
         time.sleep(0.3)
         killed.send_signal(signal.SIGKILL)
         self.assertEqual(killed.wait(PATIENCE), -signal.SIGKILL)
         self.assertIsNone(waits.poll())
-        os.close(os.open(one / "a", os.O_RDONLY))
+        os.close(os.open(first_mount / "a", os.O_RDONLY))
         self.assertEqual(waits.wait(PATIENCE), 0)
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 class TestOthers(TwoMounts):
     def test_without_room_and_links(self) -> None:
-        one, _ = self.mount("--no-sparse", "--no-fallocate", "--no-links")
-        file = self.descriptor(one / "a", os.O_RDWR | os.O_CREAT)
+        mount, _ = self.mount("--no-sparse", "--no-fallocate", "--no-links")
+        file = self.descriptor(mount / "a", os.O_RDWR | os.O_CREAT)
         os.ftruncate(file, 1 << 20)
         self.assertEqual(os.fstat(file).st_blocks, (1 << 20) // 512)
         self.assertGreaterEqual(os.stat(self.backing / "a").st_blocks * 512, 1 << 20)
         self.assertEqual(os.lseek(file, 0, os.SEEK_HOLE), 1 << 20)
         self.assertEqual(error_of(lambda: fallocate(file, 9)), errno.errorcode[errno.EOPNOTSUPP])
-        self.assertEqual(error_of(lambda: os.link(one / "a", one / "b")), "EPERM")
+        self.assertEqual(error_of(lambda: os.link(mount / "a", mount / "b")), "EPERM")
 
     @parameterized.expand([("long", LONG), ("short", SHORT)])
     def test_late_renames(self, _: str, seconds: str) -> None:
-        one, two = self.mount("--late-renames", seconds)
-        (one / "a").write_bytes(b"x")
-        os.rename(one / "a", one / "b")
-        self.assertTrue((one / "b").exists())
+        first_mount, second_mount = self.mount("--late-renames", seconds)
+        (first_mount / "a").write_bytes(b"x")
+        os.rename(first_mount / "a", first_mount / "b")
+        self.assertTrue((first_mount / "b").exists())
         if seconds == LONG:
-            self.assertEqual(((two / "a").exists(), (two / "b").exists(), os.listdir(two)), (False, False, []))
+            self.assertEqual(
+                ((second_mount / "a").exists(), (second_mount / "b").exists(), os.listdir(second_mount)),
+                (False, False, []),
+            )
         else:
-            self.eventually(lambda: (two / "b").exists() and os.listdir(two) == ["b"])
+            self.eventually(lambda: (second_mount / "b").exists() and os.listdir(second_mount) == ["b"])
 
     @parameterized.expand([("fast", 7.5), ("slow", -7.5)])
     def test_a_server_with_another_clock(self, _: str, shift: float) -> None:
-        one, two = self.mount("--clock", str(shift))
-        (one / "a").touch()
+        first_mount, second_mount = self.mount("--clock", str(shift))
+        (first_mount / "a").touch()
         shift_ns = round(shift * 1e9)
         for name in ("a", "."):
-            true, shown = os.stat(self.backing / name), os.stat(two / name)
+            true, shown = os.stat(self.backing / name), os.stat(second_mount / name)
             times = (true.st_mtime_ns + shift_ns, true.st_ctime_ns + shift_ns)
             self.assertEqual((shown.st_mtime_ns, shown.st_ctime_ns), times)
-        os.utime(one / "a", ns=(10**15, 10**15 + 1))
-        self.assertEqual(os.stat(two / "a").st_mtime_ns, 10**15 + 1)
+        os.utime(first_mount / "a", ns=(10**15, 10**15 + 1))
+        self.assertEqual(os.stat(second_mount / "a").st_mtime_ns, 10**15 + 1)
 
     def test_a_switch_that_there_is_not(self) -> None:
         with tempfile.TemporaryDirectory() as folder, self.assertRaisesRegex(OSError, "(?s)did not mount: .*--sparse"):

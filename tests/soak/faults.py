@@ -153,9 +153,9 @@ class Subject:
         except Exception as error:
             expected = isinstance(error, AssertionError)
             text = str(error) if expected else f"{type(error).__name__}: {error}\n{_where(error)}"
-        wrong = {rank: one for rank, one in enumerate(self.tell(text)) if one is not None}
+        wrong = {rank: said for rank, said in enumerate(self.tell(text)) if said is not None}
         if wrong:
-            raise Differs("; ".join(f"rank {rank}: {one}" for rank, one in wrong.items()))
+            raise Differs("; ".join(f"rank {rank}: {said}" for rank, said in wrong.items()))
 
     def judge_resources(self, before: tuple[int, int]) -> None:
         """Raise if anything is left open. The driver of the torture may have closed files of its own meanwhile.
@@ -214,22 +214,22 @@ class Subject:
 
     def judge_saved(self, root: Path, there: int, error: Exception | None) -> None:
         """Check that the folder has the older checkpoint or the new one."""
-        found = self.tell(fsdp_optim.latest(root))
-        if None in found:
+        newest = self.tell(fsdp_optim.latest(root))
+        if None in newest:
             names = sorted(os.listdir(root))
             if there or error is None:
                 raise Differs(f"no checkpoint is left of {names}, after {error!r}")
             return
         numbers: list[int] = []
-        self.together(lambda: numbers.append(self.load(found[0])))
+        self.together(lambda: numbers.append(self.load(newest[0])))
         _check(
             f"the save that is there after {error!r}", numbers[0], [there + 1] if error is None else [there, there + 1]
         )
 
     def judge_next(self, case: Case, root: Path, there: int, error: Exception | None) -> None:
-        found = self.tell(fsdp_optim.latest(root))
+        newest = self.tell(fsdp_optim.latest(root))
         numbers: list[int] = []
-        self.together(lambda: numbers.append(self.load(found[0])))
+        self.together(lambda: numbers.append(self.load(newest[0])))
         _check(f"the next save after {error!r}", numbers[0], [there + 2])
         marks = [
             mark for mark in LEFTOVER if mark != ".old-" or case.mode == "overwrite"

@@ -122,7 +122,7 @@ class Kills:
         before = len(self._torture.failures)
         with self._torture.case(case.number), told(case.what, case.root):
             yield
-        if len(self._torture.failures) > before or not any(case is one for one, *_ in self._waiting):
+        if len(self._torture.failures) > before or not any(case is waiting for waiting, *_ in self._waiting):
             shutil.rmtree(case.root, ignore_errors=True)
 
     def _begun(self, mode: str) -> Path:
@@ -178,12 +178,12 @@ class Kills:
     def _end(self, case: Case, death: Death, codes: Sequence[int | None], notes: Path) -> None:
         self._torture.figures["kills"] += len(death.victims)
         self._torture.figures["before a call" if death.nth is not None else "at a moment"] += len(death.victims)
-        found = read_notes(notes)
+        noted = read_notes(notes)
         notes.unlink()
         wanted = [-signal.SIGKILL if rank in death.victims else 3 for rank in range(case.ranks)]
-        check_same(f"exit codes, {[line for line in found if line[2] == -1]}", list(codes), wanted)
-        ended = max((number for _, what, number, _ in found if what == "end"), default=case.newest)
-        begun = max((number for _, what, number, _ in found if what == "begin"), default=case.newest)
+        check_same(f"exit codes, {[line for line in noted if line[2] == -1]}", list(codes), wanted)
+        ended = max((number for _, what, number, _ in noted if what == "end"), default=case.newest)
+        begun = max((number for _, what, number, _ in noted if what == "begin"), default=case.newest)
         self._torture.figures["in the middle of a save"] += len(death.victims) if begun > ended else 0
         case.newest = check_root(case.root, ended, begun)
 

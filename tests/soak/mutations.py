@@ -74,13 +74,13 @@ KINDS = {
 }
 
 
-def contents(one: Trained) -> dict[str, Any]:
+def contents(trained: Trained) -> dict[str, Any]:
     """All values that a checkpoint restores."""
     return {
-        "parameters": [param.detach() for param in one.params],
-        "state": [_in_order(one.optim.state[param]) for param in one.params],
-        "buffers": dict(one.model.named_buffers()),
-        "groups": [_in_order({k: v for k, v in g.items() if k != "params"}) for g in one.optim.param_groups],
+        "parameters": [param.detach() for param in trained.params],
+        "state": [_in_order(trained.optim.state[param]) for param in trained.params],
+        "buffers": dict(trained.model.named_buffers()),
+        "groups": [_in_order({k: v for k, v in g.items() if k != "params"}) for g in trained.optim.param_groups],
     }
 
 
@@ -101,24 +101,24 @@ class Subject:
 
     def __init__(self, root: Path, kind: Kind) -> None:
         self.kind, self.folder, self.outside = kind, root / "changed", root / "outside"
-        one = Trained("plain", kind.make, 3, Tiny)
+        trained = Trained("plain", kind.make, 3, Tiny)
         own = {"rng": torch.arange(4)}
         extras = {"extra": EXTRA, "per_rank_extra": own} if kind.extra else {}
         self.extra: Any = {**EXTRA, **own} if kind.extra else {}
         with _without_chance():
             fsdp_optim.save(
                 root / "good",
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 **as_options(fsdp_optim.SaveOptions, **extras, **dict(kind.options)),
             )
-            self.saved = _copied(contents(one))
-            one.step([3])
-            one.model.get_buffer("count").add_(1)
+            self.saved = _copied(contents(trained))
+            trained.step([3])
+            trained.model.get_buffer("count").add_(1)
             fsdp_optim.save(
                 root / "other",
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 **as_options(fsdp_optim.SaveOptions, **extras, **dict(kind.options)),
             )
         self.good, self.donor = all_bytes(root / "good"), all_bytes(root / "other")
@@ -272,9 +272,9 @@ def _comparable(value: Any) -> Any:
 
 
 def _compare(what: str, got: Any, wanted: Any) -> None:
-    found = list(differences(got, wanted))
-    if found:
-        raise Differs(f"{what}: {found[:3]}")
+    unequal = list(differences(got, wanted))
+    if unequal:
+        raise Differs(f"{what}: {unequal[:3]}")
 
 
 def _check_error(what: str, error: Exception) -> None:
@@ -352,9 +352,9 @@ def _look(subject: Subject, change: Change, figures: Any) -> None:
     """Check that `latest` works whatever the files contain, and that the extras alone load or are refused."""
     figures["looks"] += 1
     with subject.changed(change.files):
-        found = _watched(f"latest: {change.said}", lambda: fsdp_optim.latest(subject.folder.parent))
-        if isinstance(found, Exception) or found not in (subject.folder, *_others(subject)):
-            raise Differs(f"{change.said}: latest gives {found!r}")
+        newest = _watched(f"latest: {change.said}", lambda: fsdp_optim.latest(subject.folder.parent))
+        if isinstance(newest, Exception) or newest not in (subject.folder, *_others(subject)):
+            raise Differs(f"{change.said}: latest gives {newest!r}")
         extra = _watched(
             f"extras alone: {change.said}",
             lambda: fsdp_optim.load(subject.folder, options=fsdp_optim.LoadOptions(verify=change.verify)),

@@ -142,13 +142,13 @@ def places_in(
 
     `alike`: a function of a value; of the values in one container with equal results, only the first is listed.
     """
-    found = [path]
+    places = [path]
     items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
     if alike is not None:
         items = list({repr(alike(item)): (key, item) for key, item in reversed(items)}.values())[::-1]
     for key, item in items:
-        found += places_in(item, (*path, key), alike)
-    return found
+        places += places_in(item, (*path, key), alike)
+    return places
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -318,9 +318,9 @@ def by_another_file(rng: random.Random, files: Files, donor: Mapping[str, bytes]
         files[name] = files[rng.choice(list(files))]
         return f"another file for {name}", False
     if kind == 2 or not isinstance(data, bytes) or len(data) < 2:
-        names = [one for one in (name, f"{name}.sums") if one in donor]
-        for one in names:
-            files[one] = donor[one]
+        names = [file_name for file_name in (name, f"{name}.sums") if file_name in donor]
+        for file_name in names:
+            files[file_name] = donor[file_name]
         return f"{names} of another save", False
     begin, end = _span(rng, data, len(data))
     files[name] = data[:begin] + donor.get(name, b"")[begin:end].ljust(end - begin, b"\0") + data[end:]

@@ -61,9 +61,9 @@ class Way:
         return Path(path_of(root / self.inside, self.mode, number))
 
     def save(self, root: Path, number: int) -> None:
-        one = model()
-        fill(one, number)
-        save_by(self.mode, root / self.inside, number, one, **dict(self.options))
+        trained = model()
+        fill(trained, number)
+        save_by(self.mode, root / self.inside, number, trained, **dict(self.options))
 
 
 SPLIT = (("max_file_size", 1500),)
@@ -131,10 +131,10 @@ def _check_end(disk: Disk, events: list[Event], root: Path) -> None:
 
 
 def fingerprint(tree: Tree, ended: int, begun: int) -> bytes:
-    found = hashlib.sha256(f"{ended} {begun}".encode())
+    digest = hashlib.sha256(f"{ended} {begun}".encode())
     for path, data in sorted(tree.items()):
-        found.update(f"\0{path}\0{'folder' if data is None else len(data)}\0".encode() + (data or b""))
-    return found.digest()
+        digest.update(f"\0{path}\0{'folder' if data is None else len(data)}\0".encode() + (data or b""))
+    return digest.digest()
 
 
 def _latest(root: Path) -> Path | str | None:
@@ -178,10 +178,10 @@ def probe(way: Way, tree: Tree, ended: int, begun: int, root: Path, save_next: b
 
 
 def _check_number(path: Path, at_least: int, at_most: int) -> None:
-    one = model()
-    fill(one, 12345)
-    number = fsdp_optim.load(path, one.model, one.optim).state["number"]
-    check_values(path.name, one, number)
+    trained = model()
+    fill(trained, 12345)
+    number = fsdp_optim.load(path, trained.model, trained.optim).state["number"]
+    check_values(path.name, trained, number)
     if not at_least <= number <= at_most:
         raise Differs(f"{path.name} is save {number}, not {at_least} to {at_most}")
 
@@ -211,13 +211,13 @@ def run(torture: Torture) -> None:
             with torture.case(number, name):
                 if name not in recorded:
                     recorded[name] = Recorded.of(WAYS[name], folder / name)
-                one = recorded[name]
-                position = rng.randint(0, len(one.events))
-                disk = one.disk()
-                for event in one.events[:position]:
+                record = recorded[name]
+                position = rng.randint(0, len(record.events))
+                disk = record.disk()
+                for event in record.events[:position]:
                     disk.apply(event)
                 tree = disk.left(at_random_choice(rng))
                 torture.figures["power cuts"] += 1
-                after = str(one.events[position - 1])[:100] if position else "nothing"
-                with torture.case(number, f"{name}, after event {position} of {len(one.events)}, {after}"):
-                    probe(one.way, tree, *one.bounds(position), folder / "left", rng.random() < 1 / NEXT_EVERY)
+                after = str(record.events[position - 1])[:100] if position else "nothing"
+                with torture.case(number, f"{name}, after event {position} of {len(record.events)}, {after}"):
+                    probe(record.way, tree, *record.bounds(position), folder / "left", rng.random() < 1 / NEXT_EVERY)

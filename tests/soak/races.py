@@ -56,14 +56,14 @@ def _race(torture: Torture, ranks: Ranks, root: Path, mode: str, options: dict[s
     for pid in writers:
         os.kill(pid, signal.SIGKILL)
     check_same("the writer", ranks.collect(writers), [-signal.SIGKILL])
-    found = read_notes(notes)
-    wrong = [what for _, what, number, _ in found if number == -1]
+    noted = read_notes(notes)
+    wrong = [what for _, what, number, _ in noted if number == -1]
     if wrong or codes != [0] * READERS:
         raise Differs(f"readers ended with {codes}: {wrong}")
     marks = read_notes(saver)
     torture.figures["races"] += 1
     torture.figures["saves"] += sum(what == "end" for _, what, *_ in marks)
-    torture.figures["loads"] += sum(number for _, what, number, _ in found if what == "loads")
-    torture.figures["replaced too often"] += sum(what == "replaced" for _, what, *_ in found)
+    torture.figures["loads"] += sum(number for _, what, number, _ in noted if what == "loads")
+    torture.figures["replaced too often"] += sum(what == "replaced" for _, what, *_ in noted)
     last = max(number for _, what, number, _ in marks if what == "begin")
     check_root(root, max((number for _, what, number, _ in marks if what == "end"), default=1), last)

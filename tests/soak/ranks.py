@@ -57,28 +57,30 @@ class Layers(nn.Module):
         self.last = nn.Linear(33, 1)
 
 
-def fill(one: Trained, number: int) -> None:
+def fill(trained: Trained, number: int) -> None:
     """Set all values to the number of one save."""
     with torch.no_grad():
-        for param in one.params:
+        for param in trained.params:
             local_of(param).fill_(number)
-            state = one.optim.state[param]
+            state = trained.optim.state[param]
             for name, more in (("exp_avg", 0.5), ("exp_avg_sq", 0.25), ("step", 0.0)):
                 local_of(state[name]).fill_(number + more)
 
 
-def values(one: Trained) -> dict[str, list[float]]:
+def values(trained: Trained) -> dict[str, list[float]]:
     """The distinct numbers among the values, by the kind of value."""
-    found = {"param": {float(v) for param in one.params for v in local_of(param).detach().unique()}}
+    numbers = {"param": {float(v) for param in trained.params for v in local_of(param).detach().unique()}}
     for name in ("exp_avg", "exp_avg_sq", "step"):
-        found[name] = {float(v) for param in one.params for v in local_of(one.optim.state[param][name]).unique()}
-    return {name: sorted(some) for name, some in found.items()}
+        numbers[name] = {
+            float(v) for param in trained.params for v in local_of(trained.optim.state[param][name]).unique()
+        }
+    return {name: sorted(some) for name, some in numbers.items()}
 
 
-def check_values(what: str, one: Trained, number: int) -> None:
+def check_values(what: str, trained: Trained, number: int) -> None:
     """Raise unless all values are the number of this save."""
     wanted = {"param": 0.0, "exp_avg": 0.5, "exp_avg_sq": 0.25, "step": 0.0}
-    check_same(f"{what}, save {number}", values(one), {name: [number + more] for name, more in wanted.items()})
+    check_same(f"{what}, save {number}", values(trained), {name: [number + more] for name, more in wanted.items()})
 
 
 @functools.cache
@@ -104,19 +106,23 @@ def path_of(root: Any, mode: str, number: int) -> Any:
     return f"{root}/{name}" if isinstance(root, str) else root / name
 
 
-def save_by(mode: str, root: Any, number: int, one: Trained, *, timeout: float | None = None, **options: Any) -> None:
+def save_by(
+    mode: str, root: Any, number: int, trained: Trained, *, timeout: float | None = None, **options: Any
+) -> None:
     """Save in a mode, and wait for the end. Called by all ranks. `root`: a folder, or a URL as a str."""
     options |= {"extra": {"number": number}}
     if mode.startswith("managed"):
         options = {"durable": True, "overwrite": True, "timeout": timeout, **options}
-        save_managed(root, number, one.model, one.optim, keep_last=KEPT, **options)
+        save_managed(root, number, trained.model, trained.optim, keep_last=KEPT, **options)
         return
     options |= {"timeout": timeout, "overwrite": mode.endswith("overwrite")}
     place = path_of(root, mode, number)
     if mode.startswith("async"):
-        fsdp_optim.async_save(place, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options)).wait(LIMIT)
+        fsdp_optim.async_save(
+            place, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options)
+        ).wait(LIMIT)
     else:
-        fsdp_optim.save(place, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **options))
+        fsdp_optim.save(place, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **options))
 
 
 def note(order: dict[str, Any], rank: int, what: str, number: int) -> None:
@@ -139,8 +145,8 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
     if order["ranks"] > 1:
         join(order, rank)
         wrapper = order.get("wrapper", "FSDP2")
-    one = plain() if wrapper == "plain" else Trained(wrapper, adam, 1, Layers)
-    one.forget_gradients()
+    trained = plain() if wrapper == "plain" else Trained(wrapper, adam, 1, Layers)
+    trained.forget_gradients()
     options = {"timeout": order["patience"], **order.get("options", {})}
     if "storage_options" in order:
         options["storage_options"] = order["storage_options"]
@@ -151,25 +157,25 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
     kill_at = order.get("kill_at") if rank == order.get("victim", rank) else None
     with killed_at(kill_at, f"{calls}-{rank}" if calls is not None else None):
         for number in range(order["first"], order["first"] + order["count"]):
-            fill(one, number)
+            fill(trained, number)
             note(order, rank, "begin", number)
-            save_by(mode, root, number, one, **options)
+            save_by(mode, root, number, trained, **options)
             note(order, rank, "end", number)
 
 
 def load_again_and_again(order: dict[str, Any], rank: int) -> None:
     """Load again and again beside writers: each load must be all of one save, and never of an older one than before."""
     root, end = Path(order["root"]), time.monotonic() + order["seconds"]
-    one, newest, count = plain(), 0, 0
+    trained, newest, count = plain(), 0, 0
     while time.monotonic() < end:
         before = saves_ended(order["saver"])
         path = root / "current" if order["mode"].endswith("overwrite") else fsdp_optim.latest(root)
-        fill(one, 12345)
+        fill(trained, 12345)
         try:
             if path is None:
                 raise Differs(f"latest finds nothing in {sorted(os.listdir(root))}")
             number = fsdp_optim.load(
-                path, one.model, one.optim, options=fsdp_optim.LoadOptions(verify=order["verify"])
+                path, trained.model, trained.optim, options=fsdp_optim.LoadOptions(verify=order["verify"])
             ).state["number"]
         except fsdp_optim.CheckpointError as error:
             if saves_ended(order["saver"]) - before < least_replaced(order["mode"]):
@@ -178,7 +184,7 @@ def load_again_and_again(order: dict[str, Any], rank: int) -> None:
                 ) from error
             note(order, rank, "replaced", count)
             continue
-        check_values(f"load {count} of {path}", one, number)
+        check_values(f"load {count} of {path}", trained, number)
         if number < max(newest, before):
             raise Differs(f"load {count} gives save {number}, but {max(newest, before)} had been there")
         newest, count = number, count + 1
@@ -267,7 +273,7 @@ def _live(order: dict[str, Any], rank: int) -> None:
 
 def _collected(pids: Sequence[int], limit: float) -> list[int | None]:
     """The exit code of each rank, as in subprocess; None for one that had to be killed."""
-    end, found = time.monotonic() + limit, []
+    end, codes = time.monotonic() + limit, []
     for pid in pids:
         status = os.waitpid(pid, os.WNOHANG)
         while status[0] == 0 and time.monotonic() < end:
@@ -276,8 +282,8 @@ def _collected(pids: Sequence[int], limit: float) -> list[int | None]:
         if status[0] == 0:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        found.append(os.waitstatus_to_exitcode(status[1]) if status[0] else None)
-    return found
+        codes.append(os.waitstatus_to_exitcode(status[1]) if status[0] else None)
+    return codes
 
 
 LIVES: dict[str, Callable[[dict[str, Any], int], None]] = {"save": save_again_and_again, "load": load_again_and_again}
@@ -338,9 +344,9 @@ class Ranks:
         """Run ranks until they have ended without an error. Returns their notes."""
         pids, notes = self.start(**order)
         codes = self.collect(pids, limit)
-        found = read_notes(notes)
-        check_same(f"exit codes, {found[-3:]}", codes, [0] * len(pids))
-        return found
+        noted = read_notes(notes)
+        check_same(f"exit codes, {noted[-3:]}", codes, [0] * len(pids))
+        return noted
 
 
 def read_notes(path: Path) -> list[list[Any]]:

@@ -137,9 +137,13 @@ class Recorder:
                 self.events.append(("create", *self._place(where), os.stat(where).st_ino, "folder"))
 
     def _rename(self, name: str, real: Callable[..., None], source: Any, target: Any, **fds: Any) -> None:
-        one, other = self._path(source, fds.get("src_dir_fd")), self._path(target, fds.get("dst_dir_fd"))
+        source_path, other = self._path(source, fds.get("src_dir_fd")), self._path(target, fds.get("dst_dir_fd"))
         with self._lock:
-            places = (*self._place(one), *self._place(other)) if one is not None and other is not None else None
+            places = (
+                (*self._place(source_path), *self._place(other))
+                if source_path is not None and other is not None
+                else None
+            )
             real(source, target, **fds)
             if places is not None:
                 self.events.append(("rename", *places))
@@ -228,29 +232,29 @@ class _Folder:
 
 
 def _content(data: bytes, events: Sequence[Event]) -> bytes:
-    found = bytearray(data)
+    content = bytearray(data)
     for what, _, *rest in events:
         if what == "truncate":
             (size,) = rest
-            del found[size:]
-            found += bytes(size - len(found))
+            del content[size:]
+            content += bytes(size - len(content))
         else:
             offset, written = rest
-            found += bytes(max(offset + len(written) - len(found), 0))
-            found[offset : offset + len(written)] = written
-    return bytes(found)
+            content += bytes(max(offset + len(written) - len(content), 0))
+            content[offset : offset + len(written)] = written
+    return bytes(content)
 
 
 def _names(names: dict[str, int], events: Sequence[Event]) -> dict[str, int]:
-    found = dict(names)
+    names_after = dict(names)
     for what, *rest in events:
         if what == "add":
-            found[rest[0]] = rest[1]
+            names_after[rest[0]] = rest[1]
         elif what == "drop":
-            found.pop(rest[0], None)
+            names_after.pop(rest[0], None)
         else:
-            found[rest[1]] = found.pop(rest[0])
-    return found
+            names_after[rest[1]] = names_after.pop(rest[0])
+    return names_after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +283,7 @@ class Disk:
     def _add(self, path: Path) -> int:
         number = self._number(path.stat().st_ino)
         if path.is_dir():
-            self._things[number] = _Folder({one.name: self._add(one) for one in path.iterdir()})
+            self._things[number] = _Folder({entry.name: self._add(entry) for entry in path.iterdir()})
         else:
             self._things[number] = _File(path.read_bytes())
         return number
@@ -324,9 +328,9 @@ class Disk:
     @property
     def unsafe(self) -> tuple[list[int], list[int]]:
         """The folders and files with changes that were not flushed."""
-        found = {number: thing for number, thing in self._things.items() if thing.pending}
-        return [n for n, t in found.items() if isinstance(t, _Folder)], [
-            n for n, t in found.items() if isinstance(t, _File)
+        pending = {number: thing for number, thing in self._things.items() if thing.pending}
+        return [n for n, t in pending.items() if isinstance(t, _Folder)], [
+            n for n, t in pending.items() if isinstance(t, _File)
         ]
 
     def left(self, choice: Choice) -> Tree:
@@ -368,18 +372,18 @@ def torn(rng: random.Random) -> Callable[[int, list[Event]], list[Event]]:
     """Keep all of each change, nothing, or some sectors."""
 
     def choose(_: int, events: list[Event]) -> list[Event]:
-        found: list[Event] = []
+        kept: list[Event] = []
         for event in events:
             kind = rng.randrange(3)
             if kind == 0:
-                found.append(event)
+                kept.append(event)
             elif kind == 1 and event[0] == "write":
                 _, ino, offset, data = event
                 for begin in range(-(offset % SECTOR), len(data), SECTOR):
                     if rng.random() < 0.5:
                         first = max(begin, 0)
-                        found.append(("write", ino, offset + first, data[first : begin + SECTOR]))
-        return found
+                        kept.append(("write", ino, offset + first, data[first : begin + SECTOR]))
+        return kept
 
     return choose
 
@@ -392,9 +396,9 @@ def choices(disk: Disk, rng: random.Random, at_random: int) -> Iterator[Choice]:
     yield Choice(none_of, every)
     yield Choice(all_of, torn(rng))
     folders, _ = disk.unsafe
-    for one in folders if len(folders) > 1 else ():
-        yield Choice(lambda folder, number, one=one: number if folder == one else 0, every)  # type: ignore[misc]
-        yield Choice(lambda folder, number, one=one: 0 if folder == one else number, every)  # type: ignore[misc]
+    for alone in folders if len(folders) > 1 else ():
+        yield Choice(lambda folder, number, alone=alone: number if folder == alone else 0, every)  # type: ignore[misc]
+        yield Choice(lambda folder, number, alone=alone: 0 if folder == alone else number, every)  # type: ignore[misc]
     for _ in range(at_random):
         yield at_random_choice(rng)
 

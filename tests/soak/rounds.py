@@ -45,36 +45,38 @@ def used() -> dict[str, int]:
     }
 
 
-def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
+def one_round(trained: Trained, target: Trained, root: Path, number: int) -> None:
     """Make each call once, and two calls that fail."""
-    group: Any = {"process_group": one.process_group, "timeout": LIMIT}
-    full = one.gather(0, timeout=LIMIT)
-    named = one.gather(None, "name", timeout=LIMIT)
-    for _ in fsdp_optim.iter_full_optim_state(one.model, one.optim, 0, **as_options(fsdp_optim.CallOptions, **group)):
+    group: Any = {"process_group": trained.process_group, "timeout": LIMIT}
+    full = trained.gather(0, timeout=LIMIT)
+    named = trained.gather(None, "name", timeout=LIMIT)
+    for _ in fsdp_optim.iter_full_optim_state(
+        trained.model, trained.optim, 0, **as_options(fsdp_optim.CallOptions, **group)
+    ):
         pass
     fsdp_optim.load_optim_state_dict(target.optim, target.scatter(full))
     fsdp_optim.load_optim_state_dict(target.optim, target.shard(named))
     fsdp_optim.transfer_optim_state(
-        one.model, one.optim, target.model, target.optim, **as_options(fsdp_optim.CallOptions, **group)
+        trained.model, trained.optim, target.model, target.optim, **as_options(fsdp_optim.CallOptions, **group)
     )
     extras = {"extra": {"number": number}, "per_rank_extra": {"rank": dist.get_rank()}}
     fsdp_optim.save(
         root / "current",
-        one.model,
-        one.optim,
+        trained.model,
+        trained.optim,
         overwrite=True,
         **as_options(fsdp_optim.SaveOptions, **extras, **group),
     )
-    save_managed(root, number, one.model, one.optim, keep_last=2, durable=True, **group, **extras)
+    save_managed(root, number, trained.model, trained.optim, keep_last=2, durable=True, **group, **extras)
     for path in (root / "current", fsdp_optim.latest(root)):
         restored = fsdp_optim.load(
             path, target.model, target.optim, **as_options(fsdp_optim.LoadOptions, **group, compare=True)
         )  # type: ignore[arg-type]
         check_same("extras", (restored.state["number"], restored.state["rank"]), (number, dist.get_rank()))
-    for mine, theirs in zip(one.params, target.params, strict=True):
-        found = list(differences(local_of(theirs).detach(), local_of(mine).detach()))
-        if found:
-            raise Differs(f"round {number}: {found[:3]}")
+    for param, loaded_param in zip(trained.params, target.params, strict=True):
+        unequal = list(differences(local_of(loaded_param).detach(), local_of(param).detach()))
+        if unequal:
+            raise Differs(f"round {number}: {unequal[:3]}")
     for path, options in (
         (root / "nothing", {}),
         (root / "current", {"strict": False, "keep_hyperparameters": ("nobody",)}),
@@ -94,14 +96,14 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
 def rounds(root: Path, wrapper: str, count: int, warm_after: int) -> tuple[dict[str, int], dict[str, int]]:
     """Run rounds on this rank. Returns its resources after the first rounds, and at the end."""
     torch.set_num_threads(1)
-    one, target = (Trained(wrapper, adam, steps, Layers) for steps in (2, 1))
-    one.forget_gradients()
+    trained, target = (Trained(wrapper, adam, steps, Layers) for steps in (2, 1))
+    trained.forget_gradients()
     warm: dict[str, int] = {}
     for number in range(count):
         if number == warm_after:
             dist.barrier()
             warm = used()
-        one_round(one, target, root, number)
+        one_round(trained, target, root, number)
     dist.barrier()
     time.sleep(0.05)  # for threads that end by themselves
     return warm, used()

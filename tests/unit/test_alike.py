@@ -31,10 +31,10 @@ def test_scalars_with_equal_bits_are_one_and_all_others_stay_apart() -> None:
         *(torch.tensor(1 + 2j), torch.tensor(3.0, requires_grad=True), 3.0, "3.0", None, torch.ones(3)[1]),
     ]
     scalars = Scalars(values)
-    found = [scalars.of(value) for value in values]
-    assert found == [Scalar.of(value) for value in values]
-    assert found[0] is found[1]
-    for value, scalar in zip(values, found, strict=True):
+    scalars_of_values = [scalars.of(value) for value in values]
+    assert scalars_of_values == [Scalar.of(value) for value in values]
+    assert scalars_of_values[0] is scalars_of_values[1]
+    for value, scalar in zip(values, scalars_of_values, strict=True):
         if isinstance(value, torch.Tensor):
             assert scalar.value.dtype is value.dtype
             assert scalar.value.data_ptr() != value.data_ptr()
@@ -54,21 +54,23 @@ def test_parameters_with_the_same_state_share_a_summary_and_others_do_not() -> N
     states[2]["step"] = torch.tensor(7.0)
     states[3]["exp_avg"] = states[3]["exp_avg"].to(torch.bfloat16)
     states[4]["step"], states[5]["step"] = with_bits(0x7FC00001), with_bits(0x7FC00002)
-    found = read_optimizer(optim, ModelReader(model, 0).read()).summaries
-    assert found[0] is found[1]
-    assert len({id(summary) for summary in found}) == 5
-    assert found[2] != found[0] != found[3]
-    bits = [int(dict(summary.scalars)["step"].value.view(torch.int32)) for summary in found[4:] if summary is not None]
+    summaries = read_optimizer(optim, ModelReader(model, 0).read()).summaries
+    assert summaries[0] is summaries[1]
+    assert len({id(summary) for summary in summaries}) == 5
+    assert summaries[2] != summaries[0] != summaries[3]
+    bits = [
+        int(dict(summary.scalars)["step"].value.view(torch.int32)) for summary in summaries[4:] if summary is not None
+    ]
     assert bits == [0x7FC00001, 0x7FC00002]
 
 
 def kinds_of(units: list[tuple[str, ...]], params: dict[str, Param]) -> list[tuple[object, ...]]:
     """What a load looks at of each unit, one parameter after the other."""
-    found = []
+    kinds = []
     for fqns in units:
         held = [params[fqn] for fqn in fqns]
-        found.append(tuple((param.placement.shape, param.group_index, repr(param.summary)) for param in held))
-    return found
+        kinds.append(tuple((param.placement.shape, param.group_index, repr(param.summary)) for param in held))
+    return kinds
 
 
 def test_one_parameter_of_each_kind() -> None:
@@ -145,7 +147,13 @@ def test_what_is_not_of_one_parameter_is_in_the_text_too(changed: dict[str, obje
 def test_values_of_different_types_are_not_the_same() -> None:
     """Also where all their parts are equal, as after a decoder that makes lists of tuples."""
     part = torch.ones(2)
-    for one, other in (([1, part], (1, part)), ({"a": part}, OrderedDict(a=part)), (True, 1), (1, 1.0), (None, "None")):
-        assert same(one, one)
-        assert not same(one, other)
-        assert not same([one], [other])
+    for value, other in (
+        ([1, part], (1, part)),
+        ({"a": part}, OrderedDict(a=part)),
+        (True, 1),
+        (1, 1.0),
+        (None, "None"),
+    ):
+        assert same(value, value)
+        assert not same(value, other)
+        assert not same([value], [other])

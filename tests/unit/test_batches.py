@@ -27,7 +27,7 @@ class BatchesTest(unittest.TestCase):
     @settings(deadline=None)
     @given(st.lists(st.integers(0, 3)), st.integers(1, 20))
     def test_what_does_not_join_begins_a_batch(self, items: list[int], most: int) -> None:
-        batches = list(in_batches(items, lambda item: 1, most, lambda one, other: one <= other))
+        batches = list(in_batches(items, lambda item: 1, most, lambda previous, other: previous <= other))
         self.assertEqual([item for batch in batches for item in batch], items)
         for batch in batches:
             self.assertEqual(batch, sorted(batch))

@@ -61,8 +61,8 @@ class BeaconTest(Listing):
 
     def test_no_name_is_given_twice(self) -> None:
         """A client may have kept that a name is not there."""
-        with beacon_above(self.root) as one, beacon_above(self.root) as other:
-            self.assertNotEqual(one, other)
+        with beacon_above(self.root) as beacon, beacon_above(self.root) as other:
+            self.assertNotEqual(beacon, other)
 
     def test_an_error_inside_takes_it_away(self) -> None:
         def fail() -> None:
@@ -193,10 +193,10 @@ class HostTest(Listing):
             return real(path, *args, **kwargs)
 
         with mock.patch.object(Path, "read_text", read_text):
-            mine = filesystem.this_host(self.root)
-            self.assertEqual(filesystem.this_host(self.root), mine)
+            host = filesystem.this_host(self.root)
+            self.assertEqual(filesystem.this_host(self.root), host)
             filesystem._unique_name.cache_clear()  # as in another process
-            self.assertNotEqual(filesystem.this_host(self.root), mine)
+            self.assertNotEqual(filesystem.this_host(self.root), host)
 
     @parameterized.expand(
         [

@@ -43,13 +43,13 @@ def runs(draw: st.DrawFn) -> tuple[Shape, int, int]:
 def test_intersect_is_the_common_elements(case: tuple[Shape, Box, Box]) -> None:
     shape, a, b = case
     common = set(oracle.elements_of_box(shape, a)) & set(oracle.elements_of_box(shape, b))
-    found = a.intersect(b)
+    intersection = a.intersect(b)
     if not common:
-        assert found is None
+        assert intersection is None
     else:
-        assert found is not None
-        assert set(oracle.elements_of_box(shape, found)) == common
-        assert found == b.intersect(a)
+        assert intersection is not None
+        assert set(oracle.elements_of_box(shape, intersection)) == common
+        assert intersection == b.intersect(a)
 
 
 @many

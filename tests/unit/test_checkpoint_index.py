@@ -92,8 +92,8 @@ class TestResolved(unittest.TestCase):
     """A full dict with stored tensors becomes a state by FQN; only what is not cut like a parameter is read."""
 
     def read(self, tensors: Sequence[StoredTensor]) -> list[torch.Tensor]:
-        self.were_read = [*self.were_read, *(one.key for one in tensors)]
-        return [torch.full(one.shape, 5.0) for one in tensors]
+        self.were_read = [*self.were_read, *(tensor.key for tensor in tensors)]
+        return [torch.full(tensor.shape, 5.0) for tensor in tensors]
 
     def setUp(self) -> None:
         self.were_read: list[str] = []
@@ -103,35 +103,35 @@ class TestResolved(unittest.TestCase):
         return StoredState.resolved("here", saved, names, {"w": (3, 2), "frozen": (4,), "b": (2,)}, self.read)
 
     def test_recorded_kinds(self) -> None:
-        found = self.resolved(saved_optim("here", DESCRIPTION, TENSORS))
-        self.assertEqual(found.tensors, {("w", "m"): TENSORS["m"]})
-        self.assertTrue(found.full.state["w"]["m"].is_meta)
+        resolved = self.resolved(saved_optim("here", DESCRIPTION, TENSORS))
+        self.assertEqual(resolved.tensors, {("w", "m"): TENSORS["m"]})
+        self.assertTrue(resolved.full.state["w"]["m"].is_meta)
         self.assertEqual(sorted(self.were_read), ["rows", "step"])
-        self.assertEqual(found.full.state["w"]["step"].item(), 5.0)
-        self.assertEqual(found.full.other_keys, {"loss_scale": 2.0})
+        self.assertEqual(resolved.full.state["w"]["step"].item(), 5.0)
+        self.assertEqual(resolved.full.other_keys, {"loss_scale": 2.0})
 
     def test_ids_without_kinds(self) -> None:
         state = {0: {"exp_avg": TENSORS["m"], "step": TENSORS["step"]}}
         groups = [{"lr": 1.0, "params": [0, 1]}, {"lr": TENSORS["rows"], "params": [2]}]
-        found = self.resolved(SavedOptim({"state": state, "param_groups": groups}))
-        self.assertEqual(found.tensors, {("w", "exp_avg"): TENSORS["m"]})
-        self.assertEqual(found.full.state["w"]["step"].item(), 5.0)
-        self.assertEqual(found.full.groups[1][0]["lr"].tolist(), [5.0] * 3)
+        resolved = self.resolved(SavedOptim({"state": state, "param_groups": groups}))
+        self.assertEqual(resolved.tensors, {("w", "exp_avg"): TENSORS["m"]})
+        self.assertEqual(resolved.full.state["w"]["step"].item(), 5.0)
+        self.assertEqual(resolved.full.groups[1][0]["lr"].tolist(), [5.0] * 3)
 
     def test_numbers_in_lists(self) -> None:
         """Fairscale has a number once for each rank, in a list, and the reader of its dialect compares them."""
         state = {0: {"exp_avg": TENSORS["m"], "step": [TENSORS["step"], TENSORS["step"]]}}
         full = {"state": state, "param_groups": [{"params": [0, 1, 2]}], "param_id_map": dict.fromkeys(range(3), 0)}
         names = Names((("w", "frozen", "b"),), {}, unit_order=("w", "frozen", "b"))
-        found = StoredState.resolved("here", SavedOptim(full), names, {"w": (3, 2)}, self.read)
-        self.assertEqual(found.full.state["w"]["step"].item(), 5.0)
-        self.assertEqual(found.tensors, {("w", "exp_avg"): TENSORS["m"]})
+        resolved = StoredState.resolved("here", SavedOptim(full), names, {"w": (3, 2)}, self.read)
+        self.assertEqual(resolved.full.state["w"]["step"].item(), 5.0)
+        self.assertEqual(resolved.tensors, {("w", "exp_avg"): TENSORS["m"]})
 
     def test_one_tensor_in_two_places_is_two(self) -> None:
         state = {key: {"exp_avg": TENSORS["rows"]} for key in (0, 2)}
         groups = [{"params": [0, 1]}, {"params": [2]}]
-        found = self.resolved(SavedOptim({"state": state, "param_groups": groups}))
-        values = [found.full.state[fqn]["exp_avg"] for fqn in ("w", "b")]
+        resolved = self.resolved(SavedOptim({"state": state, "param_groups": groups}))
+        values = [resolved.full.state[fqn]["exp_avg"] for fqn in ("w", "b")]
         self.assertNotEqual(values[0].data_ptr(), values[1].data_ptr())
 
     def test_reserved_keys(self) -> None:
@@ -141,7 +141,7 @@ class TestResolved(unittest.TestCase):
 
     def test_what_has_no_stored_tensor_stays_the_same_object(self) -> None:
         tree = {"a": OrderedDict(x=1), "b": [TENSORS["m"]]}
-        new = mapped(tree, lambda value: mapped(value, lambda one: 0 if one is TENSORS["m"] else one))
+        new = mapped(tree, lambda value: mapped(value, lambda leaf: 0 if leaf is TENSORS["m"] else leaf))
         self.assertIs(new["a"], tree["a"])
         self.assertEqual(new["b"], [0])
         self.assertIs(mapped(tree["a"], lambda value: value), tree["a"])

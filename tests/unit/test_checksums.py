@@ -31,8 +31,8 @@ class TableTest(unittest.TestCase):
             parts = self.parts(borders, num)
             joined = join_tables("file", parts, borders[-1])
             wanted = sorted((int(end), int(digest)) for part in parts for _, end, digest in part)
-            found = list(zip(joined.ends.tolist(), joined.hashes.tolist(), strict=True))
-            check_same("rows", found, wanted)
+            joined_rows = list(zip(joined.ends.tolist(), joined.hashes.tolist(), strict=True))
+            check_same("rows", joined_rows, wanted)
             check_same(
                 "through bytes", [rows_from(part.tobytes()).tolist() for part in parts], [p.tolist() for p in parts]
             )

@@ -38,8 +38,8 @@ def identity_of(who: str) -> str:
     """The identity of a process that is alive, or was, or is of another machine."""
     if who == ELSEWHERE:
         return OTHER
-    mine = identity_of_process().split()
-    return " ".join(mine if who == ALIVE else [*mine[:3], "1"])
+    words = identity_of_process().split()
+    return " ".join(words if who == ALIVE else [*words[:3], "1"])
 
 
 @contextlib.contextmanager
@@ -215,8 +215,8 @@ class OddClaimTest(Claimed):
         elif kind == "folder":
             path.mkdir()
         else:
-            with socket.socket(socket.AF_UNIX) as one:
-                one.bind(str(path))
+            with socket.socket(socket.AF_UNIX) as unix_socket:
+                unix_socket.bind(str(path))
         self.age(LONG)
         for one_machine in (LOCAL, SHARED):
             self.check(one_machine, True)

@@ -55,8 +55,8 @@ SAME: dict[str, tuple[Any, Any]] = {
 class CompareTest(unittest.TestCase):
     @parameterized.expand(DIFFERENT)
     def test_it_raises_in_both_directions(self, name: str) -> None:
-        one, other = DIFFERENT[name]
-        for got, wanted in ((one, other), (other, one)):
+        value, other = DIFFERENT[name]
+        for got, wanted in ((value, other), (other, value)):
             with self.assertRaisesRegex(Differs, "^here: "):
                 check_same("here", got, wanted)
             with self.assertRaisesRegex(Differs, "^here: "):
@@ -69,12 +69,12 @@ class CompareTest(unittest.TestCase):
         check_same("here", *SAME[name])
 
     def test_the_order_of_keys(self) -> None:
-        one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
-        check_same("here", one, other, in_order=False)
+        mapping, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+        check_same("here", mapping, other, in_order=False)
         with self.assertRaisesRegex(Differs, "keys"):
-            check_same("here", one, other)
+            check_same("here", mapping, other)
         with self.assertRaisesRegex(Differs, "keys"):
-            check_same("here", [one], [other])
+            check_same("here", [mapping], [other])
 
     def test_the_class_of_a_mapping(self) -> None:
         check_same("here", collections.OrderedDict(a=1), {"a": 1})

@@ -22,15 +22,15 @@ class EndTest(Saves):
     def test_all_are_done(self) -> None:
         saves = self.joined(4)
         reports = [b"", b"one", bytes(3), "ä".encode()]
-        for one, report in list(zip(saves, reports, strict=True))[::-1]:
-            one.done(report)
+        for save, report in list(zip(saves, reports, strict=True))[::-1]:
+            save.done(report)
         self.assertEqual(self.ends(saves), [reports, None, None, None])
         self.check_nothing_left()
 
     def test_some_ranks_of_a_job(self) -> None:
         saves = self.joined(5, ranks=[1, 3, 4])
-        for one in saves:
-            one.done(b"%d" % one.group.rank)
+        for save in saves:
+            save.done(b"%d" % save.group.rank)
         self.assertEqual(self.ends(saves), [[b"1", b"3", b"4"], None, None])
         self.check_nothing_left()
 
@@ -47,8 +47,8 @@ class EndTest(Saves):
         self.patch("_PART_NBYTES", 1000)
         saves = self.joined(3)
         reports = [os.urandom(nbytes) for _ in saves]
-        for one, report in zip(saves, reports, strict=True):
-            one.done(report)
+        for save, report in zip(saves, reports, strict=True):
+            save.done(report)
         self.assertEqual(self.ends(saves), [reports, None, None])
         self.check_nothing_left()
 
@@ -76,28 +76,28 @@ class EndTest(Saves):
         saves = self.joined(3)
         saves[0].done(b"")
         saves[1].failed("no")
-        found = self.together(lambda: self.lead(saves[0]), saves[1].wait_for_end, saves[2].wait_for_end)
-        self.assertEqual(found, [("CheckpointError", "rank 1: no")] * 3)
-        for one in saves:  # rank 2 has announced nothing
-            one.close()
+        errors = self.together(lambda: self.lead(saves[0]), saves[1].wait_for_end, saves[2].wait_for_end)
+        self.assertEqual(errors, [("CheckpointError", "rank 1: no")] * 3)
+        for save in saves:  # rank 2 has announced nothing
+            save.close()
         self.check_nothing_left()
 
     def test_all_that_failed_are_named(self) -> None:
         self.patch("_MOST_REASONS", 3)
         saves = self.joined(6)
         saves[0].done(b"")
-        for one in saves[:0:-1]:
-            one.failed(f"no {one.group.rank}")
-        found = self.ends(saves)
-        self.assertEqual(len(set(found)), 1)
-        self.assertEqual(found[0][1].splitlines(), ["rank 3: no 3", "rank 4: no 4", "rank 5: no 5"])
+        for save in saves[:0:-1]:
+            save.failed(f"no {save.group.rank}")
+        errors = self.ends(saves)
+        self.assertEqual(len(set(errors)), 1)
+        self.assertEqual(errors[0][1].splitlines(), ["rank 3: no 3", "rank 4: no 4", "rank 5: no 5"])
         self.check_nothing_left()
 
     def test_the_leader_failed(self) -> None:
         saves = self.joined(3)
         saves[0].failed("no")
-        for one in saves[1:]:
-            one.done(b"x")
+        for save in saves[1:]:
+            save.done(b"x")
         self.assertEqual(self.ends(saves, failed="rank 0: no"), [("CheckpointError", "rank 0: no")] * 3)
         self.check_nothing_left()
 
@@ -105,9 +105,9 @@ class EndTest(Saves):
         saves = self.joined(3, timeout=0.1)
         saves[0].done(b"")
         saves[1].done(b"")
-        found = self.ends(saves)
-        self.assertEqual([kind for kind, _ in found], ["RankTimeoutError", "CheckpointError", "CheckpointError"])
-        self.assertEqual({text for _, text in found}, {"run/a: rank 2 did not finish its part within 0.1 s"})
+        errors = self.ends(saves)
+        self.assertEqual([kind for kind, _ in errors], ["RankTimeoutError", "CheckpointError", "CheckpointError"])
+        self.assertEqual({text for _, text in errors}, {"run/a: rank 2 did not finish its part within 0.1 s"})
         self.check_nothing_left()
 
     def test_the_leader_is_late(self) -> None:
@@ -119,26 +119,26 @@ class EndTest(Saves):
     @parameterized.expand([(0,), (1,), (2,)])
     def test_one_leaves_without_a_word(self, leaves: int) -> None:
         saves = self.joined(3)
-        for one in saves:
-            if one.group.rank != leaves:
-                one.done(b"x")
+        for save in saves:
+            if save.group.rank != leaves:
+                save.done(b"x")
         saves[leaves].close()
-        rest = [one for one in saves if one.group.rank != leaves]
-        calls = [(lambda: self.lead(saves[0])) if one is saves[0] else one.wait_for_end for one in rest]
-        found = self.together(*calls)
-        for kind, text in found:
+        rest = [save for save in saves if save.group.rank != leaves]
+        calls = [(lambda: self.lead(saves[0])) if save is saves[0] else save.wait_for_end for save in rest]
+        errors = self.together(*calls)
+        for kind, text in errors:
             self.assertEqual(kind, "CheckpointError")
             self.assertIn(f"rank {leaves}", text)
             self.assertIn("run/a", text)
             self.assertIn("without a word", text)
-        for one in saves:
-            one.close()
+        for save in saves:
+            save.close()
         self.check_nothing_left()
 
     def test_all_leave_without_a_word(self) -> None:
         """As when the save that an upload waits for has failed."""
         saves = self.joined(3)
-        self.together(*(one.close for one in saves))
+        self.together(*(save.close for save in saves))
         self.check_nothing_left()
 
     def test_a_rank_that_has_reported_and_does_not_wait(self) -> None:
@@ -152,11 +152,11 @@ class EndTest(Saves):
     def test_two_saves_at_once(self) -> None:
         """As those into a folder, and from there into a bucket."""
         first = self.joined(2)
-        second = [self.join(one.group, "b") for one in first]
+        second = [self.join(save.group, "b") for save in first]
         first[1].failed("no")
         first[0].done(b"")
-        for one in second:
-            one.done(b"second")
+        for save in second:
+            save.done(b"second")
         self.assertEqual(self.ends(second), [[b"second"] * 2, None])
         self.assertEqual(self.ends(first), [("CheckpointError", "rank 1: no")] * 2)
         self.check_nothing_left()
@@ -166,29 +166,29 @@ class EndTest(Saves):
         groups = [self.group(rank, (0, 1)) for rank in (0, 1)]
         for number in range(20):
             saves = [self.join(group, str(number)) for group in groups]
-            for one in saves:
-                one.done(b"x" * number)
+            for save in saves:
+                save.done(b"x" * number)
             self.ends(saves)
         self.check_nothing_left()
 
     def test_alone(self) -> None:
-        [one] = self.joined(1)
-        one.done(b"mine")
-        self.assertEqual(one.wait_for_all(), [b"mine"])
-        one.commit()
-        one.saved()
-        self.assertTrue(one.not_saved("no"))
-        one.failed("no")
-        one.close()
+        [save] = self.joined(1)
+        save.done(b"mine")
+        self.assertEqual(save.wait_for_all(), [b"mine"])
+        save.commit()
+        save.saved()
+        self.assertTrue(save.not_saved("no"))
+        save.failed("no")
+        save.close()
         self.check_nothing_left()
         self.assertEqual(self.num_keys(), 0)
 
     def test_it_beats_until_it_is_closed(self) -> None:
-        [one, other] = self.joined(2)
-        pulse = one.group.world.pulse
+        [save, other] = self.joined(2)
+        pulse = save.group.world.pulse
         self.assertEqual([pulse._num_holders, other.group.world.pulse._num_holders], [1, 1])
-        one.close()
-        one.close()
+        save.close()
+        save.close()
         self.assertEqual([pulse._num_holders, other.group.world.pulse._num_holders], [0, 1])
 
 
@@ -211,8 +211,8 @@ class StoreTest(Saves):
             self.assertFalse(saves[0].not_saved("no"))
             saves[0].close()
             saves[1].close()
-        for one in saves:
-            self.assertEqual(one.group.world.pulse._num_holders, 0)
+        for save in saves:
+            self.assertEqual(save.group.world.pulse._num_holders, 0)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class LostTest(Saves):
         saves[0].done(b"")
         saves[1].done(b"")
         Watch.lost = {2: how}
-        found = self.ends(saves[:2])
-        for kind, text in found:
+        errors = self.ends(saves[:2])
+        for kind, text in errors:
             self.assertEqual(kind, "CheckpointError")
             self.assertIn("run/a: lost before their parts were written: rank 2: " + how, text)
         self.assertEqual(self.all_know, how == ENDED)
@@ -46,8 +46,8 @@ class LostTest(Saves):
 
     def test_a_rank_that_was_done_may_be_lost(self) -> None:
         saves = self.joined(3)
-        for one in saves:
-            one.done(b"x")
+        for save in saves:
+            save.done(b"x")
         Watch.lost = {2: ENDED}
         self.assertEqual(self.ends(saves[:2]), [[b"x"] * 3, None])
 
@@ -79,8 +79,8 @@ class LostTest(Saves):
     def test_the_report_of_a_rank_that_has_ended_does_not_stay(self) -> None:
         self.patch("_PART_NBYTES", 10)
         saves = self.joined(3)
-        for one in saves:
-            one.done(b"x" * 100)
+        for save in saves:
+            save.done(b"x" * 100)
         Watch.lost = {2: ENDED}
         self.assertEqual(self.ends(saves[:2])[1], None)
         self.check_nothing_left()
@@ -105,11 +105,11 @@ class LostTest(Saves):
     @parameterized.expand([(ENDED,), (SILENT,)])
     def test_the_leader_is_lost(self, how: str) -> None:
         saves = self.joined(3)
-        for one in saves:
-            one.done(b"x")
+        for save in saves:
+            save.done(b"x")
         Watch.lost = {0: how}
-        found = self.together(*(one.wait_for_end for one in saves[1:]))
-        for kind, text in found:
+        errors = self.together(*(save.wait_for_end for save in saves[1:]))
+        for kind, text in errors:
             self.assertEqual(kind, "CheckpointError")
             self.assertIn(f"run/a: rank 0: {how}", text)
             self.assertIn("look at its log", text)
@@ -117,22 +117,22 @@ class LostTest(Saves):
     def test_a_leader_that_was_given_up_gives_no_checkpoint_its_name(self) -> None:
         """It was stopped, and continues."""
         saves = self.joined(3)
-        for one in saves:
-            one.done(b"x")
+        for save in saves:
+            save.done(b"x")
         Watch.lost = {0: SILENT}
-        found = self.together(*(one.wait_for_end for one in saves[1:]))
+        errors = self.together(*(save.wait_for_end for save in saves[1:]))
         Watch.lost = {}
         with mock.patch.object(JobStore, "multi_get", side_effect=AssertionError("it waits for what is not there")):
             [(kind, text)] = self.ends(saves[:1])
         self.assertEqual(kind, "CheckpointError")
-        self.assertEqual({text}, {said for _, said in found})
+        self.assertEqual({text}, {said for _, said in errors})
         self.check_nothing_left()
 
     def test_a_leader_that_is_lost_while_it_gives_the_checkpoint_its_name(self) -> None:
         """Nobody knows whether it has; nobody says that it has not."""
         saves = self.joined(2)
-        for one in saves:
-            one.done(b"x")
+        for save in saves:
+            save.done(b"x")
         saves[0].wait_for_all()
         saves[0].commit()
         Watch.lost = {0: SILENT}
@@ -147,8 +147,8 @@ class LostTest(Saves):
         """Whoever is faster: the leader that commits, or the others that give it up."""
         for _ in range(30):
             saves = self.joined(4)
-            for one in saves:
-                one.done(b"x")
+            for save in saves:
+                save.done(b"x")
             gate, committed = threading.Barrier(4), list[bool]()
 
             def lead(leader: Completion = saves[0], gate: Any = gate, committed: Any = committed) -> None:
@@ -162,17 +162,17 @@ class LostTest(Saves):
                 committed.append(True)
                 leader.saved()
 
-            def wait(one: Completion, gate: Any = gate) -> None:
-                with contextlib.closing(one):
+            def wait(save: Completion, gate: Any = gate) -> None:
+                with contextlib.closing(save):
                     gate.wait()
-                    one.wait_for_end()
+                    save.wait_for_end()
 
             Watch.lost = {0: SILENT}
-            found = self.together(lead, *(lambda one=one: wait(one) for one in saves[1:]))
-            for one in saves:
-                one.close()
+            errors = self.together(lead, *(lambda save=save: wait(save) for save in saves[1:]))
+            for save in saves:
+                save.close()
             self.check_nothing_left()
-            said_no = [text for text in found if text and "It may have finished it" not in text[1]]
+            said_no = [text for text in errors if text and "It may have finished it" not in text[1]]
             if committed:
                 self.assertEqual(said_no, [], "it is there, and a rank says that it is not")
             else:
@@ -189,8 +189,8 @@ class LateTest(Saves):
     @parameterized.expand([(True,), (False,)])
     def test_it_reads_how_the_save_has_ended(self, well: bool) -> None:
         saves = self.joined(4)
-        for one in saves[:3]:
-            one.done(b"x")
+        for save in saves[:3]:
+            save.done(b"x")
         saves[3].done(b"x") if well else saves[3].failed("no")
         error = None if well else ("CheckpointError", "rank 3: no")
         first = self.ends(saves[:2])
@@ -224,18 +224,18 @@ class LateTest(Saves):
     def test_the_last_two_read_at_once(self) -> None:
         for _ in range(30):
             saves = self.joined(3)
-            for one in saves:
-                one.done(b"x")
+            for save in saves:
+                save.done(b"x")
             self.ends(saves[:1])
-            self.assertEqual(self.together(*(one.wait_for_end for one in saves[1:])), [None, None])
+            self.assertEqual(self.together(*(save.wait_for_end for save in saves[1:])), [None, None])
             self.check_nothing_left()
 
     def test_it_comes_while_the_leader_ends_its_waiting(self) -> None:
         self.patch("_GRACE", 0.0)
         for _ in range(30):
             saves = self.joined(3)
-            for one in saves:
-                one.done(b"x")
+            for save in saves:
+                save.done(b"x")
             self.assertEqual(self.ends(saves)[1:], [None, None])
             self.check_nothing_left()
 
@@ -244,30 +244,30 @@ def save_on_threads(failing: int | None) -> Any:
     """A save on a thread of its own for each rank, with beats and looks as they are."""
     world = world_here()
     group = world.group("async_save", range(world.size))
-    with contextlib.closing(Completion.join(group, "a", "run/a")) as one:
+    with contextlib.closing(Completion.join(group, "a", "run/a")) as save:
         if world.rank == failing:
-            one.failed("no")
+            save.failed("no")
         else:
-            one.done(b"%d" % world.rank)
+            save.done(b"%d" % world.rank)
         if world.rank:
-            return error_text(one.wait_for_end)
+            return error_text(save.wait_for_end)
         try:
-            reports = one.wait_for_all()
-            one.commit()
+            reports = save.wait_for_all()
+            save.commit()
         except CheckpointError as error:
-            return one.not_saved(str(error)), str(error)
-        one.saved()
+            return save.not_saved(str(error)), str(error)
+        save.saved()
         return reports
 
 
 class ThreadsTest(unittest.TestCase):
     def test_well(self) -> None:
-        found = run_on_threads(save_on_threads, 8, None)
-        self.assertEqual(found, [[b"%d" % rank for rank in range(8)], *[("", "")] * 7])
+        results = run_on_threads(save_on_threads, 8, None)
+        self.assertEqual(results, [[b"%d" % rank for rank in range(8)], *[("", "")] * 7])
 
     def test_one_failed(self) -> None:
-        found = run_on_threads(save_on_threads, 8, 5)
-        self.assertEqual(found, [(True, "rank 5: no"), *[("CheckpointError", "rank 5: no")] * 7])
+        results = run_on_threads(save_on_threads, 8, 5)
+        self.assertEqual(results, [(True, "rank 5: no"), *[("CheckpointError", "rank 5: no")] * 7])
 
 
 BEATING = """
@@ -291,18 +291,18 @@ class KilledTest(unittest.TestCase):
         world.board = world.pulse.store = JobStore(lambda: server)
         other = start(BEATING.format(port=server.port, rank=killed), preload=LIBRARY)
         try:
-            with contextlib.closing(Completion.join(world.group("async_save", (0, 1)), "a", "run/a")) as one:
-                one.done(b"")
+            with contextlib.closing(Completion.join(world.group("async_save", (0, 1)), "a", "run/a")) as save:
+                save.done(b"")
                 deadline = time.monotonic() + LIMIT
                 while not world.board.check([f"pulse/{killed}"]):
                     self.assertLess(time.monotonic(), deadline)
                     time.sleep(0.01)
                 threading.Timer(0.2, os.kill, [other.pid, signal.SIGKILL]).start()
                 begun = time.monotonic()
-                refused(lambda: call(one), CheckpointError, f"rank {killed}: its process has ended", *words)
+                refused(lambda: call(save), CheckpointError, f"rank {killed}: its process has ended", *words)
                 self.assertLess(time.monotonic() - begun, SOON)
                 if not rank:
-                    self.assertTrue(one.not_saved("no"))
+                    self.assertTrue(save.not_saved("no"))
                     self.assertLess(time.monotonic() - begun, SOON)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -310,10 +310,10 @@ class KilledTest(unittest.TestCase):
             other.wait(LIMIT)
 
     def test_a_rank(self) -> None:
-        self.check(0, 1, lambda one: one.wait_for_all(), "lost before their parts were written")
+        self.check(0, 1, lambda save: save.wait_for_all(), "lost before their parts were written")
 
     def test_the_leader(self) -> None:
-        self.check(1, 0, lambda one: one.wait_for_end(), "finishes the checkpoint")
+        self.check(1, 0, lambda save: save.wait_for_end(), "finishes the checkpoint")
 
 
 if __name__ == "__main__":

@@ -19,15 +19,15 @@ def keys_of(
     tree: Mapping[str, Any], at: tuple[str | int, ...] = ()
 ) -> dict[str, tuple[tuple[str | int, ...], int | None]]:
     """Keys with their paths, and the number of dimensions of tensors: a number in the tree; None is another value."""
-    found: dict[str, tuple[tuple[str | int, ...], int | None]] = {}
+    keys: dict[str, tuple[tuple[str | int, ...], int | None]] = {}
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for name, value in items:
         if isinstance(value, (Mapping, list)):
-            found |= keys_of(value, (*at, name))
+            keys |= keys_of(value, (*at, name))
         else:
             path = (*at, name)
-            found[".".join(map(str, path))] = (path, value)
-    return found
+            keys[".".join(map(str, path))] = (path, value)
+    return keys
 
 
 MODEL_KEYS = {"a.w": 2, "b.w": 1}
@@ -77,10 +77,10 @@ class KeysTest(unittest.TestCase):
     )
     def test_found(self, _: str, saved: Any, prefix: str | None, num_optimizers: int) -> None:
         keys = keys_of(saved)
-        found = self.meaning(keys)
+        meaning = self.meaning(keys)
         wanted = {} if prefix is None else {name: f"{prefix}{name}" for name in MODEL_KEYS}
-        self.assertEqual(dict(found.model), wanted)
-        self.assertEqual(len(found.optimizers), num_optimizers)
+        self.assertEqual(dict(meaning.model), wanted)
+        self.assertEqual(len(meaning.optimizers), num_optimizers)
 
     def meaning(self, keys: Mapping[str, tuple[tuple[str | int, ...], int | None]]) -> Any:
         paths = {key: path for key, (path, _) in keys.items()}
@@ -105,8 +105,8 @@ class KeysTest(unittest.TestCase):
             self.assertIn(name, str(caught.exception))
 
     def test_numbers_say_the_order(self) -> None:
-        found = self.meaning(keys_of({"model": MODEL_KEYS, **{f"optimizer_{n}": NESTED for n in (10, 2, 0)}}))
-        first = [tree["param_groups"][0]["lr"] for tree in found.optimizers]
+        meaning = self.meaning(keys_of({"model": MODEL_KEYS, **{f"optimizer_{n}": NESTED for n in (10, 2, 0)}}))
+        first = [tree["param_groups"][0]["lr"] for tree in meaning.optimizers]
         self.assertEqual(first, [Leaf(f"optimizer_{n}.param_groups.0.lr") for n in (0, 2, 10)])
 
     def test_a_list_with_a_hole(self) -> None:

@@ -75,9 +75,9 @@ class ValuesTest(InFolder):
         )
         with closing(opened(files.finish())) as reader:
             self.assertEqual(list(reader.model), ["a"])
-            found = reader.index.extras[MODULES].decoded(allow_pickle=False)
-            self.assertEqual(found["layer._extra_state"], [None, {"scale": 2}])
-            self.assertTrue(torch.equal(found["other._extra_state"][1], torch.ones(2)))
+            states = reader.index.extras[MODULES].decoded(allow_pickle=False)
+            self.assertEqual(states["layer._extra_state"], [None, {"scale": 2}])
+            self.assertTrue(torch.equal(states["other._extra_state"][1], torch.ones(2)))
 
     def test_objects_of_unknown_classes_are_made_only_on_request(self) -> None:
         files = DcpFiles(self.folder).tensor(["model", "a"], TALL).value(["args"], Args(3)).value(["step"], 4)
@@ -108,8 +108,8 @@ class ValuesTest(InFolder):
             files.tensor(["model", name], tensor)
         with closing(opened(files.finish())) as reader:
             for name, tensor in alike.items():
-                found = read_elements(reader, reader.model[name], 0, tensor.numel())
-                self.assertEqual(found, bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()), name)
+                elements = read_elements(reader, reader.model[name], 0, tensor.numel())
+                self.assertEqual(elements, bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()), name)
 
 
 @dataclasses.dataclass
@@ -190,8 +190,8 @@ class MetadataTest(InFolder):
                 (self.folder / f"rank{rank}" / path).rename(self.folder / name)
             (self.folder / f"rank{rank}").rmdir()
         with closing(opened(self.folder)) as reader:
-            found = read_elements(reader, reader.model["w"], 0, 70)
-            self.assertEqual(found, bytes(TALL.view(-1).view(torch.uint8).numpy()))
+            elements = read_elements(reader, reader.model["w"], 0, 70)
+            self.assertEqual(elements, bytes(TALL.view(-1).view(torch.uint8).numpy()))
             self.assertEqual(reader.index.extras[COMMON].decoded(allow_pickle=False), {"epoch": 0})
         (self.folder / "__0.metadata").unlink()
         self.check_refused("__0.metadata: is missing")

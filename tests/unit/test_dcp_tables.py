@@ -73,23 +73,23 @@ def tables_of(data: bytes, length: int = 1 << 20) -> Tables | None:
     return read_tables("here", in_pieces(data, length))
 
 
-def values_of(found: metadata.Metadata) -> list[Any]:
+def values_of(parsed: metadata.Metadata) -> list[Any]:
     """All that metadata say, in their order."""
-    return [list(found.tensors.items()), list(found.values.items()), list(found.paths.items()), found.digest]
+    return [list(parsed.tensors.items()), list(parsed.values.items()), list(parsed.paths.items()), parsed.digest]
 
 
 class SameTest(InFolder):
     def read(self, data: bytes, *, as_tables: bool) -> list[Any]:
         self.folder.mkdir(exist_ok=True)
         (self.folder / ".metadata").write_bytes(data)
-        found = open_any(self.folder)
+        opened = open_any(self.folder)
         try:
             if as_tables:
-                return values_of(metadata.read_metadata(found, ".metadata"))
+                return values_of(metadata.read_metadata(opened, ".metadata"))
             with mock.patch.object(metadata, "read_tables", return_value=None):
-                return values_of(metadata.read_metadata(found, ".metadata"))
+                return values_of(metadata.read_metadata(opened, ".metadata"))
         finally:
-            found.close()
+            opened.close()
 
     @parameterized.expand(itertools.product((4, 5), (7, 400, 3000)))
     def test_any_metadata(self, protocol: int, num: int) -> None:

@@ -104,14 +104,14 @@ def test_no_byte_is_read_twice_and_only_touched_segments_are_read(case: tuple[in
     content = bytes_up_to(nbytes)
     file = Memory(bytes(OFFSET) + content)
     read(file, ranges, sums_of(content, segments))
-    found = [place - OFFSET + index for place, length in file.moves for index in range(length)]
+    bytes_read = [place - OFFSET + index for place, length in file.moves for index in range(length)]
     wanted = {
         index
         for first, last in segments
         for index in range(first, last)
         if any(start < last and first < stop for start, stop in ranges)
     }
-    assert sorted(found) == sorted(wanted)
+    assert sorted(bytes_read) == sorted(wanted)
 
 
 @examples(100)

@@ -31,7 +31,7 @@ def changed(half: str, fqn: str, value: ValueFingerprint, name: str = "") -> Fin
 class TestDifferences(unittest.TestCase):
     def check(self, other: Fingerprint, *expected: tuple[str, str]) -> tuple[Difference, ...]:
         differences = ALL.differences(other)
-        self.assertEqual([(one.value, one.kind) for one in differences], list(expected))
+        self.assertEqual([(difference.value, difference.kind) for difference in differences], list(expected))
         self.assertEqual(len(other.differences(ALL)), len(expected))
         return differences
 
@@ -41,55 +41,55 @@ class TestDifferences(unittest.TestCase):
         self.check(changed("weights", "a", dataclasses.replace(print_of(A), norm=3.0, projections=(1.0,))))
 
     def test_other_values(self) -> None:
-        (one,) = self.check(changed("weights", "b", print_of(B * 1.5)), ("b", "values"))
-        self.assertRegex(str(one), r"^b: has other elements \(norm .* here, .* there\)$")
-        (one,) = self.check(changed("optim", "a", print_of(A * -2), "exp_avg"), ("a:exp_avg", "values"))
-        self.assertIn("of the same norm", str(one))
-        (one,) = self.check(changed("optim", "a", print_of(A * 0), "exp_avg"), ("a:exp_avg", "values"))
-        self.assertRegex(str(one), r"\(all zeros there, norm .* here\)")
-        (one,) = self.check(changed("state", "ema.a", print_of(C * math.nan)), ("state['ema.a']", "values"))
-        self.assertIn("0 elements are not finite here, 12 there", str(one))
+        (difference,) = self.check(changed("weights", "b", print_of(B * 1.5)), ("b", "values"))
+        self.assertRegex(str(difference), r"^b: has other elements \(norm .* here, .* there\)$")
+        (difference,) = self.check(changed("optim", "a", print_of(A * -2), "exp_avg"), ("a:exp_avg", "values"))
+        self.assertIn("of the same norm", str(difference))
+        (difference,) = self.check(changed("optim", "a", print_of(A * 0), "exp_avg"), ("a:exp_avg", "values"))
+        self.assertRegex(str(difference), r"\(all zeros there, norm .* here\)")
+        (difference,) = self.check(changed("state", "ema.a", print_of(C * math.nan)), ("state['ema.a']", "values"))
+        self.assertIn("0 elements are not finite here, 12 there", str(difference))
 
     def test_exchanged(self) -> None:
         both = dataclasses.replace(ALL, weights={"a": print_of(B), "b": print_of(A)})
-        one, other = self.check(both, ("a", "exchanged"), ("b", "exchanged"))
-        self.assertEqual((one.partner, other.partner), (("b", ""), ("a", "")))
-        self.assertEqual(str(one), "a: was exchanged with b")
+        difference, other = self.check(both, ("a", "exchanged"), ("b", "exchanged"))
+        self.assertEqual((difference.partner, other.partner), (("b", ""), ("a", "")))
+        self.assertEqual(str(difference), "a: was exchanged with b")
         moments = {"exp_avg": print_of(A * A), "exp_avg_sq": print_of(A * 2)}
-        one, _ = self.check(
+        difference, _ = self.check(
             dataclasses.replace(ALL, optim={**ALL.optim, "a": moments}),
             ("a:exp_avg", "exchanged"),
             ("a:exp_avg_sq", "exchanged"),
         )
-        self.assertEqual(str(one), "a:exp_avg: was exchanged with a:exp_avg_sq")
+        self.assertEqual(str(difference), "a:exp_avg: was exchanged with a:exp_avg_sq")
 
     def test_rotated_is_not_exchanged(self) -> None:
         """Each of three has the elements of the next one: the texts say so."""
         here = Fingerprint({"a": print_of(A), "b": print_of(B), "c": print_of(C)})
         there = Fingerprint({"a": print_of(B), "b": print_of(C), "c": print_of(A)})
-        one, *_ = here.differences(there)
-        self.assertEqual((one.kind, one.partner), ("values", ("c", "")))
-        self.assertIn("a: has other elements, which c has there", str(one))
+        difference, *_ = here.differences(there)
+        self.assertEqual((difference.kind, difference.partner), ("values", ("c", "")))
+        self.assertIn("a: has other elements, which c has there", str(difference))
 
     def test_equal_values_are_not_exchanged(self) -> None:
         here = Fingerprint({"a": print_of(A), "b": print_of(B), "c": print_of(B)})
         there = Fingerprint({"a": print_of(B), "b": print_of(B), "c": print_of(B)})
-        (one,) = here.differences(there)
-        self.assertEqual((one.fqn, one.kind, one.partner), ("a", "values", None))
+        (difference,) = here.differences(there)
+        self.assertEqual((difference.fqn, difference.kind, difference.partner), ("a", "values", None))
 
     def test_dtype_and_shape(self) -> None:
-        (one,) = self.check(changed("weights", "a", print_of(A.bfloat16())), ("a", "dtype"))
-        self.assertEqual(str(one), "a: is float32 here and bfloat16 there")
-        (one,) = self.check(changed("weights", "a", print_of(A.view(3, 4))), ("a", "shape"))
-        self.assertEqual(str(one), "a: has the shape [4, 3] here and [3, 4] there")
+        (difference,) = self.check(changed("weights", "a", print_of(A.bfloat16())), ("a", "dtype"))
+        self.assertEqual(str(difference), "a: is float32 here and bfloat16 there")
+        (difference,) = self.check(changed("weights", "a", print_of(A.view(3, 4))), ("a", "shape"))
+        self.assertEqual(str(difference), "a: has the shape [4, 3] here and [3, 4] there")
 
     def test_missing(self) -> None:
-        one, other = self.check(
+        difference, other = self.check(
             dataclasses.replace(ALL, weights={"a": print_of(A), "new": print_of(A)}),
             ("b", "missing there"),
             ("new", "missing here"),
         )
-        self.assertEqual((str(one), str(other)), ("b: is here alone", "new: is not here"))
+        self.assertEqual((str(difference), str(other)), ("b: is here alone", "new: is not here"))
         self.assertEqual((other.here, other.there), (None, print_of(A)))
 
 

@@ -174,8 +174,8 @@ def test_elements_that_have_changed_places_are_never_taken(drawn: tuple[View, Sh
     if prod(shape) < 2:
         return
     (first, a), (last, b) = everything[0], everything[-1]
-    one, other = changed[first].flat[a], changed[last].flat[b]
-    changed[first].flat[a], changed[last].flat[b] = other, one
+    element, other = changed[first].flat[a], changed[last].flat[b]
+    changed[first].flat[a], changed[last].flat[b] = other, element
     try:
         view = fitted_view("live.3", shape, changed)
     except LayoutError:

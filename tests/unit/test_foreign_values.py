@@ -63,8 +63,8 @@ class ForeignValueTest(unittest.TestCase):
                 fsdp_optim.load(folder, model, optim)
         values = [numbers[:1], numbers[1:4], numbers[1:4]]
         check_same("weights", [param.detach() for param in model.parameters()], values)
-        found = [optim.state[param] for param in model.parameters()]
-        check_same("state", found, [{"step": numbers[4], "exp_avg": one, "exp_avg_sq": one} for one in values])
+        states = [optim.state[param] for param in model.parameters()]
+        check_same("state", states, [{"step": numbers[4], "exp_avg": value, "exp_avg_sq": value} for value in values])
 
     def test_what_is_made_for_a_read_is_kept_until_the_next_one(self) -> None:
         """A tensor that is read in parts is made once, and only the last one takes memory."""
@@ -77,11 +77,11 @@ class ForeignValueTest(unittest.TestCase):
         sources = {name: Source(memory=partial(make, name)) for name in "ab"}
         with tempfile.TemporaryDirectory() as folder, Folder(folder, PROBE).open_any() as opened:
             reader = ForeignReader(opened, "raw", {}, sources=sources)
-            found = bytearray(8)
+            buffer = bytearray(8)
             for name, start in (("a", 0), ("a", 4), ("b", 2), ("b", 6), ("a", 4)):
-                reader.read({name: [Extent(start, memoryview(found)[start : start + 2])]})
+                reader.read({name: [Extent(start, memoryview(buffer)[start : start + 2])]})
         self.assertEqual(made, ["a", "b", "a"])
-        self.assertEqual(bytes(found), b"aabbaabb")
+        self.assertEqual(bytes(buffer), b"aabbaabb")
 
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ class FormatNamesTest(unittest.TestCase):
 
         self.assertEqual(text(TorchFiles()), text(TorchFiles()))
         self.assertNotEqual(text(TorchFiles()), text(TorchFiles(key_by="name")))
-        one, other = Raw(), Raw()  # without a repr of their own
-        self.assertEqual(text(one), text(other))
+        raw, other = Raw(), Raw()  # without a repr of their own
+        self.assertEqual(text(raw), text(other))
         self.assertNotEqual(text(Raw()), text("raw"))
 
 

@@ -25,11 +25,11 @@ def frames_of_files(draw: st.DrawFn) -> Frames:
 def bytes_of(frames: Frames) -> list[int | bytes]:
     """The file: for each byte, the byte of the data that it is, or the content of a frame or of the head."""
     contents = dict(zip(frames.at, frames.contents, strict=True))
-    found: list[int | bytes] = [b"?"] * frames.head_nbytes
+    file: list[int | bytes] = [b"?"] * frames.head_nbytes
     for byte in range(frames.data_nbytes + 1):
-        found += [bytes([one]) for one in contents.get(byte, b"")]
-        found += [byte] if byte < frames.data_nbytes else []
-    return found
+        file += [bytes([content_byte]) for content_byte in contents.get(byte, b"")]
+        file += [byte] if byte < frames.data_nbytes else []
+    return file
 
 
 @settings(max_examples=300)
@@ -41,14 +41,14 @@ def test_places(frames: Frames) -> None:
     for byte in range(frames.data_nbytes):
         assert frames.place_of(byte) == file.index(byte)
     for place in range(len(file) + 1):
-        assert frames.data_before(place) == sum(isinstance(one, int) for one in file[:place])
+        assert frames.data_before(place) == sum(isinstance(entry, int) for entry in file[:place])
 
 
 @settings(max_examples=300)
 @given(frames_of_files(), st.data())
 def test_writes_of_any_cut_fill_the_file(frames: Frames, data: st.DataObject) -> None:
     """Each byte of a frame is written once, by the write of its neighbours, and each write is one range of the file."""
-    wanted = [one[0] if isinstance(one, bytes) else one for one in bytes_of(frames)]
+    wanted = [entry[0] if isinstance(entry, bytes) else entry for entry in bytes_of(frames)]
     cuts = sorted({0, frames.data_nbytes, *data.draw(st.lists(st.integers(0, frames.data_nbytes), max_size=4))})
     file: dict[int, int] = {}
     data_alone: dict[int, int] = {}

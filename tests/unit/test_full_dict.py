@@ -80,18 +80,18 @@ class RoundTripTest(unittest.TestCase):
     @given(full_states(), st.sampled_from(["id", "name"]))
     def test_what_is_written_is_read(self, state: FullState, key_by: Any) -> None:
         full = write(state, key_by)
-        found = normalize(full, names_of(state))
-        check_same("read", vars(replace(found, fqn_of={})), vars(state))
-        of_fairscale = {found.fqn_of[key]: local_id for key, local_id in full["param_id_map"].items()}
+        normalized = normalize(full, names_of(state))
+        check_same("read", vars(replace(normalized, fqn_of={})), vars(state))
+        of_fairscale = {normalized.fqn_of[key]: local_id for key, local_id in full["param_id_map"].items()}
         wanted = {fqn: i if fqn in state.state else None for fqn, i in state.local_ids.items()}
         check_same("ids of what has state, for fairscale's reader", of_fairscale, wanted)
-        check_same("the keys", list(found.fqn_of.values()), [fqn for _, fqns in state.groups for fqn in fqns])
+        check_same("the keys", list(normalized.fqn_of.values()), [fqn for _, fqns in state.groups for fqn in fqns])
         for name in (
             "local_ids",
             "state",
             "kinds",
         ):  # the order matters: fairscale's reader counts consecutive equal values
-            check_same(name, list(getattr(found, name)), list(getattr(state, name)))
+            check_same(name, list(getattr(normalized, name)), list(getattr(state, name)))
 
     @settings(deadline=None, max_examples=50)
     @given(full_states())
@@ -123,32 +123,32 @@ EXAMPLES: dict[str, Any] = {
 
 class DialectTest(unittest.TestCase):
     def test_every_dialect_has_an_example(self) -> None:
-        self.assertEqual([type(one).__name__ for one in DIALECTS], list(EXAMPLES))
+        self.assertEqual([type(dialect).__name__ for dialect in DIALECTS], list(EXAMPLES))
 
     @parameterized.expand(list(EXAMPLES))
     def test_it_is_recognised_and_read(self, name: str) -> None:
         """A dict's own dialect is the first that recognises it; all dialects but one give the same state."""
         given_dict, before = EXAMPLES[name], copy.deepcopy(EXAMPLES[name])
-        first = next(one for one in DIALECTS if one.recognises(given_dict))
+        first = next(dialect for dialect in DIALECTS if dialect.recognises(given_dict))
         self.assertEqual(type(first).__name__, name)
         names = Names((("w",),), {}, unit_order=("w",))
         if name == "NoFullDict":
             with self.assertRaisesRegex(StateError, "no param_groups"):
                 normalize(given_dict, names)
             return
-        found = normalize(given_dict, names)
-        check_same("state", found.state, {"w": {"step": 1}})
-        check_same("groups", found.groups, (({"lr": 1}, ("w",)),))
+        normalized = normalize(given_dict, names)
+        check_same("state", normalized.state, {"w": {"step": 1}})
+        check_same("groups", normalized.groups, (({"lr": 1}, ("w",)),))
         listing = {"Flattened": "other", "Named": "other", "Fairscale": "units"}
-        self.assertEqual(found.listing, listing.get(name, "ids"))
+        self.assertEqual(normalized.listing, listing.get(name, "ids"))
         check_same("what came in", given_dict, before)
 
     def test_ids_of_our_own_dict_without_names_count_as_the_optimizer_does(self) -> None:
         """The ids of such a dict do not count fairscale's units, although the dict has fairscale's keys too."""
         full = write(FullState({"a": {"step": 1}}, (({}, ("a", "b")),), {}, local_ids={"b": 0, "a": 1}), "id")
         del full["fqns"], full["param_groups"][0]["param_names"]
-        found = normalize(full, Names((("a", "b"),), {}, unit_order=("b", "a")))
-        check_same("state", found.state, {"a": {"step": 1}})
+        normalized = normalize(full, Names((("a", "b"),), {}, unit_order=("b", "a")))
+        check_same("state", normalized.state, {"a": {"step": 1}})
 
     def test_what_ranks_of_fairscale_have_listed(self) -> None:
         """One value of each rank for the last original of a unit: all originals get it, unless the ranks differ."""
@@ -162,8 +162,8 @@ class DialectTest(unittest.TestCase):
                 with self.assertRaisesRegex(StateError, r"step differs between the ranks .*\[7.0, 8.0\]"):
                     normalize(full, names)
             else:
-                found = normalize(full, names).state
-                self.assertEqual([float(found[fqn]["step"]) for fqn in "ab"], [7.0, 7.0])
+                state = normalize(full, names).state
+                self.assertEqual([float(state[fqn]["step"]) for fqn in "ab"], [7.0, 7.0])
 
     def test_ids_that_nobody_knows(self) -> None:
         """A dict by name that was made by ids again, without its names, says itself why ids cannot count."""

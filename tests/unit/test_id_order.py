@@ -39,8 +39,8 @@ class IdOrderTest(unittest.TestCase):
             return known.get(key, sizes[place]) == sizes[place]
 
         ways = every_way(groups, sizes, known)
-        found = live_of_ids(groups, len(sizes), fits)
-        self.assertEqual(found, ways[0] if len(ways) == 1 else None)
+        answer = live_of_ids(groups, len(sizes), fits)
+        self.assertEqual(answer, ways[0] if len(ways) == 1 else None)
 
     def test_all_parameters_in_one_group_are_in_the_models_order(self) -> None:
         self.assertEqual(live_of_ids([[0, 1, 2]], 3, lambda key, place: True), {0: 0, 1: 1, 2: 2})

@@ -64,50 +64,50 @@ class Served(unittest.TestCase):
 class MethodsTest(Served):
     @parameterized.expand([(kind,) for kind in KINDS])
     def test_each_keeps_what_it_says(self, kind: str) -> None:
-        one, other = JobStore(lambda: self.origin(kind)), JobStore(lambda: self.origin(kind))
-        one.set("text", "ä")
-        one.set("bytes", b"\0\xff")
+        store, other = JobStore(lambda: self.origin(kind)), JobStore(lambda: self.origin(kind))
+        store.set("text", "ä")
+        store.set("bytes", b"\0\xff")
         self.assertEqual([other.get("text"), other.get("bytes")], ["ä".encode(), b"\0\xff"])
         self.assertEqual(other.multi_get(["bytes", "text"]), [b"\0\xff", "ä".encode()])
         self.assertEqual([other.check(["text", "bytes"]), other.check(["text", "no"])], [True, False])
-        self.assertEqual([one.add("n", 2), other.add("n", 3), one.add("n", 0), one.add("m", 0)], [2, 5, 5, 0])
-        self.assertEqual(one.compare_set("c", "", "1"), b"1")
+        self.assertEqual([store.add("n", 2), other.add("n", 3), store.add("n", 0), store.add("m", 0)], [2, 5, 5, 0])
+        self.assertEqual(store.compare_set("c", "", "1"), b"1")
         self.assertEqual(other.compare_set("c", "", "2"), b"1")
         self.assertEqual(other.compare_set("c", "1", "2"), b"2")
-        self.assertEqual(one.get("c"), b"2")
-        self.assertEqual([one.delete_key("c"), other.check(["c"])], [True, False])
+        self.assertEqual(store.get("c"), b"2")
+        self.assertEqual([store.delete_key("c"), other.check(["c"])], [True, False])
         if kind != "FileStore":  # that of torch always says yes
-            self.assertFalse(one.delete_key("c"))
+            self.assertFalse(store.delete_key("c"))
 
     @parameterized.expand([(kind,) for kind in KINDS])
     def test_reading_what_may_be_missing(self, kind: str) -> None:
-        one, other = JobStore(lambda: self.origin(kind)), JobStore(lambda: self.origin(kind))
-        self.assertIsNone(one.read("key"))
+        store, other = JobStore(lambda: self.origin(kind)), JobStore(lambda: self.origin(kind))
+        self.assertIsNone(store.read("key"))
         self.assertFalse(other.check(["key"]), "it was made by the look")
         for value in (b"value", b"", b"0", bytes(range(256))):
-            one.set("key", value)
-            self.assertEqual(one.read("key"), value)  # an answer: now it is there for others too
+            store.set("key", value)
+            self.assertEqual(store.read("key"), value)  # an answer: now it is there for others too
             self.assertEqual([other.read("key"), other.get("key")], [value, value])
 
     @parameterized.expand([(kind,) for kind in KINDS])
     def test_append(self, kind: str) -> None:
-        one, other = JobStore(lambda: self.origin(kind)), JobStore(lambda: self.origin(kind))
-        one.append("key", "a")
-        one.append("key", b"b")
-        self.assertEqual(one.get("key"), b"ab")
+        store, other = JobStore(lambda: self.origin(kind)), JobStore(lambda: self.origin(kind))
+        store.append("key", "a")
+        store.append("key", b"b")
+        self.assertEqual(store.get("key"), b"ab")
         other.append("key", "c")
         self.assertEqual(other.get("key"), b"abc")
 
     @parameterized.expand([(kind,) for kind in KINDS])
     def test_what_is_waited_for(self, kind: str) -> None:
-        one, other = JobStore(lambda: self.origin(kind)), JobStore(lambda: self.origin(kind))
-        self.assertFalse(one.wait("key", 0.05))
-        self.assertFalse(one.check(["key"]))
+        store, other = JobStore(lambda: self.origin(kind)), JobStore(lambda: self.origin(kind))
+        self.assertFalse(store.wait("key", 0.05))
+        self.assertFalse(store.check(["key"]))
         timer = threading.Timer(0.05, other.set, ["key", "value"])
         timer.start()
-        self.assertTrue(one.wait("key", 60.0))
+        self.assertTrue(store.wait("key", 60.0))
         timer.join()
-        self.assertTrue(one.wait("key", 0.05))
+        self.assertTrue(store.wait("key", 0.05))
 
     @parameterized.expand([(kind,) for kind in KINDS])
     def test_the_keys_of_others_are_not_touched(self, kind: str) -> None:
@@ -120,8 +120,8 @@ class MethodsTest(Served):
     def test_stores_that_share_a_server_and_not_a_prefix_are_two(self) -> None:
         """As of a process group that was destroyed and made again."""
         root = self.origin()
-        one, other = (JobStore(lambda name=name: PrefixStore(name, root)) for name in ("first", "second"))
-        one.set("key", "value")
+        store, other = (JobStore(lambda name=name: PrefixStore(name, root)) for name in ("first", "second"))
+        store.set("key", "value")
         self.assertFalse(other.check(["key"]))
 
     def test_it_connects_when_it_is_used(self) -> None:
@@ -220,10 +220,10 @@ class LostTest(Served):
     def test_its_connections_give_up(self) -> None:
         """Those of the trainer are left alone."""
         origin = self.origin()
-        theirs = set(connections_to(self.server.port))
+        trainer_fds = set(connections_to(self.server.port))
         store = JobStore(lambda: origin)
         [own] = self.own_connections(store)
-        limits = {fd: self.limit_of(fd) for fd in (own, *theirs)}
+        limits = {fd: self.limit_of(fd) for fd in (own, *trainer_fds)}
         self.assertEqual(limits.pop(own), int(GIVE_UP_AFTER * 1000))
         self.assertEqual(set(limits.values()), {0})
 
@@ -254,10 +254,10 @@ def neighbours_of_each(folder: str) -> tuple[str, str, str]:
 
 class NeighboursTest(Served):
     def test_the_ranks_on_the_host_of_the_store_are_named(self) -> None:
-        found = run_on_ranks(neighbours_of_each, 3, str(self.folder))
-        if not found[0][0]:
+        neighbours = run_on_ranks(neighbours_of_each, 3, str(self.folder))
+        if not neighbours[0][0]:
             self.skipTest("the ranks do not meet by TCP")
-        for first, second, text in found:
+        for first, second, text in neighbours:
             self.assertEqual([first, second], [", which runs ranks 0, 2,"] * 2)
             self.assertIn("its host, which runs ranks 0, 2, is lost", text)
 

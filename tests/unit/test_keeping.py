@@ -81,8 +81,8 @@ class RulesTest(unittest.TestCase):
             elif entry.step not in damaged:
                 num_good += 1
         bad = {name_of_step(step) for step in damaged}
-        found = superfluous(KeepRules(last, None, None, "min"), entries, lambda name: name not in bad, new)
-        self.assertEqual(found, gone, (entries, last, damaged))
+        removed = superfluous(KeepRules(last, None, None, "min"), entries, lambda name: name not in bad, new)
+        self.assertEqual(removed, gone, (entries, last, damaged))
 
     @examples(300)
     @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=14))
@@ -99,10 +99,12 @@ class RulesTest(unittest.TestCase):
             on_disk[step] = ManagedCheckpoint(
                 name_of_step(step), step, (sequence, step, 0, ""), at
             )  # replaces one of this step
-            line = [one for one in line if one <= at] + [step]
+            line = [saved_step for saved_step in line if saved_step <= at] + [step]
             at = step
             self.assertEqual(
-                {name_of_step(one) for one in on_disk if one not in line}, left_behind(on_disk.values()), events
+                {name_of_step(saved_step) for saved_step in on_disk if saved_step not in line},
+                left_behind(on_disk.values()),
+                events,
             )
 
     @examples(300)
@@ -241,17 +243,17 @@ class SignalsTest(unittest.TestCase):
         for first in (0, 1):
             both = [Signals([signal.SIGUSR1]), Signals([signal.SIGUSR1])]
             signal.raise_signal(signal.SIGUSR1)
-            self.assertEqual([one.received for one in both], [True, True])
+            self.assertEqual([signals.received for signals in both], [True, True])
             both[first].put_back()
             both[0].received = both[1].received = False
             self.calls.clear()
             signal.raise_signal(signal.SIGUSR1)
-            self.assertEqual([one.received for one in both], [first == 1, first == 0])
+            self.assertEqual([signals.received for signals in both], [first == 1, first == 0])
             self.assertEqual(self.calls, ["theirs"])
             both[1 - first].put_back()
             both[0].received = both[1].received = False
             signal.raise_signal(signal.SIGUSR1)
-            self.assertEqual([one.received for one in both], [False, False])
+            self.assertEqual([signals.received for signals in both], [False, False])
             signal.signal(signal.SIGUSR1, self.theirs)
 
     def test_an_interrupt_is_noted_instead_of_raised(self) -> None:
@@ -285,7 +287,7 @@ class SignalsTest(unittest.TestCase):
                 second.put_back()
                 third = Signals([number])
                 signal.raise_signal(number)
-                self.assertEqual([one.received for one in (first, second, third)], [False, False, True])
+                self.assertEqual([signals.received for signals in (first, second, third)], [False, False, True])
                 third.put_back()
                 self.assertEqual(_exit_code_of_fork(number), -number if default is signal.SIG_DFL else 3)
             finally:
@@ -296,8 +298,8 @@ class SignalsTest(unittest.TestCase):
         try:
             both = [Signals([signal.SIGTERM]), Signals([signal.SIGTERM])]
             self.assertEqual(_exit_code_of_fork(signal.SIGTERM), -signal.SIGTERM)
-            for one in reversed(both):
-                one.put_back()
+            for signals in reversed(both):
+                signals.put_back()
             self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
         finally:
             signal.signal(signal.SIGTERM, before)

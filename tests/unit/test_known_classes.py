@@ -25,8 +25,8 @@ class NoTensors:
 class KnownClassesTest(unittest.TestCase):
     def test_the_docs_name_each(self) -> None:
         text = DOC.read_text(encoding="utf-8")
-        of_torch = {what for what, one in table_of(NoTensors()).globals.items() if not isinstance(one, IN_WORDS)}
-        of_dcp = {one for one in (*dcp_pickle.CLASSES, *dcp_pickle.WORDS) if not one.startswith("pathlib")}
+        of_torch = {what for what, entry in table_of(NoTensors()).globals.items() if not isinstance(entry, IN_WORDS)}
+        of_dcp = {entry for entry in (*dcp_pickle.CLASSES, *dcp_pickle.WORDS) if not entry.startswith("pathlib")}
         known = {*of_torch, *stand_ins(), *STAND_INS, *of_dcp}
         self.assertGreater(len(known), 60)
         self.assertEqual(sorted(what for what in known if f"{what.rpartition('.')[2]}`" not in text), [])

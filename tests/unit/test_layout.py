@@ -31,13 +31,13 @@ def test_pieces_are_everything_that_a_rank_holds(pair: tuple[Layout, Layout]) ->
     assert set(layout.ranks) == {rank for p in layout.placements.values() for rank in oracle.held(p)}
     assert layout.ranks == tuple(sorted(set(layout.ranks)))
     for rank in (*layout.ranks, 99):
-        found: dict[str, dict[int, int]] = {fqn: {} for fqn in layout.fqns}
+        held: dict[str, dict[int, int]] = {fqn: {} for fqn in layout.fqns}
         for piece in layout.pieces(rank):
             assert piece.rank == rank
             elements = oracle.elements_of_box(layout.placements[piece.fqn].shape, piece.box)
             places = oracle.addresses_of_block(Block(piece.box, piece.offset, piece.strides))
-            found[piece.fqn] |= dict(zip(places, elements, strict=True))
-        assert found == {fqn: oracle.held(p).get(rank, {}) for fqn, p in layout.placements.items()}
+            held[piece.fqn] |= dict(zip(places, elements, strict=True))
+        assert held == {fqn: oracle.held(p).get(rank, {}) for fqn, p in layout.placements.items()}
 
 
 def test_a_layout_by_hand() -> None:

@@ -60,9 +60,9 @@ def test_a_value_without_elements_in_any_file_is_refused(tmp_path: Path) -> None
     real = StoredState.of
 
     def without(*args: Any, **kwargs: Any) -> StoredState:
-        found = real(*args, **kwargs)
-        values = {**found.full.state["weight"], "exp_avg": torch.zeros(2, 3)}
-        return replace(found, full=replace(found.full, state={**found.full.state, "weight": values}))
+        stored = real(*args, **kwargs)
+        values = {**stored.full.state["weight"], "exp_avg": torch.zeros(2, 3)}
+        return replace(stored, full=replace(stored.full, state={**stored.full.state, "weight": values}))
 
     before = optim.state[model.weight]["exp_avg"].clone()
     with (

@@ -65,19 +65,19 @@ def wait_until_it_has_ended(pid: int) -> None:
 
 class IdentityTest(unittest.TestCase):
     def test_of_this_process(self) -> None:
-        mine = identity_of_process()
-        self.assertEqual(mine, identity_of_process(os.getpid()))
+        identity = identity_of_process()
+        self.assertEqual(identity, identity_of_process(os.getpid()))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        self.assertEqual(mine.split()[0], boot)
-        self.assertEqual(mine.split()[2], str(os.getpid()))
+        self.assertEqual(identity.split()[0], boot)
+        self.assertEqual(identity.split()[2], str(os.getpid()))
 
     def test_another_process_has_another_one(self) -> None:
         with another_process() as process:
-            theirs = identity_of_process(process.pid)
-            self.assertEqual(len(theirs.split()), 4)
-            self.assertNotEqual(theirs, identity_of_process())
-            self.assertTrue(is_neighbour(theirs))
-            self.assertFalse(is_gone(theirs))
+            identity = identity_of_process(process.pid)
+            self.assertEqual(len(identity.split()), 4)
+            self.assertNotEqual(identity, identity_of_process())
+            self.assertTrue(is_neighbour(identity))
+            self.assertFalse(is_gone(identity))
 
     def test_a_process_with_an_odd_name(self) -> None:
         with another_process() as process:
@@ -92,36 +92,36 @@ class IdentityTest(unittest.TestCase):
 
     def test_it_ends_with_the_process_though_nobody_has_waited_for_it(self) -> None:
         with another_process() as process:
-            theirs = identity_of_process(process.pid)
+            identity = identity_of_process(process.pid)
             os.kill(process.pid, signal.SIGKILL)
             wait_until_it_has_ended(process.pid)
             self.assertTrue(Path(f"/proc/{process.pid}").exists(), "the parent has waited for it")
-            self.assertTrue(is_gone(theirs))
+            self.assertTrue(is_gone(identity))
         self.assertEqual(identity_of_process(process.pid), "")
-        self.assertTrue(is_gone(theirs))
+        self.assertTrue(is_gone(identity))
 
     def test_a_stopped_process_is_not_gone(self) -> None:
         with another_process() as process:
-            theirs = identity_of_process(process.pid)
+            identity = identity_of_process(process.pid)
             os.kill(process.pid, signal.SIGSTOP)
             os.waitpid(process.pid, os.WUNTRACED)
-            self.assertFalse(is_gone(theirs))
+            self.assertFalse(is_gone(identity))
 
     @parameterized.expand([("/proc/sys/kernel/random/boot_id",), ("/proc",)])
     def test_a_system_that_does_not_tell(self, path: str) -> None:
-        mine = identity_of_process()
+        identity = identity_of_process()
         with without(path):
             self.assertEqual(identity_of_process(), "")
-            self.assertFalse(is_neighbour(mine))
-            self.assertFalse(is_gone(mine))
+            self.assertFalse(is_neighbour(identity))
+            self.assertFalse(is_gone(identity))
             self.assertFalse(is_neighbour(""), "two machines that do not tell are not one")
             self.assertFalse(is_gone(""))
 
 
 class GoneTest(unittest.TestCase):
     def test_a_pid_that_was_given_again(self) -> None:
-        mine = identity_of_process()
-        self.assertTrue(is_gone(changed(mine, 3, str(int(mine.split()[3]) - 1))))
+        identity = identity_of_process()
+        self.assertTrue(is_gone(changed(identity, 3, str(int(identity.split()[3]) - 1))))
 
     @parameterized.expand([("boot", 0), ("namespace", 1)])
     def test_of_another_machine_or_container_nobody_knows(self, _: str, place: int) -> None:
@@ -139,19 +139,19 @@ class GoneTest(unittest.TestCase):
             self.assertFalse(is_gone(changed(identity_of_process(), 2, pid)), pid)
 
     def test_where_other_users_processes_are_hidden(self) -> None:
-        theirs = changed(identity_of_process(), 3, "1")
-        self.assertTrue(is_gone(theirs))
+        identity = changed(identity_of_process(), 3, "1")
+        self.assertTrue(is_gone(identity))
         real = os.access
         with mock.patch.object(os, "access", lambda path, *args: path != "/proc/1/stat" and real(path, *args)):
-            self.assertFalse(is_gone(theirs))
+            self.assertFalse(is_gone(identity))
 
 
 class ConnectionsTest(unittest.TestCase):
     def connected(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, int]:
         """A connection on loopback, and the port that it leads to."""
         server, client = socket.socket(family, kind), socket.socket(family, kind)
-        for one in (server, client):
-            self.addCleanup(one.close)
+        for end in (server, client):
+            self.addCleanup(end.close)
         try:
             server.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
         except OSError as error:
@@ -172,8 +172,8 @@ class ConnectionsTest(unittest.TestCase):
     def test_nothing_else_counts(self) -> None:
         _, port = self.connected(kind=socket.SOCK_DGRAM)
         pair = socket.socketpair()
-        for one in pair:
-            self.addCleanup(one.close)
+        for end in pair:
+            self.addCleanup(end.close)
         self.assertEqual(list(connections_to(port)), [])
 
     def test_where_the_system_does_not_tell(self) -> None:

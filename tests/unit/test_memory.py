@@ -122,13 +122,13 @@ class PiecesTest(unittest.TestCase):
             # the same values, laid out in another order of dimensions
             value = whole.permute(order).contiguous().permute(tuple(map(order.index, range(len(shape)))))
             self.assertTrue(torch.equal(value, whole))
-            found, at = [], 0
+            pieces, at = [], 0
             for start, piece in memory.pieces(value, most):
                 self.assertEqual((start, piece.dim()), (at, 1))
                 self.assertTrue(len(piece) <= most or value.is_contiguous())
-                found.append(piece)
+                pieces.append(piece)
                 at += len(piece)
-            check_same("elements", torch.cat([torch.empty(0, dtype=whole.dtype), *found]), whole.reshape(-1))
+            check_same("elements", torch.cat([torch.empty(0, dtype=whole.dtype), *pieces]), whole.reshape(-1))
 
     def test_no_copy_where_it_is_contiguous(self) -> None:
         value = torch.zeros(4, 5)

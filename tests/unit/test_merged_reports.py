@@ -87,9 +87,9 @@ def test_a_value_that_follows_the_parameter_on_one_rank_by_coincidence_is_kept_p
 
 def test_a_moment_of_torch_follows_the_parameter_or_is_an_error() -> None:
     """Its name says that it has the shape of the parameter, whatever one rank has found."""
-    found = Summary(opaque=(("exp_avg", OpaqueType("Tensor", "float32", (5,))),), names=("exp_avg",))
+    summary = Summary(opaque=(("exp_avg", OpaqueType("Tensor", "float32", (5,))),), names=("exp_avg",))
     with pytest.raises(StateError, match="w: exp_avg is float32 on rank 0 and a Tensor of shape"):
-        merged(report(CUT), report(CUT, found))
+        merged(report(CUT), report(CUT, summary))
 
 
 @pytest.mark.parametrize("alone", [True, False])

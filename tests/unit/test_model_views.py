@@ -422,9 +422,13 @@ class TestPatterns(unittest.TestCase):
 
     def test_two_numbers_and_axes_that_are_called_like_placeholders(self) -> None:
         views = [
-            View(f"a.{one}.b.{two}.w", "(i + j) k", {f"a.{one}.b.{two}.x": "i k", f"a.{one}.b.{two}.y": "j k"})
-            for one in range(2)
-            for two in range(3)
+            View(
+                f"a.{block}.b.{expert}.w",
+                "(i + j) k",
+                {f"a.{block}.b.{expert}.x": "i k", f"a.{block}.b.{expert}.y": "j k"},
+            )
+            for block in range(2)
+            for expert in range(3)
         ]
         (view,) = joined(views, [view.name for view in views])
         self.assertEqual(view.name, "a.{l}.b.{m}.w")

@@ -39,7 +39,7 @@ VALUES = [
 
 def elements(value: StateValue) -> torch.Tensor:
     """Elements that differ between any two places of any two values."""
-    first = 1 + 13 * [one.fqn for one in VALUES].index(value.fqn)
+    first = 1 + 13 * [listed.fqn for listed in VALUES].index(value.fqn)
     return torch.arange(first, first + value.placement.numel).to(value.dtype).view(value.placement.shape)
 
 
@@ -92,18 +92,18 @@ class Stored(End):
 
 
 def live(*, filled: bool, contiguous: bool = True) -> Live:
-    found = {}
+    tensors = {}
     for value in VALUES:
         tensor = elements(value) if filled else torch.zeros(value.placement.shape, dtype=value.dtype)
         if not contiguous and tensor.dim() > 1:
             tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1)
-        found[value.fqn] = tensor
-    return Live(found)
+        tensors[value.fqn] = tensor
+    return Live(tensors)
 
 
 def stored(*, filled: bool, cut: str | None = None) -> Stored:
     tensors = {value.fqn: elements(value).reshape(-1) for value in VALUES}
-    return Stored(tensors if filled else {fqn: torch.zeros_like(one) for fqn, one in tensors.items()}, cut)
+    return Stored(tensors if filled else {fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()}, cut)
 
 
 def run(source: End, target: End, nbytes: int, values: Sequence[StateValue] = VALUES) -> None:
@@ -115,8 +115,8 @@ def run(source: End, target: End, nbytes: int, values: Sequence[StateValue] = VA
 
 def check(target: Live | Stored) -> None:
     for value in VALUES:
-        wanted, found = elements(value).reshape(-1), target.tensors[value.fqn].reshape(-1)
-        assert torch.equal(wanted, found), f"{value.fqn}: {found.tolist()}, not {wanted.tolist()}"
+        wanted, arrived = elements(value).reshape(-1), target.tensors[value.fqn].reshape(-1)
+        assert torch.equal(wanted, arrived), f"{value.fqn}: {arrived.tolist()}, not {wanted.tolist()}"
 
 
 BUDGETS = [(1,), (16,), (40,), (100,), (1 << 20,)]
@@ -131,14 +131,14 @@ class MoveTest(unittest.TestCase):
                 run(live(filled=True, contiguous=contiguous), target, nbytes)
                 check(target)
             target = live(filled=False)
-            target.tensors = {fqn: one.view(-1) for fqn, one in target.tensors.items()}
+            target.tensors = {fqn: tensor.view(-1) for fqn, tensor in target.tensors.items()}
             run(stored(filled=True, cut=cut), target, nbytes)
             check(target)
             target = stored(filled=False)
             run(stored(filled=True, cut=cut), target, nbytes)
             check(target)
         target = live(filled=False)
-        target.tensors = {fqn: one.view(-1) for fqn, one in target.tensors.items()}
+        target.tensors = {fqn: tensor.view(-1) for fqn, tensor in target.tensors.items()}
         run(live(filled=True, contiguous=False), target, nbytes)
         check(target)
 
@@ -163,7 +163,7 @@ class MoveTest(unittest.TestCase):
             stored(filled=False),
         )
         run(live(filled=True), staged, nbytes)
-        run(read, Live({fqn: one.view(-1) for fqn, one in live(filled=False).tensors.items()}), nbytes)
+        run(read, Live({fqn: tensor.view(-1) for fqn, tensor in live(filled=False).tensors.items()}), nbytes)
         for value in VALUES:
             run(stored(filled=True), copied, nbytes, [value])
         for end in (staged, read, copied):
@@ -224,7 +224,7 @@ class MoveTest(unittest.TestCase):
             failure = Failure()
             failure.note(ValueError("before"))
             move(VALUES, source, target, alone("a test"), Budget(100), failure)
-            self.assertTrue(all(not bool(one.any()) for one in target.tensors.values()))
+            self.assertTrue(all(not bool(tensor.any()) for tensor in target.tensors.values()))
 
     def test_a_failure_at_an_end_is_noted(self) -> None:
         class Full(Stored):
@@ -259,7 +259,7 @@ class MoveTest(unittest.TestCase):
             with self.assertRaisesRegex(RankError, "lost the connection"):
                 run(live(filled=True), written, 1 << 20)
             self.assertEqual(written.log, [])
-            read, value = stored(filled=True, cut="runs"), next(one for one in VALUES if one.fqn == "matrix")
+            read, value = stored(filled=True, cut="runs"), next(listed for listed in VALUES if listed.fqn == "matrix")
             with self.assertRaisesRegex(RankError, "lost the connection"):
                 run(read, Live({"matrix": torch.zeros(20, dtype=value.dtype)}), 2 * value.nbytes // 5, [value])
         self.assertEqual(read.log, ["fill matrix 0"])  # of five windows

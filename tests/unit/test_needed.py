@@ -24,8 +24,8 @@ class TestNeeded(unittest.TestCase):
         self.addCleanup(patch.stop)
 
     def test_the_objects_are_given_by_their_names(self) -> None:
-        found = needed("torch", "9.9.9", {"torch_like": ("Thing", "Thing.act")})
-        self.assertEqual(found, {"Thing": MODULE.Thing, "Thing.act": MODULE.Thing.act})
+        objects = needed("torch", "9.9.9", {"torch_like": ("Thing", "Thing.act")})
+        self.assertEqual(objects, {"Thing": MODULE.Thing, "Thing.act": MODULE.Thing.act})
 
     @parameterized.expand(
         [

@@ -27,13 +27,13 @@ from fsdp_optim.storage.posix import directory as directory
 
 def open_in(folder: Path) -> list[str]:
     """The files in a folder that this process has open."""
-    found = []
+    paths = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             path = os.readlink(f"/proc/self/fd/{fd}")
             if Path(path).is_relative_to(folder):
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 class StagingTest(InFolder):
@@ -106,9 +106,9 @@ class StagingTest(InFolder):
         staging = self.begin()
         address = staging.folder
         staging.abandon(late=True)
-        one = writer.FolderWriter(address, durable=False, who="rank 1")
+        folder_writer = writer.FolderWriter(address, durable=False, who="rank 1")
         with self.assertRaises(OSError):
-            one.put("late.safetensors", b"x")
+            folder_writer.put("late.safetensors", b"x")
         self.check_only()
         self.begin().commit("fsdp_optim.json", b"{}", durable=False)
         self.check_only("step-1")
@@ -119,7 +119,7 @@ class StagingTest(InFolder):
 
 class ListingTest(InFolder):
     def names(self) -> list[str]:
-        return [Path(one.where).name for one in Folder(self.root / "_", PROBE).directory().listed()]
+        return [Path(entry.where).name for entry in Folder(self.root / "_", PROBE).directory().listed()]
 
     def save(self, *names: str) -> None:
         for name in names:
@@ -143,9 +143,9 @@ class ListingTest(InFolder):
             return type(status)(None, True, False, True, "stale")
 
         with mock.patch.object(directory, "status_of", moved):
-            found = Folder(self.root / "_", PROBE).directory().listed()
-        self.assertEqual([Path(one.where).name for one in found], ["step-1", "step-2"])
-        self.assertFalse(found[1].status.is_sure)
+            listed = Folder(self.root / "_", PROBE).directory().listed()
+        self.assertEqual([Path(entry.where).name for entry in listed], ["step-1", "step-2"])
+        self.assertFalse(listed[1].status.is_sure)
 
     def test_one_that_went_away_is_not(self) -> None:
         self.save("step-1", "step-2")
@@ -188,7 +188,7 @@ class ListingTest(InFolder):
         self.save("step-1")
         with Folder(self.root / "_", PROBE).beacon():
             self.assertEqual(self.names(), ["step-1"])
-            self.assertEqual([one.path.name for one in fsdp_optim.checkpoints(self.root)], ["step-1"])
+            self.assertEqual([checkpoint.path.name for checkpoint in fsdp_optim.checkpoints(self.root)], ["step-1"])
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ def test_a_new_object_with_the_id_of_one_that_is_gone() -> None:
 def test_computed_once() -> None:
     tree, asked = ModuleTree(nn.Linear(1, 1), is_wrapper_child=lambda module, name: False), list[Thing]()
     read, thing, equal = asked.append, Thing(1), Thing(1)
-    for one in (thing, equal, thing):
-        tree.once(read, one)
-    assert [id(one) for one in asked] == [id(thing), id(equal)]
+    for argument in (thing, equal, thing):
+        tree.once(read, argument)
+    assert [id(argument) for argument in asked] == [id(thing), id(equal)]
 
 
 def test_a_tree_lists_once() -> None:

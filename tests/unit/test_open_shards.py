@@ -27,7 +27,7 @@ def report(rank: int, *rows: tuple[int, int]) -> RankReport:
 
 
 def drawn(*reports: RankReport) -> GlobalState:
-    return merge_reports([(one, (rank,)) for rank, one in enumerate(reports)])
+    return merge_reports([(rank_report, (rank,)) for rank, rank_report in enumerate(reports)])
 
 
 class OpenShardsTest(unittest.TestCase):
@@ -55,9 +55,9 @@ def test_a_rank_without_a_parameter_that_it_should_hold() -> None:
     """Each rank tells what it has; a placement names all that should have some."""
     bias = LiveParam(("b",), (Whole((2,), (0, 1)),), 0, (), True, SUMMARY)
     weight = LiveParam(("w",), (FlatChunks((4,), 0, 2, ((0, 1),)),), 0, (), True, SUMMARY)
-    both, one = (
+    both, bias_alone = (
         RankReport("gather", tuple(p.fqns[0] for p in params), params, ((),)) for params in ((bias, weight), (bias,))
     )
     with pytest.raises(StateError, match=r"w: rank 1 should hold a part of this parameter, .*; rank 0 has one"):
-        drawn(both, one)
+        drawn(both, bias_alone)
     assert drawn(both, both).params["w"].placement == weight.placements[0]

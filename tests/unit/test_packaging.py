@@ -76,11 +76,17 @@ class DistributionsTest(unittest.TestCase):
         self.assertEqual(urls["Changelog"], f"{REPOSITORY}/blob/v9/CHANGELOG.md")
 
     def test_who_has_no_fairscale_needs_none(self) -> None:
-        needed = [one for one in self.metadata.get_all("Requires-Dist", []) if "extra ==" not in one]
-        names = {re.split(r"[^\w-]", one)[0] for one in needed}
+        needed = [
+            requirement for requirement in self.metadata.get_all("Requires-Dist", []) if "extra ==" not in requirement
+        ]
+        names = {re.split(r"[^\w-]", requirement)[0] for requirement in needed}
         self.assertEqual(names, {"click", "torch", "msgspec", "numpy", "rich", "tqdm", "xxhash"})
         self.assertLessEqual({"fairscale", "fsspec", "s3"}, set(self.metadata.get_all("Provides-Extra", [])))
-        of_extra = [one for one in self.metadata.get_all("Requires-Dist", []) if 'extra == "fairscale"' in one]
+        of_extra = [
+            requirement
+            for requirement in self.metadata.get_all("Requires-Dist", [])
+            if 'extra == "fairscale"' in requirement
+        ]
         self.assertEqual(len(of_extra), 1)
         self.assertTrue(of_extra[0].startswith("fairscale>=0.4.13"), of_extra)
 
@@ -219,7 +225,7 @@ class ReleaseTest(unittest.TestCase):
             dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / f"requirements-{which}.txt").read_text(), re.MULTILINE))
             for which in ("oldest", "dev")
         ]
-        torchs = [".".join(one["torch"].split(".")[:2]) for one in pins]
+        torchs = [".".join(versions["torch"].split(".")[:2]) for versions in pins]
         self.assertIn(f"| torch | {torchs[0]} | {torchs[1]} |", page)
         self.assertIn("run: make test-oldest", workflow)
         for line in re.findall(r"^    (\w+>=\S+)$", settings, re.MULTILINE):

@@ -37,13 +37,13 @@ def exchange_parcels(nbytes: int) -> None:
     group = world.group("a call", range(world.size), None, 20.0, nbytes)
     parcels = [Parcel(0, (1, 2)), Parcel(2, (0, 2)), Parcel(1, (1,)), Parcel(1, (0, 2))]
     failure = Failure()
-    found = send(group, parcels, lambda index: value_of(index) if index != 3 else NOTHING, failure)
+    arrived = send(group, parcels, lambda index: value_of(index) if index != 3 else NOTHING, failure)
     agree(group, "sent", failure.error)
     wanted = {index: plain(value_of(index)) for index in ({1}, {0}, {0})[world.rank]}
-    for value in found.values():
+    for value in arrived.values():
         assert value["conjugated"].tolist() == [complex(number, -2) for number in range(9)]
         assert value["negated"].tolist() == [-2.0] * 9
-    check_same("arrived", {index: plain(value) for index, value in found.items()}, wanted)
+    check_same("arrived", {index: plain(value) for index, value in arrived.items()}, wanted)
 
 
 @pytest.mark.parametrize("nbytes", [1, 50, 100, 333, 1 << 20])

@@ -41,11 +41,11 @@ def files(draw: st.DrawFn) -> File:
 
 def data_of_bytes(plan: PlannedFile) -> list[int | None]:
     """For each byte of the file, the byte of the data that it is; None for the head and the frames."""
-    found: list[int | None] = [None] * len(plan.head)
+    origins: list[int | None] = [None] * len(plan.head)
     frames = dict(plan.between)
     for byte in range(plan.nbytes_of_data + 1):
-        found += [None] * len(frames.get(byte, b"")) + ([byte] if byte < plan.nbytes_of_data else [])
-    return found
+        origins += [None] * len(frames.get(byte, b"")) + ([byte] if byte < plan.nbytes_of_data else [])
+    return origins
 
 
 cases = st.tuples(st.lists(files(), min_size=1, max_size=2), st.integers(LEAST_PART, 70))
@@ -64,19 +64,23 @@ def owners_of_bytes(file: PartedFile) -> list[int]:
 @settings(max_examples=50)
 @given(cases)
 def test_every_byte_is_put_once_by_the_owner_of_its_part(case: tuple[list[File], int]) -> None:
-    found = parted(*case)
-    assert [file.owners for file in found] == [file.owners for file in parted(*case)], "all ranks compute the same"
-    for file in found:
+    parted_files = parted(*case)
+    assert [file.owners for file in parted_files] == [file.owners for file in parted(*case)], (
+        "all ranks compute the same"
+    )
+    for file in parted_files:
         assert len(file.owners) == -(-file.file.plan.nbytes // file.part_nbytes)
         assert set(file.owners) <= set(RANKS)
         put: dict[int, int] = {}
         for rank in RANKS:
-            others = [*file.head_on(rank), *(one for contents in file.frames_on(rank).values() for one in contents)]
-            mine = ranges_on([file], rank)
+            others = [*file.head_on(rank), *(frame for contents in file.frames_on(rank).values() for frame in contents)]
+            own_ranges = ranges_on([file], rank)
             data = data_of_bytes(file.file.plan)
             ranges = [range(start, start + len(content)) for start, content in others]
             ranges += [
-                range(data.index(one.start), data.index(one.stop - 1) + 1) for runs in mine.values() for one in runs
+                range(data.index(run.start), data.index(run.stop - 1) + 1)
+                for runs in own_ranges.values()
+                for run in runs
             ]
             for number, put_range in enumerate(ranges):
                 assert put_range
@@ -92,8 +96,8 @@ def test_every_byte_is_put_once_by_the_owner_of_its_part(case: tuple[list[File],
 @given(cases)
 def test_each_owner_holds_what_it_puts(case: tuple[list[File], int]) -> None:
     """A rank has one stretch, and the beginning; its runs in the cut have all elements with bytes in it, and no others."""
-    found = parted(*case)
-    for file in found:
+    parted_files = parted(*case)
+    for file in parted_files:
         cuts = cuts_of([file])
         data = data_of_bytes(file.file.plan)
         owners = [owner for owner, byte in zip(owners_of_bytes(file), data, strict=True) if byte is not None]
@@ -163,9 +167,9 @@ class NamedTest(unittest.TestCase):
     def test_a_file_of_a_head_alone(self) -> None:
         """The rank with least to do puts it, whole."""
         plan = PlannedFile("file", "model", bytes(50), (), (), 0, 0, lambda start, stop: "")
-        found = PartedFile.of(File(plan, ()), 8, {0: 500.0, 1: 3.0})
-        self.assertEqual(found.owners, (1,) * 7)
-        self.assertEqual([(at, len(content)) for at, content in found.head_on(1)][-1], (48, 2))
+        parted_file = PartedFile.of(File(plan, ()), 8, {0: 500.0, 1: 3.0})
+        self.assertEqual(parted_file.owners, (1,) * 7)
+        self.assertEqual([(at, len(content)) for at, content in parted_file.head_on(1)][-1], (48, 2))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ class Interrupted:
         self._store, self._happens = store, [happens]
 
     def add(self, key: str, number: int) -> int:
-        found: int = self._store.add(key, number)
+        total: int = self._store.add(key, number)
         if self._happens and not number:
             self._happens.pop()()
-        return found
+        return total
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

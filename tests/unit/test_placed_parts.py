@@ -39,8 +39,8 @@ def elements_of(placement: Placement, rank: int) -> dict[int, int]:
 def test_a_part_is_where_its_elements_of_the_live_parameter_are(placement: PlacedPart) -> None:
     held = oracle.held(placement)
     assert placement.ranks == tuple(sorted(held)) == placement.live.ranks
-    for rank, mine in held.items():
-        assert elements_of(placement, rank) == mine
+    for rank, own_elements in held.items():
+        assert elements_of(placement, rank) == own_elements
     again = placement_of_part(placement.live, placement.part)
     assert oracle.held(again) == held
     if isinstance(placement.live, Boxes):
@@ -54,11 +54,11 @@ def test_a_part_is_where_its_elements_of_the_live_parameter_are(placement: Place
 @given(placed)
 def test_packed_elements_are_the_same_in_memory_without_gaps(placement: PlacedPart) -> None:
     packed = placement.in_memory_of_its_own()
-    for rank, mine in oracle.held(placement).items():
+    for rank, own_elements in oracle.held(placement).items():
         elements = elements_of(packed, rank)
-        assert sorted(elements) == list(range(len(mine)))
-        assert sorted(elements.values()) == sorted(mine.values())
-        assert packed.numel_on(rank) == len(mine)
+        assert sorted(elements) == list(range(len(own_elements)))
+        assert sorted(elements.values()) == sorted(own_elements.values())
+        assert packed.numel_on(rank) == len(own_elements)
 
 
 @some
@@ -66,21 +66,21 @@ def test_packed_elements_are_the_same_in_memory_without_gaps(placement: PlacedPa
 def test_on_lowest_ranks_and_without_ranks(placement: PlacedPart) -> None:
     held = oracle.held(placement)
     lowest = placement.on_lowest_ranks()
-    for rank, mine in oracle.held(lowest).items():
-        assert mine == held[rank]
+    for rank, own_elements in oracle.held(lowest).items():
+        assert own_elements == held[rank]
     assert placement.without_ranks().num_shards == placement.num_shards
 
 
 def test_parts_of_replicas_join() -> None:
     live = MeshBoxes((4, 6), (2,), ((0, 0),), (range(2),))
     part = dict(View("w", "(a + b) c", {"x": "c a", "y": "c b"}).bind("w", (4, 6)).parts)
-    one, other = (placement_of_part(each, part["x"]) for each in (live, replace(live, replicas=((2, 3),))))
-    joined = one.join(other)
+    placement, other = (placement_of_part(each, part["x"]) for each in (live, replace(live, replicas=((2, 3),))))
+    joined = placement.join(other)
     assert joined is not None
-    assert oracle.held(joined) == oracle.held(one) | oracle.held(other)
-    assert one.join(placement_of_part(live, part["y"])) is None
-    assert one.join(live) is None
-    assert one.join(placement_of_part(Whole((4, 6), (5,)), part["x"])) is None
+    assert oracle.held(joined) == oracle.held(placement) | oracle.held(other)
+    assert placement.join(placement_of_part(live, part["y"])) is None
+    assert placement.join(live) is None
+    assert placement.join(placement_of_part(Whole((4, 6), (5,)), part["x"])) is None
 
 
 def test_layers_share_one_placement() -> None:

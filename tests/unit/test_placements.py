@@ -105,22 +105,22 @@ def test_tables_have_the_elements_of_the_shards(placement: Placement, data: st.D
     assert tables != (None, None)
     for table, shape in zip(tables, ((placement.numel,), placement.shape), strict=True):
         if table is not None:
-            found: list[dict[int, int]] = [{} for _ in shards]
+            elements: list[dict[int, int]] = [{} for _ in shards]
             owners = range(len(shards)) if table.owners is None else table.owners.tolist()
             for row, owner in enumerate(owners):
-                found[owner] |= elements_of_row(table, row, shape)
-            assert found == [shard_elements(placement, shard) for shard in shards]
+                elements[owner] |= elements_of_row(table, row, shape)
+            assert elements == [shard_elements(placement, shard) for shard in shards]
 
 
 def elements_of_row(table: BoxTable, row: int, shape: Shape) -> dict[int, int]:
     """{index into the local tensor: element of the parameter} of one Box of a table."""
     lows, highs = table.lows[:, row].tolist(), table.highs[:, row].tolist()
     strides = np.broadcast_to(table.strides, table.lows.shape)[:, row].tolist()
-    found = {}
+    elements = {}
     for index in product(*map(range, lows, highs)):
         place = int(table.bases[row]) + sum(i * stride for i, stride in zip(index, strides, strict=True))
-        found[place] = sum(i * stride for i, stride in zip(index, row_major_strides(shape), strict=True))
-    return found
+        elements[place] = sum(i * stride for i, stride in zip(index, row_major_strides(shape), strict=True))
+    return elements
 
 
 @many
@@ -144,53 +144,53 @@ def test_shards_over_misses_no_shard(placement: Placement, data: st.DataObject) 
 @many
 @given(oracle.shapes.flatmap(lambda shape: st.tuples(oracle.placements(shape), oracle.placements(shape))))
 def test_joined_placements_hold_what_both_hold(pair: tuple[Placement, Placement]) -> None:
-    one, other = pair
-    joined = one.join(other)
-    again = one.join(one)
+    placement, other = pair
+    joined = placement.join(other)
+    again = placement.join(placement)
     assert again is not None
-    assert oracle.held(again) == oracle.held(one)
+    assert oracle.held(again) == oracle.held(placement)
     if joined is not None:
         check_placement(joined)
-        assert oracle.held(joined) == oracle.held(one) | oracle.held(other)
+        assert oracle.held(joined) == oracle.held(placement) | oracle.held(other)
 
 
 @some
 @given(st.data(), oracle.shapes)
 def test_replicas_on_other_ranks_join(data: st.DataObject, shape: Shape) -> None:
     """Placements join with the same cut ten ranks further on, not with another cut or another place in the local tensor."""
-    one = data.draw(oracle.placements(shape))
-    assert one.join(Whole((*shape, 2), (99,))) is None
-    if isinstance(one, (Boxes, FlatRuns, PlacedPart)):
+    placement = data.draw(oracle.placements(shape))
+    assert placement.join(Whole((*shape, 2), (99,))) is None
+    if isinstance(placement, (Boxes, FlatRuns, PlacedPart)):
         return  # tests/unit/test_placed_parts.py has those of parts
     other: Placement
     unlike: Placement
-    if isinstance(one, Whole):
-        other = replace(one, on=[rank + 10 for rank in one.on])
-        unlike = replace(other, offset=one.offset + 1)
+    if isinstance(placement, Whole):
+        other = replace(placement, on=[rank + 10 for rank in placement.on])
+        unlike = replace(other, offset=placement.offset + 1)
     else:
-        assert isinstance(one, (FlatChunks, OnMesh))
-        other = replace(one, replicas=tuple([rank + 10 for rank in group] for group in one.replicas))
+        assert isinstance(placement, (FlatChunks, OnMesh))
+        other = replace(placement, replicas=tuple([rank + 10 for rank in group] for group in placement.replicas))
         if isinstance(other, FlatChunks):
             unlike = replace(other, own_tensor=not other.own_tensor)
         else:
             unlike = replace(other, mesh_shape=(*other.mesh_shape, 1))
-    joined = one.join(other)
+    joined = placement.join(other)
     assert joined is not None
-    assert joined == other.join(one)
+    assert joined == other.join(placement)
     check_placement(joined)
-    assert oracle.held(joined) == oracle.held(one) | oracle.held(other)
-    assert one.join(unlike) is None
+    assert oracle.held(joined) == oracle.held(placement) | oracle.held(other)
+    assert placement.join(unlike) is None
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("placement", "other"),
     [
         (MeshBoxes((4,), (2,), ((0, 0),), ((0, 1),)), MeshBoxes((4,), (3,), ((0, 0),), ((2, 3, 4),))),
         (FlatChunks((4,), 0, 2, ((0, 1),)), FlatChunks((4,), 0, 2, ((2, 3, 4),))),
     ],
 )
-def test_groups_of_another_size_do_not_join(one: Placement, other: Placement) -> None:
-    assert one.join(other) is None
+def test_groups_of_another_size_do_not_join(placement: Placement, other: Placement) -> None:
+    assert placement.join(other) is None
 
 
 def test_a_rank_that_would_hold_two_shards_does_not_join() -> None:
@@ -300,8 +300,8 @@ def test_a_mesh_cuts_where_torch_chunk_cuts(placement: MeshBoxes) -> None:
             local = torch.arange(placement.numel).reshape(placement.shape)
             for mesh_dim, dim in placement.splits:
                 chunks = local.chunk(placement.mesh_shape[mesh_dim], dim)
-                mine = coordinate[mesh_dim]
-                local = chunks[mine] if mine < len(chunks) else local.narrow(dim, 0, 0)
+                index = coordinate[mesh_dim]
+                local = chunks[index] if index < len(chunks) else local.narrow(dim, 0, 0)
             shard = placement.shard_of(rank)
             assert shard is not None
             assert shard_elements(placement, shard) == dict(enumerate(local.reshape(-1).tolist()))

@@ -87,7 +87,7 @@ def test_windows_of_the_local_tensors_make_up_every_copy(pair: tuple[Layout, Lay
     for copy in plan(*pair):
         whole = oracle.addresses(copy)
         for side, part in ((0, clip_to_source), (1, clip_to_target)):
-            found = []
+            window_addresses = []
             for start in range(0, max(address[side] for address in whole) + 1, width):
                 for piece in part(copy, start, start + width):
                     addresses = oracle.addresses(piece)
@@ -95,9 +95,11 @@ def test_windows_of_the_local_tensors_make_up_every_copy(pair: tuple[Layout, Lay
                     assert len(piece.sizes) == len(piece.source_strides) == len(piece.target_strides) > 0
                     assert all(0 <= address[side] < width for address in addresses)
                     assert (piece.source_rank, piece.target_rank) == (copy.source_rank, copy.target_rank)
-                    found += [tuple(at + start * (i == side) for i, at in enumerate(address)) for address in addresses]
-            assert sorted(found) == sorted(whole)
-            assert [address[side] for address in found] == sorted(address[side] for address in whole)
+                    window_addresses += [
+                        tuple(at + start * (i == side) for i, at in enumerate(address)) for address in addresses
+                    ]
+            assert sorted(window_addresses) == sorted(whole)
+            assert [address[side] for address in window_addresses] == sorted(address[side] for address in whole)
 
 
 @some
@@ -113,8 +115,8 @@ def test_every_rank_plans_the_same_copies_in_the_same_order(pair: tuple[Layout, 
     copies = plan(*pair)
     pairs = by_pair(copies)
     for rank in (*oracle.RANKS, 99):
-        mine = by_pair(plan(*pair, rank=rank))
-        assert mine == {ends: between for ends, between in pairs.items() if rank in ends}
+        own_pairs = by_pair(plan(*pair, rank=rank))
+        assert own_pairs == {ends: between for ends, between in pairs.items() if rank in ends}
         for fqn in pair[1].fqns:
             placements = pair[0].placements[fqn], pair[1].placements[fqn]
             received = tuple(copy.unnamed for copy in copies if (copy.fqn, copy.target_rank) == (fqn, rank))
@@ -154,13 +156,13 @@ def test_many_copies_are_arrays(source: Placement, rank: int) -> None:
     """The ranks whose copies are made in bulk: recipients, sources of a scatter, senders to many; not others."""
     whole, everywhere = Whole(source.shape, (rank,)), Whole(source.shape, range(128))
     for pair in ((source, whole), (whole, source), (source, everywhere), (everywhere, source)):
-        found = copies_of(*pair, rank=rank, replica=5)
+        copies = copies_of(*pair, rank=rank, replica=5)
         with singly():
-            assert found == copies_of(*pair, rank=rank, replica=5)
-        assert isinstance(found, CopyTable) or len(found) < 48, (pair, len(found))
-        assert has_from(found, rank) == any(copy.source_rank == rank for copy in found)
-        assert num_into(found, rank) == pair[1].numel_on(rank)
-        assert found[: len(found)] == tuple(found)
+            assert copies == copies_of(*pair, rank=rank, replica=5)
+        assert isinstance(copies, CopyTable) or len(copies) < 48, (pair, len(copies))
+        assert has_from(copies, rank) == any(copy.source_rank == rank for copy in copies)
+        assert num_into(copies, rank) == pair[1].numel_on(rank)
+        assert copies[: len(copies)] == tuple(copies)
 
 
 @some
@@ -265,8 +267,8 @@ def test_who_sends_depends_on_the_parameter_alone(groups: tuple[tuple[int, ...],
     assert sorted(plan(backwards, backwards.whole_on([99])), key=str) == sorted(together, key=str)
     for fqn in source.fqns:
         alone = source.only([fqn])
-        mine = tuple(copy for copy in together if copy.fqn == fqn)
-        assert plan(alone, alone.whole_on([99])) == mine
+        own_copies = tuple(copy for copy in together if copy.fqn == fqn)
+        assert plan(alone, alone.whole_on([99])) == own_copies
 
 
 @some
@@ -300,12 +302,12 @@ def test_neighbours_read_evenly(replicas: int, times: int, first: int, parameter
 # --------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("theirs", [(6,), (3, 2), (2, 3, 1), (), (0,)])
+@pytest.mark.parametrize("other_shape", [(6,), (3, 2), (2, 3, 1), (), (0,)])
 @pytest.mark.parametrize("rank", [None, 0, 5])
-def test_another_shape_is_named(theirs: tuple[int, ...], rank: int | None) -> None:
+def test_another_shape_is_named(other_shape: tuple[int, ...], rank: int | None) -> None:
     with pytest.raises(LayoutError) as raised:
-        copies_of(Whole((2, 3), (0,)), Whole(theirs, (0,)), rank=rank)
-    assert str(raised.value) == f"shape [2, 3] in the source, {list(theirs)} in the target"
+        copies_of(Whole((2, 3), (0,)), Whole(other_shape, (0,)), rank=rank)
+    assert str(raised.value) == f"shape [2, 3] in the source, {list(other_shape)} in the target"
 
 
 # ---------------------------------------------------------------------------------------------------- scale

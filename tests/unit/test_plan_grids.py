@@ -48,10 +48,10 @@ def test_a_table_cuts_runs_into_the_same_boxes_as_one_run(shape: Shape) -> None:
     cut = table.as_boxes(shape)
     assert cut.owners is not None
     cut, owners = cut.rows(some := np.flatnonzero((cut.lows < cut.highs).all(axis=0))), cut.owners[some]
-    found = list(zip(cut.lows.T.tolist(), cut.highs.T.tolist(), strict=True))
+    corners = list(zip(cut.lows.T.tolist(), cut.highs.T.tolist(), strict=True))
     wanted = [boxes_of_run(shape, run.start, run.stop) for run in runs]
     ends = [[o + n for o, n in zip(box.offsets, box.sizes, strict=True)] for boxes in wanted for box in boxes]
-    assert found == [(list(box.offsets), end) for box, end in zip(itertools.chain(*wanted), ends, strict=True)]
+    assert corners == [(list(box.offsets), end) for box, end in zip(itertools.chain(*wanted), ends, strict=True)]
     assert owners.tolist() == [number for number, boxes in enumerate(wanted) for _ in boxes]
 
 
@@ -148,21 +148,21 @@ def test_a_grid_is_planned_in_bulk_as_one_by_one_and_element_by_element(name: st
         for source, target in ((grid, other), (other, grid)):
             whole = check_plan(source, target)
             for rank in {0, 3, 5, max(source.ranks), max(target.ranks)}:
-                mine = [copy for copy in whole if rank in (copy.source_rank, copy.target_rank)]
+                own_copies = [copy for copy in whole if rank in (copy.source_rank, copy.target_rank)]
                 in_bulk = planned(source, target, rank, fewest=0)
                 assert isinstance(in_bulk, CopyTable)
                 assert in_bulk.are_runs == all(copy.is_run for copy in in_bulk)
                 assert list(in_bulk) == list(planned(source, target, rank, fewest=10**9))
-                assert sorted(in_bulk, key=str) == sorted(mine, key=str)
-                assert {between: [c for c in in_bulk if ends(c) == between] for between in map(ends, mine)} == {
-                    between: [c for c in mine if ends(c) == between] for between in map(ends, mine)
+                assert sorted(in_bulk, key=str) == sorted(own_copies, key=str)
+                assert {between: [c for c in in_bulk if ends(c) == between] for between in map(ends, own_copies)} == {
+                    between: [c for c in own_copies if ends(c) == between] for between in map(ends, own_copies)
                 }, "both ranks plan the copies between them in the same order"
                 for index, copy in enumerate(in_bulk):
                     assert in_bulk[index] == copy == in_bulk[index - len(in_bulk)]
                 rows = [(*ends(c), c.numel, c.source_offset, c.target_offset, None if c.is_run else c) for c in in_bulk]
                 assert list(in_bulk.rows()) == rows
                 assert num_into(in_bulk, rank) == target.numel_on(rank)
-                assert has_from(in_bulk, rank) == any(copy.source_rank == rank for copy in mine)
+                assert has_from(in_bulk, rank) == any(copy.source_rank == rank for copy in own_copies)
 
 
 def ends(copy: Copy) -> tuple[int, int]:
@@ -197,14 +197,14 @@ def test_many_copies_of_a_grid_are_a_table(shape: Shape) -> None:
     grid = MeshBoxes(shape, (8, 4), ((1, len(shape) - 1), (0, 0)), (range(32),))
     for target in (Whole(shape, (0,)), FlatChunks(shape, 0, -(-grid.numel // 32), (range(32),))):
         for source, to in ((grid, target), (target, grid)):
-            found = copies_of(source, to, rank=0)
-            assert isinstance(found, CopyTable)
-            assert found == planned(source, to, 0, fewest=10**9)
+            copies = copies_of(source, to, rank=0)
+            assert isinstance(copies, CopyTable)
+            assert copies == planned(source, to, 0, fewest=10**9)
 
 
 def requests_of(shapes: Sequence[Shape], ranks: Sequence[int]) -> list[Request]:
     """Many requests of many kinds, in an order in which those of one kind are far apart."""
-    found = []
+    requests = []
     for number, (shape, rank) in enumerate(itertools.product(shapes, ranks)):
         more = {
             "rows, then columns of two parts": MeshBoxes(shape, (2, 3), ((0, 0), (1, len(shape) - 1)), (range(6),)),
@@ -214,9 +214,9 @@ def requests_of(shapes: Sequence[Shape], ranks: Sequence[int]) -> list[Request]:
         }
         every = [*grids(shape).values(), *more.values()]
         for grid, other in itertools.product(every, [*others(shape).values(), *more.values()]):
-            replica = number + len(found)
-            found += [Request(grid, other, rank, replica, number % 4 > 0), Request(other, grid, rank, replica)]
-    return found
+            replica = number + len(requests)
+            requests += [Request(grid, other, rank, replica, number % 4 > 0), Request(other, grid, rank, replica)]
+    return requests
 
 
 @pytest.mark.parametrize("together", [300, 10**9])
@@ -234,8 +234,8 @@ def test_parameters_of_one_kind_are_planned_together_as_one_by_one(together: int
         mock.patch.object(rank_plan, "PAIRS_TOGETHER", together),
         mock.patch.object(planner, "copies_of_kind", wraps=planner.copies_of_kind) as at_once,
     ):
-        found = list(Plans(10**9).each(requests))
-    for request, planned, copies in zip(requests, found, wanted, strict=True):
+        plans = list(Plans(10**9).each(requests))
+    for request, planned, copies in zip(requests, plans, wanted, strict=True):
         assert list(planned) == list(copies), request
         assert (planned.receives, planned.num_wanted) == (
             request.target.shard_of(request.rank) is not None,
@@ -272,8 +272,8 @@ def test_plans_are_made_together_for_some_requests_at_a_time(rank: int, together
         for number in (5, 10):
             assert next(plans).num_filled == (35 + number) * 24 * part
             assert asked == list(range(40, 40 + number))
-            found = [next(plans).num_filled for _ in range(4)]
-            assert found == [size * 24 * part for size in range(36 + number, 40 + number)]
+            nums_filled = [next(plans).num_filled for _ in range(4)]
+            assert nums_filled == [size * 24 * part for size in range(36 + number, 40 + number)]
 
 
 def test_a_layer_of_a_grid_is_planned_at_once() -> None:
@@ -284,9 +284,9 @@ def test_a_layer_of_a_grid_is_planned_at_once() -> None:
     requests = [Request(*pair, 17) for pair in zip(grids_of, chunks, strict=True)]
     requests += [Request(*pair, 17) for pair in zip(chunks, grids_of, strict=True)]
     with mock.patch.object(planner, "copies_of_kind", wraps=planner.copies_of_kind) as at_once:
-        found = list(Plans().each(requests))
+        plans = list(Plans().each(requests))
     assert [len(call.args[0]) for call in at_once.call_args_list] == [30, 30]
-    assert [list(planned) for planned in found] == [list(singly(request)) for request in requests]
+    assert [list(planned) for planned in plans] == [list(singly(request)) for request in requests]
 
 
 def test_listed_boxes_that_are_runs_are_planned_alike_by_a_rank_with_many_pairs_and_by_one_with_few() -> None:

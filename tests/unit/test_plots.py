@@ -26,8 +26,8 @@ PAGE = (plots.DOCS / "benchmarks.md").read_text(encoding="utf-8")
 
 class TestPlots(unittest.TestCase):
     def test_the_pictures_are_those_of_the_page(self) -> None:
-        found = {file.name: file.read_text(encoding="utf-8") for file in (plots.DOCS / "plots").iterdir()}
-        self.assertEqual(found, plots.pictures(PAGE), "run: python benchmarks/plots.py")
+        pictures = {file.name: file.read_text(encoding="utf-8") for file in (plots.DOCS / "plots").iterdir()}
+        self.assertEqual(pictures, plots.pictures(PAGE), "run: python benchmarks/plots.py")
 
     def test_the_page_shows_each_of_them(self) -> None:
         for plot in plots.PLOTS:
@@ -40,7 +40,7 @@ class TestPlots(unittest.TestCase):
             self.assertGreater(len(rows), 2, plot.file)
             for who, figure in rows:
                 self.assertIn(f">{figure} {plot.unit}</text>", global_state)
-                changed = plots.drawn(plot, [(one, "123.0" if one == who else other) for one, other in rows])
+                changed = plots.drawn(plot, [(label, "123.0" if label == who else other) for label, other in rows])
                 self.assertNotEqual(changed, global_state)
 
     def test_bars_are_proportional(self) -> None:

@@ -43,9 +43,9 @@ class PublicNamesTest(unittest.TestCase):
             public = getattr(fsdp_optim, name)
             if not isinstance(public, type) and callable(public):
                 returned = get_type_hints(public)["return"]
-                for one in get_args(returned) or (returned,):
-                    if getattr(one, "__module__", "").startswith("fsdp_optim"):
-                        self.assertIs(getattr(fsdp_optim, one.__name__, None), one, name)
+                for result_type in get_args(returned) or (returned,):
+                    if getattr(result_type, "__module__", "").startswith("fsdp_optim"):
+                        self.assertIs(getattr(fsdp_optim, result_type.__name__, None), result_type, name)
         for name in ("GroupInfo", "TensorInfo"):
             self.assertIn(name, fsdp_optim.__all__)
 
@@ -59,9 +59,9 @@ class PublicNamesTest(unittest.TestCase):
                 step=3,
                 options=fsdp_optim.SaveOptions(durable=False),
             )
-            found = fsdp_optim.inspect(f"{folder}/a")
+            summary = fsdp_optim.inspect(f"{folder}/a")
             self.assertEqual(
-                repr(found),
+                repr(summary),
                 f"CheckpointSummary(path='{folder}/a', format='fsdp_optim', world_size=1, step=3, weights='all', "
                 "model=<2 tensors>, state=<0 values of 0 parameters>, nbytes=32, extras=())",
             )

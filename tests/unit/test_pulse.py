@@ -66,14 +66,14 @@ class InStore(unittest.TestCase):
         return made
 
     @staticmethod
-    def end(one: Pulse) -> None:
+    def end(ending: Pulse) -> None:
         """End the thread of a pulse, which waits a while for further calls."""
-        one._every, number = 0.0, one._number
-        with one.beating():
-            with one._changed:
-                one._changed.notify_all()
-            wait_until(lambda: one._number > number)
-        wait_until(lambda: one._thread is None)
+        ending._every, number = 0.0, ending._number
+        with ending.beating():
+            with ending._changed:
+                ending._changed.notify_all()
+            wait_until(lambda: ending._number > number)
+        wait_until(lambda: ending._thread is None)
 
     def beat_of(self, rank: int) -> bytes:
         return self.store.get(f"pulse/{rank}") if self.store.check([f"pulse/{rank}"]) else b""
@@ -104,59 +104,59 @@ class PulseTest(InStore):
         return int((self.beat_of(rank) or b"0").split()[0])
 
     def test_it_introduces_itself_once(self) -> None:
-        one = self.pulse()
+        own_pulse = self.pulse()
         self.assertEqual(self.beat_of(1), b"")
-        one.introduce()
+        own_pulse.introduce()
         first = self.beat_of(1)
         self.assertEqual(first.decode().partition(" ")[2], identity_of_process())
-        one.introduce()
+        own_pulse.introduce()
         self.assertEqual(self.beat_of(1), first)
 
     def test_who_could_not_introduce_itself_does_it_again(self) -> None:
-        one = self.pulse()
+        own_pulse = self.pulse()
         with mock.patch.object(JobStore, "set", side_effect=StoreLostError("gone")):
-            refused(one.introduce, StoreLostError, "gone")
-        one.introduce()
+            refused(own_pulse.introduce, StoreLostError, "gone")
+        own_pulse.introduce()
         self.assertTrue(self.beat_of(1))
 
     def test_it_beats_while_it_is_held(self) -> None:
-        one = self.pulse()
+        own_pulse = self.pulse()
         self.assertFalse(self.beats(1))
-        one.hold()
-        with one.beating():
+        own_pulse.hold()
+        with own_pulse.beating():
             self.assertTrue(self.beats(1))
         self.assertTrue(self.beats(1), "it was let go once, and held twice")
-        one.let_go()
+        own_pulse.let_go()
         wait_until(lambda: not self.threads())
         self.assertFalse(self.beats(1))
-        with one.beating():
+        with own_pulse.beating():
             self.assertTrue(self.beats(1))
         wait_until(lambda: not self.threads())
 
     def test_an_error_inside_lets_go(self) -> None:
-        one = self.pulse()
-        with contextlib.suppress(ZeroDivisionError), one.beating():
+        own_pulse = self.pulse()
+        with contextlib.suppress(ZeroDivisionError), own_pulse.beating():
             1 / 0  # noqa: B018
         wait_until(lambda: not self.threads())
 
     def test_a_short_call_needs_no_beat(self) -> None:
-        one = self.pulse(seconds=1000.0)
+        own_pulse = self.pulse(seconds=1000.0)
         for _ in range(3):
-            with one.beating():
+            with own_pulse.beating():
                 self.assertEqual(self.threads(), 1)
         self.assertEqual(self.threads(), 1, "each call has started a thread")
         self.assertEqual(self.beat_of(1), b"")
 
     def test_calls_of_many_threads(self) -> None:
-        one = self.pulse()
+        own_pulse = self.pulse()
 
         def call() -> None:
             for _ in range(50):
-                with one.beating():
+                with own_pulse.beating():
                     pass
 
         threads = [threading.Thread(target=call) for _ in range(8)]
-        with one.beating():
+        with own_pulse.beating():
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -166,7 +166,7 @@ class PulseTest(InStore):
         wait_until(lambda: not self.threads())
 
     def test_it_goes_on_when_the_store_is_there_again(self) -> None:
-        one, fails = self.pulse(), threading.Event()
+        own_pulse, fails = self.pulse(), threading.Event()
         real = JobStore.set
 
         def failing(store: JobStore, key: str, value: Any) -> None:
@@ -176,7 +176,7 @@ class PulseTest(InStore):
             real(store, key, value)
 
         failed: list[bool] = []
-        with mock.patch.object(JobStore, "set", failing), one.beating():
+        with mock.patch.object(JobStore, "set", failing), own_pulse.beating():
             self.assertTrue(self.beats(1))
             fails.set()
             wait_until(lambda: len(failed) > 1)
@@ -203,11 +203,11 @@ class WatchTest(InStore):
 
     def after(self, watch: Watch, seconds: float, every: float = 0.5) -> dict[int, str]:
         """What a rank finds at the end that has looked again and again for some seconds."""
-        found: dict[int, str] = {}
+        lost: dict[int, str] = {}
         for _ in range(int(seconds / every)):
             self.clock.now += every
-            found = watch.look()
-        return found
+            lost = watch.look()
+        return lost
 
     def test_silence(self) -> None:
         self.set(1, elsewhere(1))
@@ -216,11 +216,11 @@ class WatchTest(InStore):
         self.assertEqual(watch.look(), {})
         for number in range(2, 40):
             self.set(2, elsewhere(number))
-            found = self.after(watch, 0.5)
-            self.assertEqual(found, {})
-        found = self.after(watch, LOST_AFTER - 19.0 + 0.5)
-        self.assertEqual(list(found), [1])
-        self.assertIn("no sign of life for 20 s", found[1])
+            lost = self.after(watch, 0.5)
+            self.assertEqual(lost, {})
+        lost = self.after(watch, LOST_AFTER - 19.0 + 0.5)
+        self.assertEqual(list(lost), [1])
+        self.assertIn("no sign of life for 20 s", lost[1])
 
     def test_a_beat_ends_the_silence(self) -> None:
         self.set(1, elsewhere(1))
@@ -255,12 +255,12 @@ class WatchTest(InStore):
         self.assertEqual(Watch(self.store, [], beats=True).look(), {})
 
     def test_a_process_that_has_ended_is_seen_at_once(self) -> None:
-        mine = identity_of_process().split()
-        ended = " ".join([*mine[:3], "1"])
+        words = identity_of_process().split()
+        ended = " ".join([*words[:3], "1"])
         for beats in (True, False):
             self.set(1, f"1 {ended}")
             self.assertEqual(Watch(self.store, [1], beats=beats).look(), {1: "its process has ended"})
-        self.set(1, f"1 {' '.join(mine)}")
+        self.set(1, f"1 {' '.join(words)}")
         self.assertEqual(Watch(self.store, [1], beats=True).look(), {})
 
     def test_on_a_system_without_proc(self) -> None:

@@ -33,8 +33,10 @@ def cut() -> FlatChunks:
 
 def ranges(rank: int, *, shared: bool) -> list[list[tuple[int, int]]]:
     """The written ranges of each value, as pairs (start, stop)."""
-    one, found = cut(), []
-    values = [StateValue("a", str(number), dtype, one if shared else cut()) for number, dtype in enumerate(DTYPES)]
+    shared_cut, pairs = cut(), []
+    values = [
+        StateValue("a", str(number), dtype, shared_cut if shared else cut()) for number, dtype in enumerate(DTYPES)
+    ]
     plan = SimpleNamespace(starts=STARTS, segment_nbytes=2048)
     file: Any = SimpleNamespace(name="file", values=values, plan=plan)
     writer = RankWriter(
@@ -51,8 +53,8 @@ def ranges(rank: int, *, shared: bool) -> list[list[tuple[int, int]]]:
     for value in values:
         part = Slice(value, value.placement, torch.zeros(NUMEL // 2, dtype=value.dtype))
         extents = writer.extents_of([part]).get("file", [])
-        found.append([pair for extent in extents for pair in pairs_of(extent)])
-    return found
+        pairs.append([pair for extent in extents for pair in pairs_of(extent)])
+    return pairs
 
 
 def pairs_of(extent: Any) -> list[tuple[int, int]]:
@@ -70,7 +72,7 @@ def test_all_replicas_together_write_each_byte_once() -> None:
     by_rank = [ranges(rank, shared=True) for rank in range(4)]
     for number, (start, dtype) in enumerate(zip(STARTS, DTYPES, strict=True)):
         at = start
-        for first, stop in sorted(one for found in by_rank for one in found[number]):
+        for first, stop in sorted(pair for rank_values in by_rank for pair in rank_values[number]):
             assert first == at
             at = stop
         assert at == start + NUMEL * dtype.itemsize

@@ -32,10 +32,10 @@ class ReadersTest(unittest.TestCase):
     @parameterized.expand([("all alike", 32 * MIB), ("two in turn", 8 * MIB), ("uneven", 33 * MIB + 12345)])
     def test_small_tensors_of_equal_layers(self, _: str, distance: int) -> None:
         """However far the layers are apart, no rank reads most of them."""
-        found = Counter(readers(distance * layer) for layer in range(64))
-        self.assertEqual({len(ranks) for ranks in found}, {1})
-        self.assertEqual(len(found), len(RANKS))
-        self.assertLessEqual(max(found.values()), 2 * 64 // len(RANKS))
+        num_layers_of = Counter(readers(distance * layer) for layer in range(64))
+        self.assertEqual({len(ranks) for ranks in num_layers_of}, {1})
+        self.assertEqual(len(num_layers_of), len(RANKS))
+        self.assertLessEqual(max(num_layers_of.values()), 2 * 64 // len(RANKS))
 
     def test_neighbours_have_one_reader(self) -> None:
         self.assertEqual(len({readers(40 * MIB + 8192 * index) for index in range(100)}), 1)

@@ -89,20 +89,20 @@ def lines_inside(lines: list[str], indent: str) -> list[str]:
 
 def fields_in(asked: Any) -> dict[str, Any]:
     """All fields of arguments, including those of the records in them."""
-    found: dict[str, Any] = {}
-    for one in dataclasses.fields(asked):
-        value = getattr(asked, one.name)
-        if dataclasses.is_dataclass(value) and one.name == "call":
-            found |= fields_in(value)
-        found[one.name] = value
-    return found
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(asked):
+        value = getattr(asked, field.name)
+        if dataclasses.is_dataclass(value) and field.name == "call":
+            values |= fields_in(value)
+        values[field.name] = value
+    return values
 
 
 class SignaturesTest(unittest.TestCase):
     def test_calls_have_few_arguments(self) -> None:
         numbers = {
-            name: len([key for key in inspect.signature(one).parameters if key != "self"])
-            for name, one in public_functions()
+            name: len([key for key in inspect.signature(function).parameters if key != "self"])
+            for name, function in public_functions()
         }
         self.assertGreater(len(numbers), 25)
         self.assertEqual({name: num for name, num in numbers.items() if num > MOST_ARGUMENTS}, {})
@@ -124,7 +124,9 @@ class SignaturesTest(unittest.TestCase):
         self.assertIn(kind.__name__, KINDS)
         self.assertEqual(set(parameters) & {field.name for field in dataclasses.fields(kind)}, set())
 
-    @parameterized.expand([(name, one) for name, one in public_functions() if name != "CheckpointManager.__init__"])
+    @parameterized.expand(
+        [(name, public) for name, public in public_functions() if name != "CheckpointManager.__init__"]
+    )
     def test_every_argument_is_described(self, name: str, function: Callable[..., Any]) -> None:
         words = set(re.findall(r"`([a-z_]+)`", function.__doc__ or ""))
         has_list = "Args:" in (function.__doc__ or "")
@@ -148,10 +150,10 @@ class SignaturesTest(unittest.TestCase):
         needed = {key: path if key in ("path", "root", "src", "dst") else model for key in others}
         with mock.patch.object(module, verb) as called:
             function(**needed, **given, options=kind(**own))
-        (asked,) = [one for one in called.call_args.args if dataclasses.is_dataclass(one)]
-        found = fields_in(asked)
+        (asked,) = [argument for argument in called.call_args.args if dataclasses.is_dataclass(argument)]
+        fields = fields_in(asked)
         for key, value in {**own, **given}.items():
-            self.assertIs(GIVEN_AS.get(key, lambda same: same)(found[key]), value, key)
+            self.assertIs(GIVEN_AS.get(key, lambda same: same)(fields[key]), value, key)
 
     @parameterized.expand([(name, others) for name, _, _, others in CALLS])
     def test_options_of_another_kind_are_refused(self, name: str, others: set[str]) -> None:
@@ -196,10 +198,10 @@ class OtherDoorsTest(unittest.TestCase):
         file = Path(fsdp_optim.__file__).parent / "integrations" / "accelerate.py"
         tree = ast.parse(file.read_text())
         enable = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "enable")
-        given = dict(zip((one.arg for one in enable.args.kwonlyargs), enable.args.kw_defaults, strict=True))
+        given = dict(zip((argument.arg for argument in enable.args.kwonlyargs), enable.args.kw_defaults, strict=True))
         names = {"_SAVE": fsdp_optim.SaveOptions(), "_LOAD": fsdp_optim.LoadOptions()}
-        found = {name: eval(ast.unparse(value), names) for name, value in given.items() if value}
-        self.assertEqual(found, {field.name: field.default for field in dataclasses.fields(Settings)})
+        defaults = {name: eval(ast.unparse(value), names) for name, value in given.items() if value}
+        self.assertEqual(defaults, {field.name: field.default for field in dataclasses.fields(Settings)})
 
 
 class ManagerTest(unittest.TestCase):

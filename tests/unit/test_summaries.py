@@ -69,9 +69,9 @@ def test_a_value_may_be_there_under_two_names() -> None:
 
 
 def test_opaque_values_are_described_one_by_one() -> None:
-    found = summaries_of(layers(3), *({**BASE, "blocks": torch.ones(size)} for size in (5, 5, 7)))
-    assert found[0] is found[1]
-    assert [dict(summary.opaque)["blocks"].shape for summary in found if summary is not None] == [(5,), (5,), (7,)]
+    summaries = summaries_of(layers(3), *({**BASE, "blocks": torch.ones(size)} for size in (5, 5, 7)))
+    assert summaries[0] is summaries[1]
+    assert [dict(summary.opaque)["blocks"].shape for summary in summaries if summary is not None] == [(5,), (5,), (7,)]
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -83,6 +83,6 @@ def test_a_value_of_one_element_is_unsure_only_where_its_parameter_is_cut(is_cut
 
 
 def test_names_of_any_type_can_be_said() -> None:
-    (found,) = summaries_of(layers(1), {1: moment(), "step": 3})  # type: ignore[dict-item]
-    assert str(found) == "1, step"
+    (summary,) = summaries_of(layers(1), {1: moment(), "step": 3})  # type: ignore[dict-item]
+    assert str(summary) == "1, step"
     assert str(Summary()) == "an empty state"

@@ -82,14 +82,14 @@ class TestValues(ArchiveTestCase):
     def test_an_archive_in_a_part_of_a_file(self, _: str, is_zip: bool, start: int) -> None:
         data = written(values()["model"], _use_new_zipfile_serialization=is_zip)
         other = written({"other": torch.zeros(1000)})
-        found = self.whole(bytes(start) + data + other, start=start, nbytes=len(data))
-        same(torch.load(io.BytesIO(data)), found)
+        loaded = self.whole(bytes(start) + data + other, start=start, nbytes=len(data))
+        same(torch.load(io.BytesIO(data)), loaded)
 
     def test_names_of_sources_differ_between_parts_of_a_file(self) -> None:
         data = zipped(written([torch.arange(3.0)]))
         opened = self.opened(data + data)
-        found = [read_archive(opened, "a.pt", start=start, nbytes=len(data)) for start in (0, len(data))]
-        self.assertFalse(set(found[0].sources) & set(found[1].sources))
+        archives = [read_archive(opened, "a.pt", start=start, nbytes=len(data)) for start in (0, len(data))]
+        self.assertFalse(set(archives[0].sources) & set(archives[1].sources))
 
     def test_another_alignment(self) -> None:
         config = pytest.importorskip("torch.utils.serialization.config")  # torch 2.6 does not have it
@@ -118,29 +118,29 @@ class TestValues(ArchiveTestCase):
             "bools": np.array([True, False]),
         }
         for protocol in (2, 5):
-            found = self.whole(written(value, pickle_protocol=protocol))
+            loaded = self.whole(written(value, pickle_protocol=protocol))
             for key in ("array", "fortran", "bools"):
-                self.assertEqual(found[key].dtype, value[key].dtype)  # type: ignore[attr-defined]
-                np.testing.assert_array_equal(found[key], value[key])
-            self.assertEqual((type(found["scalar"]), found["scalar"]), (np.float32, 1.5))
-            np.testing.assert_array_equal(found["state"][1], value["state"][1])
+                self.assertEqual(loaded[key].dtype, value[key].dtype)  # type: ignore[attr-defined]
+                np.testing.assert_array_equal(loaded[key], value[key])
+            self.assertEqual((type(loaded["scalar"]), loaded["scalar"]), (np.float32, 1.5))
+            np.testing.assert_array_equal(loaded["state"][1], value["state"][1])
 
     def test_a_defaultdict_of_a_plain_class(self) -> None:
-        found = self.whole(written({"state": defaultdict(dict, {0: {"step": torch.tensor(2.0)}})}))
-        self.assertIs(found["state"].default_factory, dict)
-        self.assertEqual(found["state"][0]["step"], 2)
+        loaded = self.whole(written({"state": defaultdict(dict, {0: {"step": torch.tensor(2.0)}})}))
+        self.assertIs(loaded["state"].default_factory, dict)
+        self.assertEqual(loaded["state"][0]["step"], 2)
 
     def test_what_occurs_twice_is_one_object(self) -> None:
         shared = [torch.ones(1)]
-        found = self.whole(written({"a": shared, "b": shared}))
-        self.assertIs(found["a"], found["b"])
+        loaded = self.whole(written({"a": shared, "b": shared}))
+        self.assertIs(loaded["a"], loaded["b"])
 
     def test_the_digest_is_of_the_pickle(self) -> None:
         for is_zip in (True, False):
-            one = written({"a": 1}, _use_new_zipfile_serialization=is_zip)
+            pickled = written({"a": 1}, _use_new_zipfile_serialization=is_zip)
             other = written({"a": 2}, _use_new_zipfile_serialization=is_zip)
-            self.assertEqual(self.archive(one).digest, self.archive(one).digest)
-            self.assertNotEqual(self.archive(one).digest, self.archive(other).digest)
+            self.assertEqual(self.archive(pickled).digest, self.archive(pickled).digest)
+            self.assertNotEqual(self.archive(pickled).digest, self.archive(other).digest)
 
 
 class TestReads(ArchiveTestCase):
@@ -171,10 +171,10 @@ class TestReads(ArchiveTestCase):
             torch.save(fakes, path)
         with closing(OpenFiles.at(self.folder)) as opened:
             archive = read_archive(opened, "a.pt")
-        theirs = torch._C.PyTorchFileReader(str(path))
+        torch_reader = torch._C.PyTorchFileReader(str(path))
         self.assertFalse(archive.sources)
         starts = [archive.value[name].start for name in numels]
-        self.assertEqual(starts, [theirs.get_record_offset(f"data/{index}") for index in range(len(numels))])
+        self.assertEqual(starts, [torch_reader.get_record_offset(f"data/{index}") for index in range(len(numels))])
         self.assertGreater(starts[-1], 1 << 32)
 
     def test_where_records_begin_is_known_without_a_read(self) -> None:
@@ -184,10 +184,10 @@ class TestReads(ArchiveTestCase):
             torch.save([torch.zeros(index) for index in range(1, 9)], path)
             with closing(OpenFiles.at(self.folder)) as opened:
                 archive = read_archive(opened, path.name)
-            theirs = torch._C.PyTorchFileReader(str(path))
+            torch_reader = torch._C.PyTorchFileReader(str(path))
             self.assertFalse(archive.sources, length)
             starts = [stored.start for stored in archive.value]
-            self.assertEqual(starts, [theirs.get_record_offset(f"data/{index}") for index in range(8)])
+            self.assertEqual(starts, [torch_reader.get_record_offset(f"data/{index}") for index in range(8)])
 
     def test_many_tensors_take_few_reads(self) -> None:
         data = written({str(index): torch.full((3,), float(index)) for index in range(3000)})
@@ -227,9 +227,9 @@ class TestClasses(ArchiveTestCase):
 
     @parameterized.expand([("sparse", torch.eye(3).to_sparse()), ("csr", torch.eye(3).to_sparse_csr())])
     def test_a_tensor_without_plain_elements_is_unread(self, _: str, tensor: torch.Tensor) -> None:
-        found = self.archive(written({"t": tensor})).value["t"]
-        self.assertIsInstance(found, Unread)
-        self.assertIn("sparse", found.what)
+        value = self.archive(written({"t": tensor})).value["t"]
+        self.assertIsInstance(value, Unread)
+        self.assertIn("sparse", value.what)
 
     def test_a_quantized_tensor_is_unread(self) -> None:
         with warnings.catch_warnings():
@@ -260,9 +260,9 @@ class TestClasses(ArchiveTestCase):
                 made = torch._utils._rebuild_device_tensor_from_cpu_tensor
                 return made, (torch.arange(3.0), self.dtype, "cpu", False)
 
-        found = self.archive(written([OfDevice(torch.float32), OfDevice(torch.float64)])).value
-        self.assertEqual((found[0].dtype, found[0].shape), ("float32", (3,)))
-        self.assertIsInstance(found[1], Unread)
+        tensors = self.archive(written([OfDevice(torch.float32), OfDevice(torch.float64)])).value
+        self.assertEqual((tensors[0].dtype, tensors[0].shape), ("float32", (3,)))
+        self.assertIsInstance(tensors[1], Unread)
 
     def test_stand_ins(self) -> None:
         data = written({"config": Config(torch.ones(2)), "ns": argparse.Namespace(a=1)})

@@ -159,9 +159,9 @@ class TestHostile(ArchiveTestCase):
 
     def test_an_ordered_dict_gets_no_attribute_but_its_metadata(self) -> None:
         pickled = b"\x80\2ccollections\nOrderedDict\n)R}(X\5\0\0\0itemsK\1X\x09\0\0\0_metadata}ub."
-        found = self.archive(with_pickle(pickled)).value
-        self.assertEqual(vars(found), {"_metadata": {}})
-        self.assertEqual(list(found.items()), [])
+        ordered = self.archive(with_pickle(pickled)).value
+        self.assertEqual(vars(ordered), {"_metadata": {}})
+        self.assertEqual(list(ordered.items()), [])
 
     def test_copies_of_one_large_value_are_refused(self) -> None:
         large = b"X" + struct.pack("<I", 1 << 20) + b"a" * (1 << 20) + b"q\0"
@@ -258,11 +258,11 @@ class TestFuzz(ArchiveTestCase):
             damaged = bytearray(data)
             damaged[at] ^= 1 << draw.randrange(8)
             try:
-                found = self.whole(bytes(damaged))
+                loaded = self.whole(bytes(damaged))
             except CheckpointError:
                 refused += 1
             else:
-                same(expected, found)
+                same(expected, loaded)
         self.assertGreater(refused, self.rounds // 20)
 
     def test_mutated_pickles(self) -> None:

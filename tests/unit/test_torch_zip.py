@@ -31,7 +31,7 @@ def stub_of(tensor: torch.Tensor, number: int = 0) -> TensorStub:
 
 def archive(value: Any, tensors: list[torch.Tensor], stubs: list[TensorStub]) -> bytes:
     *before, end = frames_around(value, stubs)
-    contents = [one.reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
+    contents = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
     return b"".join(frame + content for frame, content in zip(before, contents, strict=True)) + end
 
 
@@ -115,6 +115,6 @@ class TorchZipTest(unittest.TestCase):
         stubs = [stub_of(tensor, number) for number, tensor in enumerate(tensors)]
         with mock.patch.object(torch_zip, "_MOST_16", 8):
             data = archive(stubs, tensors, stubs)
-        found = torch.load(io.BytesIO(data), weights_only=True)
-        self.assertEqual([one.item() for one in found], list(range(9)))
+        loaded = torch.load(io.BytesIO(data), weights_only=True)
+        self.assertEqual([scalar.item() for scalar in loaded], list(range(9)))
         self.assertIn(b"PK\6\6", data)

@@ -54,8 +54,8 @@ class TestTroubleshooting(unittest.TestCase):
     def test_a_message_is_quoted_as_it_is(self, quotation: str) -> None:
         longest = max(quotation.split("…"), key=len)
         self.assertGreater(len(longest), 12, "too few words to search for")
-        found = [text for text in texts() if is_in(quotation, text)]
-        self.assertTrue(found, f"no text in fsdp_optim says: {quotation}")
+        matches = [text for text in texts() if is_in(quotation, text)]
+        self.assertTrue(matches, f"no text in fsdp_optim says: {quotation}")
 
     def test_messages_are_quoted_and_others_are_found_out(self) -> None:
         self.assertGreater(len(QUOTATIONS), 25)

@@ -83,10 +83,10 @@ def test_concatenated_rows() -> None:
 @pytest.mark.parametrize(("axes", "shape"), [("f (a + b) c", (5, 2, 3)), ("(f (a + b)) c", (10, 3))])
 def test_swiglu_in_three_and_in_two_dimensions(axes: str, shape: Shape) -> None:
     parts = {"l.{i}.w1.weight": "(f a) c", "l.{i}.w3.weight": "(f b) c"}
-    found = parts_of(View("l.{i}.w13", axes, parts, a=1, b=1), "l.2.w13", shape)
+    arrays = parts_of(View("l.{i}.w13", axes, parts, a=1, b=1), "l.2.w13", shape)
     live = numbers((10, 3))
-    assert np.array_equal(found["l.2.w1.weight"], live[::2])
-    assert np.array_equal(found["l.2.w3.weight"], live[1::2])
+    assert np.array_equal(arrays["l.2.w1.weight"], live[::2])
+    assert np.array_equal(arrays["l.2.w3.weight"], live[1::2])
 
 
 @pytest.mark.parametrize(

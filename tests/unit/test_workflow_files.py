@@ -34,33 +34,33 @@ def commands(workflow: Any) -> list[str]:
 
 def problems(workflow: Any) -> list[str]:
     """One sentence for each thing that a workflow names and that is not there."""
-    found = []
+    sentences = []
     for line in commands(workflow):
         for target in re.findall(r"\bmake ((?:[\w-]+ ?(?==|\w)?)+)", line):
             wanted = [word for word in target.split() if "=" not in word and word.islower()]
-            found += [f"{line}: the Makefile has no target {word}" for word in wanted if word not in TARGETS]
+            sentences += [f"{line}: the Makefile has no target {word}" for word in wanted if word not in TARGETS]
         for path in PATH.findall(line.replace('"', " ")):
             if path.split("/")[0] not in MADE | {"clean", "bin"} and not (ROOT / path).exists():
-                found.append(f"{line}: there is no {path}")
+                sentences.append(f"{line}: there is no {path}")
         if line.startswith(".") and line.split("/")[0] not in MADE and not os.access(ROOT / line.split()[0], os.X_OK):
-            found.append(f"{line}: cannot be executed")
+            sentences.append(f"{line}: cannot be executed")
     jobs = workflow["jobs"]
     for name, job in jobs.items():
         needs = job.get("needs", [])
         for other in [needs] if isinstance(needs, str) else needs:
             if other not in jobs:
-                found.append(f"{name} needs {other}, which is no job")
+                sentences.append(f"{name} needs {other}, which is no job")
         if "uses" in job and not (ROOT / job["uses"]).is_file():
-            found.append(f"{name} uses {job['uses']}, which is not there")
+            sentences.append(f"{name} uses {job['uses']}, which is not there")
         if "uses" not in job and not {"runs-on", "steps", "timeout-minutes"} <= set(job):
-            found.append(f"{name} has no runner, steps or limit of time")
+            sentences.append(f"{name} has no runner, steps or limit of time")
         for step in job.get("steps", []):
             pattern = step.get("with", {}).get("cache-dependency-path")
             if pattern is not None and not list(ROOT.glob(pattern)):
-                found.append(f"{name}: no file is called {pattern}")
+                sentences.append(f"{name}: no file is called {pattern}")
             if ("run" in step) == ("uses" in step):
-                found.append(f"{name}: a step must have one of run and uses: {step}")
-    return found
+                sentences.append(f"{name}: a step must have one of run and uses: {step}")
+    return sentences
 
 
 class TestWorkflows(unittest.TestCase):

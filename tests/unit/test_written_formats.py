@@ -81,7 +81,7 @@ class FairscaleShardsTest(InFolders, unittest.TestCase):
 
     def _halves(self) -> dict[Half, Tensors]:
         halves = super()._halves()
-        return {**halves, "optim": {key: one for key, one in halves["optim"].items() if one.shape}}
+        return {**halves, "optim": {key: tensor for key, tensor in halves["optim"].items() if tensor.shape}}
 
 
 class DeepSpeedUniversalTest(InFolders, unittest.TestCase):

@@ -68,11 +68,11 @@ def save(root: Path) -> None:
     for strategy in ("auto", "per_rank_files", "in_place"):
         for steps in (1, 2):
             with timed(f"save {strategy} {steps}"):
-                one = trained(steps)
+                training = trained(steps)
                 fsdp_optim.save(
                     root / strategy,
-                    one.model,
-                    one.optim,
+                    training.model,
+                    training.optim,
                     overwrite=True,
                     step=steps,
                     **as_options(fsdp_optim.SaveOptions, **QUIET, strategy=strategy),
@@ -82,47 +82,54 @@ def save(root: Path) -> None:
 
 def background(root: Path) -> None:
     """Several saves in the background, and one to a URL."""
-    one = trained(1)
+    training = trained(1)
     for number in range(3):
         with timed(f"async_save {number}"):
             fsdp_optim.async_save(
                 root / f"step-{number}",
-                one.model,
-                one.optim,
+                training.model,
+                training.optim,
                 step=number,
                 **as_options(fsdp_optim.SaveOptions, **QUIET),
             ).wait()
         check_loads(root / f"step-{number}", 1)
     with timed("async_save over"):
-        two = trained(2)
+        longer = trained(2)
         fsdp_optim.async_save(
-            root / "step-0", two.model, two.optim, overwrite=True, step=9, **as_options(fsdp_optim.SaveOptions, **QUIET)
+            root / "step-0",
+            longer.model,
+            longer.optim,
+            overwrite=True,
+            step=9,
+            **as_options(fsdp_optim.SaveOptions, **QUIET),
         ).wait()
     check_loads(root / "step-0", 2)
     check_listed(root, [1, 2, 9])
     check_same("latest", str(fsdp_optim.latest(root)), str(root / "step-0"))
     with timed("async_save to a URL"):
         url = f"file://{root}/by-url"
-        fsdp_optim.async_save(url, one.model, one.optim, step=10, **as_options(fsdp_optim.SaveOptions, **QUIET)).wait()
+        fsdp_optim.async_save(
+            url, training.model, training.optim, step=10, **as_options(fsdp_optim.SaveOptions, **QUIET)
+        ).wait()
     check_loads(url, 1)
 
 
 def manager(root: Path) -> None:
     """A managed run: saves, keeps, goes back, is closed, and resumes."""
-    one = trained(0)
+    training = trained(0)
     options: dict[str, Any] = {"every": 2, "keep_last": 2, "signals": (), **QUIET}
     with fsdp_optim.CheckpointManager(
-        root, one.model, one.optim, **as_options(fsdp_optim.ManagerOptions, **options)
+        root, training.model, training.optim, **as_options(fsdp_optim.ManagerOptions, **options)
     ) as managed:
         check_same("fresh", managed.resume(), 0)
         for step in range(1, 8):
-            one.step(range(step - 1, step))
+            training.step(range(step - 1, step))
             managed.step(step)
         managed.wait()
         check_listed(root, [4, 6])
         check_same("back", managed.rollback(to=4), 4)
-        check_same("values", mine(one)["state"], mine(trained(4))["state"])
-        one.step(range(4, 5))
+        check_same("values", mine(training)["state"], mine(trained(4))["state"])
+        training.step(range(4, 5))
         managed.save(5)
     check_listed(root, [4, 5])
     again = trained(0)
@@ -135,8 +142,8 @@ def manager(root: Path) -> None:
 
 def offline(root: Path) -> None:
     """verify and convert, by all ranks together."""
-    one = trained(2)
-    fsdp_optim.save(root / "saved", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
+    training = trained(2)
+    fsdp_optim.save(root / "saved", training.model, training.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
     with timed("convert"):
         fsdp_optim.convert(
             root / "saved",
@@ -152,21 +159,21 @@ def load(root: Path) -> None:
     """What another number of hosts has saved."""
     check_loads(root / "auto", 2)
     again = trained(0)
-    found = fsdp_optim.resume(
+    resumed = fsdp_optim.resume(
         root / "background", again.model, again.optim, **as_options(fsdp_optim.LoadOptions, **QUIET)
     )
-    check_same("resumed", found is not None, True)
+    check_same("resumed", resumed is not None, True)
 
 
 def rounds(root: Path) -> None:
     """Save in the background again and again, until the test ends it."""
-    one = trained(1)
+    training = trained(1)
     root.mkdir(exist_ok=True)
     for number in range(10_000):
         fsdp_optim.async_save(
             root / f"step-{number % 3}",
-            one.model,
-            one.optim,
+            training.model,
+            training.optim,
             overwrite=True,
             step=number,
             **as_options(fsdp_optim.SaveOptions, **QUIET),

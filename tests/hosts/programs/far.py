@@ -49,8 +49,8 @@ class Far:
         yield
         print(f"took {call}: {time.monotonic() - begun:.3f} s, {self._trips.of_call - before}", flush=True)
 
-    def check(self, what: str, found: Trained) -> None:
-        check_same(what, mine(found), self.wanted)
+    def check(self, what: str, loaded: Trained) -> None:
+        check_same(what, mine(loaded), self.wanted)
 
     def gather(self) -> None:
         for _ in TWICE:

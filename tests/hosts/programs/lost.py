@@ -109,8 +109,8 @@ def arm(phase: str) -> None:
 
 def save(call: str, phase: str, ranks: str, folder: str) -> None:
     """Save twice, and stop in the second save; what each rank hears of it."""
-    root, one = Path(folder), Numbered()
-    fsdp_optim.save(root / "step-1", **as_options(fsdp_optim.SaveOptions, **one.arguments(1)))
+    root, numbered = Path(folder), Numbered()
+    fsdp_optim.save(root / "step-1", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(1)))
     say("saved 1")
     wait_for_file("armed")
     if str(dist.get_rank()) in ranks.split(","):
@@ -121,13 +121,13 @@ def save(call: str, phase: str, ranks: str, folder: str) -> None:
     try:
         if call == "save":
             fsdp_optim.save(
-                path, overwrite=phase == "renames", **as_options(fsdp_optim.SaveOptions, **one.arguments(2))
+                path, overwrite=phase == "renames", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2))
             )
         else:
             handle = fsdp_optim.async_save(
-                path, overwrite=phase == "renames", **as_options(fsdp_optim.SaveOptions, **one.arguments(2))
+                path, overwrite=phase == "renames", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2))
             )
-            one.set(3)  # the training continues
+            numbered.set(3)  # the training continues
             handle.wait()
     except Exception as error:
         tell(error=type(error).__name__, ours=isinstance(error, fsdp_optim.FsdpOptimError), text=str(error))
@@ -139,21 +139,23 @@ def save(call: str, phase: str, ranks: str, folder: str) -> None:
 def resume(*folders: str) -> None:
     """What a job on the hosts that are left does: it continues from the newest checkpoint, and saves."""
     for root in map(Path, folders):
-        one = Numbered()
+        numbered = Numbered()
         newest = fsdp_optim.latest(root)
-        restored = fsdp_optim.resume(root, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
-        numbers = one.numbers() if restored is not None else []
+        restored = fsdp_optim.resume(
+            root, numbered.model, numbered.optim, **as_options(fsdp_optim.LoadOptions, **QUIET)
+        )
+        numbers = numbered.numbers() if restored is not None else []
         before = sorted(os.listdir(root))
-        fsdp_optim.save(root / f"step-{LAST}", **as_options(fsdp_optim.SaveOptions, **one.arguments(LAST)))
+        fsdp_optim.save(root / f"step-{LAST}", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(LAST)))
         tell(folder=root.name, newest=str(newest), numbers=numbers, before=before, after=sorted(os.listdir(root)))
 
 
 def look(*folders: str) -> None:
     """Load every checkpoint that is listed as complete."""
     for root in map(Path, folders):
-        one = Numbered()
+        numbered = Numbered()
         listed = fsdp_optim.checkpoints(root)
-        numbers = {Path(info.path).name: one.load(info.path) for info in listed if info.complete}
+        numbers = {Path(info.path).name: numbered.load(info.path) for info in listed if info.complete}
         incomplete = [str(info.path) for info in listed if not info.complete]
         newest = str(fsdp_optim.latest(root))
         tell(folder=root.name, numbers=numbers, incomplete=incomplete, newest=newest, names=sorted(os.listdir(root)))
@@ -161,14 +163,14 @@ def look(*folders: str) -> None:
 
 def train(folder: str, steps: str) -> None:
     """A job that its launcher starts again and again, until it has made all steps."""
-    root, one = Path(folder), Numbered()
-    restored = fsdp_optim.resume(root, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
+    root, numbered = Path(folder), Numbered()
+    restored = fsdp_optim.resume(root, numbered.model, numbered.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
     first = int(restored.state["number"]) + 1 if restored is not None else 1
-    if restored is not None and one.numbers() != [first - 1]:
-        raise AssertionError(f"{first - 1} is a mixture of {one.numbers()}")
+    if restored is not None and numbered.numbers() != [first - 1]:
+        raise AssertionError(f"{first - 1} is a mixture of {numbered.numbers()}")
     tell(first=first, ranks=dist.get_world_size())
     for step in range(first, int(steps) + 1):
-        fsdp_optim.async_save(root / f"step-{step}", **as_options(fsdp_optim.SaveOptions, **one.arguments(step)))
+        fsdp_optim.async_save(root / f"step-{step}", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(step)))
         dist.all_reduce(torch.ones(1))  # as a training step does, which fails where a host is gone
         time.sleep(0.05)
         say(f"step {step}")

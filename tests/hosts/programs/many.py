@@ -32,17 +32,17 @@ def main(folder: str) -> None:
     dist.init_process_group("gloo")
     root = Path(folder)
     with cpu():
-        one, other = (Trained("FSDP2", steps=steps, **KWARGS) for steps in (2, 0))
-        wanted = mine(one)
+        trained, other = (Trained("FSDP2", steps=steps, **KWARGS) for steps in (2, 0))
+        wanted = mine(trained)
 
         begun = time.monotonic()
-        full = one.gather(None)
+        full = trained.gather(None)
         say("gather", begun)
         other.optim.load_state_dict(other.shard(full))
         check_same("gathered", mine(other)["state"], wanted["state"])
 
         begun = time.monotonic()
-        fsdp_optim.save(root / "saved", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
+        fsdp_optim.save(root / "saved", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **QUIET))
         say("save", begun)
         scramble(other)
         begun = time.monotonic()
@@ -53,7 +53,7 @@ def main(folder: str) -> None:
         begun = time.monotonic()
         options: dict[str, Any] = {"every": 2, "keep_last": 1, "signals": (), **QUIET}
         with fsdp_optim.CheckpointManager(
-            root / "run", one.model, one.optim, **as_options(fsdp_optim.ManagerOptions, **options)
+            root / "run", trained.model, trained.optim, **as_options(fsdp_optim.ManagerOptions, **options)
         ) as manager:
             check_same("fresh", manager.resume(), 0)
             for step in range(1, 5):

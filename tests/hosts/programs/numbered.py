@@ -64,9 +64,9 @@ class Numbered:
         """Load a checkpoint into other values; its number. Raises `AssertionError` for a mixture of several."""
         self.set(-1)
         restored = fsdp_optim.load(path, self.model, self.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
-        found = {*self.numbers(), restored.state["number"], restored.state["own number"], restored.step}
-        if len(found) > 1:
-            raise AssertionError(f"{path} is a mixture of {found}")
+        numbers = {*self.numbers(), restored.state["number"], restored.state["own number"], restored.step}
+        if len(numbers) > 1:
+            raise AssertionError(f"{path} is a mixture of {numbers}")
         return int(restored.state["number"])
 
 

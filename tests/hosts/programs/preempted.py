@@ -18,20 +18,20 @@ import fsdp_optim
 def main(root: str, *words: str) -> None:
     dist.init_process_group("gloo")
     with cpu():
-        one = Trained("FSDP2", steps=0, model=Whole, make=OfModel(two_groups))
+        trained = Trained("FSDP2", steps=0, model=Whole, make=OfModel(two_groups))
         with fsdp_optim.CheckpointManager(
-            root, one.model, one.optim, every=50, options=fsdp_optim.ManagerOptions(progress=False, timeout=60)
+            root, trained.model, trained.optim, every=50, options=fsdp_optim.ManagerOptions(progress=False, timeout=60)
         ) as manager:
             step = manager.resume()
             print(f"resumed at {step}", flush=True)
             while not words and not manager.should_stop:
-                one.step(range(step, step + 1))
+                trained.step(range(step, step + 1))
                 step += 1
                 manager.step(step)
                 print(f"step {step}", flush=True)
                 time.sleep(0.1)
         wanted = Trained("FSDP2", steps=step, model=Whole, make=OfModel(two_groups))
-        check_same("values", mine(one), mine(wanted))
+        check_same("values", mine(trained), mine(wanted))
         print(f"stopped at {step}", flush=True)
     dist.destroy_process_group()
 

@@ -18,73 +18,75 @@ from kit.options import as_options
 import fsdp_optim
 
 
-def save(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
+def save(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.save(root / "new", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2)))
 
 
-def per_rank_files(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2), strategy="per_rank_files"))
+def per_rank_files(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.save(
+        root / "new", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2), strategy="per_rank_files")
+    )
 
 
-def save_in_place(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2), strategy="in_place"))
+def save_in_place(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.save(root / "new", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2), strategy="in_place"))
 
 
-def overwrite(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "step-1", overwrite=True, **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
+def overwrite(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.save(root / "step-1", overwrite=True, **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2)))
 
 
-def save_dcp(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(root / "new", format="dcp", **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
+def save_dcp(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.save(root / "new", format="dcp", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2)))
 
 
-def save_to_url(root: Path, one: Numbered) -> None:
-    fsdp_optim.save(f"file://{root}/new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
+def save_to_url(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.save(f"file://{root}/new", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2)))
 
 
-def async_save(root: Path, one: Numbered) -> None:
-    fsdp_optim.async_save(root / "new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2))).wait()
+def async_save(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.async_save(root / "new", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2))).wait()
 
 
-def async_save_to_url(root: Path, one: Numbered) -> None:
-    fsdp_optim.async_save(f"file://{root}/new", **as_options(fsdp_optim.SaveOptions, **one.arguments(2))).wait()
+def async_save_to_url(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.async_save(f"file://{root}/new", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2))).wait()
 
 
-def manager(root: Path, one: Numbered) -> None:
+def manager(root: Path, numbered: Numbered) -> None:
     with fsdp_optim.CheckpointManager(
-        root, one.model, one.optim, **as_options(fsdp_optim.ManagerOptions, **QUIET, signals=())
+        root, numbered.model, numbered.optim, **as_options(fsdp_optim.ManagerOptions, **QUIET, signals=())
     ):
         raise AssertionError("a manager was made")
 
 
-def manager_of_url(root: Path, one: Numbered) -> None:
+def manager_of_url(root: Path, numbered: Numbered) -> None:
     with fsdp_optim.CheckpointManager(
-        f"file://{root}", one.model, one.optim, **as_options(fsdp_optim.ManagerOptions, **QUIET, signals=())
+        f"file://{root}", numbered.model, numbered.optim, **as_options(fsdp_optim.ManagerOptions, **QUIET, signals=())
     ):
         raise AssertionError("a manager was made")
 
 
-def resume(root: Path, one: Numbered) -> None:
-    fsdp_optim.resume(root, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
+def resume(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.resume(root, numbered.model, numbered.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
 
 
-def resume_from_url(root: Path, one: Numbered) -> None:
-    fsdp_optim.resume(f"file://{root}", one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
+def resume_from_url(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.resume(f"file://{root}", numbered.model, numbered.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
 
 
-def load(root: Path, one: Numbered) -> None:
-    fsdp_optim.load(root / "step-1", one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
+def load(root: Path, numbered: Numbered) -> None:
+    fsdp_optim.load(root / "step-1", numbered.model, numbered.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
 
 
-def convert(root: Path, one: Numbered) -> None:
+def convert(root: Path, numbered: Numbered) -> None:
     fsdp_optim.convert(
         root / "step-1", root / "converted", format="dcp", **as_options(fsdp_optim.ConvertOptions, **QUIET)
     )
 
 
-def convert_here(root: Path, one: Numbered) -> None:
+def convert_here(root: Path, numbered: Numbered) -> None:
     """The source is in a folder that is shared."""
-    fsdp_optim.save(f"/bench/source-{root.name}", **as_options(fsdp_optim.SaveOptions, **one.arguments(2)))
+    fsdp_optim.save(f"/bench/source-{root.name}", **as_options(fsdp_optim.SaveOptions, **numbered.arguments(2)))
     fsdp_optim.convert(
         f"/bench/source-{root.name}", root / "converted", format="dcp", **as_options(fsdp_optim.ConvertOptions, **QUIET)
     )
@@ -108,22 +110,24 @@ CALLS = {call.__name__: call for call in (*WRITING, *FINDING, *OPENING)}
 
 def prepare(name: str, *roots: str) -> None:
     """Save in folders, and resume there."""
-    one = Numbered()
+    numbered = Numbered()
     for root in map(Path, roots):
-        fsdp_optim.save(root / name, **as_options(fsdp_optim.SaveOptions, **one.arguments(1)))
-        restored = fsdp_optim.resume(root, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **QUIET))
-        if restored is None or one.numbers() != [1]:
-            raise AssertionError(f"{root} has {one.numbers()}")
+        fsdp_optim.save(root / name, **as_options(fsdp_optim.SaveOptions, **numbered.arguments(1)))
+        restored = fsdp_optim.resume(
+            root, numbered.model, numbered.optim, **as_options(fsdp_optim.LoadOptions, **QUIET)
+        )
+        if restored is None or numbered.numbers() != [1]:
+            raise AssertionError(f"{root} has {numbered.numbers()}")
 
 
 def heard(name: str, root: str) -> dict[str, Any]:
     """The error of a call."""
-    one = Numbered()
+    numbered = Numbered()
     try:
-        CALLS[name](Path(root), one)
+        CALLS[name](Path(root), numbered)
     except fsdp_optim.CheckpointError as error:
-        return {"error": str(error), "numbers": one.numbers()}
-    return {"error": "", "numbers": one.numbers()}
+        return {"error": str(error), "numbers": numbered.numbers()}
+    return {"error": "", "numbers": numbered.numbers()}
 
 
 def main(what: str, *arguments: str) -> None:

@@ -233,6 +233,6 @@ class Files:
 
     def statfs(self, request: Request) -> bytes:
         """Room on the disk."""
-        found = os.statvfs(self.nodes.get(request.node).path)
-        counts = (found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree)
-        return protocol.STATFS_OUT.pack(*counts, found.f_bsize, found.f_namemax, found.f_frsize, 0)
+        room = os.statvfs(self.nodes.get(request.node).path)
+        counts = (room.f_blocks, room.f_bfree, room.f_bavail, room.f_files, room.f_ffree)
+        return protocol.STATFS_OUT.pack(*counts, room.f_bsize, room.f_namemax, room.f_frsize, 0)

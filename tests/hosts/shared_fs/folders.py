@@ -213,14 +213,14 @@ class Folders:
         with self.nodes.lock:
             if folder.listing is not None and time.monotonic() < folder.listing[0]:
                 return dict(folder.listing[1])
-            found: Listing = {}
+            listing: Listing = {}
             with os.scandir(fd) as entries:
                 for entry in entries:
                     if not self.late.hides(folder, entry.name):
-                        found[entry.name] = (entry.inode(), self._kind(entry))
+                        listing[entry.name] = (entry.inode(), self._kind(entry))
             if self.switches.cache_seconds:
-                folder.listing = time.monotonic() + self.switches.cache_seconds, found
-            return dict(found)
+                folder.listing = time.monotonic() + self.switches.cache_seconds, listing
+            return dict(listing)
 
     @staticmethod
     def _kind(entry: os.DirEntry[str]) -> int:
@@ -232,8 +232,8 @@ class Folders:
         """This mount made a name: it sees it at once."""
         with self.nodes.lock:
             if folder.listing is not None:
-                found = os.fstat(node.fd)
-                folder.listing[1][name] = (found.st_ino, found.st_mode)
+                status = os.fstat(node.fd)
+                folder.listing[1][name] = (status.st_ino, status.st_mode)
 
     def _removed(self, node: Node | None, folder: Node, name: str) -> None:
         """This mount took a name away; `node` is what had it, if the kernel knows that."""

@@ -63,8 +63,8 @@ class Locks:
         _, owner, start, end, kind, _, _, _ = request.unpack(protocol.LOCK)
         fd = self._descriptor(request.node, owner)
         answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, self._flock(kind, start, end))
-        found, _, begin, length, _ = FLOCK.unpack(answer)
-        return protocol.LOCK_OUT.pack(begin, begin + length - 1 if length else END, found, 0)
+        held_kind, _, begin, length, _ = FLOCK.unpack(answer)
+        return protocol.LOCK_OUT.pack(begin, begin + length - 1 if length else END, held_kind, 0)
 
     @staticmethod
     def _flock(kind: int, start: int, end: int) -> bytes:

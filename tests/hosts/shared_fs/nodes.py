@@ -59,10 +59,10 @@ class Node:
             return True
         for folder, name in list(self.names):
             try:
-                found = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
+                status = os.stat(name, dir_fd=folder.fd, follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            if key_of(found) == self.key and folder.is_where_it_was():
+            if key_of(status) == self.key and folder.is_where_it_was():
                 return True
         return False
 
@@ -136,12 +136,12 @@ class Nodes:
 
     def attributes(self, node: Node) -> bytes:
         """`struct fuse_attr` as this mount shows the file."""
-        found = os.fstat(node.fd)
-        size, mtime_ns = found.st_size, found.st_mtime_ns
+        status = os.fstat(node.fd)
+        size, mtime_ns = status.st_size, status.st_mtime_ns
         if node.versions is not None:
-            size, mtime_ns = node.versions.shown(found)
-        blocks = found.st_blocks if self.switches.sparse else -(-size // 512)
-        return protocol.attributes(found, size, blocks, mtime_ns, round(self.switches.clock * 1e9))
+            size, mtime_ns = node.versions.shown(status)
+        blocks = status.st_blocks if self.switches.sparse else -(-size // 512)
+        return protocol.attributes(status, size, blocks, mtime_ns, round(self.switches.clock * 1e9))
 
     def entry(self, node: Node) -> bytes:
         """`struct fuse_entry_out`: a number, and what the kernel may keep."""

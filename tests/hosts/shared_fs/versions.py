@@ -13,9 +13,9 @@ STEP = 1 << 20
 Stamp = tuple[int, int, int]  # size, mtime and ctime of the backing file
 
 
-def stamp_of(found: os.stat_result) -> Stamp:
+def stamp_of(status: os.stat_result) -> Stamp:
     """What shows that another mount has changed a file."""
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _parts_with_data(fd: int, size: int) -> Iterator[tuple[int, int]]:
@@ -49,14 +49,14 @@ class Version:
         self.fd = self.file.fileno()
         self.stamp: Stamp | None = None
         while True:  # until no other mount has written meanwhile
-            found = os.fstat(backing)
+            status = os.fstat(backing)
             os.ftruncate(self.fd, 0)
-            for begin, end in _parts_with_data(backing, found.st_size):
+            for begin, end in _parts_with_data(backing, status.st_size):
                 _copy(backing, self.fd, begin, end)
-            os.ftruncate(self.fd, found.st_size)
-            if stamp_of(os.fstat(backing)) == stamp_of(found):
+            os.ftruncate(self.fd, status.st_size)
+            if stamp_of(os.fstat(backing)) == stamp_of(status):
                 break
-        self.stamp, self.mtime_ns = stamp_of(found), found.st_mtime_ns
+        self.stamp, self.mtime_ns = stamp_of(status), status.st_mtime_ns
 
     @property
     def size(self) -> int:
