@@ -78,9 +78,9 @@ def save_all(root: str) -> list[Any]:
     saved = []
     with cpu():
         for layout in ("flattened", "torchtitan"):
-            one = Trained("FSDP2", OfModel(decayed))
-            LAYOUTS[layout](one, Path(root) / layout)
-            full = one.gather(None, "name")
+            trained = Trained("FSDP2", OfModel(decayed))
+            LAYOUTS[layout](trained, Path(root) / layout)
+            full = trained.gather(None, "name")
             saved.append(by_name(full))
     return saved
 
@@ -108,7 +108,7 @@ class GroupsTest(SharedFolder):
     @parameterized.expand(["flattened", "torchtitan"])
     def test_by_torch_on_two_ranks(self, layout: str) -> None:
         state, hyper = self.saved[layout]
-        sizes = [len([one for one in hyper.values() if one["weight_decay"] == decay]) for decay in (0.1, 0.0)]
+        sizes = [len([values for values in hyper.values() if values["weight_decay"] == decay]) for decay in (0.1, 0.0)]
         self.assertEqual([bool(size) for size in sizes], [True, True])
         check_converted(self.root / layout, self.root / f"{layout}-to", (state, hyper), sizes)
 

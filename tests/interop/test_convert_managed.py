@@ -37,7 +37,7 @@ def trained(root: str) -> list[Any]:
 
 def resumed(root: str, places: list[str]) -> list[list[Any]]:
     """The losses of the same steps after a load of each place, with random states that were others before."""
-    found = []
+    losses = []
     with cpu():
         for place in places:
             run = Run(root, "FSDP2", every=100)
@@ -48,8 +48,8 @@ def resumed(root: str, places: list[str]) -> list[list[Any]]:
             for step in (STEPS + 1, STEPS + 2):
                 run.train(step)
             run.manager.close()
-            found.append([run.losses[step] for step in (STEPS + 1, STEPS + 2)])
-    return found
+            losses.append([run.losses[step] for step in (STEPS + 1, STEPS + 2)])
+    return losses
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -57,16 +57,16 @@ def hashes(folder: Path) -> dict[str, str]:
 
     A conversion from files of torch leaves the tensors among these in one file with them.
     """
-    found = {
+    digests = {
         str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in folder.glob("extra/rank*")
     }
     own = fsdp_optim.load(folder)
     common = {name: value for name, value in own.state.items() if not own.all_ranks or name not in own.all_ranks[0]}
-    found["common"] = sha256(encode_values("state", common, allow_pickle=False)).hexdigest()
+    digests["common"] = sha256(encode_values("state", common, allow_pickle=False)).hexdigest()
     for path in {*folder.glob("model.safetensors"), *folder.glob("optim.safetensors")}:
         for name, value in load_file(path).items():
-            found[f"{path.name} {name}"] = sha256(value.numpy().tobytes()).hexdigest()
-    return found
+            digests[f"{path.name} {name}"] = sha256(value.numpy().tobytes()).hexdigest()
+    return digests
 
 
 class ManagedTest(SharedFolder):
@@ -95,8 +95,8 @@ class ManagedTest(SharedFolder):
             check_same(name, hashes(back), wanted, in_order=False)
         backs = [self.root / f"back-{name}" / self.source.name for name in ways]
         backs += [self.root / "torch-0", self.root / "torch_file-0" / "checkpoint.pt"]
-        found = run_on_ranks(resumed, 2, str(self.root / "others"), list(map(str, backs)))
-        for rank, of_rank in enumerate(found):
+        by_rank = run_on_ranks(resumed, 2, str(self.root / "others"), list(map(str, backs)))
+        for rank, of_rank in enumerate(by_rank):
             for name, losses in zip(backs, of_rank, strict=True):
                 check_same(f"{name} on rank {rank}", losses, self.losses[rank])
 
@@ -118,13 +118,13 @@ class ManagedTest(SharedFolder):
         saved = fsdp_optim.load(self.source).all_ranks
         for rank in range(2):
             alone = torch.load(self.root / "folder" / f"rank-{rank:05}.pt", weights_only=True)
-            for found in (whole["per_rank_extra"][rank], alone):
-                name, state, *rest = found[RANDOM]["numpy"]
+            for file in (whole["per_rank_extra"][rank], alone):
+                name, state, *rest = file[RANDOM]["numpy"]
                 wanted = saved[rank][RANDOM]["numpy"]
                 check_same("the state", types_in((name, state.numpy(), *rest)), types_in(tuple(wanted)))
                 before = numpy.random.get_state()
                 try:
-                    numpy.random.set_state(found[RANDOM]["numpy"])
+                    numpy.random.set_state(file[RANDOM]["numpy"])
                     check_same("taken", types_in(numpy.random.get_state()), types_in(wanted))
                 finally:
                     numpy.random.set_state(before)
@@ -136,13 +136,13 @@ class ManagedTest(SharedFolder):
         fsdp_optim.convert(
             self.source, target, format=format, options=fsdp_optim.ConvertOptions(durable=False, progress=False)
         )
-        found = fsdp_optim.load(target / "checkpoint.pt" if is_file else target)
+        result = fsdp_optim.load(target / "checkpoint.pt" if is_file else target)
         wanted = fsdp_optim.load(self.source)
-        check_same("extra", types_in(dict(found.state)), types_in(dict(wanted.state)))
-        check_same("of this rank", types_in(found.state["loader"]), types_in(wanted.state["loader"]))
-        check_same("of all", types_in(found.all_ranks), types_in(wanted.all_ranks))
-        self.assertEqual(len(found.all_ranks), 2)
-        self.assertEqual(type(found.state[RANDOM]["numpy"][1]), numpy.ndarray)
+        check_same("extra", types_in(dict(result.state)), types_in(dict(wanted.state)))
+        check_same("of this rank", types_in(result.state["loader"]), types_in(wanted.state["loader"]))
+        check_same("of all", types_in(result.all_ranks), types_in(wanted.all_ranks))
+        self.assertEqual(len(result.all_ranks), 2)
+        self.assertEqual(type(result.state[RANDOM]["numpy"][1]), numpy.ndarray)
 
 
 VALUES: dict[str, Any] = {
@@ -185,8 +185,8 @@ class ValuesTest(SharedFolder):
             )
             for path in (root / format).glob("*.pt"):
                 torch.load(path, weights_only=True)
-            found = fsdp_optim.load(root / format)
-            check_same("types", types_in(found.state), types_in({**extra, "per_rank_extra": of_rank}))
+            result = fsdp_optim.load(root / format)
+            check_same("types", types_in(result.state), types_in({**extra, "per_rank_extra": of_rank}))
             fsdp_optim.convert(root / format, root / f"back-{format}", options=fsdp_optim.ConvertOptions(durable=False))
             check_same(f"{name} by {format}", hashes(root / f"back-{format}"), hashes(root / "saved"), in_order=False)
 

@@ -30,9 +30,9 @@ QUIET: dict[str, Any] = {"durable": False, "progress": False}
 FORMATS = ("torch_file", "torch", "safetensors", "dcp")
 
 
-def names_in_order(one: Any, optim: Any) -> list[str]:
+def names_in_order(model: Any, optim: Any) -> list[str]:
     """The names of the ids of an optimizer."""
-    name_of = {param: name for name, param in one.named_parameters()}
+    name_of = {param: name for name, param in model.named_parameters()}
     return [name_of[param] for group in optim.param_groups for param in group["params"]]
 
 
@@ -42,11 +42,11 @@ class TrainerTest(SharedFolder):
     @classmethod
     def fill(cls) -> None:
         with on_cpu("none"):
-            one = trainer_of("none", cls.root / "run", model=tiny_llama(), max_steps=2, weight_decay=0.1)
-            one.train()
-            cls.names = names_in_order(one.model, one.optimizer)
-            cls.sizes = [len(group["params"]) for group in one.optimizer.param_groups]
-            cls.weights = {name: value.clone() for name, value in one.model.state_dict().items()}
+            run = trainer_of("none", cls.root / "run", model=tiny_llama(), max_steps=2, weight_decay=0.1)
+            run.train()
+            cls.names = names_in_order(run.model, run.optimizer)
+            cls.sizes = [len(group["params"]) for group in run.optimizer.param_groups]
+            cls.weights = {name: value.clone() for name, value in run.model.state_dict().items()}
         cls.source = cls.root / "run" / "checkpoint-2"
 
     def check(self, target: Path, format: str) -> None:
@@ -56,24 +56,24 @@ class TrainerTest(SharedFolder):
                 target, target.with_suffix(".pt"), format="torch_file", **as_options(fsdp_optim.ConvertOptions, **QUIET)
             )
             target = target.with_suffix(".pt")
-        found = torch.load(target, weights_only=True)
-        check_same("weights", found["model"], self.weights, in_order=False)
-        theirs = torch.load(self.source / "optimizer.pt", weights_only=True)
-        ours = found["optimizer"]
-        ids = [name for group in ours["param_groups"] for name in group["param_names"]]
-        self.assertEqual([len(group["params"]) for group in ours["param_groups"]], self.sizes)
+        converted = torch.load(target, weights_only=True)
+        check_same("weights", converted["model"], self.weights, in_order=False)
+        wanted_optim = torch.load(self.source / "optimizer.pt", weights_only=True)
+        optim = converted["optimizer"]
+        ids = [name for group in optim["param_groups"] for name in group["param_names"]]
+        self.assertEqual([len(group["params"]) for group in optim["param_groups"]], self.sizes)
         self.assertEqual(ids, self.names)
         check_same(
             "state",
-            {ids[n]: values for n, values in ours["state"].items()},
-            {self.names[n]: values for n, values in theirs["state"].items()},
+            {ids[n]: values for n, values in optim["state"].items()},
+            {self.names[n]: values for n, values in wanted_optim["state"].items()},
             in_order=False,
         )
-        for group, wanted in zip(ours["param_groups"], theirs["param_groups"], strict=True):
+        for group, wanted in zip(optim["param_groups"], wanted_optim["param_groups"], strict=True):
             hyper = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             check_same("groups", hyper, {k: v for k, v in wanted.items() if k != "params"}, in_order=False)
-        check_same("scheduler", found["scheduler"], torch.load(self.source / "scheduler.pt", weights_only=True))
-        self.assertNotIn("training_args", found)
+        check_same("scheduler", converted["scheduler"], torch.load(self.source / "scheduler.pt", weights_only=True))
+        self.assertNotIn("training_args", converted)
 
     @parameterized.expand([(format, by) for format in FORMATS for by in ("names", "model")])
     def test_converted(self, format: str, by: str) -> None:
@@ -102,8 +102,8 @@ class TrainerTest(SharedFolder):
             target,
             **as_options(fsdp_optim.ConvertOptions, **QUIET, param_names=self.names, allow_pickle=True),
         )
-        found = fsdp_optim.load(target, options=fsdp_optim.LoadOptions(allow_pickle=True)).state["training_args"]
-        self.assertEqual(type(found).__name__, "TrainingArguments")
+        arguments = fsdp_optim.load(target, options=fsdp_optim.LoadOptions(allow_pickle=True)).state["training_args"]
+        self.assertEqual(type(arguments).__name__, "TrainingArguments")
 
     def test_what_is_left_out_for_its_size_is_an_error(self) -> None:
         """No tensors are lost for a warning."""
@@ -205,9 +205,11 @@ class LightningTest(SharedFolder):
         got, wanted = fsdp_optim.load(self.root / f"back-{format}"), fsdp_optim.load(self.source)
         self.assertEqual(len(wanted.all_ranks), 2)
         for rank in range(2):
-            mine, expected = (one.all_ranks[rank]["of_this_rank"]["random"]["numpy"] for one in (got, wanted))
-            self.assertEqual((type(mine[1]), *mine[::2]), (numpy.ndarray, *expected[::2]))
-            numpy.testing.assert_array_equal(mine[1], expected[1])
+            got_numpy, expected = (
+                restored.all_ranks[rank]["of_this_rank"]["random"]["numpy"] for restored in (got, wanted)
+            )
+            self.assertEqual((type(got_numpy[1]), *got_numpy[::2]), (numpy.ndarray, *expected[::2]))
+            numpy.testing.assert_array_equal(got_numpy[1], expected[1])
         check_same("keys", sorted(got.state), sorted(wanted.state))
 
 

@@ -74,13 +74,13 @@ def save_all(saves: list[tuple[str, str, str, dict[str, Any]]]) -> None:
 
 
 def load_all(loads: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
-    found = []
+    results = []
     for path, wrapper, kwargs in loads:
         try:
-            found.append(load_trained(Path(path), wrapper, kwargs, compare=True))
+            results.append(load_trained(Path(path), wrapper, kwargs, compare=True))
         except Exception as error:
             raise AssertionError(f"{path} into {wrapper}: {error}") from error
-    return found
+    return results
 
 
 TARGETS = ("FSDP2", "FSDP1 flat", "FSDP1 orig", "fairscale flat", "plain", "fairscale non-flat")
@@ -119,11 +119,11 @@ class LayoutsTest(unittest.TestCase):
             numbers = [number for number in range(len(SAVES)) if is_met(number, world)]
             wrappers = [TARGETS[(number // 3 + world) % len(TARGETS)] for number in numbers]
             loads = [(f"{self.root}/{n}", wrapper, TWO_GROUPS) for n, wrapper in zip(numbers, wrappers, strict=True)]
-            for found in run_on_ranks(load_all, world, loads):
-                for number, one in zip(numbers, found, strict=True):
+            for results in run_on_ranks(load_all, world, loads):
+                for number, result in zip(numbers, results, strict=True):
                     layout = SAVES[number][2]
                     if layout in HAVE_TRAIN_STATE:
-                        check_same(layout, dict(sorted(one["extra"]["train_state"].items())), TRAIN_STATE)
+                        check_same(layout, dict(sorted(result["extra"]["train_state"].items())), TRAIN_STATE)
 
 
 # ------------------------------------------------------------------------------------------- parts of models and optimizers
@@ -180,10 +180,10 @@ class PartsTest(unittest.TestCase):
         """Frozen and tied parameters, parameters without state, hyperparameters that are tensors, several optimizers."""
         with tempfile.TemporaryDirectory() as root:
             run_on_ranks(save_cases, 2, root)
-            for found in run_on_ranks(load_cases, world, root):
-                for name, one in found.items():
+            for results in run_on_ranks(load_cases, world, root):
+                for name, result in results.items():
                     if name in WITHOUT_STATE:
-                        self.assertEqual(one["absent"], WITHOUT_STATE[name])
+                        self.assertEqual(result["absent"], WITHOUT_STATE[name])
 
     def test_part_by_part(self) -> None:
         with tempfile.TemporaryDirectory() as root:
@@ -296,7 +296,7 @@ class BytesTest(unittest.TestCase):
                 with url_of(ObjectStore(bucket, "run", PROBE)) as url:
                     fsdp_optim.load(url, model, optim)
             check_same("weights", dict(model.named_parameters()), trained[0])
-            check_same("moments", [dict(sorted(one.items())) for one in optim.state.values()], trained[1])
+            check_same("moments", [dict(sorted(moments.items())) for moments in optim.state.values()], trained[1])
             data = [nbytes for key, nbytes in requests if key.endswith(".distcp")]
             num_chunks = 2 * 3 * 4 + 4  # of two ranks: weights and two moments of four parameters; and their steps
             self.assertLessEqual(len(data), 2 * num_chunks + 5 * 6)  # and the directory of one archive of each kind

@@ -72,19 +72,19 @@ def shared(whole: dict[str, Tensor]) -> dict[str, Any]:
     """The same tensors as DTensors: cut along rows, columns, both, and copied."""
     line = init_device_mesh("cpu", (dist.get_world_size(),))
     grid = init_device_mesh("cpu", (2, 2)) if dist.get_world_size() == 4 else None
-    found: dict[str, Any] = {}
+    dtensors: dict[str, Any] = {}
     for name, tensor in whole.items():
         if name in ("rest", "number"):
-            found[name] = tensor  # no DTensor
+            dtensors[name] = tensor  # no DTensor
         elif name == "both" and grid is not None:
-            found[name] = distribute_tensor(tensor, grid, [Shard(0), Shard(1)])
+            dtensors[name] = distribute_tensor(tensor, grid, [Shard(0), Shard(1)])
         elif name == "columns" and grid is not None:
-            found[name] = distribute_tensor(tensor, grid, [Replicate(), Shard(1)])
+            dtensors[name] = distribute_tensor(tensor, grid, [Replicate(), Shard(1)])
         else:
-            found[name] = distribute_tensor(
+            dtensors[name] = distribute_tensor(
                 tensor, line, [Replicate() if name == "alike" else Shard(int(name == "columns"))]
             )
-    return found
+    return dtensors
 
 
 def wanted(names: Iterable[str]) -> dict[str, Tensor]:
@@ -96,8 +96,8 @@ def names_in(checkpoint: str) -> list[str]:
     return [name for name in tensors() if name != "number" or "consolidated" not in checkpoint]
 
 
-def in_order(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return dict(sorted(found.items()))
+def in_order(by_name: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(sorted(by_name.items()))
 
 
 class Holder(nn.Module):
@@ -181,11 +181,11 @@ def load_holders(root: Path) -> None:
                     model,
                     options=fsdp_optim.LoadOptions(progress=False, process_group=dist.group.WORLD),
                 )
-                found = {
+                weights = {
                     key: value.full_tensor() if hasattr(value, "full_tensor") else value
                     for key, value in model.state_dict().items()
                 }
-                check_same(f"{num} {name}", found, wanted(names_in(name)))
+                check_same(f"{num} {name}", weights, wanted(names_in(name)))
                 check_same("missing", (restored.missing_keys, restored.unexpected_keys), ((), ()))
 
 
@@ -282,7 +282,7 @@ class DcpSafetensorsTest(SharedFolder):
         )
         inspected = fsdp_optim.inspect(place)
         shapes = {key: tuple(value.shape) for key, value in wanted(names_in(name)).items()}
-        self.assertEqual({key: tuple(one.shape) for key, one in inspected.model.items()}, shapes)
+        self.assertEqual({key: tuple(tensor.shape) for key, tensor in inspected.model.items()}, shapes)
         for file in place.glob("shard-*"):
             converts = partial(
                 fsdp_optim.convert, file, self.root / "none", options=fsdp_optim.ConvertOptions(progress=False)

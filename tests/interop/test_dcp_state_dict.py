@@ -60,7 +60,7 @@ def gets(wrapper: str, maker: str, prepare: Any = None) -> None:
     with cpu():
         trained = Trained(wrapper, MAKERS[maker], prepare=prepare)
         before = snapshot(trained)
-        found = {
+        dicts = {
             name: dcp.get_state_dict(trained.model, trained.optim, options=StateDictOptions(**given))
             for name, given in OPTIONS.items()
         }
@@ -70,12 +70,12 @@ def gets(wrapper: str, maker: str, prepare: Any = None) -> None:
             if wrapper.startswith("FSDP1") and given.get("full_state_dict"):
                 oracle = Trained("plain", MAKERS[maker], prepare=prepare)  # torch cannot unshard FSDP1 on the CPU
             wanted = theirs.get_state_dict(oracle.model, oracle.optim, options=StateDictOptions(**given))
-            check_alike(f"{name}, weights", found[name][0], wanted[0])
+            check_alike(f"{name}, weights", dicts[name][0], wanted[0])
             if oracle is not trained:  # which lists the parameters unit by unit
-                for state in (found[name][1], wanted[1]):
+                for state in (dicts[name][1], wanted[1]):
                     for group in state.get("param_groups", ()):
                         group["params"].sort()
-            check_alike(f"{name}, state", found[name][1], wanted[1])
+            check_alike(f"{name}, state", dicts[name][1], wanted[1])
 
 
 GETS = Table(
@@ -129,11 +129,11 @@ def loads(wrapper: str, maker: str) -> None:
                 target = Trained(wrapper, MAKERS[maker], steps=0)
                 result = set_both(loader, target, weights, state, to_load)
                 check_same(f"{name}, {kind}, names", (list(result[0]), list(result[1])), ([], []))
-                found = plain(theirs.get_state_dict(target.model, target.optim))
+                loaded = plain(theirs.get_state_dict(target.model, target.optim))
                 if loader is theirs:  # which makes lists of tuples
-                    for group in found[1]["param_groups"]:
+                    for group in loaded[1]["param_groups"]:
                         group["betas"] = tuple(group["betas"])
-                check_same(f"{name}, {kind}", found, wanted, in_order=False)
+                check_same(f"{name}, {kind}", loaded, wanted, in_order=False)
 
 
 LOADS = Table(

@@ -128,10 +128,10 @@ def other_mesh() -> None:
             weights, state = source.get_state_dict(saved.model, saved.optim)
             dcp.set_state_dict(target.model, target.optim, model_state_dict=weights, optim_state_dict=state)
             full = StateDictOptions(full_state_dict=True)
-            found = dcp.get_state_dict(target.model, target.optim, options=full)
+            loaded = dcp.get_state_dict(target.model, target.optim, options=full)
             wanted = theirs.get_state_dict(saved.model, saved.optim, options=full)
-            check_alike("weights", found[0], wanted[0])
-            check_alike("state", found[1], wanted[1])
+            check_alike("weights", loaded[0], wanted[0])
+            check_alike("state", loaded[1], wanted[1])
 
 
 def stepped(whole: nn.Module) -> dict[str, Any]:
@@ -273,8 +273,8 @@ class CasesTest(unittest.TestCase):
         self.assertIs(dcp.Stateful, checkpoint.stateful.Stateful)
         for name in dcp.__all__:
             if name[:3] in ("get", "set"):
-                ours, torchs = (inspect.signature(getattr(module, name)) for module in (dcp, theirs))
-                kinds = [[(p.name, p.kind, p.default) for p in each.parameters.values()] for each in (ours, torchs)]
+                own, torchs = (inspect.signature(getattr(module, name)) for module in (dcp, theirs))
+                kinds = [[(p.name, p.kind, p.default) for p in each.parameters.values()] for each in (own, torchs)]
                 self.assertEqual(*kinds)
 
 

@@ -60,16 +60,16 @@ def adam(params: Any) -> Any:
 def save_all(root: Path) -> None:
     for wrapper in SAVED:
         with cpu():
-            one = Trained(wrapper, adam)
-            options: dict[str, Any] = {"durable": False, "process_group": one.process_group}
+            trained = Trained(wrapper, adam)
+            options: dict[str, Any] = {"durable": False, "process_group": trained.process_group}
             name = wrapper.replace(" ", "-")
             fsdp_optim.save(
-                root / name, one.model, one.optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **options)
+                root / name, trained.model, trained.optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **options)
             )
             fsdp_optim.async_save(
                 root / f"{name}-titan",
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 format="torchtitan",
                 **as_options(fsdp_optim.SaveOptions, **options),
             ).wait()
@@ -89,9 +89,9 @@ def saved() -> tempfile.TemporaryDirectory[str]:
 
 def resume(root: Path, name: str, wrapper: str, flattened: bool, is_titan: bool = False) -> None:
     """The steps of a job of stock torch: dcp.load into its own state dicts, and set_state_dict; then it trains on."""
-    one = Trained(wrapper, adamw_tensor_lr if name == "tensor-lr" else adam, 0)
+    target = Trained(wrapper, adamw_tensor_lr if name == "tensor-lr" else adam, 0)
     options = FLATTENED if flattened else None
-    model, optim = get_state_dict(one.model, one.optim, options=options)
+    model, optim = get_state_dict(target.model, target.optim, options=options)
     if is_titan:
         states: dict[str, Any] = {**model, "optimizer": optim}
         dcp.load(states, checkpoint_id=root / name)
@@ -101,21 +101,21 @@ def resume(root: Path, name: str, wrapper: str, flattened: bool, is_titan: bool 
         states = {"model": model, "optimizer": optim}
         dcp.load(states, checkpoint_id=root / name)
         model, optim = states["model"], states["optimizer"]
-    set_state_dict(one.model, one.optim, model_state_dict=model, optim_state_dict=optim, options=options)
-    check_continues(f"{name} in {wrapper}", one)
+    set_state_dict(target.model, target.optim, model_state_dict=model, optim_state_dict=optim, options=options)
+    check_continues(f"{name} in {wrapper}", target)
 
 
-def check_continues(what: str, one: Trained) -> None:
+def check_continues(what: str, resumed: Trained) -> None:
     """State, hyperparameters and weights are those of the run that never stopped, now and after two more steps."""
-    make = one._make
+    make = resumed._make
     for steps in (STEPS, STEPS + 2):
         if steps > STEPS:
-            one.step(MORE)
+            resumed.step(MORE)
         wanted = Oracle(make, steps)
         full = StateDictOptions(full_state_dict=True)
-        weights = get_model_state_dict(one.model, options=full)
+        weights = get_model_state_dict(resumed.model, options=full)
         check_same(f"{what}: weights", weights, dict(wanted.model.state_dict()))
-        optim = get_optimizer_state_dict(one.model, one.optim, options=full)
+        optim = get_optimizer_state_dict(resumed.model, resumed.optim, options=full)
         check_same(f"{what}: state", {name: optim["state"].get(name) for name in wanted.names}, wanted.by_name())
         groups = [dict(group) for group in wanted.optim.state_dict()["param_groups"]]
         for group in (*groups, *optim["param_groups"]):
@@ -131,8 +131,8 @@ def loaded_whole(path: Path) -> dict[str, Any]:
     """Everything in a checkpoint, by torch's own conversion to a file."""
     with tempfile.NamedTemporaryFile() as file:
         dcp_to_torch_save(path, file.name)
-        found: dict[str, Any] = torch.load(file.name, weights_only=False)
-    return found
+        content: dict[str, Any] = torch.load(file.name, weights_only=False)
+    return content
 
 
 class Mlp(nn.Module):
@@ -222,10 +222,10 @@ def losses_match(root: Path) -> None:
 
 
 def save_extras(path: Path, extra: dict[str, Any]) -> None:
-    one = Trained("FSDP2", adam)
+    trained = Trained("FSDP2", adam)
     rank = dist.get_rank()
     options: dict[str, Any] = {"extra": extra, "per_rank_extra": {"rng": torch.full((3,), rank)}, "durable": False}
-    fsdp_optim.save(path, one.model, one.optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **options))
+    fsdp_optim.save(path, trained.model, trained.optim, format="dcp", **as_options(fsdp_optim.SaveOptions, **options))
 
 
 def in_order(full: dict[str, Any]) -> dict[str, Any]:
@@ -238,14 +238,17 @@ def in_order(full: dict[str, Any]) -> dict[str, Any]:
 def load_ours(path: Path, wrapper: str, has_extras: bool) -> None:
     """This library's own load, at another world size, in another wrapper."""
     with cpu():
-        one, wanted = Trained(wrapper, adam, 0), Trained(wrapper, adam)
+        target, wanted = Trained(wrapper, adam, 0), Trained(wrapper, adam)
         restored = fsdp_optim.load(
-            path, one.model, one.optim, options=fsdp_optim.LoadOptions(compare=True, process_group=one.process_group)
+            path,
+            target.model,
+            target.optim,
+            options=fsdp_optim.LoadOptions(compare=True, process_group=target.process_group),
         )
-        check_same(wrapper, *[in_order(of.gather(None)) for of in (one, wanted)])
+        check_same(wrapper, *[in_order(of.gather(None)) for of in (target, wanted)])
         full = StateDictOptions(full_state_dict=True)
         if wrapper == "FSDP2":
-            weights = [get_model_state_dict(of.model, options=full) for of in (one, wanted)]
+            weights = [get_model_state_dict(of.model, options=full) for of in (target, wanted)]
             check_same("weights", *weights)
         check_same("world size", restored.world_size, 2 if has_extras else restored.world_size)
         if has_extras:
@@ -315,14 +318,14 @@ class StockResumesTest(unittest.TestCase):
         """The trainer's values are found where torch.distributed.checkpoint looks for them."""
         extra = dict(EXTRA)
         run_on_ranks(save_extras, 2, self.root / "extras", extra)
-        found = loaded_whole(self.root / "extras")
-        numpys, theirs = extra.pop("numpy"), found["numpy"]
-        self.assertTrue(all(map(numpy.array_equal, theirs, numpys)), theirs)  # type: ignore[arg-type, call-overload]
-        check_same("extras", {name: found[name] for name in extra}, extra)
-        check_same("of ranks", found["per_rank_extra"], {str(n): {"rng": torch.full((3,), n)} for n in range(2)})
+        content = loaded_whole(self.root / "extras")
+        numpys, arrays = extra.pop("numpy"), content["numpy"]
+        self.assertTrue(all(map(numpy.array_equal, arrays, numpys)), arrays)  # type: ignore[arg-type, call-overload]
+        check_same("extras", {name: content[name] for name in extra}, extra)
+        check_same("of ranks", content["per_rank_extra"], {str(n): {"rng": torch.full((3,), n)} for n in range(2)})
         oracle = Oracle(adam)
-        check_same("weights", found["model"], dict(oracle.model.state_dict()))
-        state = found["optimizer"]["state"]
+        check_same("weights", content["model"], dict(oracle.model.state_dict()))
+        state = content["optimizer"]["state"]
         check_same("state", {name: dict(sorted(state[name].items())) for name in oracle.names}, sorted_state(oracle))
 
     def test_loaded_by_this_library(self) -> None:
@@ -341,15 +344,15 @@ class StockResumesTest(unittest.TestCase):
 
     def test_each_item_is_a_file_of_torch_save(self) -> None:
         """The bytes of each item by themselves, mapped and plain; tensors begin at multiples of 64 bytes of the file."""
-        found = dcp.FileSystemReader(self.root / "FSDP2").read_metadata()
+        metadata = dcp.FileSystemReader(self.root / "FSDP2").read_metadata()
         wanted = {f"model.{name}": param for name, param in Oracle(adam).model.state_dict().items()}
-        for index, place in found.storage_data.items():
+        for index, place in metadata.storage_data.items():
             path = self.root / "FSDP2" / place.relative_path
             data = path.read_bytes()[place.offset : place.offset + place.length]
             item = self.root / "item.pt"
             item.write_bytes(data)
             value = torch.load(io.BytesIO(data), weights_only=True)
-            if isinstance(found.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
                 check_same("mapped", torch.load(item, weights_only=True, mmap=True), value)
                 with zipfile.ZipFile(item) as archive:
                     self.assertIn("archive/data/0", archive.namelist())

@@ -67,8 +67,8 @@ def check_loaded(model: nn.Module, optim: Any, oracle: Mapping[str, Tensor], fol
         folder, model, overwrite=True, **as_options(fsdp_optim.SaveOptions, **everyone, durable=False, progress=False)
     )
     weights = {fqn: tensor for fqn, tensor in oracle.items() if not fqn.startswith("state.")}
-    found = load_file(folder / "model.safetensors")
-    check_same("weights", dict(sorted(found.items())), dict(sorted({**weights, **BUFFERS}.items())))
+    saved = load_file(folder / "model.safetensors")
+    check_same("weights", dict(sorted(saved.items())), dict(sorted({**weights, **BUFFERS}.items())))
     if dist.is_initialized():
         dist.barrier()  # before another case saves to the same place
 
@@ -241,8 +241,8 @@ class TestRuns(unittest.TestCase):
         for group in optim.param_groups:
             group.update(lr=7.0, weight_decay=7.0)
         fsdp_optim.load(self.root / "z3-w4-fp16", model, optim, options=fsdp_optim.LoadOptions(cast=True))
-        found = [(group["lr"], group["weight_decay"], group["betas"]) for group in optim.param_groups]
-        check_same("groups", found, [(0.0625, 0.125, (0.5, 0.75)), (0.25, 0.0, (0.5, 0.75))])
+        hyperparameters = [(group["lr"], group["weight_decay"], group["betas"]) for group in optim.param_groups]
+        check_same("groups", hyperparameters, [(0.0625, 0.125, (0.5, 0.75)), (0.25, 0.0, (0.5, 0.75))])
         check_same("step", optim.state[model.emb.weight]["step"], torch.tensor(float(STEPS)))
         optim.param_groups[0]["lr"] = 7.0
         with self.assertRaisesRegex(
@@ -440,12 +440,12 @@ class TestRuns(unittest.TestCase):
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
         self.assertEqual(done.returncode, 0, done.stderr)
-        for name, theirs in torch.load(self.root / "theirs.pt").items():
+        for name, by_fqn in torch.load(self.root / "theirs.pt").items():
             with closing(opened(self.root / name)) as reader:
                 for fqn in self.weights():
                     if fqn == FROZEN and name[1] == "1":
                         continue  # it gives no frozen weights of ZeRO 1
-                    check_same(f"{name}: {fqn}", elements(reader, fqn).float(), theirs[fqn].float())
+                    check_same(f"{name}: {fqn}", elements(reader, fqn).float(), by_fqn[fqn].float())
 
 
 class Evil:

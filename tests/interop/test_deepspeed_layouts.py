@@ -102,11 +102,11 @@ class TestLayouts(unittest.TestCase):
             write_zero(Path(folder), 2, 2, [{"inner.weight": torch.ones(3, 2)}], {})
             path = Path(folder) / "mp_rank_00_model_states.pt"
             saved = torch.load(path)
-            for one in (3, torch.tensor([4])):
-                torch.save({**saved, "module": {**saved["module"], "_extra_state": one}}, path)
+            for extra_state in (3, torch.tensor([4])):
+                torch.save({**saved, "module": {**saved["module"], "_extra_state": extra_state}}, path)
                 fresh = Counting()
                 fsdp_optim.load(folder, fresh)
-                check_same("count", fresh.count, one)
+                check_same("count", fresh.count, extra_state)
                 check_same("weight", fresh.inner.weight.detach(), torch.ones(3, 2))
 
     def test_parts_that_are_too_short(self) -> None:

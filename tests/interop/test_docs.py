@@ -42,8 +42,8 @@ PRELUDES = ROOT / "website" / "preludes"
 
 
 def trained(wrapper: str) -> dict[str, Any]:
-    one = Trained(wrapper)
-    return {"model": one.model, "fsdp": one.model, "stage": one.model, "optim": one.optim}
+    wrapped = Trained(wrapper)
+    return {"model": wrapped.model, "fsdp": wrapped.model, "stage": wrapped.model, "optim": wrapped.optim}
 
 
 def experts() -> dict[str, Any]:
@@ -53,21 +53,21 @@ def experts() -> dict[str, Any]:
 
 def slices() -> dict[str, Any]:
     rank = dist.get_rank()
-    one = TrainedSlices(4 * rank, 4 * rank + 4, 2)
-    return {"model": one.model, "optim": one.optim}
+    trained_slices = TrainedSlices(4 * rank, 4 * rank + 4, 2)
+    return {"model": trained_slices.model, "optim": trained_slices.optim}
 
 
 def stages() -> dict[str, Any]:
     rank = dist.get_rank()
-    one = TrainedStages([rank, rank + 2], 4, 2, each=True)
-    return {"stages": one.model, "optims": one.optim}
+    trained_stages = TrainedStages([rank, rank + 2], 4, 2, each=True)
+    return {"stages": trained_stages.model, "optims": trained_stages.optim}
 
 
 def of_deepspeed() -> dict[str, Any]:
     """A checkpoint that DeepSpeed wrote, in the folder run, and what it was loaded into."""
     if dist.get_rank() == 0:
         with tarfile.open(ROOT / "tests/data/deepspeed/checkpoints.tar.xz") as archive:
-            members = [one for one in archive.getmembers() if "z2-w2-fp32" in Path(one.name).parts]
+            members = [member for member in archive.getmembers() if "z2-w2-fp32" in Path(member.name).parts]
             archive.extractall(".", members, filter="data")
         os.rename("z2-w2-fp32", "run")
     dist.barrier()
@@ -140,15 +140,15 @@ def run_on_a_rank(where: str, code: str, folder: str, given: str | None = None) 
 
 def test_blocks_are_found_and_judged(tmp_path: Path) -> None:
     page = "text\n```python\nx = 1\n```\n```sh\nmake\n```\n```python ranks=2\ny = (\n```\n"
-    found = [(match["how"], match["code"]) for match in BLOCK.finditer(page)]
-    assert found == [("", "x = 1\n"), ("ranks=2", "y = (\n")]
+    blocks = [(match["how"], match["code"]) for match in BLOCK.finditer(page)]
+    assert blocks == [("", "x = 1\n"), ("ranks=2", "y = (\n")]
     diff = "```diff ranks=2 before=a given=b\n-x = 1\n+x = 2\n\n y = x\n```\n"
     match = DIFF.search(diff)
     assert match is not None
     assert (match["before"], match["given"]) == ("a", "b")
     assert [side_of(match["code"], sign) for sign in "-+"] == ["x = 1\n\ny = x\n", "x = 2\n\ny = x\n"]
     with pytest.raises(SyntaxError):
-        test_example("page.md:8", "ranks=2", found[1][1], tmp_path)
+        test_example("page.md:8", "ranks=2", blocks[1][1], tmp_path)
     with pytest.raises(AssertionError, match="what does 'rnu' mean"):
         test_example("page.md:8", "rnu", "pass", tmp_path)
     with pytest.raises(ZeroDivisionError):

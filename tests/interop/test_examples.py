@@ -72,12 +72,12 @@ class ManagerTest(InFolder):
     def test_train_and_go_on_with_fewer_ranks(self) -> None:
         arguments = ("--root", str(self.root), "--every", "2", "--last")
         self.assertEqual(run_on_ranks(on_rank, 2, "fsdp2_manager.py", *arguments, "6"), [6, 6])
-        self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)][:1], [2])
+        self.assertEqual([checkpoint.world_size for checkpoint in fsdp_optim.checkpoints(self.root)][:1], [2])
         self.assertEqual(run_on_ranks(on_rank, 1, "fsdp2_manager.py", *arguments, "9"), [9])
-        found = fsdp_optim.checkpoints(self.root)
-        self.assertEqual([one.step for one in found][:2], [9, 8])
-        self.assertEqual([one.world_size for one in found][:2], [1, 1])
-        self.assertTrue(all(one.complete for one in found))
+        listed = fsdp_optim.checkpoints(self.root)
+        self.assertEqual([checkpoint.step for checkpoint in listed][:2], [9, 8])
+        self.assertEqual([checkpoint.world_size for checkpoint in listed][:2], [1, 1])
+        self.assertTrue(all(checkpoint.complete for checkpoint in listed))
 
 
 class TrainerTest(InFolder):
@@ -91,7 +91,7 @@ class TrainerTest(InFolder):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trained from step 4 to step 6", done.stdout)
         self.assertEqual(sorted(path.name for path in self.root.iterdir()), ["checkpoint-4", "checkpoint-6"])
-        self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)], [1, 2])
+        self.assertEqual([checkpoint.world_size for checkpoint in fsdp_optim.checkpoints(self.root)], [1, 2])
 
 
 class PipelineTest(InFolder):
@@ -100,7 +100,7 @@ class PipelineTest(InFolder):
         self.assertEqual(run_on_ranks(on_rank, 2, "pipeline.py", *arguments, "2"), [0] * 2)
         self.assertEqual(run_on_ranks(on_rank, 4, "pipeline.py", *arguments, "4"), [2] * 4)
         self.assertEqual(run_on_ranks(on_rank, 1, "pipeline.py", *arguments, "5"), [4])
-        self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)], [1, 4])
+        self.assertEqual([checkpoint.world_size for checkpoint in fsdp_optim.checkpoints(self.root)], [1, 4])
         weights = safetensors.torch.load_file(self.root / "step-00000004" / "model.safetensors")
         self.assertEqual(len(weights), 8 * 6 + 4)
 
@@ -115,18 +115,18 @@ class ExpertsTest(InFolder):
         self.assertEqual(list(weights["experts.up"].shape), [8, 16, 32])
 
     def test_groups_of_experts_train_as_one_rank_does(self) -> None:
-        found = []
+        weights = []
         for world_size in (1, 2):
             run_on_ranks(
                 on_rank, world_size, "moe_experts.py", "--root", str(self.root / str(world_size)), "--last", "3"
             )
-            found.append(
+            weights.append(
                 safetensors.torch.load_file(self.root / str(world_size) / "step-00000003" / "model.safetensors")
             )
-        for name, weight in found[
+        for name, weight in weights[
             0
         ].items():  # sums over ranks add up in another order, and Adam divides by small numbers
-            torch.testing.assert_close(found[1][name], weight, rtol=1e-3, atol=1e-4, msg=name)
+            torch.testing.assert_close(weights[1][name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
 class ProveTest(unittest.TestCase):
@@ -180,8 +180,8 @@ class FairscaleTest(InFolder):
     def test_checkpoints_go_on_at_another_world_size(self) -> None:
         for num_ranks, last in ((2, "10"), (1, "20")):
             run_on_ranks(on_rank, num_ranks, "fairscale_fsdp.py", "--root", str(self.root), "--last", last)
-        found = fsdp_optim.checkpoints(self.root)
-        self.assertEqual([(one.step, one.world_size) for one in found], [(20, 1), (10, 2)])
+        listed = fsdp_optim.checkpoints(self.root)
+        self.assertEqual([(checkpoint.step, checkpoint.world_size) for checkpoint in listed], [(20, 1), (10, 2)])
 
 
 if __name__ == "__main__":

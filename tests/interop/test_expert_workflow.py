@@ -63,15 +63,15 @@ RESUMED = {
 
 
 class Mixture(nn.Module):
-    def __init__(self, mine: tuple[int, ...]) -> None:
+    def __init__(self, expert_ids: tuple[int, ...]) -> None:
         super().__init__()
-        self.mine = mine
+        self.mine = expert_ids
         self.trunk = nn.Linear(WIDTH, 5)
-        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in mine)
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in expert_ids)
         self.head = nn.Linear(3, 2)
         with torch.no_grad():
             for name, param in self.named_parameters():
-                whole = global_name(mine, name)
+                whole = global_name(expert_ids, name)
                 generator = torch.Generator().manual_seed(sum(map(ord, whole)))
                 param.copy_(torch.rand(param.shape, generator=generator) - 0.5)
 
@@ -86,12 +86,12 @@ def batch_of(expert: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(
-    model: Any, optim: torch.optim.Optimizer, steps: range, mine: tuple[int, ...], num_groups: int
+    model: Any, optim: torch.optim.Optimizer, steps: range, expert_ids: tuple[int, ...], num_groups: int
 ) -> list[float]:
     """The loss of all experts at each step. Every rank of a group has the same batches."""
     losses = []
     for step in steps:
-        batches = [batch_of(expert, step) for expert in mine]
+        batches = [batch_of(expert, step) for expert in expert_ids]
         optim.zero_grad()
         results = model([x for x, _ in batches])
         loss = torch.stack(
@@ -118,15 +118,15 @@ def unbroken() -> list[float]:
 
 def made(kind: str, places: Places) -> tuple[Any, torch.optim.Optimizer, tuple[int, ...]]:
     rank = dist.get_rank()
-    mine = places.experts_of(rank)
-    model = expert_wrap(kind, places.group_of(rank))(Mixture(mine))
-    return model, adamw(model.parameters()), mine
+    expert_ids = places.experts_of(rank)
+    model = expert_wrap(kind, places.group_of(rank))(Mixture(expert_ids))
+    return model, adamw(model.parameters()), expert_ids
 
 
 def save(root: Path, kind: str) -> None:
     """Sharded, by torch's own calls (FSDP1) and by ours."""
-    model, optim, mine = made(kind, SAVED)
-    check_close("before", train(model, optim, range(BEFORE), mine, len(SAVED.of_groups)), unbroken()[:BEFORE])
+    model, optim, expert_ids = made(kind, SAVED)
+    check_close("before", train(model, optim, range(BEFORE), expert_ids, len(SAVED.of_groups)), unbroken()[:BEFORE])
     fsdp_optim.save(
         root / "ours",
         model,
@@ -148,7 +148,7 @@ def name_in_whole(stored: str) -> str:
 
 
 def resume(root: Path, kind: str, places: Places, which: str) -> None:
-    model, optim, mine = made(kind, places)
+    model, optim, expert_ids = made(kind, places)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -159,7 +159,7 @@ def resume(root: Path, kind: str, places: Places, which: str) -> None:
         optim,
         **as_options(fsdp_optim.LoadOptions, **options, name_of=places.name_of, compare=True, progress=False),
     )
-    losses = train(model, optim, range(BEFORE, BEFORE + AFTER), mine, len(places.of_groups))
+    losses = train(model, optim, range(BEFORE, BEFORE + AFTER), expert_ids, len(places.of_groups))
     check_close(which, losses, unbroken()[BEFORE:])
 
 

@@ -26,12 +26,12 @@ def save_all(root: Path) -> None:
     """By this library from a flat model, and by fairscale itself from one that is not flattened."""
     for name, make in GROUPED.items():
         with cpu():
-            one = Trained("fairscale flat", make, model=Buffered)
+            trained = Trained("fairscale flat", make, model=Buffered)
             own = {"own": {"rng": torch.arange(3) + dist.get_rank(), f"only {dist.get_rank()}": 1}}
             fsdp_optim.save(
                 root / f"flat {name}",
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 state=state_for(None, own),
                 options=fsdp_optim.SaveOptions(durable=False),
             )
@@ -45,21 +45,24 @@ def check_resumed(folder: Path, name: str) -> None:
     """fairscale alone loads this rank's file, strictly, and trains on as the run that never stopped."""
     make = GROUPED[name]
     with cpu():
-        one = Trained("fairscale non-flat", make, 0, model=Buffered)
+        target = Trained("fairscale non-flat", make, 0, model=Buffered)
         file = torch.load(folder / f"checkpoint_last-shard{dist.get_rank()}.pt", weights_only=True)
-        said, its_own = file["shard_metadata"], one.model.local_metadata_dict()
+        said, its_own = file["shard_metadata"], target.model.local_metadata_dict()
         for metadata in (said, its_own):
             metadata["buffer_names"].sort()
         check_same("metadata", said, its_own, in_order=False)
-        one.model.local_state_dict()  # so that FSDP makes what it needs
-        one.model.load_local_state_dict(file["model"], strict=True)
-        one.optim.load_state_dict(file["last_optimizer_state"])
-        one.step(range(STEPS, STEPS + 2))
+        target.model.local_state_dict()  # so that FSDP makes what it needs
+        target.model.load_local_state_dict(file["model"], strict=True)
+        target.optim.load_state_dict(file["last_optimizer_state"])
+        target.step(range(STEPS, STEPS + 2))
         wanted = Oracle(make, STEPS + 2, model=Buffered)
-        full = one.gather(None, "name")
+        full = target.gather(None, "name")
         state = {fqn: {key: full["state"][fqn][key] for key in values} for fqn, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
-        weights, oracles = one.model.state_dict(), {name: one.data for name, one in wanted.model.named_parameters()}
+        weights, oracles = (
+            target.model.state_dict(),
+            {name: param.data for name, param in wanted.model.named_parameters()},
+        )
         check_same("weights", {fqn: weights[fqn] for fqn in oracles}, oracles)
 
 
@@ -100,11 +103,11 @@ class UnflattenedTest(SharedFolder):
     def test_values_of_ranks_that_go_are_named(self) -> None:
         """On one rank the values of rank 1 have no file: a warning says which. On two or three nothing is lost."""
         with self.assertLogs("fsdp_optim", "WARNING") as caught:
-            one = self.convert("flat one group", "one", world_size=1, units=UNITS)
+            folder = self.convert("flat one group", "one", world_size=1, units=UNITS)
         (line,) = [line for line in caught.output if "not written" in line]
         for word in ("for 1 rank,", "own", "of rank 1 of the source"):
             self.assertIn(word, line)
-        file = torch.load(one / "checkpoint_last-shard0.pt", weights_only=True)
+        file = torch.load(folder / "checkpoint_last-shard0.pt", weights_only=True)
         self.assertEqual({"only 0", "rng"}, set(file["own"]))
         for world_size in (2, 3):
             with self.assertNoLogs("fsdp_optim", "WARNING"):

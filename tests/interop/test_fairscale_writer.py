@@ -32,13 +32,13 @@ def save_all(root: Path) -> None:
     """By this library and in fairseq's way, for each optimizer."""
     for name, make in GROUPED.items():
         with cpu():
-            one = Trained("fairscale flat", make, model=Buffered)
+            trained = Trained("fairscale flat", make, model=Buffered)
             own = {"rng": torch.arange(3) + dist.get_rank()}
             extra = {"cfg": {"lr": [0.01]}, "steps": STEPS}
             fsdp_optim.save(
                 root / f"ours {name}",
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 state=state_for(extra, own),
                 options=fsdp_optim.SaveOptions(durable=False),
             )
@@ -46,33 +46,33 @@ def save_all(root: Path) -> None:
             if dist.get_rank() == 0:
                 folder.mkdir()
             dist.barrier()
-            save_fairscale(str(folder), "checkpoint_last", one.model, one.optim)
+            save_fairscale(str(folder), "checkpoint_last", trained.model, trained.optim)
 
 
 def resumed_by_fairscale(folder: Path, name: str) -> dict[str, Any]:
     """fairscale alone loads this rank's file, and trains on as the run that never stopped. Returns what else is in the file."""
     make, rank = GROUPED[name], dist.get_rank()
     with cpu():
-        one = Trained("fairscale flat", make, 0, model=Buffered)
+        target = Trained("fairscale flat", make, 0, model=Buffered)
         file = torch.load(folder / f"checkpoint_last-shard{rank}.pt", weights_only=True)
         mapped = torch.load(folder / f"checkpoint_last-shard{rank}.pt", weights_only=True, mmap=True)
         check_same("mapped", mapped, file)
-        said, wanted_metadata = file.pop("shard_metadata"), one.model.local_metadata_dict()
+        said, wanted_metadata = file.pop("shard_metadata"), target.model.local_metadata_dict()
         for metadata in (said, wanted_metadata):
             metadata["buffer_names"].sort()
         check_same("metadata", said, wanted_metadata)
-        there = one.model.local_state_dict()
+        there = target.model.local_state_dict()
         shapes = {key: tuple(value.shape) for key, value in there.items() if isinstance(value, torch.Tensor)}
         if {key: tuple(file["model"][key].shape) for key in shapes} != shapes:
             raise AssertionError(f"{shapes}")
-        one.model.load_local_state_dict(file.pop("model"), strict=True)
-        one.optim.load_state_dict(file.pop("last_optimizer_state"))
-        one.step(range(STEPS, STEPS + 2))
+        target.model.load_local_state_dict(file.pop("model"), strict=True)
+        target.optim.load_state_dict(file.pop("last_optimizer_state"))
+        target.step(range(STEPS, STEPS + 2))
         wanted = Oracle(make, STEPS + 2, model=Buffered)
-        full = one.gather(None, "name")
+        full = target.gather(None, "name")
         state = {fqn: {key: full["state"][fqn][key] for key in values} for fqn, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
-        weights = one.model.state_dict()
+        weights = target.model.state_dict()
         check_same(
             "weights",
             {fqn: weights[fqn] for fqn in wanted.names},
@@ -113,7 +113,7 @@ class FairscaleWriterTest(SharedFolder):
         whole = FullyShardedDataParallel.consolidate_shard_weights(
             [file["model"] for file in files], [file["shard_metadata"] for file in files]
         )
-        weights = {name: one.data for name, one in Oracle(adam, STEPS, model=Buffered).model.named_parameters()}
+        weights = {name: param.data for name, param in Oracle(adam, STEPS, model=Buffered).model.named_parameters()}
         check_same("weights", {name: whole[name] for name in weights}, weights)
 
     def test_the_way_back(self) -> None:

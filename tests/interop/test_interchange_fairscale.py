@@ -76,8 +76,8 @@ def gather_by_fairscale(model: Any, optim: torch.optim.Optimizer, features: int)
     """
     all_gather = dist.all_gather
 
-    def gather_any_shape(parts: list[Tensor], mine: Tensor, group: Any) -> None:
-        all_gather(parts, mine.view(parts[0].shape), group=group)
+    def gather_any_shape(parts: list[Tensor], part: Tensor, group: Any) -> None:
+        all_gather(parts, part.view(parts[0].shape), group=group)
 
     with torch.no_grad():
         model(torch.zeros(1, features))  # it needs a forward before
@@ -191,10 +191,10 @@ def read_fairscales(make: Make, cls: type[nn.Module]) -> None:
                 wanted,
                 in_order=False,
             )
-        mine = full if rank == 1 else None
+        given = full if rank == 1 else None
         check_same(
             f"scatter, {form}",
-            fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source_rank=1),
+            fsdp_optim.scatter_full_optim_state_dict(model, optim, given, source_rank=1),
             wanted,
             in_order=False,
         )
@@ -231,8 +231,8 @@ def read_fairscales_experts() -> None:
     wanted = with_steps(frozen_copy(with_experts(0, STEPS)[1]), float)
     model, optim = with_experts(rank, 0)
     check_same("get_shard", fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), wanted, in_order=False)
-    mine = full if rank == 0 else None
-    check_same("scatter", fsdp_optim.scatter_full_optim_state_dict(model, optim, mine), wanted, in_order=False)
+    given = full if rank == 0 else None
+    check_same("scatter", fsdp_optim.scatter_full_optim_state_dict(model, optim, given), wanted, in_order=False)
 
 
 # --------------------------------------------------------------------------------- ours -> theirs
@@ -335,8 +335,8 @@ def read_plain(saved: Any) -> None:
     model, optim, _ = nested_net(0)
     check_same("get_shard", fsdp_optim.get_shard_from_optim_state_dict(model, optim, saved), wanted, in_order=False)
     check_same("the method without optimizer", model.get_shard_from_optim_state_dict(saved), wanted, in_order=False)
-    mine = saved if dist.get_rank() == 0 else None
-    check_same("scatter", fsdp_optim.scatter_full_optim_state_dict(model, optim, mine), wanted, in_order=False)
+    given = saved if dist.get_rank() == 0 else None
+    check_same("scatter", fsdp_optim.scatter_full_optim_state_dict(model, optim, given), wanted, in_order=False)
 
 
 def combinations() -> Iterator[tuple[str, Any, list[str]]]:

@@ -75,7 +75,7 @@ class OlmoWorkflowTest(SharedFolder):
 
     def test_unsharded_in_one_process(self) -> None:
         """Without a process group and in little memory: the same weights and state from each, in one file of each half."""
-        found = {}
+        unsharded = {}
         for name in CHECKPOINTERS:
             self.assertFalse(dist.is_initialized())
             target = self.root / f"{name}-unsharded"
@@ -87,9 +87,9 @@ class OlmoWorkflowTest(SharedFolder):
             model = LanguageModel()
             optim = adamw(model.parameters())
             fsdp_optim.load(target, model, optim, options=fsdp_optim.LoadOptions(compare=True))
-            found[name] = (dict(model.state_dict()), optim.state_dict()["state"])
+            unsharded[name] = (dict(model.state_dict()), optim.state_dict()["state"])
         for name in CHECKPOINTERS[1:]:
-            check_same(name, found[name], found[CHECKPOINTERS[0]])
+            check_same(name, unsharded[name], unsharded[CHECKPOINTERS[0]])
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ def read_all(root: Path) -> None:
         with cpu():
             model = WRAPPERS["FSDP2"](llama(9))
             fsdp_optim.load(root / name, model, options=fsdp_optim.LoadOptions(progress=False))
-        found = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None) or {}
-        check_same(name, dict(sorted(found.items())), dict(sorted(wanted.items())))
+        weights = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None) or {}
+        check_same(name, dict(sorted(weights.items())), dict(sorted(wanted.items())))
 
 
 def write_distributed(root: Path) -> None:
@@ -127,9 +127,9 @@ def read_distributed(root: Path) -> None:
     with cpu():
         model = WRAPPERS["FSDP2"](llama(9))
         restored = fsdp_optim.load(root / "distributed", model, options=fsdp_optim.LoadOptions(progress=False))
-    found = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None) or {}
+    weights = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None) or {}
     check_same("nothing else", (restored.missing_keys, restored.unexpected_keys), ((), ()))
-    check_same("distributed", dict(sorted(found.items())), dict(sorted(llama(5).state_dict().items())))
+    check_same("distributed", dict(sorted(weights.items())), dict(sorted(llama(5).state_dict().items())))
 
 
 def warn(root: Path) -> list[str]:

@@ -89,8 +89,8 @@ def _get_sharded(trained: Trained) -> Any:
     return get_optimizer_state_dict(trained.model, trained.optim)
 
 
-def _on_all_ranks(found: Any) -> Any:
-    box = [found]
+def _on_all_ranks(value: Any) -> Any:
+    box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -198,7 +198,7 @@ class FromPeersTest(unittest.TestCase):
     @parameterized.expand(("FSDP1 flat", "FSDP1 orig"))
     def test_one_ranks_shards_are_not_scattered(self, source: str) -> None:
         by_rank = run_on_ranks(scattering_what_is_sharded, 2, source, timeout=30.0)
-        check_refused("scatter", [mine[0] for mine in by_rank], "StateError", "scale", "ShardedTensor")
+        check_refused("scatter", [errors[0] for errors in by_rank], "StateError", "scale", "ShardedTensor")
 
     def test_at_another_world_size(self) -> None:
         given = run_on_ranks(made_by, 2, ELSEWHERE)[0]

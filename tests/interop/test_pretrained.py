@@ -62,9 +62,9 @@ def weights_of(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
         options=fsdp_optim.SaveOptions(durable=False, progress=False, process_group=dist.group.WORLD),
         overwrite=True,
     )
-    found = load_file(folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
     dist.barrier()  # before another case saves to the same place
-    return found
+    return weights
 
 
 def wanted_of(name: str) -> dict[str, torch.Tensor]:
@@ -74,13 +74,13 @@ def wanted_of(name: str) -> dict[str, torch.Tensor]:
 
 def check_weights(model: nn.Module, name: str, folder: Path, dtype: torch.dtype | None = None) -> None:
     """The live weights are those of the pretrained model, under each of their names."""
-    found, wanted = weights_of(model, folder), wanted_of(name)
-    stored = {key: tensor for key, tensor in wanted.items() if key in found}
-    check_same("names", sorted(found), sorted(stored))
-    check_same("number of weights", len(found), len({tensor.data_ptr() for tensor in wanted.values()}))
+    saved, wanted = weights_of(model, folder), wanted_of(name)
+    stored = {key: tensor for key, tensor in wanted.items() if key in saved}
+    check_same("names", sorted(saved), sorted(stored))
+    check_same("number of weights", len(saved), len({tensor.data_ptr() for tensor in wanted.values()}))
     for key, tensor in stored.items():
         as_loaded = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        check_same(key, found[key], as_loaded)
+        check_same(key, saved[key], as_loaded)
 
 
 def load_all(root: Path, cases: Sequence[tuple[str, str, str]]) -> None:
@@ -306,8 +306,8 @@ class PretrainedTest(SharedFolder):
         with mock.patch.object(ForeignReader, "check_unchanged", written_again):
             fsdp_optim.load(path, model)
         check_same("times", len(times), 2)
-        found = dict(sorted(model.state_dict().items()))
-        check_same("the new file", found, {name: old[name] + 1 for name in sorted(old)})
+        weights = dict(sorted(model.state_dict().items()))
+        check_same("the new file", weights, {name: old[name] + 1 for name in sorted(old)})
 
     def test_flags_that_are_none(self) -> None:
         """A byte other than 0 and 1 in a tensor of bools is refused, as in our own checkpoints."""

@@ -28,14 +28,14 @@ SAVE_AS = re.compile(r"Save (?:it|this) as `([\w.]+)`")
 def steps() -> list[tuple[str, str]]:
     """The steps of a reader of the page: ("train.py", its text), ("sh", a command), ("text", its output), ..."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
-    found, at = [], 0
+    listed, at = [], 0
     for fence in FENCE.finditer(page):
         kind = fence["kind"]
         if kind == "python":
             kind = SAVE_AS.findall(page[at : fence.start()])[-1]
-        found.append((kind, fence["text"]))
+        listed.append((kind, fence["text"]))
         at = fence.end()
-    return found
+    return listed
 
 
 def as_torchrun_does(folder: str, file: str) -> str:

@@ -164,8 +164,8 @@ def check_loaded(path: str, wrap: Any, make: Any, prepare: Any, model: Any) -> N
         path, target.model, target.optim, options=fsdp_optim.LoadOptions(process_group=target.process_group)
     )
     check_same("missing", (restored.missing_keys, restored.unexpected_keys), ((), ()))
-    found = target.gather(None, "name")["state"]
-    check_same("state", sorted_state(found), sorted_state(oracle.by_name()))
+    state = target.gather(None, "name")["state"]
+    check_same("state", sorted_state(state), sorted_state(oracle.by_name()))
     values = torch.zeros(oracle.numbers._total, dtype=torch.float64)
     for name, param in oracle.model.named_parameters():
         start = oracle.numbers.start[name]
@@ -244,7 +244,9 @@ class ReadingTest(unittest.TestCase):
         )
         check_same("cfg", restored.state["cfg"], {"optimizer": {"lr": [0.01]}})
         check_same(
-            "rng", [one["extra_state"]["rng"] for one in restored.all_ranks], [torch.arange(3), torch.arange(3) + 1]
+            "rng",
+            [extras["extra_state"]["rng"] for extras in restored.all_ranks],
+            [torch.arange(3), torch.arange(3) + 1],
         )
         self.assertEqual((restored.world_size, restored.step), (2, 3))
 
@@ -253,7 +255,7 @@ class ReadingTest(unittest.TestCase):
         with self.assertRaisesRegex(CheckpointError, "Namespace"):
             fsdp_optim.load(path, Buffered()).state["args"]
         restored = fsdp_optim.load(path, Buffered(), options=fsdp_optim.LoadOptions(allow_pickle=True))
-        self.assertEqual([one["args"].arch for one in restored.all_ranks], ["net of rank 0", "net of rank 1"])
+        self.assertEqual([extras["args"].arch for extras in restored.all_ranks], ["net of rank 0", "net of rank 1"])
 
     def test_one_of_several_checkpoints_in_a_folder_is_selected_by_its_path(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -363,8 +365,8 @@ def attacked(name: str, path: str, rank: int, later: str) -> Mapping[str, tuple[
 
     def mix() -> None:
         for half in ("model", "optim") if name == "OLMo" else ("",):
-            one = file.replace("model", half)
-            shutil.copy(Path(later, name, one), Path(path, one))
+            name_of_half = file.replace("model", half)
+            shutil.copy(Path(later, name, name_of_half), Path(path, name_of_half))
 
     # The highest rank's file is not missed by its number, but by elements or by what the other files say.
     return {
@@ -380,7 +382,7 @@ def attacked(name: str, path: str, rank: int, later: str) -> Mapping[str, tuple[
 
 def attack(root: str, copy: str, later: str) -> list[tuple[str, str, tuple[str, str], bool]]:
     """For every kind and attack: its name and arguments, this rank's error, and whether model and optimizer are unchanged."""
-    found = []
+    outcomes = []
     for name in KINDS:
         target = Trained("FSDP2", adam, 0, model_of(name))  # one for all, because nothing may change it
         for rank in (0, 1) if name == "fairseq" else (1,):
@@ -398,9 +400,9 @@ def attack(root: str, copy: str, later: str) -> list[tuple[str, str, tuple[str, 
                 except Exception as raised:
                     error = (type(raised).__name__, str(raised))
                 same = all(map(torch.equal, before, map(local_of, target.params))) and not target.optim.state
-                found.append((f"{name}, rank {rank}, {what}", (name, rank, what), error, same))
+                outcomes.append((f"{name}, rank {rank}, {what}", (name, rank, what), error, same))
                 dist.barrier()
-    return found
+    return outcomes
 
 
 class DamageTest(unittest.TestCase):
@@ -462,7 +464,9 @@ def save_own_experts(folder: str) -> None:
     from kit.experts import OwnExperts
 
     class Mine(OwnExperts):
-        mine = (0,)
+        pass
+
+    Mine.mine = (0,)
 
     oracle = Oracle(adam, STEPS, functools.partial(Experts, 2))
     with cpu():

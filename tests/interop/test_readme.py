@@ -31,9 +31,9 @@ README = (ROOT / "README.md").read_text()
 
 def printed() -> str:
     """The program on the first page."""
-    found = re.search(r"^```python[^\n]*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1]
+    block = re.search(r"^```python[^\n]*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    return block[1]
 
 
 def never_stopped(last: int) -> dict[int, float]:
@@ -81,8 +81,8 @@ class ProgramTest(InFolder):
         """Rank 0 printed each step once, the second run began where the newest checkpoint was, and the losses continue."""
         old, new = losses_in(before), losses_in(after)
         self.assertEqual(list(old), list(range(1, len(old) + 1)))
-        found = re.findall(r"^resumed from step (\d+) on (\d+) ranks \(saved by (\d+)\)$", after, re.MULTILINE)
-        self.assertEqual([tuple(map(int, line)) for line in found], [(min(new) - 1, resumed, killed)])
+        resumes = re.findall(r"^resumed from step (\d+) on (\d+) ranks \(saved by (\d+)\)$", after, re.MULTILINE)
+        self.assertEqual([tuple(map(int, line)) for line in resumes], [(min(new) - 1, resumed, killed)])
         self.assertNotIn("resumed", before)
         self.assertGreaterEqual(min(new) - 1, 20)
         self.assertEqual(list(new), list(range(min(new), max(new) + 1)))
@@ -190,9 +190,9 @@ class FiguresTest(unittest.TestCase):
             self.assertEqual([cell.strip() for cell in line.strip("|").split("|")][1:], cells)
         told = " ".join(README.split())  # the first screen has the same figures
         over = loaded[1].replace(" (", ", or ").replace(" over state)", " over existing state")
-        for ours, theirs, words in ((saved[0], saved[1], "plain write"), (loaded[0], over, "plain read")):
-            self.assertIn(f"{words} (DCP: {theirs})", told)
-            self.assertRegex(told, rf"{ours} (the time|that) of a {words}")
+        for own, dcp, words in ((saved[0], saved[1], "plain write"), (loaded[0], over, "plain read")):
+            self.assertIn(f"{words} (DCP: {dcp})", told)
+            self.assertRegex(told, rf"{own} (the time|that) of a {words}")
         self.assertIn(f"{memory[0]} of extra memory on a rank (DCP: {memory[1]})", told)
 
 

@@ -102,9 +102,11 @@ def refuse_and_load(root: Path) -> None:
                 fsdp_optim.load(
                     root / f"{name} new", model, **as_options(fsdp_optim.LoadOptions, **options, compare=True)
                 )
-                found = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None) or {}
+                weights = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None) or {}
                 check_same(
-                    f"{name}, {wrapper}", dict(sorted(found.items())), dict(sorted(build(name, 1).state_dict().items()))
+                    f"{name}, {wrapper}",
+                    dict(sorted(weights.items())),
+                    dict(sorted(build(name, 1).state_dict().items())),
                 )
 
 

@@ -123,7 +123,7 @@ class ContentsTest(SharedFolder):
         torch.save({"state": state, "param_groups": [{"params": [0, 1, 2]}]}, self.root / "shared.pt")
         with closing(OpenFiles.at(self.root / "shared.pt")) as opened:
             reader = TORCH_FILE.open(opened, verify=True)
-            self.assertEqual(sorted(one.shape for one in reader.optim.values()), [(), (2,), (2,), (2,)])
+            self.assertEqual(sorted(tensor.shape for tensor in reader.optim.values()), [(), (2,), (2,), (2,)])
 
     def test_other_orders_of_elements(self) -> None:
         """Weights and state in channels_last, and a transposed weight."""

@@ -47,27 +47,27 @@ class Noted(nn.Linear):
 def save_all(root: Path) -> None:
     for wrapper, make in MAKES.items():
         with cpu():
-            one = Trained(wrapper, make, model=Buffered)
+            trained = Trained(wrapper, make, model=Buffered)
             fsdp_optim.save(
                 root / wrapper,
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 state={**EXTRA, "rng": fsdp_optim.per_rank(dist.get_rank())},
-                options=fsdp_optim.SaveOptions(durable=False, process_group=one.process_group),
+                options=fsdp_optim.SaveOptions(durable=False, process_group=trained.process_group),
             )
 
 
 def check_resumed_by_ranks(path: Path) -> None:
     """This library's reader takes the file into FSDP2 on other ranks, which train on as the run that never stopped."""
     with cpu():
-        one, wanted = Trained("FSDP2", adam, 0, model=Buffered), Oracle(adam, STEPS + 2, model=Buffered)
-        restored = fsdp_optim.load(path, one.model, one.optim)
+        target, wanted = Trained("FSDP2", adam, 0, model=Buffered), Oracle(adam, STEPS + 2, model=Buffered)
+        restored = fsdp_optim.load(path, target.model, target.optim)
         check_same("extra", {key: restored.state[key] for key in EXTRA}, EXTRA)
         check_same("of ranks", restored.all_ranks, ({"rng": 0}, {"rng": 1}))
         is_new = dist.get_rank() > 1
         check_same("of this rank", restored.state.get("rng"), None if is_new else dist.get_rank())
-        one.step(range(STEPS, STEPS + 2))
-        full = one.gather(None, "name")
+        target.step(range(STEPS, STEPS + 2))
+        full = target.gather(None, "name")
         state = {fqn: {key: full["state"][fqn][key] for key in values} for fqn, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
 
@@ -94,17 +94,17 @@ class TorchFileWriterTest(SharedFolder):
     def test_stock_torch_goes_on(self, wrapper: str) -> None:
         """By the two lines that everybody writes, strictly, and then as in the run that never stopped; also mapped."""
         path, make = self.converted(wrapper), MAKES[wrapper]
-        one, wanted = Oracle(make, 0, model=Buffered), Oracle(make, STEPS, model=Buffered)
+        resumed, wanted = Oracle(make, 0, model=Buffered), Oracle(make, STEPS, model=Buffered)
         file = torch.load(path, weights_only=True)
         check_same("mapped", torch.load(path, weights_only=True, mmap=True), file)
         check_same("keys", list(file), ["model", "optimizer", *EXTRA, "per_rank_extra"], in_order=False)
-        one.model.load_state_dict(file["model"])
-        one.optim.load_state_dict(copy.deepcopy(file["optimizer"]))
+        resumed.model.load_state_dict(file["model"])
+        resumed.optim.load_state_dict(copy.deepcopy(file["optimizer"]))
         for more in ((), range(STEPS, STEPS + 2)):
-            one.step(more)
+            resumed.step(more)
             wanted.step(more)
-            check_same("weights", dict(one.model.state_dict()), dict(wanted.model.state_dict()), in_order=False)
-            check_same("state", one.by_name(), wanted.by_name())
+            check_same("weights", dict(resumed.model.state_dict()), dict(wanted.model.state_dict()), in_order=False)
+            check_same("state", resumed.by_name(), wanted.by_name())
         check_same("extra", {key: file[key] for key in EXTRA}, EXTRA)
         check_same("of ranks", file["per_rank_extra"], {0: {"rng": 0}, 1: {"rng": 1}})
 
@@ -135,8 +135,8 @@ class TorchFileWriterTest(SharedFolder):
         )
         file = torch.load(next(target.glob("*.pt")), weights_only=True)
         for load in (
-            lambda one: one.load_state_dict(file["model"] if format == "torch_file" else file),
-            lambda one: fsdp_optim.load(target, one),
+            lambda module: module.load_state_dict(file["model"] if format == "torch_file" else file),
+            lambda module: fsdp_optim.load(target, module),
         ):
             other = nn.Sequential(Noted(), Buffered().head)
             other[0].seen = []

@@ -89,8 +89,8 @@ def load_all(root: Path, loads: Sequence[tuple[str, str]]) -> None:
             check_same(f"{what}: names", (restored.missing_keys, restored.unexpected_keys), ((), ()))
             if name in EXTRAS:
                 check_same(f"{what}: extra", dict(restored.state), EXTRAS[name])
-            for one in (target, alike):
-                one.step([STEPS])
+            for run in (target, alike):
+                run.step([STEPS])
             check_same(f"{what}: trained on", mine(target), mine(alike))
 
 
@@ -230,8 +230,10 @@ def load_several(root: Path) -> None:
                 load(root / name, target, compare=True)
                 check_same(f"{name} -> {wrapper}", mine(target), mine(alike))
     with cpu():
-        one = whole("FSDP2", 0)
-        refused_on_ranks("one for two", partial(load, root / "two-ids.pt", one), "StateError", "2 optimizers", "a list")
+        single = whole("FSDP2", 0)
+        refused_on_ranks(
+            "one for two", partial(load, root / "two-ids.pt", single), "StateError", "2 optimizers", "a list"
+        )
 
 
 class TorchFilesTest(SharedFolder):
@@ -281,10 +283,10 @@ class TorchFilesTest(SharedFolder):
         run_on_ranks(refuse_all, 2, self.root)
 
     def test_several_optimizers(self) -> None:
-        one = Oracle(OfModel(two_optimizers), STEPS, Whole)
-        model, optims = one.model.state_dict(), [optim.state_dict() for optim in one.optim]
+        trained = Oracle(OfModel(two_optimizers), STEPS, Whole)
+        model, optims = trained.model.state_dict(), [optim.state_dict() for optim in trained.optim]
         torch.save({"state_dict": model, "optimizer_states": optims}, self.root / "two-ids.pt")
-        names = {param: name for name, param in one.model.named_parameters()}
+        names = {param: name for name, param in trained.model.named_parameters()}
         by_name = [
             {
                 "state": {names[param]: values for param, values in optim.state.items()},
@@ -292,7 +294,7 @@ class TorchFilesTest(SharedFolder):
                     {**group, "params": [names[param] for param in group["params"]]} for group in optim.param_groups
                 ],
             }
-            for optim in one.optim
+            for optim in trained.optim
         ]
         torch.save({"model": model, "optimizer": dict(zip("ab", by_name, strict=True))}, self.root / "two-names.pt")
         run_on_ranks(load_several, 2, self.root)
@@ -313,10 +315,10 @@ class TorchFilesTest(SharedFolder):
         """For formats whose files have the part of one rank: the description, and the state with the local tensor."""
         names = {"torch.distributed.tensor.DTensor": Described}
         with closing(OpenFiles.at(self.root)) as opened:
-            found = read_archive(opened, "sharded.pt", stand_ins=names).value["model"]["stem.weight"]
-        dtype, shape = found.description[:2]
+            described = read_archive(opened, "sharded.pt", stand_ins=names).value["model"]["stem.weight"]
+        dtype, shape = described.description[:2]
         self.assertEqual((dtype, tuple(shape)), (torch.float32, (7, 5)))
-        self.assertEqual([one.shape for one in stored_in(found.state)], [(4, 5)])
+        self.assertEqual([stored.shape for stored in stored_in(described.state)], [(4, 5)])
 
 
 class Described:

@@ -34,42 +34,42 @@ MAKES = {"fairscale flat": adam, "FSDP2": adamw_tensor_lr}
 def save_all(root: Path) -> None:
     for wrapper, make in MAKES.items():
         with cpu():
-            one = Trained(wrapper, make)
+            trained = Trained(wrapper, make)
             extra = {"step": 3, "lrs": [0.1, 0.2]}
             name = wrapper.replace(" ", "-")
             fsdp_optim.save(
                 root / name,
-                one.model,
-                one.optim,
+                trained.model,
+                trained.optim,
                 state=state_for(extra),
-                options=fsdp_optim.SaveOptions(durable=False, process_group=one.process_group),
+                options=fsdp_optim.SaveOptions(durable=False, process_group=trained.process_group),
             )
 
 
 def resumed_by_fairscale(path: Path) -> None:
     with cpu():
-        one = Trained(lambda model: FullyShardedDataParallel(model, flatten_parameters=True), adam, 0)
-        one.model.load_state_dict(torch.load(path / "model.pt", weights_only=True))
-        own = one.model.get_shard_from_optim_state_dict(torch.load(path / "optim.pt", weights_only=True))
-        one.optim.load_state_dict(own)
-        one.step(range(STEPS, STEPS + 2))
+        target = Trained(lambda model: FullyShardedDataParallel(model, flatten_parameters=True), adam, 0)
+        target.model.load_state_dict(torch.load(path / "model.pt", weights_only=True))
+        own = target.model.get_shard_from_optim_state_dict(torch.load(path / "optim.pt", weights_only=True))
+        target.optim.load_state_dict(own)
+        target.step(range(STEPS, STEPS + 2))
         wanted = Oracle(adam, STEPS + 2)
-        full = one.gather(None, "name")
+        full = target.gather(None, "name")
         state = {name: {key: full["state"][name][key] for key in values} for name, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
-        weights = one.model.state_dict()
+        weights = target.model.state_dict()
         check_same("weights", {name: weights[name] for name in wanted.names}, dict(wanted.model.state_dict()))
 
 
 def load(path: Path) -> Any:
     """The values that stock torch reads, without unpickling objects; mapped, and plain."""
-    found = torch.load(path, weights_only=True)
-    check_same("mapped", torch.load(path, weights_only=True, mmap=True), found)
-    return found
+    value = torch.load(path, weights_only=True)
+    check_same("mapped", torch.load(path, weights_only=True, mmap=True), value)
+    return value
 
 
 def keys_of(bucket: MemoryBucket) -> list[str]:
-    return [found.key for found in bucket.list("run/")]
+    return [entry.key for entry in bucket.list("run/")]
 
 
 class TorchWriterTest(SharedFolder):
@@ -88,17 +88,17 @@ class TorchWriterTest(SharedFolder):
             options=fsdp_optim.ConvertOptions(durable=False),
         )
         path = self.root / f"{name}-torch"
-        one, wanted = Oracle(make, 0), Oracle(make, STEPS)
-        one.model.load_state_dict(load(path / "model.pt"))
-        one.optim.load_state_dict(copy.deepcopy(load(path / "optim.pt")))
+        resumed, wanted = Oracle(make, 0), Oracle(make, STEPS)
+        resumed.model.load_state_dict(load(path / "model.pt"))
+        resumed.optim.load_state_dict(copy.deepcopy(load(path / "optim.pt")))
         for more in ((), range(STEPS, STEPS + 2)):
-            one.step(more)
+            resumed.step(more)
             wanted.step(more)
-            check_same("weights", dict(one.model.state_dict()), dict(wanted.model.state_dict()))
-            check_same("state", one.by_name(), wanted.by_name())
-        for group in one.optim.param_groups:
+            check_same("weights", dict(resumed.model.state_dict()), dict(wanted.model.state_dict()))
+            check_same("state", resumed.by_name(), wanted.by_name())
+        for group in resumed.optim.param_groups:
             group.pop("param_names", None)
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in one.optim.param_groups]
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in resumed.optim.param_groups]
         wanted_groups = [{k: v for k, v in g.items() if k != "params"} for g in wanted.optim.param_groups]
         check_same("groups", *[[dict(sorted(g.items())) for g in listed] for listed in (groups, wanted_groups)])
         check_same("extra", load(path / "trainer.pt"), {"step": 3, "lrs": [0.1, 0.2]})
@@ -130,9 +130,9 @@ class TorchWriterTest(SharedFolder):
             format=TorchFiles(key_by="name"),
             options=fsdp_optim.ConvertOptions(durable=False),
         )
-        found, wanted = load(self.root / "named" / "optim.pt"), Oracle(adamw_tensor_lr)
-        check_same("names", found["param_groups"][0]["params"], wanted.names)
-        state = {name: {key: found["state"][name][key] for key in values} for name, values in wanted.by_name().items()}
+        optim, wanted = load(self.root / "named" / "optim.pt"), Oracle(adamw_tensor_lr)
+        check_same("names", optim["param_groups"][0]["params"], wanted.names)
+        state = {name: {key: optim["state"][name][key] for key in values} for name, values in wanted.by_name().items()}
         check_same("state", state, wanted.by_name())
 
     def test_there_and_back(self) -> None:

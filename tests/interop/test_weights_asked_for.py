@@ -154,13 +154,13 @@ def refuse_for_accelerate(root: Path) -> None:
 def write(root: Path) -> None:
     """On one rank."""
     with cpu():
-        one = trained("FSDP2")
-        model = fsdp_optim.gather_full_model_state_dict(one.model)
-        optim = fsdp_optim.gather_full_optim_state_dict(one.model, one.optim, key_by="name")
+        saved = trained("FSDP2")
+        model = fsdp_optim.gather_full_model_state_dict(saved.model)
+        optim = fsdp_optim.gather_full_optim_state_dict(saved.model, saved.optim, key_by="name")
         for name, make in OTHERS.items():
             torch.save({"model": {**model, "other": make()}, "optimizer": optim}, root / f"{name}-inside.pt")
             torch.save({**model, "other": make()}, root / f"{name}-bare.pt")
-        save(root / "own", one)
+        save(root / "own", saved)
         renamed = {f"other.{key}": value for key, value in model.items()}
         torch.save({"model": renamed, "optimizer": optim}, root / "renamed.pt")
         torch.save(renamed, root / "renamed-model.pt")
@@ -199,7 +199,7 @@ class WeightsAskedForTest(SharedFolder):
         run_on_ranks(write, 1, cls.root)
 
     @parameterized.expand(
-        [(one.__name__, one) for one in (load_beside_others, refuse_to_load_none, refuse_by_every_call)]
+        [(function.__name__, function) for function in (load_beside_others, refuse_to_load_none, refuse_by_every_call)]
     )
     def test_on_two_ranks(self, _: str, function: Callable[[Path], None]) -> None:
         run_on_ranks(function, 2, self.root)

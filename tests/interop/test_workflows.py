@@ -151,10 +151,12 @@ class WorkflowsTest(InFolder):
             with self.subTest(orig=orig), tempfile.TemporaryDirectory() as folder:
                 root = Path(folder)
                 run_on_ranks(save_as_in_the_tutorial, 2, root, orig)
-                one, two = root / "both.pt", root / "folder"
-                run_on_ranks(each, 3, resume, [(one, "FSDP2"), (one, "FSDP1 flat"), (two, "FSDP2")])
-                run_on_ranks(resume, 1, one, "plain")
-                run_on_ranks(resume, 2, one, "fairscale flat")
+                in_one_file, in_folder = root / "both.pt", root / "folder"
+                run_on_ranks(
+                    each, 3, resume, [(in_one_file, "FSDP2"), (in_one_file, "FSDP1 flat"), (in_folder, "FSDP2")]
+                )
+                run_on_ranks(resume, 1, in_one_file, "plain")
+                run_on_ranks(resume, 2, in_one_file, "fairscale flat")
                 self.assertEqual(fsdp_optim.load(root / "both.pt").state["step"], BEFORE)
 
     @pytest.mark.slow  # test_s3_checkpoints.py and test_checkpoint_hugging_face.py have its two halves in `make test-all`
@@ -174,8 +176,8 @@ class WorkflowsTest(InFolder):
         wanted = build("gpt2, tied")
         wanted.config.save_pretrained(folder)
         stepped(wanted)
-        found = type(wanted).from_pretrained(folder)
-        check_same("weights", tensors_of(found), tensors_of(wanted))
+        reloaded = type(wanted).from_pretrained(folder)
+        check_same("weights", tensors_of(reloaded), tensors_of(wanted))
 
     def test_remote_reads_through_a_cache(self) -> None:
         """A checkpoint of torch.distributed.checkpoint in a bucket: the second load reads no elements from the bucket."""
@@ -209,10 +211,10 @@ def download(url: str, folder: Path, options: dict[str, Any]) -> None:
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     client = client_of(options)
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
-    for found in (found for page in pages for found in page["Contents"]):
-        file = folder / found["Key"].removeprefix(f"{prefix}/")
+    for entry in (entry for page in pages for entry in page["Contents"]):
+        file = folder / entry["Key"].removeprefix(f"{prefix}/")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(client.get_object(Bucket=bucket, Key=found["Key"])["Body"].read())
+        file.write_bytes(client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read())
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ class CatalogTest(InFolder):
         self.check_only(*map(name_of_step, steps))
 
     def check_latest(self, name: str) -> None:
-        found = fsdp_optim.latest(self.root)
-        check_same("latest", found.name if found is not None else None, name)
+        newest = fsdp_optim.latest(self.root)
+        check_same("latest", newest.name if newest is not None else None, name)
 
 
 def failing(function: Any, names: Sequence[str], number: int) -> Any:

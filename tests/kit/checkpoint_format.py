@@ -206,13 +206,13 @@ def in_order(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def tensors_of(folder: Path, what: str) -> dict[str, Tensor]:
     """All tensors of "model" or "optim", whether it is split or not."""
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for path in sorted(folder.glob(f"{what}*.safetensors")):
         tensors = read_safetensors(path).tensors
-        if set(found) & set(tensors):
-            raise NotValid(f"{path}: {sorted(set(found) & set(tensors))} are in another file too")
-        found |= tensors
-    return in_order(found)
+        if set(by_name) & set(tensors):
+            raise NotValid(f"{path}: {sorted(set(by_name) & set(tensors))} are in another file too")
+        by_name |= tensors
+    return in_order(by_name)
 
 
 def all_bytes(folder: Path) -> dict[str, bytes]:

@@ -116,17 +116,17 @@ def opened(folder: Path, stem: str) -> dict[str, Tensor]:
     """All tensors of `model` or `optim`, in order of their names, as plain safetensors reads them."""
     index = folder / f"{stem}.safetensors.index.json"
     if not index.exists():
-        found = safetensors.torch.load_file(folder / f"{stem}.safetensors")
+        tensors = safetensors.torch.load_file(folder / f"{stem}.safetensors")
     else:
         weight_map = json.loads(index.read_text())["weight_map"]
-        found = {}
+        tensors = {}
         for name in sorted(set(weight_map.values())):
             for key, tensor in safetensors.torch.load_file(folder / name).items():
-                if weight_map.get(key) != name or key in found:
+                if weight_map.get(key) != name or key in tensors:
                     raise Differs(f"{key} is in {name}, the index has it in {weight_map.get(key)}")
-                found[key] = tensor
-        check_same("names in the index", sorted(weight_map), sorted(found))
-    return {name: found[name] for name in sorted(found)}
+                tensors[key] = tensor
+        check_same("names in the index", sorted(weight_map), sorted(tensors))
+    return {name: tensors[name] for name in sorted(tensors)}
 
 
 def header_of(folder: Path, stem: str) -> dict[str, str]:

@@ -41,8 +41,8 @@ def differences(
     elif dataclasses.is_dataclass(wanted) and not isinstance(wanted, type):
         yield from differences(_fields_of(got), _fields_of(wanted), where, **options)
     elif isinstance(wanted, (list, tuple)) and len(got) == len(wanted):
-        for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
-            yield from differences(one, other, f"{where}[{place}]", **options)
+        for place, (value, other) in enumerate(zip(got, wanted, strict=True)):
+            yield from differences(value, other, f"{where}[{place}]", **options)
     elif got.hex() != wanted.hex() if isinstance(wanted, float) else got != wanted:
         yield f"{where}: {got!r}, not {wanted!r}"
 
@@ -67,10 +67,10 @@ def _bytes(value: Tensor) -> Tensor:
 
 def check_same(what: str, got: Any, wanted: Any, **options: bool) -> None:
     """Raise, and say where, unless two values are the same to the bit. `options` are those of `differences`."""
-    found = list(differences(got, wanted, **options))
-    if found:
-        shown = "\n  ".join(found[:10])
-        raise Differs(f"{what}: {len(found)} differences:\n  {shown}")
+    differing = list(differences(got, wanted, **options))
+    if differing:
+        shown = "\n  ".join(differing[:10])
+        raise Differs(f"{what}: {len(differing)} differences:\n  {shown}")
 
 
 def check_value(what: str, got: Any, wanted: Any) -> None:
@@ -167,8 +167,8 @@ def check_own_memory(full: Full, *others: Any) -> None:
 
 def storages(value: Any) -> set[int]:
     """Addresses of the memory of all tensors."""
-    found = {tensor.untyped_storage().data_ptr() for _, tensor in tensors_in(value)}
-    return found - {0}  # tensors without elements
+    pointers = {tensor.untyped_storage().data_ptr() for _, tensor in tensors_in(value)}
+    return pointers - {0}  # tensors without elements
 
 
 def gathered_state(model: Any, optim: Any) -> dict[str, Any]:

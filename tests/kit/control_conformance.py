@@ -37,17 +37,17 @@ def _group(call: str = "a call", ranks: Sequence[int] | None = None, timeout: fl
 
 def _waits_for_all() -> list[bool]:
     """Whether the slowest rank had arrived when this rank continued, with each rank in turn as the slowest."""
-    world, found = world_here(), []
+    world, waited = world_here(), []
     for slowest in range(world.size):
         if world.rank == slowest:
             time.sleep(0.1)
             world.control.claim("the slowest", f"came {slowest}")
         agree(_group(), f"round {slowest}")
-        found.append(world.control.claim("another", f"came {slowest}") == "the slowest")
+        waited.append(world.control.claim("another", f"came {slowest}") == "the slowest")
         agree(_group(), "seen")
     if world.rank == 0:
         world.control.release("the slowest", f"came {slowest}")
-    return found
+    return waited
 
 
 def _compares() -> list[bool]:
@@ -55,24 +55,24 @@ def _compares() -> list[bool]:
     world = world_here()
     contents = [[b"same"] * world.size, [b""] * world.size]
     contents += [[b"other" if rank == odd else b"same" for rank in range(world.size)] for odd in range(world.size)]
-    return [all_equal(_group(), "contents", one[world.rank]) for one in contents]
+    return [all_equal(_group(), "contents", of_ranks[world.rank]) for of_ranks in contents]
 
 
 def _tells() -> list[list[bytes]]:
     """The contents that this rank reads of every rank, for several lengths."""
-    world, found = world_here(), []
+    world, contents = world_here(), []
     for nbytes in (0, 1, 1000, _LARGE):
         content = bytes([world.rank + 1]) * (nbytes * (world.rank + 1) // world.size)
         result = all_gather_bytes(_group(), "contents", content, compared=b"%d" % world.rank)
-        found.append([result.content_of(rank) for rank in range(world.size)])
-    return found
+        contents.append([result.content_of(rank) for rank in range(world.size)])
+    return contents
 
 
 def _fails_on(ranks: Sequence[int], kinds: Sequence[type[Exception]], texts: Sequence[str], fatal: bool) -> Error:
     """Some ranks come with an error."""
     world = world_here()
-    found = dict(zip(ranks, zip(kinds, texts, strict=True), strict=True)).get(world.rank)
-    error = found[0](found[1]) if found is not None else None
+    failure = dict(zip(ranks, zip(kinds, texts, strict=True), strict=True)).get(world.rank)
+    error = failure[0](failure[1]) if failure is not None else None
     result = error_text(lambda: agree(_group(), "failing", error, fatal=fatal and error is not None))
     agree(_group(), "afterwards")
     return result
@@ -104,12 +104,12 @@ def _fails_fatally() -> list[Error]:
 def _one_does_not_come(absent: int) -> list[Error]:
     """One rank skips a meeting; then it comes to that one, while the others are in the next."""
     world = world_here()
-    found = [("", "")]
+    errors = [("", "")]
     if world.rank != absent:
-        found = [error_text(lambda: agree(_group(timeout=_SHORT), "alone"))]
+        errors = [error_text(lambda: agree(_group(timeout=_SHORT), "alone"))]
     else:
         time.sleep(_SHORT + 4 * _PAUSE)
-    return [*found, error_text(lambda: agree(_group(), "together")), error_text(lambda: agree(_group(), "still"))]
+    return [*errors, error_text(lambda: agree(_group(), "together")), error_text(lambda: agree(_group(), "still"))]
 
 
 def _comes_too_late() -> list[Error]:
@@ -118,22 +118,22 @@ def _comes_too_late() -> list[Error]:
     late = world.rank == world.size - 1
     agree(_group(), "all are here")
     time.sleep(_SHORT + 4 * _PAUSE if late else 0.0)
-    found = error_text(lambda: agree(_group(timeout=_SHORT), "alone"))
+    error = error_text(lambda: agree(_group(timeout=_SHORT), "alone"))
     time.sleep(0.0 if late else 6 * _PAUSE)
     agree(_group(), "afterwards")
-    return [found]
+    return [error]
 
 
 def _elsewhere() -> list[Error]:
     """Each rank in turn is at another step; then in another call."""
-    world, found = world_here(), []
+    world, errors = world_here(), []
     for odd in range(world.size):
         step = "other" if world.rank == odd else "one"
-        found.append(error_text(lambda: agree(_group(), step)))  # noqa: B023
+        errors.append(error_text(lambda: agree(_group(), step)))  # noqa: B023
         call = "load" if world.rank == odd else "save"
-        found.append(error_text(lambda: agree(_group(call), "begun")))  # noqa: B023
+        errors.append(error_text(lambda: agree(_group(call), "begun")))  # noqa: B023
         agree(_group(), "afterwards")
-    return found
+    return errors
 
 
 def _wait_for_each_other(last: int) -> Error:
@@ -141,25 +141,25 @@ def _wait_for_each_other(last: int) -> Error:
     world = world_here()
     ranks = (0, 2) if world.rank == 2 else range(world.size)
     time.sleep(0.1 if world.rank == last else 0.0)
-    found = error_text(lambda: agree(_group("gather", ranks), "read"))
+    error = error_text(lambda: agree(_group("gather", ranks), "read"))
     agree(_group(), "afterwards")
-    return found
+    return error
 
 
 def _some_of_the_ranks() -> list[list[bytes]]:
     """Groups that overlap, one after the other, and two apart at the same time."""
-    world, found = world_here(), []
+    world, contents = world_here(), []
     for ranks in ((0, 1), (1, 2), (0, 2), (0,), (1,), (2,), (0, 1, 2)):
         if world.rank in ranks:
             result = all_gather_bytes(_group(ranks=ranks), "some", b"%d" % world.rank)
-            found.append([result.content_of(rank) for rank in ranks])
-    return found
+            contents.append([result.content_of(rank) for rank in ranks])
+    return contents
 
 
 def _claims() -> list[str]:
     """The owner of each place, after each step of one rank."""
     world = world_here()
-    control, found = world.control, []
+    control, owners = world.control, []
     for rank, who, place in (
         (0, "0", "a"),
         (1, "1", "a"),
@@ -171,20 +171,20 @@ def _claims() -> list[str]:
     ):
         agree(_group(), "one after the other")
         if world.rank == rank:
-            found.append(control.claim(who, place))
+            owners.append(control.claim(who, place))
     agree(_group(), "claimed")
     if world.rank in (0, 1):
         control.release(str(world.rank), "c" if world.rank == 0 else "a")
     agree(_group(), "released")
     if world.rank == 2:
-        found += [control.claim("2", "a"), control.claim("2", "c")]
+        owners += [control.claim("2", "a"), control.claim("2", "c")]
         control.release("2", "c")
-    return found
+    return owners
 
 
 def _leaves(left: Callable[[], int], rounds: Sequence[int]) -> list[int]:
     """The leftovers of a few rounds of meetings of all kinds, and of more rounds."""
-    world, found = world_here(), []
+    world, counts = world_here(), []
     for number in rounds:
         for index in range(number):
             agree(_group(), "one")
@@ -197,9 +197,9 @@ def _leaves(left: Callable[[], int], rounds: Sequence[int]) -> list[int]:
             agree(_group(), "last")
         if world.rank == 0:
             time.sleep(_PAUSE)  # the others wait in the next meeting by then
-            found.append(left())
+            counts.append(left())
         agree(_group(), "counted")
-    return found
+    return counts
 
 
 def no_things() -> int:
@@ -227,13 +227,13 @@ class ControlConformance(MixIn):
 
     def test_nobody_goes_on_before_all_have_come(self) -> None:
         """No rank continues before the slowest one has come, whichever rank that is."""
-        for found in self.run_on(_waits_for_all, WORLD):
-            self._case.assertEqual(found, [True] * WORLD)
+        for waited in self.run_on(_waits_for_all, WORLD):
+            self._case.assertEqual(waited, [True] * WORLD)
 
     def test_whether_all_say_the_same(self) -> None:
         """All ranks get the same answer, whichever rank differs."""
-        for found in self.run_on(_compares, WORLD):
-            self._case.assertEqual(found, [True, True] + [False] * WORLD)
+        for answers in self.run_on(_compares, WORLD):
+            self._case.assertEqual(answers, [True, True] + [False] * WORLD)
 
     def test_everyone_reads_what_everyone_told(self) -> None:
         """Every rank reads the contents of every rank, of all lengths."""
@@ -241,14 +241,14 @@ class ControlConformance(MixIn):
             [bytes([rank + 1]) * (nbytes * (rank + 1) // WORLD) for rank in range(WORLD)]
             for nbytes in (0, 1, 1000, _LARGE)
         ]
-        for found in self.run_on(_tells, WORLD):
-            self._case.assertTrue(found == wanted, "a rank read something else")
+        for contents in self.run_on(_tells, WORLD):
+            self._case.assertTrue(contents == wanted, "a rank read something else")
 
     def test_a_failure_on_each_rank_in_turn(self) -> None:
         """An error is raised on all ranks alike, and names its rank; the next meeting works."""
         by_rank = self.run_on(_each_rank_fails, WORLD)
         for rank in range(WORLD):
-            self._check_alike([mine[rank] for mine in by_rank], "RankError", f"rank {rank}: OSError: no space left")
+            self._check_alike([errors[rank] for errors in by_rank], "RankError", f"rank {rank}: OSError: no space left")
 
     def test_failures_on_several_ranks(self) -> None:
         """The error names every reason once, and keeps its class where all failed ranks raised the same class of this library."""
@@ -258,28 +258,30 @@ class ControlConformance(MixIn):
             ("RankError", "rank 0: StateError: bad state\nrank 1: OSError: no space left"),
             ("StateError", "bad state"),
         ]
-        for found in by_rank:
-            self._case.assertEqual(found, wanted)
+        for errors in by_rank:
+            self._case.assertEqual(errors, wanted)
 
     def test_a_broken_connection_is_heard_of_at_once(self) -> None:
         """An error is raised on the others without waiting for an unreachable rank."""
-        for mine in self.run_on(_fails_fatally, WORLD)[1:]:
-            self._check_alike(mine, "RankError", f"rank {WORLD - 1}: lost the connection")
+        for errors in self.run_on(_fails_fatally, WORLD)[1:]:
+            self._check_alike(errors, "RankError", f"rank {WORLD - 1}: lost the connection")
 
     def test_a_rank_that_does_not_come(self) -> None:
         """A missing rank is named on all others, and can join their next meeting."""
         for absent in range(WORLD):
             by_rank = self.run_on(_one_does_not_come, WORLD, absent)
-            came = [mine[0] for rank, mine in enumerate(by_rank) if rank != absent]
+            came = [errors[0] for rank, errors in enumerate(by_rank) if rank != absent]
             words = (f"rank {absent} did not arrive within 0.5 s", f"2 of the ranks {list(range(WORLD))} did")
             self._check_alike(came, "RankTimeoutError", "a call: alone", *words)
-            for mine in by_rank:
-                self._case.assertEqual(mine[1:], [("", ""), ("", "")])
+            for errors in by_rank:
+                self._case.assertEqual(errors[1:], [("", ""), ("", "")])
 
     def test_a_rank_that_comes_too_late(self) -> None:
         """A late rank gets an error, and the next meeting works."""
         by_rank = self.run_on(_comes_too_late, WORLD)
-        self._check_alike([mine[0] for mine in by_rank[:-1]], "RankTimeoutError", f"rank {WORLD - 1} did not arrive")
+        self._check_alike(
+            [errors[0] for errors in by_rank[:-1]], "RankTimeoutError", f"rank {WORLD - 1} did not arrive"
+        )
         self._check_alike(
             by_rank[-1], "RankTimeoutError", f"rank {WORLD - 1} came too late", "did not arrive within 0.5 s"
         )
@@ -289,7 +291,9 @@ class ControlConformance(MixIn):
         by_rank = self.run_on(_elsewhere, WORLD)
         for number in range(2 * WORLD):
             names = ("'a call: one'", "'a call: other'") if number % 2 == 0 else ("'save: begun'", "'load: begun'")
-            self._check_alike([mine[number] for mine in by_rank], "RankError", *names, "same calls in the same order")
+            self._check_alike(
+                [errors[number] for errors in by_rank], "RankError", *names, "same calls in the same order"
+            )
 
     def test_ranks_that_wait_for_each_other(self) -> None:
         """Ranks that wait for each other in different meetings all raise, long before the timeout."""
@@ -300,9 +304,9 @@ class ControlConformance(MixIn):
 
     def test_groups_of_some_ranks(self) -> None:
         """Meetings of some ranks work: of one rank, of overlapping groups, and of two groups at the same time."""
-        for rank, found in enumerate(self.run_on(_some_of_the_ranks, WORLD)):
+        for rank, contents in enumerate(self.run_on(_some_of_the_ranks, WORLD)):
             groups = [g for g in ((0, 1), (1, 2), (0, 2), (0,), (1,), (2,), (0, 1, 2)) if rank in g]
-            self._case.assertEqual(found, [[b"%d" % one for one in group] for group in groups])
+            self._case.assertEqual(contents, [[b"%d" % member for member in group] for group in groups])
 
     def test_places(self) -> None:
         """A claim holds a place until its rank claims another one or releases it; no rank has two."""

@@ -37,13 +37,17 @@ def save_some(path: Path, *, num_layers: int = 4, width: int = 512, seed: int = 
 
 def data_of(path: Path) -> dict[str, bytes]:
     """The bytes of all files but the manifest, which has the time and the token of its save."""
-    found = all_bytes(path)
-    del found["fsdp_optim.json"]
-    return found
+    contents = all_bytes(path)
+    del contents["fsdp_optim.json"]
+    return contents
 
 
 def check_converted(path: Path, wanted: Path) -> None:
     """Raise unless two conversions have the same files, and nothing is beside the first one."""
     check_same("files", data_of(path), data_of(wanted))
-    check_same("beside it", [one.name for one in path.parent.iterdir() if one.name.startswith(path.name)], [path.name])
+    check_same(
+        "beside it",
+        [sibling.name for sibling in path.parent.iterdir() if sibling.name.startswith(path.name)],
+        [path.name],
+    )
     fsdp_optim.load(path)

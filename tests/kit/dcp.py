@@ -182,10 +182,10 @@ class OlmoWriter(dcp.FileSystemWriter):
     """Lists the files with OLMo-core's own class, and clones tensors before they are written, as OLMo-core does."""
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        for result in (one for of_rank in results for one in of_rank):
+        for result in (write for of_rank in results for write in of_rank):
             info = result.storage_data
             result.__dict__["storage_data"] = _StorageInfo(info.relative_path, info.offset, info.length)
-        metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()
         with _of_olmo_core():
             (Path(self.path) / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -175,7 +175,7 @@ class InFolder(unittest.TestCase):
 
     def check_model(self, reader: ForeignReader) -> None:
         for name, tensor in MODEL.items():
-            found = read_elements(reader, reader.model[name], 0, tensor.numel())
+            elements = read_elements(reader, reader.model[name], 0, tensor.numel())
             self.assertEqual(
-                found, bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if found else b"", name
+                elements, bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if elements else b"", name
             )

@@ -77,8 +77,8 @@ class Described(nn.Module):
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             place = CUTS[cut](shape, self.ranks)
-            mine = part_of(numbers(f"{fqn} values", shape), place, rank)
-            param = nn.Parameter(mine.to(device))
+            shard = part_of(numbers(f"{fqn} values", shape), place, rank)
+            param = nn.Parameter(shard.to(device))
             param.placement = place
             owner.register_parameter(name, param)
 

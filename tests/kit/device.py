@@ -47,20 +47,20 @@ class Device(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = list(_tensors((args, kwargs)))
-        mine = [tensor for tensor in tensors if self.has(tensor)]
+        on_device = [tensor for tensor in tensors if self.has(tensor)]
         if func == _DEVICE:
-            return DEVICE if mine else func(*args)
+            return DEVICE if on_device else func(*args)
         if func in (_IS_CPU, _IS_CUDA):
-            return func == _IS_CPU and not mine
-        if mine and func in _READS:
+            return func == _IS_CPU and not on_device
+        if on_device and func in _READS:
             raise OnHost(f"{getattr(func, '__name__', func)} of a tensor that is not in the host's memory")
-        target = DEVICE if mine else CPU
+        target = DEVICE if on_device else CPU
         if func in _CASTS:
-            return self._cast(func, args, kwargs, is_mine=bool(mine))
+            return self._cast(func, args, kwargs, is_mine=bool(on_device))
         if kwargs.get("device") is not None:
             target = torch.device(kwargs["device"])
             kwargs["device"] = CPU if target.type == DEVICE.type else target
-        elif any(tensor.dim() and not self.has(tensor) for tensor in tensors) and mine and func not in _CROSSES:
+        elif any(tensor.dim() and not self.has(tensor) for tensor in tensors) and on_device and func not in _CROSSES:
             raise OnHost(f"{getattr(func, '__name__', func)} of tensors on {DEVICE} and on the host")
         made = func(*args, **kwargs)
         if target.type == DEVICE.type and func not in _CROSSES:
@@ -75,8 +75,8 @@ class Device(TorchFunctionMode):
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on the device."""
         with torch._C.DisableTorchFunction():
-            found = self._mine.get(tensor.untyped_storage()._cdata)
-        return found is not None and not found.expired()
+            reference = self._mine.get(tensor.untyped_storage()._cdata)
+        return reference is not None and not reference.expired()
 
     def _adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -87,12 +87,16 @@ class Device(TorchFunctionMode):
     def _cast(self, func: Any, args: Any, kwargs: dict[str, Any], *, is_mine: bool) -> torch.Tensor:
         """The functions like `to`, which copy a tensor to another device or dtype."""
         source, *rest = args
-        where = [torch.device(one) for one in (*rest, kwargs.get("device")) if isinstance(one, (str, torch.device))]
-        like = [DEVICE if self.has(one) else CPU for one in rest if isinstance(one, torch.Tensor)]
+        where = [
+            torch.device(argument)
+            for argument in (*rest, kwargs.get("device"))
+            if isinstance(argument, (str, torch.device))
+        ]
+        like = [DEVICE if self.has(argument) else CPU for argument in rest if isinstance(argument, torch.Tensor)]
         here = DEVICE if is_mine else CPU
         target = CPU if func is _Tensor.cpu else (*where, *like, here)[0]
         if target.type == DEVICE.type:
-            rest = [CPU if isinstance(one, (str, torch.device)) else one for one in rest]
+            rest = [CPU if isinstance(argument, (str, torch.device)) else argument for argument in rest]
             kwargs |= {"device": CPU} if "device" in kwargs else {}
         made = func(source, *rest, **kwargs)
         if target.type != here.type and made.untyped_storage()._cdata == source.untyped_storage()._cdata:
@@ -107,7 +111,7 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
+        for member in value:
+            yield from _tensors(member)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))

@@ -44,10 +44,12 @@ class Numbers:
 
     def read(self, values: Tensor) -> Tensor:
         """The numbers of the elements, from their values."""
-        found = values.detach().cpu().reshape(-1).to(torch.float64)
-        if not torch.equal(found, found.round()) or (found.numel() and not 0 <= float(found.max()) < self._total):
-            raise AssertionError(f"{found.tolist()}: not numbers of elements: the wrapper has changed them")
-        return found.long()
+        elements = values.detach().cpu().reshape(-1).to(torch.float64)
+        if not torch.equal(elements, elements.round()) or (
+            elements.numel() and not 0 <= float(elements.max()) < self._total
+        ):
+            raise AssertionError(f"{elements.tolist()}: not numbers of elements: the wrapper has changed them")
+        return elements.long()
 
     def names_of(self, numbers: Tensor) -> set[str]:
         """The names of the parameters that have these elements."""

@@ -70,12 +70,12 @@ class Saves(unittest.TestCase):
 
     def together(self, *calls: Callable[[], Any]) -> list[Any]:
         """What calls that are made at once return, or raise, as (class, message)."""
-        found: list[Any] = [None] * len(calls)
+        outcomes: list[Any] = [None] * len(calls)
 
         def run(index: int) -> None:
             results: list[Any] = []
             error = error_text(lambda: results.append(calls[index]()))
-            found[index] = error if error[0] else results[0]
+            outcomes[index] = error if error[0] else results[0]
 
         threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(calls))]
         for thread in threads:
@@ -83,7 +83,7 @@ class Saves(unittest.TestCase):
         for thread in threads:
             thread.join(LIMIT)
             self.assertFalse(thread.is_alive(), "a rank hangs")
-        return found
+        return outcomes
 
     def lead(self, leader: Completion, failed: str | None = None) -> Any:
         """All that the leader does, as a save does it; the reports of the ranks."""
@@ -101,7 +101,7 @@ class Saves(unittest.TestCase):
     def ends(self, saves: Sequence[Completion], failed: str | None = None) -> list[Any]:
         """How a save ends on all these ranks, the first of which leads; then they are closed."""
         leader, others = saves[0], saves[1:]
-        found = self.together(lambda: self.lead(leader, failed), *(one.wait_for_end for one in others))
-        for one in saves:
-            one.close()
-        return found
+        outcomes = self.together(lambda: self.lead(leader, failed), *(other.wait_for_end for other in others))
+        for save in saves:
+            save.close()
+        return outcomes

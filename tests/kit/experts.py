@@ -37,11 +37,11 @@ class OwnExperts(Experts):
         super().__init__(len(self.mine))
 
 
-def global_name(mine: tuple[int, ...], name: str) -> str:
+def global_name(expert_ids: tuple[int, ...], name: str) -> str:
     parts = name.split(".")
     if "experts" in parts:
         place = parts.index("experts") + 1
-        parts[place] = str(mine[int(parts[place])])
+        parts[place] = str(expert_ids[int(parts[place])])
     return ".".join(parts)
 
 
@@ -76,20 +76,22 @@ def expert_wrap(kind: str, group_ranks: tuple[int, ...]) -> Callable[[Any], Any]
     return wrap
 
 
-def train_experts(kind: str, mine: tuple[int, ...], ranks: tuple[int, ...], oracle: Oracle, steps: int) -> Trained:
+def train_experts(
+    kind: str, expert_ids: tuple[int, ...], ranks: tuple[int, ...], oracle: Oracle, steps: int
+) -> Trained:
     """The values and gradients of this rank's parts, taken from the whole model."""
     wrap = expert_wrap(kind, ranks)
 
     def number_and_wrap(model: nn.Module) -> Any:
         for name, param in model.named_parameters():
-            start = oracle.numbers.start[global_name(mine, name)]
+            start = oracle.numbers.start[global_name(expert_ids, name)]
             param.data = torch.arange(start, start + param.numel(), dtype=torch.float32).reshape(param.shape)
         return wrap(model)
 
     class Mine(OwnExperts):
         pass
 
-    Mine.mine = mine
+    Mine.mine = expert_ids
     trained = Trained.__new__(Trained)
     model = number_and_wrap(Mine())
     trained.numbers = oracle.numbers

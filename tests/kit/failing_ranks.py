@@ -55,24 +55,24 @@ class Calls:
                     model, optim, self.recipient, options=fsdp_optim.CallOptions(timeout=timeout, bucket_nbytes=SMALL)
                 )
             )
-        mine = self.full if dist.get_rank() == self.recipient else None
+        given = self.full if dist.get_rank() == self.recipient else None
         optim = optim or self.optim
         return fsdp_optim.scatter_full_optim_state_dict(
-            model, optim, mine, self.recipient, options=fsdp_optim.CallOptions(timeout=timeout, bucket_nbytes=SMALL)
+            model, optim, given, self.recipient, options=fsdp_optim.CallOptions(timeout=timeout, bucket_nbytes=SMALL)
         )
 
     def check(self, verb: str) -> None:
         """The group still works."""
-        found = self.run(verb)
+        result = self.run(verb)
         if verb == "gather":
-            check_gathered(found, self.recipient, *self.plain)
+            check_gathered(result, self.recipient, *self.plain)
         elif verb == "iter":
             state = state_by_name(*self.plain)
             check_same(
-                "iterated", found, state if dist.get_rank() == self.recipient else dict.fromkeys(state), in_order=False
+                "iterated", result, state if dist.get_rank() == self.recipient else dict.fromkeys(state), in_order=False
             )
         else:
-            check_same("scattered", found, frozen_copy(self.optim), in_order=False)
+            check_same("scattered", result, frozen_copy(self.optim), in_order=False)
 
 
 # ---------------------------------------------------------------------------------------------- exceptions

@@ -60,8 +60,8 @@ class Buffered(AbstractFileSystem):  # type: ignore[misc]
             if not entries:
                 raise FileNotFoundError(path)
             self.dircache[path] = entries
-        found = self.dircache.get(path, entries)
-        return found if detail else [one["name"] for one in found]
+        known = self.dircache.get(path, entries)
+        return known if detail else [entry["name"] for entry in known]
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         """Of a file, or of a folder."""

@@ -99,21 +99,21 @@ def start(
     script.write_text(code)
     order = {
         "script": str(script),
-        "path": [str(one) for one in path],
+        "path": [str(entry) for entry in path],
         "cwd": os.getcwd(),
         "environment": dict(os.environ if environment is None else environment),
     }
     server = _server(tuple(preload), os.getpid())
     with open(Path(folder.name, "out"), "wb") as out, open(Path(folder.name, "err"), "wb") as err:
-        pid, ours = _send(server, order, out.fileno(), err.fileno())
-    return Started(pid, ours, folder)
+        pid, reply = _send(server, order, out.fileno(), err.fileno())
+    return Started(pid, reply, folder)
 
 
 def serve_from(code: str, preload: Sequence[str], fds: Sequence[int]) -> int:
     """Start Python code that serves until its caller ends, with open files that it finds under these numbers; its process id."""
     order = {"code": code, "path": sys.path, "cwd": os.getcwd(), "environment": dict(os.environ), "fds": list(fds)}
-    pid, ours = _send(_server(tuple(preload), os.getpid()), order, 1, 2, *fds)
-    ours.close()
+    pid, reply = _send(_server(tuple(preload), os.getpid()), order, 1, 2, *fds)
+    reply.close()
     return pid
 
 
@@ -125,38 +125,38 @@ def _send(server: socket.socket, order: Mapping[str, Any], *fds: int) -> tuple[i
     message = json.dumps(order).encode()
     if len(message) > LONGEST:
         raise ValueError(f"an order of {len(message)} bytes is longer than {LONGEST}")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        socket.send_fds(server, [message], [theirs.fileno(), *fds])
-    return int(ours.recv(64)), ours
+    own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with child_end:
+        socket.send_fds(server, [message], [child_end.fileno(), *fds])
+    return int(own_end.recv(64)), own_end
 
 
 @functools.cache
 def _server(preload: tuple[str, ...], pid: int) -> socket.socket:
     """The connection to a server of this process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
+    own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with server_end:
         if HUB in os.environ:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hub:
                 hub.connect(os.environ[HUB])
-                socket.send_fds(hub, [json.dumps(preload).encode()], [1, 2, theirs.fileno()])
+                socket.send_fds(hub, [json.dumps(preload).encode()], [1, 2, server_end.fileno()])
         elif preload == BASE:
-            _start_process(ours, theirs, *preload)
+            _start_process(own_end, server_end, *preload)
         else:
             base = _server(preload[:1] if len(preload) > 1 else BASE, pid)
-            _send(base, {"preload": preload}, 1, 2, theirs.fileno())[1].close()
-    atexit.register(ours.close)
-    return ours
+            _send(base, {"preload": preload}, 1, 2, server_end.fileno())[1].close()
+    atexit.register(own_end.close)
+    return own_end
 
 
-def _start_process(ours: socket.socket, theirs: socket.socket, *arguments: str) -> None:
+def _start_process(own_end: socket.socket, server_end: socket.socket, *arguments: str) -> None:
     """Run this file as a program with one end of a connection. It ends, and is waited for, when this process ends."""
-    command = [sys.executable, "-m", "kit.forked", str(theirs.fileno()), *arguments]
+    command = [sys.executable, "-m", "kit.forked", str(server_end.fileno()), *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+    process = subprocess.Popen(command, pass_fds=[server_end.fileno()], env=environment)
 
     def end() -> None:
-        ours.close()
+        own_end.close()
         process.wait()
 
     atexit.register(end)
@@ -175,10 +175,10 @@ def shared_servers() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(os.path.join(folder, "door"))
         door.listen(64)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            _start_process(ours, theirs)
-        socket.send_fds(ours, [b"door"], [door.fileno()])
+        own_end, hub_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with hub_end:
+            _start_process(own_end, hub_end)
+        socket.send_fds(own_end, [b"door"], [door.fileno()])
     atexit.register(shutil.rmtree, folder)
     os.environ[HUB] = os.path.join(folder, "door")
 
@@ -231,8 +231,8 @@ def launch(
     """
     ranks = start_ranks(num_ranks, program, *arguments, preload=preload, hidden=hidden)
     end = time.monotonic() + timeout
-    done = [one.wait(max(end - time.monotonic(), 0.0)) for one in ranks]
-    return next((one for one in done if one.returncode), done[0])
+    done = [started.wait(max(end - time.monotonic(), 0.0)) for started in ranks]
+    return next((ended for ended in done if ended.returncode), done[0])
 
 
 def start_ranks(
@@ -359,8 +359,8 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
             pid = os.fork()
             reply, out, err, *more = fds
             if pid == 0:
-                for one in (control, *children.values()):
-                    one.close()
+                for connection in (control, *children.values()):
+                    connection.close()
                 os.dup2(out, 1)
                 os.dup2(err, 2)
                 for fd in (reply, out, err):

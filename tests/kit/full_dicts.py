@@ -68,10 +68,12 @@ def check_shard(
 def without_padding(state: Mapping[int, Mapping[str, Any]], wrapped: Wrapped) -> dict[int, dict[str, Any]]:
     result = {}
     for local_id, padded in enumerate(num_padded(wrapped)):
-        mine = padded[wrapped.rank] if padded else 0
+        own_padding = padded[wrapped.rank] if padded else 0
         if local_id in state:
             result[local_id] = {
-                name: value[: len(value) - mine] if isinstance(value, Tensor) and value.dim() and mine else value
+                name: value[: len(value) - own_padding]
+                if isinstance(value, Tensor) and value.dim() and own_padding
+                else value
                 for name, value in state[local_id].items()
             }
     return result

@@ -13,10 +13,10 @@ from kit.compare import check_same
 
 def digest(folder: Path) -> str:
     """A digest of the names and bytes of all files."""
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()
     for name, data in sorted(all_bytes(folder).items()):
-        found.update(f"{name}\0{len(data)}\0".encode() + data)
-    return found.hexdigest()
+        hashed.update(f"{name}\0{len(data)}\0".encode() + data)
+    return hashed.hexdigest()
 
 
 def without(keys: Collection[str], value: Any) -> Any:

@@ -156,12 +156,12 @@ def nested_net(
 
 def new_groups(*ranks: Sequence[int]) -> Any:
     """Make these process groups on all ranks; returns the group with this rank."""
-    mine = None
+    own_group = None
     for members in ranks:
         group = dist.new_group(list(members))
         if dist.get_rank() in members:
-            mine = group
-    return mine
+            own_group = group
+    return own_group
 
 
 def told_by(rank: int, value: Any) -> Any:
@@ -203,13 +203,13 @@ def check_full(full: Any, optim: Optim, names: Sequence[str], what: str = "the f
     wrapping.check_full(what, full, wanted, in_order=False)
 
 
-def check_gathered(found: Any, recipient: int | None, model: nn.Module, optim: Optim) -> None:
+def check_gathered(result: Any, recipient: int | None, model: nn.Module, optim: Optim) -> None:
     """Raise unless the recipient has the dict of the plain model's optimizer, and other ranks have None."""
     rank = dist.get_rank()
     if recipient in (rank, None):
-        check_full(found, optim, names_in(model), f"what rank {rank} got (recipient_rank={recipient})")
-    elif found is not None:
-        raise AssertionError(f"rank {rank} got {type(found).__name__} although recipient_rank is {recipient}")
+        check_full(result, optim, names_in(model), f"what rank {rank} got (recipient_rank={recipient})")
+    elif result is not None:
+        raise AssertionError(f"rank {rank} got {type(result).__name__} although recipient_rank is {recipient}")
 
 
 def names_in(model: nn.Module) -> list[str]:
@@ -258,11 +258,11 @@ class Experts(nn.Module):
 Distribution = Sequence[Sequence[int]]
 
 
-def rename_experts(mine: Sequence[int]) -> Callable[[str], str]:
+def rename_experts(expert_ids: Sequence[int]) -> Callable[[str], str]:
     def rename(name: str) -> str:
         parts = name.split(".")
         if parts[0] == "experts":
-            parts[1] = str(mine[int(parts[1])])
+            parts[1] = str(expert_ids[int(parts[1])])
         return ".".join(parts)
 
     return rename
@@ -276,11 +276,11 @@ def name_of_experts(distribution: Distribution) -> Callable[[str, int], str]:
 
 
 def with_experts(
-    mine: Sequence[int], steps: int = STEPS, no_broadcast: bool = True, keys: Sequence[int | str] | None = None
+    expert_ids: Sequence[int], steps: int = STEPS, no_broadcast: bool = True, keys: Sequence[int | str] | None = None
 ) -> tuple[Any, torch.optim.Optimizer, Sharded]:
     """The model of this rank: each of its experts is a unit on a group of one rank, the rest is on all ranks."""
-    rename = rename_experts(mine) if keys is None else str
-    net = Experts(range(len(mine)) if keys is None else keys)
+    rename = rename_experts(expert_ids) if keys is None else str
+    net = Experts(range(len(expert_ids)) if keys is None else keys)
     sharded = Sharded(net, rename)
     alone = new_groups(*([rank] for rank in range(dist.get_world_size())))
     for key, expert in net.experts.items():

@@ -47,11 +47,13 @@ def _fairscales_full_dict(folder: Path) -> None:
 
 
 def _fairscale_shards(folder: Path, *, flattens: bool) -> None:
-    ours = folder.with_name(f"{folder.name}-ours")
-    _torch_file(ours.with_name(f"{ours.name}-full"))
-    fsdp_optim.convert(ours.with_name(f"{ours.name}-full"), ours, options=fsdp_optim.ConvertOptions(durable=False))
+    checkpoint = folder.with_name(f"{folder.name}-ours")
+    _torch_file(checkpoint.with_name(f"{checkpoint.name}-full"))
+    fsdp_optim.convert(
+        checkpoint.with_name(f"{checkpoint.name}-full"), checkpoint, options=fsdp_optim.ConvertOptions(durable=False)
+    )
     format = FairscaleShards(2, {"": ["w", "b"]}, flatten_parameters=flattens)
-    fsdp_optim.convert(ours, folder, format=format, options=fsdp_optim.ConvertOptions(durable=False))
+    fsdp_optim.convert(checkpoint, folder, format=format, options=fsdp_optim.ConvertOptions(durable=False))
     (folder / "torch_files.json").unlink()
 
 

@@ -39,8 +39,14 @@ def on_cpu(kind: str) -> Iterator[None]:
     from accelerate.utils import DistributedType
 
     rank, size = (str(dist.get_rank()), str(num_ranks())) if dist.is_initialized() else ("0", "1")
-    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost"}
-    found |= {"OMP_NUM_THREADS": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "localhost",
+    }
+    environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}
     as_if = {
         "none": (None, DistributedType.NO),
         "DDP": ("gloo", DistributedType.MULTI_CPU),
@@ -53,7 +59,7 @@ def on_cpu(kind: str) -> Iterator[None]:
         GradientState._reset_state()
 
     with (
-        mock.patch.dict(os.environ, found),
+        mock.patch.dict(os.environ, environment),
         mock.patch.object(PartialState, "_prepare_backend", return_value=as_if),
         mock.patch.dict(PartialState._shared_state),
     ):

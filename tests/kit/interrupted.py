@@ -55,7 +55,7 @@ class InterruptedBucket(MemoryBucket):
 
     def look(self, key: str) -> ObjectInfo | None:
         self._count(f"look {key}")
-        return next((found for found in super().list(key) if found.key == key), None)
+        return next((entry for entry in super().list(key) if entry.key == key), None)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         self._count(f"list {prefix}")
@@ -63,7 +63,7 @@ class InterruptedBucket(MemoryBucket):
 
     def folders(self, prefix: str) -> Iterator[str]:
         self._count(f"folders {prefix}")
-        keys = (found.key for found in super().list(prefix))
+        keys = (entry.key for entry in super().list(prefix))
         return iter(sorted({key[: key.index("/", len(prefix))] for key in keys if "/" in key[len(prefix) :]}))
 
     def read_into(self, key: str, pieces: Sequence[memoryview], offset: int, *, version: str | None = None) -> None:
@@ -124,5 +124,5 @@ def left_over(bucket: Any, root: str, probe: Any) -> list[str]:
             known |= {opened.files.key(name) for name in names | {sums_of(name) for name in names}}
             known |= {place.manifest(probe.manifest)}
             known |= {f"{place.inside}{opened.files.token}/{probe.manifest}"} if opened.files.token else set()
-        left += [found.key for found in bucket.list(place.inside) if found.key not in known]
-    return left + [f"upload {found.key}" for found in bucket.uploads(root) if not found.key.endswith(STRANGERS)]
+        left += [entry.key for entry in bucket.list(place.inside) if entry.key not in known]
+    return left + [f"upload {upload.key}" for upload in bucket.uploads(root) if not upload.key.endswith(STRANGERS)]

@@ -126,7 +126,7 @@ class Run:
 
 def steps_in(root: Any) -> list[int | None]:
     """The steps of the complete checkpoints in a folder, the newest first."""
-    return [one.step for one in fsdp_optim.checkpoints(root) if one.complete]
+    return [checkpoint.step for checkpoint in fsdp_optim.checkpoints(root) if checkpoint.complete]
 
 
 def names_in(root: Path) -> list[str]:

@@ -53,13 +53,13 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
             for element in range(prod(placement.shape) if placement.chunk_numel else 0):
                 chunk, place = divmod(placement.start + element, placement.chunk_numel)
                 if chunk < len(group):
-                    mine = tensors[group[chunk]]
-                    mine[len(mine) if placement.own_tensor else place] = element
+                    by_place = tensors[group[chunk]]
+                    by_place[len(by_place) if placement.own_tensor else place] = element
     elif isinstance(placement, FlatRuns):
         for rank, start, stop in zip(placement.by, placement.starts, placement.stops, strict=True):
-            mine = tensors.setdefault(rank, {})
+            by_place = tensors.setdefault(rank, {})
             for element in range(start, stop):
-                mine[len(mine)] = element
+                by_place[len(by_place)] = element
     elif isinstance(placement, OnMesh):
         for group in placement.replicas:
             for rank, coordinate in zip(group, np.ndindex(placement.mesh_shape), strict=True):
@@ -76,8 +76,8 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
                 tensors[rank] = dict(enumerate(local.ravel().tolist()))
     elif isinstance(placement, PlacedPart):
         part_of = {live: element for element, live in enumerate(live_elements(placement.part))}
-        for rank, mine in held(placement.live).items():
-            tensors[rank] = {place: part_of[live] for place, live in mine.items() if live in part_of}
+        for rank, by_place in held(placement.live).items():
+            tensors[rank] = {place: part_of[live] for place, live in by_place.items() if live in part_of}
     else:
         assert isinstance(placement, Boxes)
         for rank, blocks in placement.by_rank:
@@ -112,8 +112,8 @@ def addresses_of_block(block: Block) -> list[int]:
 
 def missing(placement: Placement) -> list[int]:
     """The elements that no rank holds."""
-    found = {element for mine in held(placement).values() for element in mine.values()}
-    return [element for element in range(prod(placement.shape)) if element not in found]
+    covered = {element for by_place in held(placement).values() for element in by_place.values()}
+    return [element for element in range(prod(placement.shape)) if element not in covered]
 
 
 def first_range(elements: list[int]) -> tuple[int, int] | None:
@@ -130,22 +130,22 @@ def local_arrays(layout: Layout, numbering: Mapping[str, int]) -> Arrays:
     """Every rank's local array of every parameter: 1000 * the parameter's number + the element, or HOLE."""
     arrays = {}
     for fqn, placement in layout.placements.items():
-        for rank, mine in held(placement).items():
-            arrays[fqn, rank] = np.full(max(mine, default=0) + 3, HOLE)
-            for place, element in mine.items():
+        for rank, by_place in held(placement).items():
+            arrays[fqn, rank] = np.full(max(by_place, default=0) + 3, HOLE)
+            for place, element in by_place.items():
                 arrays[fqn, rank][place] = 1000 * numbering[fqn] + element
     return arrays
 
 
 def addresses(copy: Copy) -> list[tuple[int, int]]:
     """Where every element of a copy is read and written."""
-    found = []
+    pairs = []
     for index in product(*(range(size) for size in copy.sizes)):
         at, to = copy.source_offset, copy.target_offset
         for i, s, t in zip(index, copy.source_strides, copy.target_strides, strict=True):
             at, to = at + i * s, to + i * t
-        found.append((at, to))
-    return found
+        pairs.append((at, to))
+    return pairs
 
 
 def execute(copies: Iterable[NamedCopy], source: Arrays, target: Arrays) -> Arrays:
@@ -272,8 +272,8 @@ def split_placements(draw: st.DrawFn, shape: Shape) -> FlatRuns:
     more = [draw(st.integers(0, 1)) if stop < prod(shape) else 0 for stop in borders[1:]]
     by = tuple(draw(st.sampled_from(RANKS)) for _ in borders[1:])
     stops = tuple(
-        stop + one if a != b else stop
-        for stop, one, a, b in zip(borders[1:], more, by, (*by[1:], -1)[: len(by)], strict=True)
+        stop + shared if a != b else stop
+        for stop, shared, a, b in zip(borders[1:], more, by, (*by[1:], -1)[: len(by)], strict=True)
     )
     return FlatRuns(shape, tuple(borders[:-1]), stops, by)
 

@@ -83,8 +83,8 @@ def _numbered(path: str) -> list[str]:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers by all their names, those that are not persistent too."""
-    found = {**model.state_dict(), **dict(model.named_buffers())}
-    return {name: found[name].detach() for name in sorted(found)}
+    by_name = {**model.state_dict(), **dict(model.named_buffers())}
+    return {name: by_name[name].detach() for name in sorted(by_name)}
 
 
 def ties_of(model: nn.Module) -> list[list[str]]:

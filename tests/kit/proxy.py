@@ -145,7 +145,7 @@ class Proxy:
         """The requests that came, by method, end of key and part of the query, when none is under way."""
         with self._is_idle:
             self._is_idle.wait_for(lambda: not self._num_open, 30)
-            return [one for one in self.seen if _fits(one, method, key, query)]
+            return [request for request in self.seen if _fits(request, method, key, query)]
 
     def num_requests(self, *, method: str = "", key: str = "", query: str = "") -> int:
         """How many came."""
@@ -153,14 +153,14 @@ class Proxy:
 
     def body_nbytes(self, *, method: str, key: str = "") -> int:
         """The bytes of bodies that passed: of answers to GET, of requests otherwise."""
-        found = self.requests(method=method, key=key)
-        return sum(one.received if method == "GET" else one.sent for one in found)
+        passed = self.requests(method=method, key=key)
+        return sum(request.received if method == "GET" else request.sent for request in passed)
 
     def by_key(self, method: str) -> Counter[str]:
         """The bytes of bodies that passed, by key."""
         counted: Counter[str] = Counter()
-        for one in self.requests(method=method):
-            counted[one.key] += one.received if method == "GET" else one.sent
+        for request in self.requests(method=method):
+            counted[request.key] += request.received if method == "GET" else request.sent
         return counted
 
     def _start(self, run: Any, *args: Any) -> None:
@@ -376,8 +376,12 @@ def _misfit(head: bytes, body: bytes, by: str) -> str | None:
         signed = re.search(rb"(?im)^x-amz-content-sha256: *([0-9a-f]{64})\r$", head)
         fits = signed is None or bytes.fromhex(signed[1].decode()) == hashlib.sha256(body).digest()
         return None if fits else "XAmzContentSHA256Mismatch"
-    found = re.search(rb"(?im)^x-amz-checksum-crc32: *([^\r]*)\r$", head)
-    return None if found is None or base64.b64decode(found[1]) == zlib.crc32(body).to_bytes(4, "big") else "BadDigest"
+    declared = re.search(rb"(?im)^x-amz-checksum-crc32: *([^\r]*)\r$", head)
+    return (
+        None
+        if declared is None or base64.b64decode(declared[1]) == zlib.crc32(body).to_bytes(4, "big")
+        else "BadDigest"
+    )
 
 
 def _error(code: str, message: str) -> str:
@@ -417,8 +421,8 @@ def _length_of(head: bytes, method: str) -> int | None:
     """The length of a body; None: until the connection ends, or in chunks."""
     if method == "HEAD" or head.split(b" ", 2)[1:2] in ([b"204"], [b"304"]):
         return 0
-    found = re.search(rb"(?im)^content-length: *(\d+)", head)
-    return int(found[1]) if found else None
+    declared = re.search(rb"(?im)^content-length: *(\d+)", head)
+    return int(declared[1]) if declared else None
 
 
 def _closing(head: bytes) -> bytes:

@@ -50,20 +50,20 @@ def trained(steps: int, wrapper: str = "FSDP2", model: str = "Buffered") -> Trai
     return made
 
 
-def contents(one: Trained) -> dict[str, Any]:
+def contents(run: Trained) -> dict[str, Any]:
     """This rank's part of what a checkpoint restores."""
-    saved = [in_order(one.optim.state[param]) for param in one.params]
+    saved = [in_order(run.optim.state[param]) for param in run.params]
     return {
-        "parameters": [local_of(param).detach().clone() for param in one.params],
+        "parameters": [local_of(param).detach().clone() for param in run.params],
         "state": [{name: local_of(value).clone() for name, value in values.items()} for values in saved],
-        "buffers": {name: buffer.clone() for name, buffer in one.model.named_buffers()},
+        "buffers": {name: buffer.clone() for name, buffer in run.model.named_buffers()},
     }
 
 
-def everything(one: Trained) -> dict[str, Any]:
+def everything(run: Trained) -> dict[str, Any]:
     """The values that a refused call must not change, with their identities."""
-    buffers = dict(one.model.named_buffers())
-    return snapshot(one) | {
+    buffers = dict(run.model.named_buffers())
+    return snapshot(run) | {
         "buffers": {name: buffer.clone() for name, buffer in buffers.items()},
         "buffer identities": [id(buffer) for buffer in buffers.values()],
     }
@@ -78,13 +78,13 @@ class Outcome:
 
 
 def outcome_of(call: Callable[[], Any], *models: Trained) -> Outcome:
-    return outcome_since([everything(one) for one in models], call, *models)
+    return outcome_since([everything(run) for run in models], call, *models)
 
 
 def outcome_since(before: Sequence[Any], call: Callable[[], Any], *models: Trained) -> Outcome:
     """The same, where the caller knows what was before."""
     error = error_text(call)
-    changed = [line for one, was in zip(models, before, strict=True) for line in differences(everything(one), was)]
+    changed = [line for run, was in zip(models, before, strict=True) for line in differences(everything(run), was)]
     return Outcome(error, changed)
 
 
@@ -93,13 +93,13 @@ def outcome_since(before: Sequence[Any], call: Callable[[], Any], *models: Train
 
 def save_good(path: Path, steps: int = 3, wrapper: str = "FSDP2", model: str = "Buffered", **options: Any) -> None:
     with cpu():
-        one = trained(steps, wrapper, model)
-        mine = {"rank": dist.get_rank(), "rng": torch.arange(5) + dist.get_rank()}
+        run = trained(steps, wrapper, model)
+        per_rank = {"rank": dist.get_rank(), "rng": torch.arange(5) + dist.get_rank()}
         fsdp_optim.save(
             path,
-            one.model,
-            one.optim,
-            state=state_for(extra(), mine),
+            run.model,
+            run.optim,
+            state=state_for(extra(), per_rank),
             **as_options(fsdp_optim.SaveOptions, **options),
         )
 
@@ -135,10 +135,10 @@ def load_both_ways(paths: Sequence[Path], right: Path, kind: str, verifies: Sequ
     """On one rank: what comes of loading each of these, with and without checksums; then a good one must load."""
     with cpu():
         model = KINDS[kind].get("model", "Buffered")
-        target, found = trained(1, model=model), []
+        target, outcomes = trained(1, model=model), []
         before = [everything(target)]
         for path in paths:
-            found.append([])
+            outcomes.append([])
             for verify in verifies:
                 call = functools.partial(
                     fsdp_optim.load,
@@ -147,13 +147,13 @@ def load_both_ways(paths: Sequence[Path], right: Path, kind: str, verifies: Sequ
                     target.optim,
                     options=fsdp_optim.LoadOptions(verify=verify, timeout=PATIENCE),
                 )
-                found[-1].append(outcome_since(before, call, target))
-                if found[-1][-1].changed:
+                outcomes[-1].append(outcome_since(before, call, target))
+                if outcomes[-1][-1].changed:
                     before = [everything(target)]
         fsdp_optim.load(right, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE))
         wanted = good_contents(model, dist.get_rank(), dist.get_world_size())
         check_same("loaded afterwards", contents(target), wanted)
-        return found
+        return outcomes
 
 
 class DamageTest(unittest.TestCase):
@@ -194,7 +194,7 @@ def check_outcomes(what: str, ranks: Sequence[Outcome], *words: str, or_state_er
     state_error = or_state_error and ranks[0].error[0] == "StateError"
     check_refused(what, [outcome.error for outcome in ranks], "StateError" if state_error else "CheckpointError")
     text = ranks[0].error[1]
-    lacking = [word for word in words if not state_error and not any(one in text for one in word.split("|"))]
+    lacking = [word for word in words if not state_error and not any(choice in text for choice in word.split("|"))]
     if lacking:
         raise Differs(f"{what}: {lacking} not in {text!r}")
     changed = {rank: outcome.changed for rank, outcome in enumerate(ranks) if outcome.changed}
@@ -222,12 +222,12 @@ EVERY_FILE = [*SAVED_FILES, "model.safetensors.sums", "optim.safetensors.sums", 
 def save_errors(path: Path, overwrite: bool = False) -> tuple[Outcome, Error]:
     """Of saving there, and of loading what is there."""
     with cpu():
-        one, target = trained(2), trained(1)
+        run, target = trained(2), trained(1)
         saved = outcome_of(
             lambda: fsdp_optim.save(
-                path, one.model, one.optim, overwrite=overwrite, options=fsdp_optim.SaveOptions(timeout=PATIENCE)
+                path, run.model, run.optim, overwrite=overwrite, options=fsdp_optim.SaveOptions(timeout=PATIENCE)
             ),
-            one,
+            run,
         )
         return saved, error_text(
             lambda: fsdp_optim.load(path, target.model, target.optim, options=fsdp_optim.LoadOptions(timeout=PATIENCE))

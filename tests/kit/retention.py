@@ -45,8 +45,8 @@ def save_managed(
     if known is None:
         known = KnownSaves()
         listed = store_at(place, OURS, options.get("storage_options")).directory().listed()
-        known.see(one for one in listed if is_own(one))
-        steps = [one.summary.step or 0 for one in listed if is_own(one) and one.summary is not None]
+        known.see(entry for entry in listed if is_own(entry))
+        steps = [entry.summary.step or 0 for entry in listed if is_own(entry) and entry.summary is not None]
         after = max((before for before in steps if before < step), default=-1)
     managed = ManagedSave(ManagerRecord(after, None), KeepRules(keep_last), known)
     arguments = as_options(SaveOptions, **{"durable": False, "progress": False, **options})

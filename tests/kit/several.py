@@ -104,17 +104,17 @@ def complete(value: Any) -> Any:
 def content(model: Any, optim: torch.optim.Optimizer | None) -> dict[str, Any]:
     """All that a model and an optimizer have, without their cuts."""
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    found = {"weights": {name: complete(tensor) for name, tensor in inner.state_dict().items()}}
+    parts = {"weights": {name: complete(tensor) for name, tensor in inner.state_dict().items()}}
     if optim is not None:
         names = {id(param): name for name, param in inner.named_parameters()}
         state = {names[id(param)]: values for param, values in optim.state.items()}
-        found["state"] = {
+        parts["state"] = {
             name: {key: complete(state[name][key]) for key in sorted(state[name])} for name in sorted(state)
         }
-        found["groups"] = [
+        parts["groups"] = [
             {key: value for key, value in sorted(group.items()) if key != "params"} for group in optim.param_groups
         ]
-    return found
+    return parts
 
 
 def wanted(names: Mapping[str, Any] | tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -32,14 +32,14 @@ def boxes_of(shape: Sequence[int], number: int) -> dict[int, list[tuple[Offsets,
     ranks = dist.get_world_size()
     holders = ranks - 1 if ranks > 1 and number % 2 else ranks
     dim = number % len(shape) if shape else 0
-    found: dict[int, list[tuple[Offsets, Offsets]]] = {rank: [] for rank in range(ranks)}
+    boxes: dict[int, list[tuple[Offsets, Offsets]]] = {rank: [] for rank in range(ranks)}
     size = shape[dim]
     cuts = sorted({0, size, *(min(size, 1 + part * size // (holders + 1)) for part in range(1, holders + 1))})
     for place, (start, stop) in enumerate(itertools.pairwise(cuts)):
         offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
         sizes = tuple(stop - start if d == dim else n for d, n in enumerate(shape))
-        found[place % holders].append((offsets, sizes))
-    return found
+        boxes[place % holders].append((offsets, sizes))
+    return boxes
 
 
 def cut(whole: Tensor, offsets: Offsets, sizes: Offsets) -> Tensor:
@@ -96,9 +96,9 @@ class Chunked(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (torch.ops.aten.detach.default, torch.ops.aten.empty_like.default):
             raise NotImplementedError(f"{func} of a Chunked")
-        (one, *_), kwargs = args, kwargs or {}
-        parts = [func(part, **kwargs) for part in one.parts]
-        return cls(parts, one.offsets, one.shape, kwargs.get("dtype") or one.dtype)
+        (chunked_tensor, *_), kwargs = args, kwargs or {}
+        parts = [func(part, **kwargs) for part in chunked_tensor.parts]
+        return cls(parts, chunked_tensor.offsets, chunked_tensor.shape, kwargs.get("dtype") or chunked_tensor.dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Chunked({self.offsets})"
@@ -169,8 +169,10 @@ class InDTensor(LocalAccess):
 
 
 def chunked(param: Tensor, number: int) -> Tensor:
-    mine = boxes_of(param.shape, number)[dist.get_rank()]
-    return Chunked([cut(param, *box) for box in mine], [offsets for offsets, _ in mine], param.shape, param.dtype)
+    own_boxes = boxes_of(param.shape, number)[dist.get_rank()]
+    return Chunked(
+        [cut(param, *box) for box in own_boxes], [offsets for offsets, _ in own_boxes], param.shape, param.dtype
+    )
 
 
 def sharded_tensor(param: Tensor, number: int) -> Tensor:
@@ -179,10 +181,10 @@ def sharded_tensor(param: Tensor, number: int) -> Tensor:
         rank: [ShardMetadata(list(offsets), list(sizes), f"rank:{rank}/cpu") for offsets, sizes in rank_boxes]
         for rank, rank_boxes in boxes.items()
     }
-    mine = metadata[dist.get_rank()]
-    shards = [Shard(cut(param, tuple(m.shard_offsets), tuple(m.shard_sizes)), m) for m in mine]
+    own_shards = metadata[dist.get_rank()]
+    shards = [Shard(cut(param, tuple(m.shard_offsets), tuple(m.shard_sizes)), m) for m in own_shards]
     whole = ShardedTensorMetadata(
-        [one for rank_boxes in metadata.values() for one in rank_boxes],
+        [shard for rank_boxes in metadata.values() for shard in rank_boxes],
         param.shape,
         TensorProperties(dtype=param.dtype),
     )
@@ -191,8 +193,8 @@ def sharded_tensor(param: Tensor, number: int) -> Tensor:
 
 def in_dtensor(param: Tensor, number: int) -> Tensor:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    mine = boxes_of(param.shape, number)[dist.get_rank()]
-    local = LocalShardsWrapper([cut(param, *box) for box in mine], [offsets for offsets, _ in mine])
+    own_boxes = boxes_of(param.shape, number)[dist.get_rank()]
+    local = LocalShardsWrapper([cut(param, *box) for box in own_boxes], [offsets for offsets, _ in own_boxes])
     return DTensor.from_local(
         local, mesh, [Along(0)], run_check=False, shape=param.shape, stride=param.contiguous().stride()
     )

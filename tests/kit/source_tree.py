@@ -68,10 +68,10 @@ def imports(file: Path, *, at_import: bool = False) -> frozenset[str]:
 
 
 def imports_among(nodes: Iterable[ast.AST], file: Path) -> frozenset[str]:
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -79,6 +79,6 @@ def imports_among(nodes: Iterable[ast.AST], file: Path) -> frozenset[str]:
                 package = package if file.name == "__init__.py" else package[:-1]
                 base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
             for alias in node.names:
-                one = f"{base}.{alias.name}"
-                found.add(one if one in MODULES else base)
-    return frozenset(found)
+                full_name = f"{base}.{alias.name}"
+                imported.add(full_name if full_name in MODULES else base)
+    return frozenset(imported)

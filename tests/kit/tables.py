@@ -79,16 +79,16 @@ class Table:
             group = self.soon_and_later[number >= len(self.soon_and_later[0])]
             beside = [i for i, other in enumerate(self.cases) if other[0] == case[0] and other in group]
             self._run([number] if self._each_alone else [i for i in beside if i not in self._found])
-        found = self._found[number]
-        if isinstance(found, BaseException):
-            raise found
-        texts = [outcome.text for outcome in found]
+        outcomes = self._found[number]
+        if isinstance(outcomes, BaseException):
+            raise outcomes
+        texts = [outcome.text for outcome in outcomes]
         if any(texts):
             words = [f"rank {rank} of {case[0]}:\n{text}" for rank, text in enumerate(texts) if text]
             fn = self._fn.func if isinstance(self._fn, functools.partial) else self._fn
             name = getattr(fn, "__qualname__", repr(fn))
             raise CaseFailed(f"{name}{case[1:]}:\n" + "\n".join(words))
-        return [outcome.value for outcome in found]
+        return [outcome.value for outcome in outcomes]
 
     def _run(self, numbers: Sequence[int]) -> None:
         """Run these cases, which have one world size, until each has its outcome."""
@@ -103,7 +103,7 @@ class Table:
                 return
             done = len(by_rank[0])
             for place, number in enumerate(numbers[:done]):
-                self._found[number] = [mine[place] for mine in by_rank]
+                self._found[number] = [outcomes[place] for outcomes in by_rank]
             numbers = numbers[done:]
 
     def _run_alone(self, numbers: Sequence[int], error: BaseException) -> None:
@@ -130,25 +130,25 @@ def each(fn: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> None:
 def run_cases(fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]], patience: float) -> list[_Outcome]:
     """On one rank: the outcomes of the cases up to the first that fails on any rank, that one included."""
     store = dist.distributed_c10d._get_default_store()
-    found = []
+    outcomes = []
     for number, args in enumerate(cases):
         random.seed(0)
         numpy.random.seed(0)
         torch.manual_seed(0)
         try:
-            found.append(_Outcome(fn(*args)))
+            outcomes.append(_Outcome(fn(*args)))
         except Exception:
-            found.append(_Outcome(text=traceback.format_exc()))
+            outcomes.append(_Outcome(text=traceback.format_exc()))
             store.set(f"table/{number}/failed", "")
         if store.add(f"table/{number}/through", 1) == dist.get_world_size():
             store.set(f"table/{number}/all", "")
-        if found[-1].text:
-            _wait_for_the_others(store, number, found[-1].text, patience)
+        if outcomes[-1].text:
+            _wait_for_the_others(store, number, outcomes[-1].text, patience)
         else:
             store.wait([f"table/{number}/all"])
         if store.check([f"table/{number}/failed"]):
             break
-    return found
+    return outcomes
 
 
 def _wait_for_the_others(store: Any, number: int, text: str, patience: float) -> None:

@@ -83,8 +83,10 @@ def write_all(root: Path) -> None:
         put("pytorch_model_fsdp/scheduler.bin", {"last_epoch": 5})
         put("pytorch_model_fsdp/random_states_0.pkl", {"torch": torch.get_rng_state()})
         if is_first:
-            one = oracle()
-            by_id = TorchFSDP.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, one.model, optim=one.optim)
+            unwrapped = oracle()
+            by_id = TorchFSDP.rekey_optim_state_dict(
+                named, OptimStateKeyType.PARAM_ID, unwrapped.model, optim=unwrapped.optim
+            )
             put("fsdp1-ids.pth", {"state_dict": model, "optim_state_dict": by_id, "loss": torch.tensor(0.5)})
         trained = whole("FSDP2")
         model, named = of_fsdp2(trained, flat=False)
@@ -232,8 +234,8 @@ def make_refused(root: Path) -> None:
         "other-ids.pt": {"model": model, "optimizer": {"state": {}, "param_groups": [{"params": [0, 1]}]}},
         "several.pt": {"model": model, "optimizer_states": [{"state": {}, "param_groups": [{"params": [0]}]}] * 2},
     }
-    for name, one in values.items():
-        torch.save(one, place / name)
+    for name, content in values.items():
+        torch.save(content, place / name)
     for name, entries in {
         "two-files": ("a.pt", "b.pt"),
         "no-files": (),

@@ -271,5 +271,5 @@ def trained(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
         return everything(trainer)
 
 
-def without(one: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in one.items() if key not in names}
+def without(mapping: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if key not in names}

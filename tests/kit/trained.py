@@ -51,15 +51,15 @@ def take_steps(
         table = numbers.gradients(number)
         for param, local, index, trains in own:
             gradients[param] = table[index].reshape(local.shape).to(local.device, param.dtype) if trains else None
-        for one in quick:
-            one.step(gradients)
+        for local_steps in quick:
+            local_steps.step(gradients)
         if others or number == steps[-1]:
             for param, gradient in gradients.items():
                 param.grad = None if gradient is None else like(gradient, param)
         for optim in others:
             optim.step()
-    for one in quick:
-        one.finish()
+    for local_steps in quick:
+        local_steps.finish()
 
 
 class Trained:
@@ -139,9 +139,9 @@ class Trained:
 
     def _positions_of(self, names: Collection[str]) -> set[int]:
         """The live parameters that have elements of these parameters on some rank."""
-        mine = {i for i, index in enumerate(self.index) if self.numbers.names_of(index) & set(names)}
+        positions = {i for i, index in enumerate(self.index) if self.numbers.names_of(index) & set(names)}
         of_all_ranks: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_all_ranks, mine)
+        dist.all_gather_object(of_all_ranks, positions)
         return set().union(*of_all_ranks)
 
     def forget_gradients(self) -> None:

@@ -103,8 +103,8 @@ def _and_problem(check: Callable[..., tuple[T, str]], *args: Any) -> tuple[T | N
 def raise_problems(by_rank: Sequence[Sequence[str]], what: Sequence[object]) -> None:
     problems = [
         f"rank {rank} of {len(by_rank)}, {what[i]}:\n{text}"
-        for rank, mine in enumerate(by_rank)
-        for i, text in enumerate(mine)
+        for rank, texts in enumerate(by_rank)
+        for i, text in enumerate(texts)
         if text
     ]
     if problems:
@@ -114,7 +114,7 @@ def raise_problems(by_rank: Sequence[Sequence[str]], what: Sequence[object]) -> 
 def gathered(setups: Sequence[Setup], world_size: int, recipient_rank: int | None = 0) -> list[Full]:
     """The recipient's full dicts, each compared with the unwrapped optimizer's."""
     by_rank = run_on_ranks(gather_all, world_size, setups, recipient_rank)
-    raise_problems([[text for _, text in mine] for mine in by_rank], setups)
+    raise_problems([[text for _, text in results] for results in by_rank], setups)
     return [full for full, _ in by_rank[recipient_rank or 0] if full is not None]
 
 
@@ -169,7 +169,7 @@ class Pairs:
     def _save(self, world_size: int) -> dict[str, tuple[Full | None, str]]:
         names = [name for name in self._setups if any(self._meets(name, world_size, now) for now in WORLD_SIZES)]
         by_rank = run_on_ranks(gather_all, world_size, [self._setups[name] for name in names], 0)
-        return {name: (by_rank[0][i][0], "".join(mine[i][1] for mine in by_rank)) for i, name in enumerate(names)}
+        return {name: (by_rank[0][i][0], "".join(results[i][1] for results in by_rank)) for i, name in enumerate(names)}
 
     def _resume(self, saved: int, now: int) -> dict[str, str]:
         if saved not in self._saved:
@@ -180,5 +180,5 @@ class Pairs:
         resumes = [Resume(self._setups[name], fulls[name], self._how(name, saved, now)) for name in names]
         by_rank = run_on_ranks(resume_all, now, resumes)
         for i, name in enumerate(names):
-            problems[name] = "".join(f"rank {rank}: {mine[i]}" for rank, mine in enumerate(by_rank) if mine[i])
+            problems[name] = "".join(f"rank {rank}: {texts[i]}" for rank, texts in enumerate(by_rank) if texts[i])
         return problems

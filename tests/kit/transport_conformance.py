@@ -81,13 +81,13 @@ class _Moves:
         for seed, (source, target, dtype) in enumerate(cases):
             shape = source.shape
             whole = _elements(source.numel, dtype, seed).view(shape)
-            mine = _local(whole, source, world.rank)
+            part = _local(whole, source, world.rank)
             wanted = _local(whole, target, world.rank)
             room = None
             if wanted is not None:
                 room = world.transport.empty(tuple(wanted.shape), dtype, _CPU)
                 room.view(torch.uint8).fill_(_UNTOUCHED)
-            self.items.append(Item(copies_of(source, target, rank=world.rank), dtype, mine, room))
+            self.items.append(Item(copies_of(source, target, rank=world.rank), dtype, part, room))
             self.wanted.append(wanted)
 
     def check(self) -> None:
@@ -118,15 +118,15 @@ def placements(shape: tuple[int, ...], ranks: Sequence[int]) -> list[Placement]:
     """Placements of a value: whole, even and uneven flat chunks, rows, columns, and one rank only."""
     numel, size = max(1, _numel(shape)), len(ranks)
     each = (tuple(ranks),)
-    found: list[Placement] = [
+    ways: list[Placement] = [
         *(Whole(shape, (rank,)) for rank in (ranks[0], ranks[-1])),
         Whole(shape, tuple(ranks)),
         FlatChunks(shape, 0, -(-numel // size), each),
         FlatChunks(shape, 2, -(-(numel + 2) // size) + 1, each),
     ]
     for dim in range(len(shape)):
-        found.append(MeshBoxes(shape, (size,), ((0, dim),), (tuple(ranks),)))
-    return found
+        ways.append(MeshBoxes(shape, (size,), ((0, dim),), (tuple(ranks),)))
+    return ways
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -178,17 +178,17 @@ class _Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not any(isinstance(one, torch.Tensor) for one in args):
+        if isinstance(result, torch.Tensor) and not any(isinstance(argument, torch.Tensor) for argument in args):
             storage = result.untyped_storage()
             self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
-            self._live = {key: one for key, one in self._live.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
+            self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}  # type: ignore[no-untyped-call]
             self.most = max(self.most, sum(nbytes for _, nbytes in self._live.values()))
         return result
 
 
 def _allocates() -> list[tuple[int, int]]:
     """The budget, and the bytes that an exchange allocates besides the tensors of its items."""
-    ranks, shape, found = _ranks(), (100, 61), []
+    ranks, shape, measured = _ranks(), (100, 61), []
     columns = MeshBoxes(shape, (len(ranks),), ((0, 1),), (ranks,))
     rows = MeshBoxes(shape, (len(ranks),), ((0, 0),), (ranks,))
     for nbytes in (200, 4000, 20_000):
@@ -196,8 +196,8 @@ def _allocates() -> list[tuple[int, int]]:
         with _Allocated() as allocated:
             _move(moves.items, nbytes)
         moves.check()
-        found.append((nbytes, allocated.most))
-    return found
+        measured.append((nbytes, allocated.most))
+    return measured
 
 
 def _drops_elements() -> None:
@@ -215,7 +215,7 @@ def _drops_elements() -> None:
 
 def _fails_in_turn(how: str) -> list[Error]:
     """Each rank fails before it is ready. Nothing may arrive anywhere, and the next exchange goes as usual."""
-    world, ranks, found = world_here(), _ranks(), []
+    world, ranks, errors = world_here(), _ranks(), []
     columns = MeshBoxes((8, 9), (len(ranks),), ((0, 1),), (ranks,))
     elsewhere = MeshBoxes((8, 9), (len(ranks),), ((0, 1),), ((*ranks[1:], ranks[0]),))  # nothing stays on its rank
     for failing in ranks:
@@ -233,12 +233,12 @@ def _fails_in_turn(how: str) -> list[Error]:
             exchange(group, items, failure, Budget(100))  # noqa: B023
             raise AssertionError("the ranks were ready")
 
-        found.append(error_text(call))
+        errors.append(error_text(call))
         moves.check_untouched()
         again = _Moves([(columns, elsewhere, torch.float32)])
         _move(again.items, 100)
         again.check()
-    return found
+    return errors
 
 
 def _broken(items: Sequence[Item]) -> Iterator[Item]:
@@ -290,16 +290,16 @@ def _keeps_what_it_sends() -> None:
 
 
 def _leaves(left: Callable[[], int]) -> list[int]:
-    found, ranks = [], _ranks()
+    counts, ranks = [], _ranks()
     ways = placements((6, 5), ranks)
     for rounds in (1, 5):
         for _ in range(rounds):
             _move(_Moves([(a, b, torch.int64) for a in ways for b in ways]).items, 300)
         if world_here().rank == 0:
             time.sleep(0.3)  # the others wait in the next meeting by then
-            found.append(left())
+            counts.append(left())
         agree(_group(), "counted")
-    return found
+    return counts
 
 
 class TransportConformance(MixIn):
@@ -331,8 +331,8 @@ class TransportConformance(MixIn):
 
     def test_the_budget_is_kept(self) -> None:
         """An exchange allocates at most its budget, or one element for each peer."""
-        for found in self.run_on(_allocates, WORLD):
-            for nbytes, allocated in found:
+        for measured in self.run_on(_allocates, WORLD):
+            for nbytes, allocated in measured:
                 self._case.assertLessEqual(allocated, max(nbytes, 16 * 8))
 
     def test_elements_that_nobody_wants(self) -> None:
@@ -344,7 +344,7 @@ class TransportConformance(MixIn):
         for how, words in (("before", "before it began"), ("in the items", "cannot be had"), ("in a tensor", "")):
             by_rank = self.run_on(_fails_in_turn, WORLD, how)
             for rank in range(WORLD):
-                errors = [mine[rank] for mine in by_rank]
+                errors = [errors_of_rank[rank] for errors_of_rank in by_rank]
                 self._case.assertEqual({name for name, _ in errors}, {"RankError"}, errors)
                 self._case.assertEqual(len({text for _, text in errors}), 1, errors)
                 self._case.assertIn(f"rank {rank}: ", errors[0][1])

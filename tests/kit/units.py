@@ -92,9 +92,9 @@ def _walk(
     names: Mapping[Any, str],
 ) -> Iterator[Live]:
     if flattens.get(path):
-        mine = tuple(fqn for fqn, unit in owner.items() if unit == path)
-        if mine:
-            yield Live(mine, True)
+        fqns = tuple(fqn for fqn, unit in owner.items() if unit == path)
+        if fqns:
+            yield Live(fqns, True)
     for _, param in module.named_parameters(recurse=False):
         unit = owner[names[param]]
         if unit is None or not flattens[unit]:

@@ -20,11 +20,11 @@ class VerifiedConformance(ReaderConformance):
     def test_it_is_verified_and_inspected(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             written = self.write(Path(folder))
-            found, info = fsdp_optim.verify(folder, progress=False), fsdp_optim.inspect(folder)
+            report, info = fsdp_optim.verify(folder, progress=False), fsdp_optim.inspect(folder)
             shapes = {name: tuple(tensor.shape) for name, tensor in written.model.items()}
             self._case.assertEqual({name: tuple(tensor.shape) for name, tensor in info.model.items()}, shapes)
-            self._case.assertEqual((found.format, found.has_checksums), (info.format, self.has_checksums))
-            self._case.assertGreaterEqual(found.num_tensors, len(shapes))
+            self._case.assertEqual((report.format, report.has_checksums), (info.format, self.has_checksums))
+            self._case.assertGreaterEqual(report.num_tensors, len(shapes))
             self._case.assertEqual(info.has_optim, bool(written.optim))
 
     def test_a_file_that_was_cut_short_is_not_converted(self) -> None:

@@ -114,8 +114,8 @@ def check_trip(
     trained, target = (Trained(wrap, make, steps, model, prepare, unused, by_torch) for steps in (STEPS, 0))
     if trained.process_group is not None:
         kwargs.setdefault("process_group", trained.process_group)
-    for one in (trained, target) if before_calls is not None else ():
-        before_calls(one)
+    for run in (trained, target) if before_calls is not None else ():
+        before_calls(run)
     before = snapshot(trained)
     full = trained.gather(None, key_by, **kwargs)
     named = trained.gather(last, "name", **kwargs)

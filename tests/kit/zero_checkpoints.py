@@ -33,12 +33,12 @@ def unpacked(folder: Path, run: str = "") -> dict[str, Tensor]:
 
 
 def state_of(oracle: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, dict[str, Tensor]] = {}
     for key, tensor in oracle.items():
         if key.startswith("state."):
             fqn, _, name = key.removeprefix("state.").rpartition(".")
-            found.setdefault(fqn, {})[name] = tensor
-    return found
+            state.setdefault(fqn, {})[name] = tensor
+    return state
 
 
 def opened(path: Path) -> ForeignReader:

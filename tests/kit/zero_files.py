@@ -80,12 +80,12 @@ def _flat(
     alignment = options.get("alignment", 1)
 
     def paddings(group: Mapping[str, Tensor]) -> list[int]:
-        found, at = [], 0
+        sizes, at = [], 0
         for index, weight in enumerate(group.values()):
             padding = 0 if index == len(group) - 1 else -(at + weight.numel()) % alignment
             at += weight.numel() + padding
-            found.append(padding)
-        return found
+            sizes.append(padding)
+        return sizes
 
     def part(group: Mapping[str, Tensor]) -> tuple[Tensor, int]:
         """This rank's part of a flat tensor, and how much of it is padding."""

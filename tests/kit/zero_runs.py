@@ -80,7 +80,7 @@ def oracle() -> dict[str, torch.Tensor]:
         optim.zero_grad()
         model(2.0**-step).backward()
         optim.step()
-    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
-        found.update({f"state.{name}.{key}": value for key, value in optim.state.get(param, {}).items()})
-    return found
+        values.update({f"state.{name}.{key}": value for key, value in optim.state.get(param, {}).items()})
+    return values

@@ -122,9 +122,9 @@ class SavesTest(unittest.TestCase):
             staging = begun(bucket, then)
             filled(staging, bucket, then)
             committed(staging)
-        left = [found.key for found in bucket.list("") if dead.token in found.key or not found.key.startswith(then)]
+        left = [entry.key for entry in bucket.list("") if dead.token in entry.key or not entry.key.startswith(then)]
         self.assertEqual(left, [])
-        self.assertEqual([found.key for found in bucket.list(f"{then}/.saving-")], [])
+        self.assertEqual([entry.key for entry in bucket.list(f"{then}/.saving-")], [])
         self.assertEqual(self.content(bucket, then), staging.token.encode())
 
     def test_a_save_that_is_not_old_by_the_clock_of_the_store_stays(self) -> None:
@@ -147,7 +147,7 @@ class SavesTest(unittest.TestCase):
         committed(staging)
 
     def keys(self, staging: ObjectStaging) -> list[str]:
-        return [found.key for found in self.bucket("memory").list("") if staging.token in found.key]
+        return [entry.key for entry in self.bucket("memory").list("") if staging.token in entry.key]
 
     def test_a_claim_that_does_not_change_while_this_process_watches_is_dead(self) -> None:
         """Where the store tells no times. A claim that changes is alive, whenever it is looked at."""
@@ -186,8 +186,8 @@ class SavesTest(unittest.TestCase):
         bucket = self.bucket()
         bucket.begin_upload(f"{HERE}/{NAME}")
         with clock_of_machine(90_000.0):
-            (found,) = bucket.uploads(HERE)
-        self.assertLess(found.age, 600)
+            (upload,) = bucket.uploads(HERE)
+        self.assertLess(upload.age, 600)
 
 
 class AgesTest(unittest.TestCase):
@@ -218,7 +218,7 @@ class CommandLineTest(unittest.TestCase):
                 given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 environment = {**os.environ, **{key: str(value) for key, value in given.items()}}
                 ranks.append(start(code, preload=BUCKETS, environment=environment))
-            first, second = (one.wait() for one in ranks)
+            first, second = (started.wait() for started in ranks)
             self.assertEqual((first.returncode, second.returncode), (1, 1), first.stderr + second.stderr)
             for word in ("rank 1", f"machine-1/{name}: the file of {option} cannot be read"):
                 self.assertIn(word, first.stderr)

@@ -124,8 +124,8 @@ class TestRanges(InFolder):
                 self.bucket.reads.clear()
                 start = first * SMALL
                 self.assertEqual(opened.read("file", start, len(data) - start), data[start:])
-            found = [-(-nbytes // SMALL) for name, nbytes in self.bucket.reads if name == "file"]
-            self.assertEqual(found, expected)
+            num_blocks = [-(-nbytes // SMALL) for name, nbytes in self.bucket.reads if name == "file"]
+            self.assertEqual(num_blocks, expected)
 
     def test_small_reads_of_one_block_open_it_once(self) -> None:
         with self.store().open() as opened:

@@ -88,7 +88,7 @@ class FsspecTest(SharedFolder):
         with mock.patch.object(ObjectStaging, "seal", side_effect=Stopped), self.assertRaises(Stopped):
             fsdp_optim.convert(self.source, target, options=fsdp_optim.ConvertOptions(bucket_nbytes=MEMORY))
         bucket, _ = FsspecBucket.at(target)
-        check_same("left", [found.key for found in bucket.list("")], [])
+        check_same("left", [entry.key for entry in bucket.list("")], [])
         self.check(target)
 
 

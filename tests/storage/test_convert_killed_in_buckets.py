@@ -157,7 +157,7 @@ class InMemoryTest(SharedFolder):
                 self.assertRaises((Stopped, CheckpointError, OSError)),
             ):
                 converted(self.source, bucket, dead_after=300)
-            check_same("left", [found.key for found in bucket.list("run/to/")], [])
+            check_same("left", [entry.key for entry in bucket.list("run/to/")], [])
             self.assertEqual(converted(self.source, bucket, dead_after=300), self.nbytes)
             check_same("files", content_of(bucket), self.wanted)
             check_same("left", left_over(bucket, "run/", OURS.probe), [])

@@ -119,7 +119,7 @@ class TestFilesOnDisk(unittest.TestCase):
         version = self.bucket.end_upload("step-1/file", upload, [receipts[number] for number in range(3)])
         other, _ = FsspecBucket.at(f"file://{self.folder}/run/step-1")
         self.assertEqual(other.read("step-1/file"), (b"".join(parts), version))
-        self.assertEqual([one.version for one in other.list("step-1/")], [version])
+        self.assertEqual([entry.version for entry in other.list("step-1/")], [version])
 
     def test_nothing_is_left_of_a_dropped_upload(self) -> None:
         upload = self.bucket.begin_upload("step-1/file")
@@ -145,9 +145,9 @@ class TestFilesOnDisk(unittest.TestCase):
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            found = self.bucket.look("step-1/manifest")
-            if found is not None:
-                seen.add(found.nbytes)
+            info = self.bucket.look("step-1/manifest")
+            if info is not None:
+                seen.add(info.nbytes)
         for thread in threads:
             thread.join()
         self.assertEqual(len(won), 1)
@@ -159,10 +159,10 @@ class TestFilesOnDisk(unittest.TestCase):
         """Of an object that was to be put over another one."""
         self.bucket.put("step-1/a", b"x")
         (self.folder / "run/step-1/.put-0123").write_bytes(b"half")
-        self.assertEqual([one.key for one in self.bucket.list("")], ["step-1/a"])
-        (found,) = self.bucket.uploads("step-1/")
-        self.assertGreaterEqual(found.age, 0)
-        self.bucket.drop_upload(found.key, found.version)
+        self.assertEqual([entry.key for entry in self.bucket.list("")], ["step-1/a"])
+        (upload,) = self.bucket.uploads("step-1/")
+        self.assertGreaterEqual(upload.age, 0)
+        self.bucket.drop_upload(upload.key, upload.version)
         self.assertEqual(self.names(), ["run", "run/step-1", "run/step-1/a"])
 
     def test_two_objects_of_one_length_and_time_have_two_versions(self) -> None:
@@ -171,9 +171,9 @@ class TestFilesOnDisk(unittest.TestCase):
         first = self.bucket.put("step-1/a", b"first")
 
         def slow(path: Any, *args: Any, **options: Any) -> Any:
-            found = real(path, *args, **options)
+            status = real(path, *args, **options)
             now[0] += 0.2
-            return os.stat_result([*found[:7], int(now[0]), int(now[0]), int(now[0])])
+            return os.stat_result([*status[:7], int(now[0]), int(now[0]), int(now[0])])
 
         with mock.patch.object(os, "stat", slow):
             first = self.bucket.put("step-1/a", b"first")
@@ -231,9 +231,9 @@ class TestErrors(unittest.TestCase):
         self.assertEqual(list(self.bucket.list("a/")), [])
         other = FsspecBucket(self.fs, "bucket", "buffered://bucket")
         other.put("a/b", b"x")
-        self.assertEqual([one.key for one in self.bucket.list("a/")], ["a/b"])
+        self.assertEqual([entry.key for entry in self.bucket.list("a/")], ["a/b"])
         self.fs.objects["bucket/a/c"] = (b"", "tag")
-        self.assertEqual([one.key for one in self.bucket.list("a/")], ["a/b", "a/c"])
+        self.assertEqual([entry.key for entry in self.bucket.list("a/")], ["a/b", "a/c"])
 
     def test_a_dropped_upload_is_discarded(self) -> None:
         upload = self.bucket.begin_upload("a")
@@ -277,8 +277,8 @@ class TestUrls(unittest.TestCase):
         ]
     )
     def test_names(self, url: str, name: str, prefix: str) -> None:
-        bucket, found = FsspecBucket.at(url)
-        self.assertEqual((bucket.name, found), (name, prefix))
+        bucket, inside = FsspecBucket.at(url)
+        self.assertEqual((bucket.name, inside), (name, prefix))
 
     @parameterized.expand(
         [

@@ -44,7 +44,7 @@ class LatePutsTest(unittest.TestCase):
         staging.commit(MANIFEST, b"one\n" + staging.token.encode(), durable=False)
 
     def contents(self) -> dict[str, bytes]:
-        return {found.key: self.bucket.read(found.key)[0] for found in self.bucket.list("")}
+        return {entry.key: self.bucket.read(entry.key)[0] for entry in self.bucket.list("")}
 
     @parameterized.expand([("the same place", PREFIX), ("a place beside it", BESIDE)])
     def test_over_another_save(self, _: str, then: str) -> None:

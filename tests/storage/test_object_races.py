@@ -48,11 +48,11 @@ class Small(nn.Module):
 
 def filled(number: int) -> Trained:
     """Values that tell of which save they are."""
-    one = Trained("plain", adam, 1, Small)
+    trained = Trained("plain", adam, 1, Small)
     with torch.no_grad():
-        for param in one.params:
+        for param in trained.params:
             local_of(param).fill_(number)
-    return one
+    return trained
 
 
 class RaceTest(unittest.TestCase):
@@ -64,10 +64,10 @@ class RaceTest(unittest.TestCase):
 
     def save(self, bucket: MemoryBucket, prefix: str, number: int, dead_after: float = 300, **options: Any) -> None:
         store = ObjectStore(bucket, prefix, OURS.probe, part_nbytes=PART_NBYTES, dead_after=dead_after)
-        one = self.trained[number]
+        trained = self.trained[number]
         given = as_options(fsdp_optim.SaveOptions, durable=False, progress=False, **options)
         with url_of(store) as url:
-            fsdp_optim.save(url, one.model, one.optim, state={"number": number}, **given)
+            fsdp_optim.save(url, trained.model, trained.optim, state={"number": number}, **given)
 
     def number_at(self, memory: Memory, prefix: str) -> int | None:
         """Which save is in a place, all of it; None where none is. Raises where it is not whole."""
@@ -109,7 +109,7 @@ class RaceTest(unittest.TestCase):
         self.assertEqual(left_over(bucket, ROOT, OURS.probe), [])
         if how != "first":
             self.assertEqual({bucket.read(f"{MINE}/{name}")[0] for name in STRANGERS}, {b"of a user"})
-        self.assertEqual([one.key for one in bucket.uploads("")], [f"{MINE}/{STRANGERS[0]}"])
+        self.assertEqual([upload.key for upload in bucket.uploads("")], [f"{MINE}/{STRANGERS[0]}"])
 
     def every_request(self, how: str, conditions: bool, then: Any, probe: Any, **options: Any) -> None:
         """A save, which is stopped before its first request, before its second one, and so on."""
@@ -138,9 +138,9 @@ class RaceTest(unittest.TestCase):
         ends: set[int | None] = set()
 
         def probe(memory: Memory, error: Exception | None) -> None:
-            found = self.number_at(memory, MINE)
-            ends.add(found)
-            self.assertIn(found, (before, 1) if error is not None else (1,))
+            number = self.number_at(memory, MINE)
+            ends.add(number)
+            self.assertIn(number, (before, 1) if error is not None else (1,))
 
         self.every_request(how, True, None, probe)
         self.assertEqual(ends, {before, 1})
@@ -197,8 +197,8 @@ class RaceTest(unittest.TestCase):
             remove_dead(MemoryBucket(memory), ObjectPlace(f"memory://bucket/{MINE}", MINE), OURS.probe, SHORT)
 
         def probe(memory: Memory, error: Exception | None) -> None:
-            found = self.number_at(memory, MINE)
-            self.assertIn(found, (before, 1) if error is not None else (1,))
+            number = self.number_at(memory, MINE)
+            self.assertIn(number, (before, 1) if error is not None else (1,))
 
         self.every_request(how, True, then, probe)
 
@@ -216,14 +216,14 @@ class RaceTest(unittest.TestCase):
                 told.append(error)
 
         def probe(memory: Memory, error: Exception | None) -> None:
-            found = self.number_at(memory, MINE)
-            self.assertNotEqual(found, before)
+            number_there = self.number_at(memory, MINE)
+            self.assertNotEqual(number_there, before)
             if told:
                 other = told.pop()
                 if how == "first" and conditions:
                     self.assertEqual((error is None, other is None).count(True), 1, (error, other))
                 self.assertTrue(error is None or other is None)
-                self.assertIn(found, [number for number, failure in ((1, error), (2, other)) if failure is None])
+                self.assertIn(number_there, [number for number, failure in ((1, error), (2, other)) if failure is None])
 
         self.every_request(how, conditions, then, probe)
 

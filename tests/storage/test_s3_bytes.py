@@ -43,27 +43,27 @@ class Layers(nn.Module):
 
 
 def trained(wrap: str, steps: int) -> Trained:
-    one = Trained(wrap, adam, steps, Layers)
-    one.forget_gradients()
-    return one
+    run = Trained(wrap, adam, steps, Layers)
+    run.forget_gradients()
+    return run
 
 
 def save_one(url: str, wrap: str, options: Options) -> int:
     with cpu():
-        one = trained(wrap, 1)
-        asked: Options = {"process_group": one.process_group, "progress": False, "storage_options": options}
-        return fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked)).nbytes
+        run = trained(wrap, 1)
+        asked: Options = {"process_group": run.process_group, "progress": False, "storage_options": options}
+        return fsdp_optim.save(url, run.model, run.optim, **as_options(fsdp_optim.SaveOptions, **asked)).nbytes
 
 
 def load_one(url: str, wrap: str, options: Options) -> None:
     with cpu():
-        one, expected = trained(wrap, 1), trained(wrap, 1)
+        target, expected = trained(wrap, 1), trained(wrap, 1)
         with torch.no_grad():
-            for param in one.params:
+            for param in target.params:
                 local_of(param).fill_(-1)
-        asked: Options = {"process_group": one.process_group, "progress": False, "storage_options": options}
-        fsdp_optim.load(url, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked))
-        check_same(wrap, mine(one), mine(expected))
+        asked: Options = {"process_group": target.process_group, "progress": False, "storage_options": options}
+        fsdp_optim.load(url, target.model, target.optim, **as_options(fsdp_optim.LoadOptions, **asked))
+        check_same(wrap, mine(target), mine(expected))
 
 
 class BytesTest(unittest.TestCase):
@@ -88,7 +88,7 @@ class BytesTest(unittest.TestCase):
             with self.subTest(f"{wrap} into {target}"):
                 with Proxy(port_of(self.options)) as proxy:
                     nbytes = run_on_ranks(save_one, 4, f"s3://{name}/{prefix}", wrap, proxy.options(self.options))[0]
-                    files = {one.key: one.nbytes for one in bucket.list(prefix) if one.nbytes > PART_NBYTES}
+                    files = {entry.key: entry.nbytes for entry in bucket.list(prefix) if entry.nbytes > PART_NBYTES}
                     put = {key: sent for key, sent in proxy.by_key("PUT").items() if key in files}
                     self.assertEqual(put, files, "every byte is put once")
                     parts = sum(-(-size // PART_NBYTES) for size in files.values())
@@ -96,7 +96,7 @@ class BytesTest(unittest.TestCase):
                 with Proxy(port_of(self.options)) as proxy:
                     run_on_ranks(load_one, 3, f"s3://{name}/{prefix}", target, proxy.options(self.options))
                     read, loads = proxy.body_nbytes(method="GET"), proxy.num_requests()
-                    ranges = sum(one.received > 64 << 10 for one in proxy.requests(method="GET"))
+                    ranges = sum(request.received > 64 << 10 for request in proxy.requests(method="GET"))
                 print(
                     f"{wrap}: {nbytes} bytes, {parts} parts, {beside} more; read {read}, {loads}, of them {ranges} ranges"
                 )

@@ -42,23 +42,27 @@ Options = dict[str, Any]
 
 def save_all(root: str, options: Options, wraps: Sequence[str]) -> list[tuple[int, int]]:
     """Save every wrapper's model; what was saved in all, and by this rank."""
-    found = []
+    totals = []
     with cpu():
         for wrap in wraps:
-            one = Trained(wrap, adam)
-            asked: Options = {"process_group": one.process_group, "progress": False, "storage_options": options}
+            trained = Trained(wrap, adam)
+            asked: Options = {"process_group": trained.process_group, "progress": False, "storage_options": options}
             asked |= {"extra": {"wrap": wrap}, "per_rank_extra": dist.get_rank(), "step": 3}
             asked |= {"max_file_size": 500} if wrap in SPLIT else {}
             url = f"{root}/{wrap.replace(' ', '-')}"
             if wrap in IN_BACKGROUND:
-                handle = fsdp_optim.async_save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
-                scramble(one)
+                handle = fsdp_optim.async_save(
+                    url, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+                )
+                scramble(trained)
                 saved = handle.wait()
             else:
-                saved = fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
+                saved = fsdp_optim.save(
+                    url, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+                )
             check_same("the place", saved.path, url)
-            found.append((saved.nbytes, saved.nbytes_written))
-    return found
+            totals.append((saved.nbytes, saved.nbytes_written))
+    return totals
 
 
 def load_all(root: str, options: Options, wraps: Sequence[str]) -> None:
@@ -82,7 +86,11 @@ def manage(root: str, options: Options) -> None:
     asked: Options = {"every": 1, "keep_last": 2, "agree_every": 1, "storage_options": options}
 
     def steps() -> list[int | None]:
-        return [one.step for one in fsdp_optim.checkpoints(root, storage_options=options) if one.complete]
+        return [
+            checkpoint.step
+            for checkpoint in fsdp_optim.checkpoints(root, storage_options=options)
+            if checkpoint.complete
+        ]
 
     run = Run(root, "FSDP2", **asked)
     with run.manager:
@@ -108,11 +116,11 @@ def save_in_background(root: str, options: Options) -> None:
     with cpu():
         asked: Options = {"storage_options": options, "progress": False, "durable": False, "extra": {"a": 1}}
         for steps in (1, None, None):
-            one = Trained("FSDP2", adam, steps=1) if steps else Trained("FSDP2", adam)
+            trained = Trained("FSDP2", adam, steps=1) if steps else Trained("FSDP2", adam)
             handle = fsdp_optim.async_save(
-                f"{root}/step-1", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+                f"{root}/step-1", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **asked)
             )
-            scramble(one)
+            scramble(trained)
             check_same("the place", handle.wait().path, f"{root}/step-1")
             asked |= {"overwrite": True, "per_rank_extra": dist.get_rank()}
         other = Trained("fairscale flat", adam, steps=0)
@@ -128,9 +136,9 @@ def save_in_background(root: str, options: Options) -> None:
 
 def save_for_cache(url: str, options: Options) -> None:
     with cpu():
-        one = Trained("FSDP2", adam)
+        trained = Trained("FSDP2", adam)
         fsdp_optim.save(
-            url, one.model, one.optim, options=fsdp_optim.SaveOptions(storage_options=options, progress=False)
+            url, trained.model, trained.optim, options=fsdp_optim.SaveOptions(storage_options=options, progress=False)
         )
 
 
@@ -155,17 +163,17 @@ def load_with_cache(url: str, options: Options, folder: str) -> int:
 def save_to_nowhere(root: str, options: Options) -> tuple[tuple[str, str], tuple[str, str]]:
     """The error on every rank where the bucket does not exist, and where a share cannot be sent."""
     with cpu():
-        one = Trained("FSDP2", adam, steps=1)
+        trained = Trained("FSDP2", adam, steps=1)
         asked: Options = {"storage_options": options, "progress": False, "durable": False}
         missing = error_text(
             lambda: fsdp_optim.async_save(
-                "s3://no-such-bucket/a", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+                "s3://no-such-bucket/a", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **asked)
             )
         )
         failing = mock.patch.object(S3Bucket, "put_part", side_effect=CheckpointError("the line is cut"))
         with failing if dist.get_rank() == 1 else nullcontext():
             handle = fsdp_optim.async_save(
-                f"{root}/b", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+                f"{root}/b", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **asked)
             )
             broken = error_text(handle.wait)
         return missing, broken
@@ -219,26 +227,26 @@ class TestServers(unittest.TestCase):
             self.assertEqual(missing[0], "CheckpointError", missing[1])
             self.assertIn("no-such-bucket", missing[1])
             self.assertEqual(broken, ("CheckpointError", "rank 1: the line is cut"))
-        self.assertEqual([one.key for one in S3Bucket(name, options).list("")], [])
+        self.assertEqual([entry.key for entry in S3Bucket(name, options).list("")], [])
         self.assertEqual(list(S3Bucket(name, options).uploads("")), [])
 
     def check_bucket(self, name: str, options: Options, last: str) -> None:
         """Nothing is left but the files, which other tools open, and which are a folder's where they are copied."""
         bucket = S3Bucket(name, options)
         self.assertEqual(list(bucket.uploads("")), [])
-        found = [one.key for one in bucket.list("")]
-        self.assertEqual([key for key in found if "/." in key], [])
+        keys = [entry.key for entry in bucket.list("")]
+        self.assertEqual([key for key in keys if "/." in key], [])
         with tempfile.TemporaryDirectory() as folder, cpu():
-            for key in found:
+            for key in keys:
                 if key.startswith(f"run/{last}/"):
                     path = Path(folder, key)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(bucket.read(key)[0])
             path = Path(folder, "run", last)
-            one, other = Trained("plain", adam), Trained("plain", adam, steps=0)
+            expected, other = Trained("plain", adam), Trained("plain", adam, steps=0)
             weights = load_file(path / "model.safetensors")
-            for fqn, weight in one.model.state_dict().items():
+            for fqn, weight in expected.model.state_dict().items():
                 if not torch.equal(weights[fqn], weight):
                     raise Differs(fqn)
             fsdp_optim.load(path, other.model, other.optim)
-            check_same("a copy of the bucket is a folder", mine(other), mine(one))
+            check_same("a copy of the bucket is a folder", mine(other), mine(expected))

@@ -44,23 +44,23 @@ class ClientsTest(unittest.TestCase):
             with mock.patch.object(boto3, "Session", session), concurrent.futures.ThreadPoolExecutor(4) as pool:
                 list(pool.map(lambda _: client(**KEYS), range(8)))
         self.assertEqual(loaded, [])
-        paths = {tuple(one._session.get_component("data_loader").search_paths) for one in sessions}
-        self.assertEqual([len(set(one)) for one in paths], [len(one) for one in paths])
+        paths = {tuple(made._session.get_component("data_loader").search_paths) for made in sessions}
+        self.assertEqual([len(set(folders)) for folders in paths], [len(folders) for folders in paths])
         self.assertEqual(len(paths), 1)
 
     def test_credentials_are_those_of_now(self) -> None:
-        found = []
+        access_keys = []
         for key in ("first", "second"):
             given = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": "of " + key}
             with mock.patch.dict(os.environ, given):
-                found.append(client()._request_signer._credentials.access_key)
-        self.assertEqual(found, ["first", "second"])
+                access_keys.append(client()._request_signer._credentials.access_key)
+        self.assertEqual(access_keys, ["first", "second"])
 
     def test_a_session_of_the_user_is_used_as_it_is(self) -> None:
-        mine = get_session()
-        loader = mine.get_component("data_loader")
-        client(botocore_session=mine, **KEYS)
-        self.assertIs(mine.get_component("data_loader"), loader)
+        own_session = get_session()
+        loader = own_session.get_component("data_loader")
+        client(botocore_session=own_session, **KEYS)
+        self.assertIs(own_session.get_component("data_loader"), loader)
 
 
 if __name__ == "__main__":

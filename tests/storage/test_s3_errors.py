@@ -198,7 +198,7 @@ class TestErrors(unittest.TestCase):
             os.environ |= {"AWS_ACCESS_KEY_ID": "new-access", "AWS_SECRET_ACCESS_KEY": "new-secret"}
             bucket.put("run/a", b"y")
             self.assertEqual(bucket.read("run/a")[0], b"y")
-            keys = [one.access_key for one in proxy.requests(method="PUT")]
+            keys = [request.access_key for request in proxy.requests(method="PUT")]
             self.assertEqual(keys, ["old-access", "old-access", "new-access"])
 
     def test_nothing_secret_is_shown(self) -> None:

@@ -49,9 +49,13 @@ def use(bucket: S3Bucket) -> None:
     upload = bucket.begin_upload("run/large")
     parts = [DATA[start : start + PART_NBYTES] for start in range(0, len(DATA), PART_NBYTES)]
     receipts = [bucket.put_part("run/large", upload, number, memoryview(part)) for number, part in enumerate(parts)]
-    assert {one.key for one in bucket.uploads("run/")} == {"run/large"}  # more than one where an answer was lost
+    keys = {started.key for started in bucket.uploads("run/")}  # more than one where an answer was lost
+    assert keys == {"run/large"}
     large = bucket.end_upload("run/large", upload, receipts, only_if=ABSENT)
-    assert [(one.key, one.version) for one in bucket.list("run/")] == [("run/large", large), ("run/small", version)]
+    assert [(entry.key, entry.version) for entry in bucket.list("run/")] == [
+        ("run/large", large),
+        ("run/small", version),
+    ]
     memory = bytearray(len(DATA))
     bucket.read_into("run/large", [memoryview(memory)[:1000], memoryview(memory)[1000:]], 0, version=large)
     assert memory == DATA
@@ -180,7 +184,7 @@ class TestFaultsThatPass(unittest.TestCase):
             bucket.put("run/object", b"new")
             self.assertEqual(list(bucket.list("run/")), [])
             self.assertIsNotNone(bucket.look("run/object"))
-            self.assertEqual([one.key for one in bucket.list("run/")], ["run/object"])
+            self.assertEqual([entry.key for entry in bucket.list("run/")], ["run/object"])
 
 
 class TestFaultsThatStay(unittest.TestCase):
@@ -240,11 +244,11 @@ class TestProcesses(unittest.TestCase):
         children = [context.Process(target=use_in_child, args=(bucket, told)) for _ in range(2)]
         for child in children:
             child.start()
-        found = [told.get(timeout=60) for _ in children]
+        results = [told.get(timeout=60) for _ in children]
         for child in children:
             child.join()
-        self.assertEqual({data for _, _, data in found}, {b"data"})
-        for process, made_by, _ in found:
+        self.assertEqual({data for _, _, data in results}, {b"data"})
+        for process, made_by, _ in results:
             self.assertEqual(process, made_by, "a client of another process")
         self.assertEqual(bucket.read("run/object")[0], b"data")
 

@@ -26,43 +26,43 @@ SLACK = 60  # seconds, on a machine with much to do
 
 def save_and_load(url: str, options: Options) -> None:
     with cpu():
-        one, other = Trained("FSDP2", adam), Trained("fairscale flat", adam, steps=0)
+        trained, other = Trained("FSDP2", adam), Trained("fairscale flat", adam, steps=0)
         scramble(other)
         fsdp_optim.save(
             url,
-            one.model,
-            one.optim,
+            trained.model,
+            trained.optim,
             options=fsdp_optim.SaveOptions(storage_options=options, progress=False),
             state={"a": 1},
         )
-        found = fsdp_optim.load(
+        restored = fsdp_optim.load(
             url,
             other.model,
             other.optim,
             options=fsdp_optim.LoadOptions(storage_options=options, progress=False, compare=True),
         )
         check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
-        check_same("extra", dict(found.state), {"a": 1})
+        check_same("extra", dict(restored.state), {"a": 1})
 
 
 def fail(verb: str, url: str, options: Options) -> tuple[str, str, float]:
     """The error of a save or a load on this rank, and after how many seconds."""
     with cpu():
-        one = Trained("FSDP2", adam)
+        trained = Trained("FSDP2", adam)
         call: Any = fsdp_optim.save if verb == "save" else fsdp_optim.load
         kind_of: Any = fsdp_optim.SaveOptions if verb == "save" else fsdp_optim.LoadOptions
         quiet = kind_of(storage_options=options, progress=False)
         dist.barrier()
         began = time.monotonic()
-        kind, text = error_text(lambda: call(url, one.model, one.optim, options=quiet))
+        kind, text = error_text(lambda: call(url, trained.model, trained.optim, options=quiet))
         return kind, text, time.monotonic() - began
 
 
 def save_plainly(url: str, options: Options) -> None:
     with cpu():
-        one = Trained("FSDP2", adam)
+        trained = Trained("FSDP2", adam)
         fsdp_optim.save(
-            url, one.model, one.optim, options=fsdp_optim.SaveOptions(storage_options=options, progress=False)
+            url, trained.model, trained.optim, options=fsdp_optim.SaveOptions(storage_options=options, progress=False)
         )
 
 
@@ -111,15 +111,15 @@ class FaultsTest(unittest.TestCase):
         fault = Fault(kind, method=method, key=key, times=-1, where=0.5 if kind != "Truncate" else 0.0)
         with Proxy(port_of(self.options), [fault]) as proxy:
             options = {**proxy.options(self.options), "retry_seconds": RETRY_SECONDS}
-            found = run_on_ranks(fail, 2, verb, url, options)
-        self.assertEqual({(one, text) for one, text, _ in found}, {found[0][:2]})
-        error, text, _ = found[0]
+            failures = run_on_ranks(fail, 2, verb, url, options)
+        self.assertEqual({(name_of_error, text) for name_of_error, text, _ in failures}, {failures[0][:2]})
+        error, text, _ = failures[0]
         self.assertEqual(error, "CheckpointError", text)
         self.assertIn(f"{url}/{key}", text)
         self.assertIn(words, text)
-        self.assertLess(max(seconds for *_, seconds in found), RETRY_SECONDS + SLACK)
+        self.assertLess(max(seconds for *_, seconds in failures), RETRY_SECONDS + SLACK)
         if verb == "save":
-            self.assertEqual([one.key for one in S3Bucket(name, self.options).list("")], [])
+            self.assertEqual([entry.key for entry in S3Bucket(name, self.options).list("")], [])
 
 
 if __name__ == "__main__":

@@ -56,15 +56,15 @@ class Place:
             if at_least:
                 raise Differs(f"no checkpoint, but save {at_least} had ended")
             return
-        one = plain()
-        fill(one, 12345)
+        target = plain()
+        fill(target, 12345)
         loaded = fsdp_optim.load(
             newest,
-            one.model,
-            one.optim,
+            target.model,
+            target.optim,
             options=fsdp_optim.LoadOptions(compare=True, storage_options=self.options, progress=False),
         )
-        check_values(newest, one, loaded.state["number"])
+        check_values(newest, target, loaded.state["number"])
         if not at_least <= loaded.state["number"] <= at_most:
             raise Differs(f"{newest} is save {loaded.state['number']}: {at_least} had ended, {at_most} was not over")
         self.newest = loaded.state["number"]
@@ -72,8 +72,8 @@ class Place:
     def check_clean(self) -> None:
         """Raise unless there are checkpoints and strangers' objects only."""
         check_same("left", left_over(self.bucket, "run/", OURS.probe), [])
-        found = {self.bucket.read(f"run/current/{name}")[0] for name in STRANGERS}
-        check_same("strangers", found, {b"of a user"})
+        contents = {self.bucket.read(f"run/current/{name}")[0] for name in STRANGERS}
+        check_same("strangers", contents, {b"of a user"})
 
 
 class KillTest(unittest.TestCase):
@@ -146,11 +146,11 @@ class KillTest(unittest.TestCase):
             for rank in victims:
                 os.kill(pids[rank], signal.SIGKILL)
             codes = self.ranks.collect(pids, 4 * patience + 30)
-        found = read_notes(notes)
+        lines = read_notes(notes)
         wanted = [-signal.SIGKILL if rank in victims else 3 for rank in range(WORLD)]  # 3: with an error of the library
-        check_same(f"exit codes, {[line for line in found if line[2] == -1]}", codes, wanted)
-        ended = max((number for _, what, number, _ in found if what == "end"), default=first - 1)
-        return ended, max(number for _, what, number, _ in found if what == "begin")
+        check_same(f"exit codes, {[line for line in lines if line[2] == -1]}", codes, wanted)
+        ended = max((number for _, what, number, _ in lines if what == "end"), default=first - 1)
+        return ended, max(number for _, what, number, _ in lines if what == "begin")
 
 
 if __name__ == "__main__":

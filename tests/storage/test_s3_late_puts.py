@@ -29,29 +29,31 @@ LIMIT = 60.0
 def save_late(url: str, options: Options, slow: Options, is_async: bool, is_over: bool) -> str:
     """Save; the requests of rank 1 are those of `slow`. Returns the error."""
     with cpu():
-        one = Trained("FSDP2", adam, 1)
+        trained = Trained("FSDP2", adam, 1)
         asked: dict[str, Any] = {"storage_options": slow if dist.get_rank() == 1 else options, "progress": False}
         asked |= {"per_rank_extra": {"rank": dist.get_rank()}, "overwrite": is_over, "timeout": TIMEOUT}
         save: Any = fsdp_optim.async_save if is_async else fsdp_optim.save
         dist.barrier()
         try:
-            done = save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
+            done = save(url, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **asked))
             if is_async:
                 done.wait()
         except fsdp_optim.FsdpOptimError as error:
-            found = f"{type(error).__name__}: {error}"
+            outcome = f"{type(error).__name__}: {error}"
         else:
-            found = ""
+            outcome = ""
         dist.barrier()
-        return found
+        return outcome
 
 
 def save_well(url: str, options: Options) -> None:
     with cpu():
-        one = Trained("FSDP2", adam, 1)
+        trained = Trained("FSDP2", adam, 1)
         asked: dict[str, Any] = {"storage_options": options, "progress": False}
-        fsdp_optim.save(url, one.model, one.optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **asked))
-        fsdp_optim.load(url, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked, compare=True))
+        fsdp_optim.save(
+            url, trained.model, trained.optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **asked)
+        )
+        fsdp_optim.load(url, trained.model, trained.optim, **as_options(fsdp_optim.LoadOptions, **asked, compare=True))
 
 
 class LatePutsTest(unittest.TestCase):
@@ -65,7 +67,7 @@ class LatePutsTest(unittest.TestCase):
 
         def wait_until_given_up() -> None:
             end = time.monotonic() + LIMIT
-            while any(found.key.endswith("/claim") for found in bucket.list("run/")) and time.monotonic() < end:
+            while any(entry.key.endswith("/claim") for entry in bucket.list("run/")) and time.monotonic() < end:
                 time.sleep(0.05)
 
         late = Fault("Delay", method="PUT", key=LATE, then=wait_until_given_up)
@@ -74,7 +76,7 @@ class LatePutsTest(unittest.TestCase):
             errors = run_on_ranks(save_late, 2, f"{root}/step-1", options, slow, verb == "async_save", is_over)
             self.assertEqual(proxy.num_requests(method="PUT", key=LATE), 1)
         self.assertNotIn("", errors)
-        self.assertEqual([found.key.endswith(LATE) for found in bucket.list("run/")].count(True), 1, errors)
+        self.assertEqual([entry.key.endswith(LATE) for entry in bucket.list("run/")].count(True), 1, errors)
         newest = fsdp_optim.latest(root, storage_options=options)
         self.assertEqual(newest, f"{root}/step-1" if is_over else None)
         run_on_ranks(save_well, 2, f"{root}/step-1", options)

@@ -40,18 +40,18 @@ def save_and_load(wrapper: str, url: str, options: Options) -> int:
     cuts_of = parts.cuts_of
 
     def noted(files: Any) -> Any:
-        found = cuts_of(files)
-        are_split.extend(isinstance(cut, FlatRuns) and not cut.in_runs for cut in found.values())
-        return found
+        cuts = cuts_of(files)
+        are_split.extend(isinstance(cut, FlatRuns) and not cut.in_runs for cut in cuts.values())
+        return cuts
 
     with cpu():
-        one, other = Trained(wrapper, adam, 1, Layers), Trained(wrapper, adam, 0, Layers)
+        trained, other = Trained(wrapper, adam, 1, Layers), Trained(wrapper, adam, 0, Layers)
         scramble(other)
         given: Any = {"storage_options": options, "progress": False, "bucket_nbytes": 64 << 10}
         with mock.patch("fsdp_optim.checkpoint.save.file_plan.cuts_of", noted):
-            fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given))
+            fsdp_optim.save(url, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **given))
         fsdp_optim.load(url, other.model, other.optim, **as_options(fsdp_optim.LoadOptions, **given, compare=True))
-        check_same("loaded", mine(other), mine(one))
+        check_same("loaded", mine(other), mine(trained))
         dist.barrier()
     return sum(are_split)
 
@@ -61,8 +61,8 @@ class LongTensorsTest(unittest.TestCase):
     def test_save_and_load(self, wrapper: str, num_ranks: int) -> None:
         options = {**shared("rclone"), "part_nbytes": 700}
         url = f"s3://{new_bucket(options)}/run/step-1"
-        found = run_on_ranks(save_and_load, num_ranks, wrapper, url, options)
-        if not all(found):
+        counts = run_on_ranks(save_and_load, num_ranks, wrapper, url, options)
+        if not all(counts):
             raise Differs("no rank puts two stretches of a value")
 
 

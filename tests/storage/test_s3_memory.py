@@ -51,22 +51,26 @@ class LargeLayers(Layers):
 
 def measured(url: str, options: Options) -> dict[str, float]:
     """The extra memory of each verb on this rank, in MiB. A first save and load start what stays: threads and connections."""
-    found = {}
+    peaks = {}
     asked: Options = {"storage_options": options, "progress": False, "bucket_nbytes": BUDGET_MIB * MIB}
     with cpu():
-        one = Trained("FSDP2", adam, 1, Layers)
-        one.forget_gradients()
+        trained = Trained("FSDP2", adam, 1, Layers)
+        trained.forget_gradients()
         for step in ("first", "second"):
             dist.barrier()
             with Peak() as peak:
-                fsdp_optim.save(f"{url}/{step}", one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
-            found["save"] = peak.mib
+                fsdp_optim.save(
+                    f"{url}/{step}", trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+                )
+            peaks["save"] = peak.mib
             dist.barrier()
             with Peak() as peak:
-                fsdp_optim.load(f"{url}/{step}", one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked))
-            found["load"] = peak.mib
-    state = sum(local_of(value).nbytes for values in one.optim.state.values() for value in values.values())
-    return {**found, "state": state / MIB, "shard": (state + sum(local_of(p).nbytes for p in one.params)) / MIB}
+                fsdp_optim.load(
+                    f"{url}/{step}", trained.model, trained.optim, **as_options(fsdp_optim.LoadOptions, **asked)
+                )
+            peaks["load"] = peak.mib
+    state = sum(local_of(value).nbytes for values in trained.optim.state.values() for value in values.values())
+    return {**peaks, "state": state / MIB, "shard": (state + sum(local_of(p).nbytes for p in trained.params)) / MIB}
 
 
 def saved(bucket: str, wrapper: str, options: Options) -> list[float]:
@@ -74,22 +78,22 @@ def saved(bucket: str, wrapper: str, options: Options) -> list[float]:
 
     The client library is there: it takes what it takes, for whatever it is used.
     """
-    found = []
+    peaks = []
     with cpu():
-        one = Trained(wrapper, adam, 1, LargeLayers)
-        one.forget_gradients()
+        trained = Trained(wrapper, adam, 1, LargeLayers)
+        trained.forget_gradients()
         S3Bucket(bucket, options).look("nothing")
         for step in ("first", "second"):
             dist.barrier()
             with Peak() as peak:
                 fsdp_optim.save(
                     f"s3://{bucket}/{step}",
-                    one.model,
-                    one.optim,
+                    trained.model,
+                    trained.optim,
                     options=fsdp_optim.SaveOptions(storage_options=options, progress=False),
                 )
-            found.append(peak.mib)
-    return found
+            peaks.append(peak.mib)
+    return peaks
 
 
 class MemoryTest(unittest.TestCase):
@@ -106,10 +110,10 @@ class MemoryTest(unittest.TestCase):
             given = {**proxy.options(self.options), "part_nbytes": PART_MIB * MIB}
             by_rank = self.pool.run(measured, num_ranks, f"s3://{self.bucket}/run", given)
         print(by_rank)
-        for one in by_rank:
+        for measured_mib in by_rank:
             # A load reads all of the shard into memory of its own before it changes anything.
-            most = {"save": BUDGET_MIB + SLACK_MIB, "load": one["shard"] + BUDGET_MIB + SLACK_MIB}
-            if any(one[verb] > most[verb] for verb in most) or one["state"] < 15:
+            most = {"save": BUDGET_MIB + SLACK_MIB, "load": measured_mib["shard"] + BUDGET_MIB + SLACK_MIB}
+            if any(measured_mib[verb] > most[verb] for verb in most) or measured_mib["state"] < 15:
                 raise Differs(f"MiB on each rank: {by_rank}, at most {most}")
 
     @expand([("FSDP2",)], [("fairscale flat",)])
@@ -124,7 +128,7 @@ class MemoryTest(unittest.TestCase):
             by_rank = self.pool.run(measure, 2, self.bucket, given, options)
             self.assertGreaterEqual(proxy.most_delayed, 16, "as many parts at a time as fill the memory of two ranks")
         print(by_rank)
-        self.assertLessEqual(max(mib for one in by_rank for mib in one), USUAL_MIB, by_rank)
+        self.assertLessEqual(max(mib for of_saves in by_rank for mib in of_saves), USUAL_MIB, by_rank)
 
 
 if __name__ == "__main__":

@@ -43,15 +43,15 @@ class Layers(nn.Module):
 @contextlib.contextmanager
 def lines() -> Iterator[list[str]]:
     """The lines of the library's log, where every call is long, and a line is always due."""
-    found: list[str] = []
+    told: list[str] = []
     handler, log = logging.Handler(), logging.getLogger("fsdp_optim")
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:
         with mock.patch.multiple(progress, _BAR_FROM=0, _LINE_EVERY=-1.0):
-            yield found
+            yield told
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
@@ -60,18 +60,18 @@ def lines() -> Iterator[list[str]]:
 def save_and_load(url: str, options: Options | None) -> tuple[list[str], list[str], int]:
     """The lines of a save and of a load on this rank; the bytes of the checkpoint."""
     with cpu():
-        one = Trained("FSDP2", adam, 1, Layers)
+        trained = Trained("FSDP2", adam, 1, Layers)
         given: Any = {"storage_options": options, "bucket_nbytes": BUCKET}
         with lines() as saving:
-            saved = fsdp_optim.save(url, one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **given))
+            saved = fsdp_optim.save(url, trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **given))
         with lines() as loading:
-            fsdp_optim.load(url, one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **given))
+            fsdp_optim.load(url, trained.model, trained.optim, **as_options(fsdp_optim.LoadOptions, **given))
     return saving, loading, saved.nbytes
 
 
-def steps(found: list[str]) -> list[tuple[int, int]]:
+def steps(told: list[str]) -> list[tuple[int, int]]:
     """The bytes that were done and all bytes, line by line."""
-    return [(int(line[2]), int(line[3])) for line in map(LINE.fullmatch, found) if line]
+    return [(int(line[2]), int(line[3])) for line in map(LINE.fullmatch, told) if line]
 
 
 class ProgressTest(unittest.TestCase):
@@ -86,14 +86,14 @@ class ProgressTest(unittest.TestCase):
             (saving, loading, nbytes), (*others, _) = run_on_ranks(save_and_load, 2, url, options)
         self.assertLess(2 * SHARD, nbytes, "steps are tensors, too")
         self.assertEqual([steps(lines) for lines in others], [[], []], "rank 1")
-        for found, total, verb in ((saving, nbytes, "saved"), (loading, SHARD, "loaded")):
-            done = [one for one, _ in steps(found)]
-            self.assertEqual({of for _, of in steps(found)}, {total}, found)
+        for told, total, verb in ((saving, nbytes, "saved"), (loading, SHARD, "loaded")):
+            done = [num_done for num_done, _ in steps(told)]
+            self.assertEqual({of for _, of in steps(told)}, {total}, told)
             self.assertEqual(done, sorted(done))
             self.assertEqual(done[-1], total)
             self.assertGreater(len({*done}), 4, "steps on the way")
-            (summary,) = [line for line in map(SUMMARY.match, found) if line]
-            self.assertEqual((summary[1], summary[2]), (verb, url), found)
+            (summary,) = [line for line in map(SUMMARY.match, told) if line]
+            self.assertEqual((summary[1], summary[2]), (verb, url), told)
 
 
 if __name__ == "__main__":

@@ -52,27 +52,31 @@ def look(url: str, stale: Options, direct: Options, newest: int) -> str | None:
     """The result of `latest` where listings are stale, which is whole; on all ranks. Where they are not, it is `url`."""
     root = url.rpartition("/")[0]
     check_same("latest", fsdp_optim.latest(root, storage_options=direct), url)
-    found = [fsdp_optim.latest(root, storage_options=stale) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    if found[0] is not None:
-        check_at(str(found[0]), direct, range(1, newest + 1))
-    return str(found[0]) if found[0] is not None else None
+    newest_place = [fsdp_optim.latest(root, storage_options=stale) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(newest_place)
+    if newest_place[0] is not None:
+        check_at(str(newest_place[0]), direct, range(1, newest + 1))
+    return str(newest_place[0]) if newest_place[0] is not None else None
 
 
 def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None]:
     """The result of `latest` after each save."""
     given: list[str | None] = []
     with cpu():
-        one, known = Trained("FSDP2", adam, 1), KnownSaves()
+        trained, known = Trained("FSDP2", adam, 1), KnownSaves()
         for number in range(1, NUM_SAVES + 1):
             with torch.no_grad():
-                for param in one.params:
+                for param in trained.params:
                     local_of(param).fill_(number)
             asked: dict[str, Any] = {"storage_options": stale, "progress": False, "extra": {"number": number}}
-            save_managed(root, number, one.model, one.optim, keep_last=KEEP_LAST, known=known, **asked)
+            save_managed(root, number, trained.model, trained.optim, keep_last=KEEP_LAST, known=known, **asked)
             given.append(look(path_of_step(root, number), stale, direct, number))
             fsdp_optim.save(
-                f"{root}/current", one.model, one.optim, overwrite=True, **as_options(fsdp_optim.SaveOptions, **asked)
+                f"{root}/current",
+                trained.model,
+                trained.optim,
+                overwrite=True,
+                **as_options(fsdp_optim.SaveOptions, **asked),
             )
             given.append(look(f"{root}/current", stale, direct, number))
             check_at(f"{root}/current", direct, range(number, number + 1))
@@ -82,12 +86,12 @@ def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None
 
 
 def save_number(root: str, number: int, options: Options, known: KnownSaves) -> None:
-    one = Trained("FSDP2", adam, 1)
+    trained = Trained("FSDP2", adam, 1)
     with torch.no_grad():
-        for param in one.params:
+        for param in trained.params:
             local_of(param).fill_(number)
     asked: dict[str, Any] = {"storage_options": options, "extra": {"number": number}}
-    save_managed(root, number, one.model, one.optim, keep_last=KEEP_LAST, known=known, **asked)
+    save_managed(root, number, trained.model, trained.optim, keep_last=KEEP_LAST, known=known, **asked)
 
 
 def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
@@ -106,10 +110,12 @@ def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
             check_same(
                 "latest, where all that is listed was removed", fsdp_optim.latest(root, storage_options=stale), None
             )
-        one = Trained("FSDP2", adam, 1)
+        trained = Trained("FSDP2", adam, 1)
         asked: dict[str, Any] = {"storage_options": stale, "progress": False}
         error, words = error_text(
-            lambda: fsdp_optim.load(places[1], one.model, one.optim, **as_options(fsdp_optim.LoadOptions, **asked))
+            lambda: fsdp_optim.load(
+                places[1], trained.model, trained.optim, **as_options(fsdp_optim.LoadOptions, **asked)
+            )
         )
         check_same("load of what was removed", (error, places[1] in words), ("CheckpointError", True))
         check_at(places[4], stale, range(4, 5))
@@ -120,7 +126,9 @@ def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
             check_same("latest", fsdp_optim.latest(root, storage_options=direct), places[5])
         asked = {"storage_options": stale, "progress": False}
         error, words = error_text(
-            lambda: fsdp_optim.save(places[4], one.model, one.optim, **as_options(fsdp_optim.SaveOptions, **asked))
+            lambda: fsdp_optim.save(
+                places[4], trained.model, trained.optim, **as_options(fsdp_optim.SaveOptions, **asked)
+            )
         )
         check_same("save over one that is not listed", (error, "already exists" in words), ("CheckpointError", True))
 
@@ -134,7 +142,7 @@ class StaleBucket(MemoryBucket):
         return super().put(key, data)
 
     def look(self, key: str) -> ObjectInfo | None:
-        return next((found for found in super().list(key) if found.key == key), None)
+        return next((entry for entry in super().list(key) if entry.key == key), None)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         if self.is_stale and ".saving-" not in prefix:
@@ -149,20 +157,20 @@ class StaleBucket(MemoryBucket):
 class OrderTest(unittest.TestCase):
     def test_a_save_that_does_not_see_the_others(self) -> None:
         """It is the newest nevertheless."""
-        bucket, one = StaleBucket(), Trained("plain", adam, 1)
+        bucket, trained = StaleBucket(), Trained("plain", adam, 1)
         for number in range(1, 5):
             bucket.is_stale = number == 3
             store = ObjectStore(bucket, f"run/step-{number}", OURS.probe)
-            save_to(store, one)
+            save_to(store, trained)
             bucket.is_stale = False
             self.assertEqual(catalog.latest(store.directory()), f"memory://bucket/run/step-{number}")
 
     def test_a_save_that_does_not_see_what_it_replaces(self) -> None:
         """It puts its files beside those, and never removes its own."""
-        bucket, one = StaleBucket(), Trained("plain", adam, 1)
+        bucket, trained = StaleBucket(), Trained("plain", adam, 1)
         store = ObjectStore(bucket, "run/current", OURS.probe)
         for bucket.is_stale in (False, True, True, False):
-            save_to(store, one, overwrite=True)
+            save_to(store, trained, overwrite=True)
             with store.open() as opened:
                 status = OURS.probe.status_in(opened, whole=True)
             self.assertTrue(status.is_complete, status.reason)
@@ -183,7 +191,7 @@ class StaleListingsTest(unittest.TestCase):
             stale = proxy.options(self.options)
             by_rank = run_on_ranks(save_and_look, 2, f"s3://{bucket}/run", stale, self.options)
         self.assertGreater(fault.num_done, 10)
-        self.assertGreater(len([one for one in by_rank[0] if one is not None]), 0, by_rank[0])
+        self.assertGreater(len([newest for newest in by_rank[0] if newest is not None]), 0, by_rank[0])
 
     def test_listings_that_show_what_was_removed(self) -> None:
         bucket = new_bucket(self.options)

@@ -77,12 +77,12 @@ class TwoJobsTest(unittest.TestCase):
                 threads.submit(pool.run, race, 2, job, starts.port, f"s3://{name}/run", options, rounds)
                 for job, pool in enumerate(pools)
             ]
-            one, other = (job.result() for job in jobs)
-            for by_rank in (one, other):
+            of_first_job, of_second_job = (job.result() for job in jobs)
+            for by_rank in (of_first_job, of_second_job):
                 check_same("both ranks of a job have the same outcome", by_rank[0], by_rank[1])
             for number in range(rounds):
                 place = f"s3://{name}/run/step-{number}"
-                first, again = zip(one[0][number], other[0][number], strict=True)
+                first, again = zip(of_first_job[0][number], of_second_job[0][number], strict=True)
                 self.assertEqual(len([error for error, _ in first if not error]), 1, f"one save is the first: {first}")
                 self.check_error(next(outcome for outcome in first if outcome[0]), place)
                 for outcome in again:
@@ -113,8 +113,8 @@ class TwoJobsTest(unittest.TestCase):
             options=fsdp_optim.SaveOptions(storage_options=options, progress=False),
         )
         bucket = S3Bucket(name, options)
-        found = [one.key for one in bucket.list(f"run/step-{number}/")]
-        self.assertEqual(len({key.split("/")[2] for key in found}), 2, f"a manifest and one folder: {found}")
+        keys = [entry.key for entry in bucket.list(f"run/step-{number}/")]
+        self.assertEqual(len({key.split("/")[2] for key in keys}), 2, f"a manifest and one folder: {keys}")
         self.assertEqual(list(bucket.uploads(f"run/step-{number}/")), [])
 
 

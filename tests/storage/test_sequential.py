@@ -38,16 +38,18 @@ def check_loads(store: Store, wrap: str, steps: int = 3) -> None:
 
 def save_on_ranks(folder: str, refuses: bool) -> list[int]:
     """How many bytes each rank has written of each wrapper's model."""
-    found = []
+    written = []
     with cpu(), sequential(Path(folder)) if refuses else cpu():
         for wrap in WRAPS:
             trained = Trained(wrap)
             store = store_at(Path(folder, wrap.replace(" ", "-")))
             if wrap == "FSDP2":
-                found.append(save_in_background(store, trained, max_file_size=500).wait().nbytes_written)
+                written.append(save_in_background(store, trained, max_file_size=500).wait().nbytes_written)
             else:
-                found.append(save_to(store, trained, max_file_size=500, per_rank_extra=dist.get_rank()).nbytes_written)
-    return found
+                written.append(
+                    save_to(store, trained, max_file_size=500, per_rank_extra=dist.get_rank()).nbytes_written
+                )
+    return written
 
 
 def load_on_ranks(folder: str) -> None:
@@ -70,7 +72,7 @@ def overwrite_on_ranks(folder: str) -> str:
         check_same("refused", (kind, "overwrite=True" in text), ("CheckpointError", True))
         save_to(store_at(path), Trained("FSDP2", steps=2), overwrite=True)
         check_loads(store_at(path), "FSDP2", steps=2)
-        token = next(one for one in os.listdir(path) if (path / one).is_dir())
+        token = next(name for name in os.listdir(path) if (path / name).is_dir())
         other = Trained("FSDP2", steps=0)
         checkpoints.load(path / token, other)
         check_same("by the path of its files", mine(other), mine(Trained("FSDP2", steps=2)))

@@ -83,7 +83,7 @@ class InBucketsTest(unittest.TestCase):
             (entry,) = fsdp_optim.checkpoints("several://run")
             self.assertEqual((entry.complete, entry.step), (True, 2))
             fsdp_optim.thin("several://run/step-1")
-            keys = [found.key for found in MemoryBucket(memory).list("")]
+            keys = [info.key for info in MemoryBucket(memory).list("")]
             self.assertFalse([key for key in keys if "optim-" in key or "optim.safetensors" in key], keys)
             into, _ = models(WAYS, filled=False)
             fsdp_optim.load("several://run/step-1", into)

@@ -34,17 +34,17 @@ class StepsTest(InFolder):
             asked.append(thread_rank())
             return {"newest": ("a", 1)}
 
-        found = run_on_threads(lambda: plugins.by_lowest("the newest", look), 3)
-        self.assertEqual((found, asked), ([{"newest": ["a", 1]}] * 3, [0]))
+        answers = run_on_threads(lambda: plugins.by_lowest("the newest", look), 3)
+        self.assertEqual((answers, asked), ([{"newest": ["a", 1]}] * 3, [0]))
 
     @parameterized.expand([(OSError(5, "Input/output error"), "CheckpointError"), (StateError("no"), "StateError")])
     def test_its_error_is_that_of_all_ranks(self, error: Exception, kind: str) -> None:
         def call() -> tuple[str, str]:
             return error_text(lambda: plugins.by_lowest("the newest", mock.Mock(side_effect=error)))
 
-        found = run_on_threads(call, 2)
-        self.assertEqual({name for name, _ in found}, {kind})
-        self.assertIn("Input/output error" if kind == "CheckpointError" else "no", found[1][1])
+        errors = run_on_threads(call, 2)
+        self.assertEqual({name for name, _ in errors}, {kind})
+        self.assertIn("Input/output error" if kind == "CheckpointError" else "no", errors[1][1])
 
     def test_each_rank_waits_for_its_own_files(self) -> None:
         """A rank that asks for a file which is not there fails all of them, and is named."""
@@ -116,8 +116,8 @@ class FoldersTest(InFolder):
     def test_which_folders_have_a_checkpoint(self) -> None:
         fsdp_optim.save(self.root / "a", nn.Linear(2, 2), options=QUIET)
         (self.root / "b").mkdir()
-        found = {name: plugins.has_checkpoint(self.root / name) for name in "abc"}
-        self.assertEqual(found, {"a": True, "b": False, "c": False})
+        answers = {name: plugins.has_checkpoint(self.root / name) for name in "abc"}
+        self.assertEqual(answers, {"a": True, "b": False, "c": False})
 
     def test_a_save_under_way_is_seen(self) -> None:
         seen = []
@@ -170,17 +170,17 @@ def info_path(scheme: str, root: Path) -> Path | str:
 
 def commit(root: Path) -> list[bool]:
     """Whether the folder is there when `commit` returns: where one rank waits for it, and where none does."""
-    found = []
+    are_there = []
     hold = mock.patch("fsdp_optim.checkpoint.save.background.finish", side_effect=CheckpointError("held"))
     for name, waiting in (("a", [1]), ("b", [])):
         save = plugins.TrainerFolder.begin(f"{root}/{name}", QUIET)
         model = DistributedDataParallel(nn.Linear(2, 2))
         with hold if name == "b" else contextlib.nullcontext():
             save.commit(model, None, background=dist.get_rank() not in waiting)
-            found.append(Path(root, name).is_dir())
+            are_there.append(Path(root, name).is_dir())
             if name == "b":
                 refused_on_ranks("held", plugins.wait_on_all, "CheckpointError", "held")
-    return found
+    return are_there
 
 
 class RankStateTest(InFolder):

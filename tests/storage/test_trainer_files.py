@@ -52,8 +52,8 @@ class TrainerFolderTest(InFolder):
 
     def there(self, path: str = "checkpoint-2") -> dict[str, str]:
         """The files at a path besides those of a save."""
-        found = [file for file in Path(self.root, path).rglob("*") if file.is_file()]
-        texts = {str(file.relative_to(self.root / path)): file for file in found}
+        files = [file for file in Path(self.root, path).rglob("*") if file.is_file()]
+        texts = {str(file.relative_to(self.root / path)): file for file in files}
         return {name: file.read_text() for name, file in sorted(texts.items()) if name not in OURS}
 
     def test_files_and_folders_are_beside_the_weights(self) -> None:
@@ -202,7 +202,9 @@ class FoldersTest(InFolder):
             for name in names:
                 (path / name).mkdir(parents=True)
                 (path / name / ".metadata").touch()
-            with_optim, without = (is_sharded_by_accelerate(str(path), with_optim=one) for one in (True, False))
+            with_optim, without = (
+                is_sharded_by_accelerate(str(path), with_optim=asks_for_optim) for asks_for_optim in (True, False)
+            )
             return with_optim, without
 
         model, optim = "pytorch_model_fsdp_0", "optimizer_0"
@@ -217,8 +219,8 @@ class FoldersTest(InFolder):
             (self.root / f"checkpoint-{step}").mkdir()
             (self.root / f"checkpoint-{step}" / "trainer_state.json").touch()
 
-        def last(found: str | None) -> str:
-            path = f"{self.root}/{found}" if found is not None else None
+        def last(name: str | None) -> str:
+            path = f"{self.root}/{name}" if name is not None else None
             return str(trainer_folder.get_last_checkpoint(lambda folder: path, Settings(), self.root)).rpartition("/")[
                 2
             ]

@@ -122,10 +122,10 @@ def begun_late(root: Path) -> None:
 class SaveTest(InFolder):
     def there(self) -> dict[str, str]:
         """The files of the trainer in the checkpoint."""
-        found = [file for file in (self.root / "checkpoint-2").rglob("*") if file.is_file()]
-        names = {str(file.relative_to(self.root / "checkpoint-2")): file for file in found}
-        ours = ("fsdp_optim", "model.safetensors")
-        return {name: file.read_text() for name, file in names.items() if not name.startswith(ours)}
+        files = [file for file in (self.root / "checkpoint-2").rglob("*") if file.is_file()]
+        names = {str(file.relative_to(self.root / "checkpoint-2")): file for file in files}
+        names_of_library = ("fsdp_optim", "model.safetensors")
+        return {name: file.read_text() for name, file in names.items() if not name.startswith(names_of_library)}
 
     @parameterized.expand([(False,), (True,)])
     def test_files_of_other_machines_are_there_although_no_listing_shows_them(self, background: bool) -> None:
@@ -169,20 +169,20 @@ def loaded(root: Path, late: Collection[str]) -> list[str]:
     def trainer_of(model: nn.Module) -> Any:
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
-        accelerator = SimpleNamespace(unwrap_model=lambda one, **_: one)
+        accelerator = SimpleNamespace(unwrap_model=lambda module, **_: module)
         return SimpleNamespace(
             model=model, model_wrapped=model, optimizer=optim, lr_scheduler=scheduler, accelerator=accelerator
         )
 
     with machines("a", "b"):
-        one = trainer_of(net())
-        one.optimizer.step()
-        one.lr_scheduler.step()
+        trainer = trainer_of(net())
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
         save = TrainerFolder.begin(path, QUIET.saving())
         with save.writing():
             if dist.get_rank() == 0:
-                torch.save(one.lr_scheduler.state_dict(), f"{save.files}/scheduler.pt")
-        save.commit(one.model, one.optimizer, step=2)
+                torch.save(trainer.lr_scheduler.state_dict(), f"{save.files}/scheduler.pt")
+        save.commit(trainer.model, trainer.optimizer, step=2)
         with shows_late(late, on_rank=1), mock.patch.object(trainer_folder, "_which_weights", return_value="all"):
             other = trainer_of(net())
             trainer_folder.load_from_checkpoint(lambda *_: calls.append("weights"), other, QUIET, path)

@@ -174,27 +174,27 @@ class Calls:
 
 def on_one_rank(table: dict[str, dict[str, list[Any]]], folder: str) -> dict[str, Errors]:
     """The result of each wrong value on rank 0 or rank 1 on this rank, by case."""
-    calls, found = Calls(folder), {}
+    calls, errors = Calls(folder), {}
     for verb, arguments in table.items():
         for index, (name, values) in enumerate(arguments.items()):
             for number, value in enumerate(values):
                 odd = (index + number) % WORLD
                 given = {name: value} if dist.get_rank() == odd else {}
                 label = f"{verb}({name}={value if type(value) is not object else 'object()'!r}) on rank {odd}"
-                found[label] = [error_text(lambda: calls.run(verb, **given))]  # noqa: B023
+                errors[label] = [error_text(lambda: calls.run(verb, **given))]  # noqa: B023
         calls.run(verb)  # all is well again
-    return found
+    return errors
 
 
 def with_others(table: dict[str, dict[str, tuple[Any, Any]]], folder: str) -> dict[str, Errors]:
     """The results of two values on two ranks."""
-    calls, found = Calls(folder), {}
+    calls, errors = Calls(folder), {}
     for verb, arguments in table.items():
         for name, values in arguments.items():
             given = {name: values[dist.get_rank()]}
-            found[f"{verb}({name}={values})"] = [error_text(lambda: calls.run(verb, **given))]  # noqa: B023
+            errors[f"{verb}({name}={values})"] = [error_text(lambda: calls.run(verb, **given))]  # noqa: B023
         calls.run(verb)
-    return found
+    return errors
 
 
 def may_differ(folder: str) -> None:
@@ -207,16 +207,16 @@ def groups_on_one_rank() -> list[Errors]:
     """A process group that only one rank gives: the same ranks, some of them, or others."""
     trained = Trained("FSDP2", adam, 1)
     everyone, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
-    found = []
+    errors = []
     with mock.patch.object(meeting, "_QUIET", 0.2):
         for odd, group in ((0, everyone), (2, everyone), (0, pair), (1, pair)):
             given = group if dist.get_rank() == odd else None
-            found.append([error_text(lambda: trained.gather(0, process_group=given, timeout=60.0))])  # noqa: B023
+            errors.append([error_text(lambda: trained.gather(0, process_group=given, timeout=60.0))])  # noqa: B023
             trained.gather(
                 0, process_group=None if dist.get_rank() else dist.group.WORLD
             )  # the same group by another name
             trained.gather(0, process_group=everyone)
-    return found
+    return errors
 
 
 class ArgumentsTest(unittest.TestCase):
@@ -230,7 +230,7 @@ class ArgumentsTest(unittest.TestCase):
         for label in by_rank[0]:
             name = label[label.index("(") + 1 : label.index("=")]
             with self.subTest(label):
-                errors = [mine[label][0] for mine in by_rank]
+                errors = [errors_of_rank[label][0] for errors_of_rank in by_rank]
                 self.assertIn(errors[0][0], kinds)
                 check_refused(label, errors, errors[0][0], "rank", *(() if name in ("path", "root") else (name,)))
 
@@ -246,7 +246,7 @@ class ArgumentsTest(unittest.TestCase):
     def test_a_process_group_on_one_rank_only(self) -> None:
         by_rank = run_on_ranks(groups_on_one_rank, 3)
         for number in range(len(by_rank[0])):
-            errors = [mine[number][0] for mine in by_rank]
+            errors = [errors_of_rank[number][0] for errors_of_rank in by_rank]
             check_refused(f"case {number}", errors, "RankError", "process_group=")
 
 
@@ -277,7 +277,7 @@ class AskedTest(unittest.TestCase):
             if not isinstance(asked, SaveArguments):  # a save compares the names that it makes, if any rank renames
                 differs.add("rename")
             records = (asked, asked.call) if "call" in vars(asked) else (asked,)
-            names = {f.name for one in records for f in dataclasses.fields(one)} - {"call"}
+            names = {f.name for record in records for f in dataclasses.fields(record)} - {"call"}
             said = {part.split("=")[0] for part in asked.compared_text().split(", ") if "=" in part}
             self.assertEqual(names - said, names & differs, type(asked))
 
@@ -285,15 +285,15 @@ class AskedTest(unittest.TestCase):
         """The names of `keep_hyperparameters` in any order; of values that may differ, whether there is one."""
         keeps: tuple[Any, ...] = (["lr", "betas"], ("betas", "lr"), {"lr", "betas"}, ["lr"], ["eps"], [])
         said = [LoadArguments(keep_hyperparameters=keep).compared_text() for keep in keeps]
-        self.assertEqual([said.index(one) for one in said], [0, 0, 0, 3, 4, 5])
+        self.assertEqual([said.index(text) for text in said], [0, 0, 0, 3, 4, 5])
         states = [
             RunState(given)
             for given in ({"a": 1, "b": per_rank(2)}, {"b": per_rank(3), "a": 4}, {"a": 1, "b": 2}, None)
         ]
         renames: list[Any] = [{"a": "b"}, {"c": "d"}, None, None]
         for name, values in (("state", states), ("rename", renames)):
-            one, same, other, none = (SaveArguments(**{name: value}).compared_text() for value in values)
-            self.assertEqual((one == same, one == other, one == none), (True, False, False), name)
+            first, same, other, none = (SaveArguments(**{name: value}).compared_text() for value in values)
+            self.assertEqual((first == same, first == other, first == none), (True, False, False), name)
 
     def test_a_new_field_is_compared_without_another_line(self) -> None:
         @dataclasses.dataclass(frozen=True)

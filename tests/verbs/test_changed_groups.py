@@ -118,7 +118,7 @@ class GroupsTest(unittest.TestCase):
             by_rank = run_on_ranks(regrouped, 2, wrapper, str(Path(folder, "one")))
         for verb in by_rank[0]:
             check_refused(
-                verb, [mine[verb] for mine in by_rank], "StateError", "param_groups='live'", "1", "2", "param group"
+                verb, [errors[verb] for errors in by_rank], "StateError", "param_groups='live'", "1", "2", "param group"
             )
 
     @parameterized.expand(("fairscale flat", "FSDP1 flat"))
@@ -139,8 +139,8 @@ class GroupsTest(unittest.TestCase):
         with self.assertRaisesRegex(fsdp_optim.StateError, "0.weight"):
             fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live")
         shard = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live", strict=False)
-        found = fsdp_optim.load_optim_state_dict(live, shard)
-        self.assertEqual((found.missing_keys, found.unexpected_keys), (("2.weight", "2.bias"), ("0.weight", "0.bias")))
+        told = fsdp_optim.load_optim_state_dict(live, shard)
+        self.assertEqual((told.missing_keys, told.unexpected_keys), (("2.weight", "2.bias"), ("0.weight", "0.bias")))
         for param in model[1].parameters():
             check_same("state", live.state[param], saved.state[param])
         self.assertEqual([group["lr"] for group in live.param_groups], [0.5, 0.5])
@@ -156,7 +156,7 @@ class GroupsTest(unittest.TestCase):
             fsdp_optim.get_shard_from_optim_state_dict(model, live, full)
         shards = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, param_groups="live")
         fsdp_optim.load_optim_state_dict(live, shards)
-        for one in live:
-            self.assertEqual(one.param_groups[0]["lr"], 0.5)
-            for param in one.param_groups[0]["params"]:
-                check_same("state", one.state[param], saved.state[param])
+        for optim in live:
+            self.assertEqual(optim.param_groups[0]["lr"], 0.5)
+            for param in optim.param_groups[0]["params"]:
+                check_same("state", optim.state[param], saved.state[param])

@@ -148,7 +148,7 @@ class CountTest(unittest.TestCase):
     )
     def test_many_parameters_cost_as_many_calls_as_eight(self, kind: str, world_size: int, model: type[Blocks]) -> None:
         self.assertGreaterEqual(model.num_units * model.per_unit, 1000 if model is Blocks else 200)
-        many, few = (run_on_ranks(counted, world_size, kind, one) for one in (model, FewBlocks))
+        many, few = (run_on_ranks(counted, world_size, kind, blocks) for blocks in (model, FewBlocks))
         for rank, (calls, calls_of_few) in enumerate(zip(many, few, strict=True)):
             self.assertEqual(calls["shard"], 0)
             for verb, number in calls.items():
@@ -159,11 +159,13 @@ class CountTest(unittest.TestCase):
 
     @parameterized.expand(("FSDP1 flat",))
     def test_calls_grow_with_the_buckets_only(self, kind: str) -> None:
-        for rank, (one, eight) in enumerate(
+        for rank, (of_one_bucket, of_eight) in enumerate(
             zip(run_on_ranks(counted, 3, kind, SomeBlocks), run_on_ranks(counted, 3, kind, SomeBlocks, 8), strict=True)
         ):
             for verb in ("gather", "scatter", "gather to all"):
                 # a bucket is two rounds of messages to and from each of two peers
                 self.assertLessEqual(
-                    eight[verb], one[verb] + 8 * 2 * 4 * 2, f"{verb} on rank {rank}: {one} and {eight}"
+                    of_eight[verb],
+                    of_one_bucket[verb] + 8 * 2 * 4 * 2,
+                    f"{verb} on rank {rank}: {of_one_bucket} and {of_eight}",
                 )

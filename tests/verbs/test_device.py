@@ -50,7 +50,7 @@ def on_host(value: Any) -> Any:
     """A state as it is compared: (device, elements) of tensors."""
     if isinstance(value, torch.Tensor):
         return value.device.type if value.dim() else "", value.detach().cpu().clone()
-    return {key: on_host(one) for key, one in value.items()} if isinstance(value, dict) else value
+    return {key: on_host(entry) for key, entry in value.items()} if isinstance(value, dict) else value
 
 
 def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> None:
@@ -96,11 +96,13 @@ def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> Non
             fsdp_optim.load(
                 path, target.model, target.optim, options=fsdp_optim.LoadOptions(compare=True, bucket_nbytes=100)
             )
-            prints = [fsdp_optim.fingerprint(one.model, one.optim, projections=2) for one in (run, target)]
+            prints = [
+                fsdp_optim.fingerprint(training.model, training.optim, projections=2) for training in (run, target)
+            ]
             check_same("fingerprints", prints[1].differences(prints[0]), ())
-            for mine, theirs in zip(target.model.parameters(), wanted.model.parameters(), strict=True):
-                check_same("weights", on_host(mine), on_host(theirs))
-        got, right = (on_host(one.optim.state_dict()["state"]) for one in (target, wanted))
+            for param, wanted_param in zip(target.model.parameters(), wanted.model.parameters(), strict=True):
+                check_same("weights", on_host(param), on_host(wanted_param))
+        got, right = (on_host(training.optim.state_dict()["state"]) for training in (target, wanted))
         check_same(f"rank {rank}: {verb}", got, right)
 
 

@@ -68,36 +68,36 @@ def kinds(ema: Ema) -> list[type]:
 
 
 def save_to(path: Path, wrap: str, local: bool) -> None:
-    one = Trained(WRAPS[wrap], steps=0)
-    ema = Ema(one.model, local=local)
-    train(one, ema, 0, STEPS)
-    save(path / "train", one)
+    trained = Trained(WRAPS[wrap], steps=0)
+    ema = Ema(trained.model, local=local)
+    train(trained, ema, 0, STEPS)
+    save(path / "train", trained)
     fsdp_optim.save(
-        path / "ema", one.model, ema, weights="none", options=fsdp_optim.SaveOptions(durable=False, progress=False)
+        path / "ema", trained.model, ema, weights="none", options=fsdp_optim.SaveOptions(durable=False, progress=False)
     )
 
 
 def load_from(path: Path, wrap: str, local: bool) -> None:
     """Loaded, trained on, gathered, and scattered into another one: at each point the average of a training without ranks."""
-    one = Trained(WRAPS[wrap], steps=1)
-    ema = Ema(one.model, local=local)
+    trained = Trained(WRAPS[wrap], steps=1)
+    ema = Ema(trained.model, local=local)
     before = kinds(ema)
-    load(path / "train", one)
-    fsdp_optim.load(path / "ema", one.model, ema, weights="none", options=fsdp_optim.LoadOptions(progress=False))
+    load(path / "train", trained)
+    fsdp_optim.load(path / "ema", trained.model, ema, weights="none", options=fsdp_optim.LoadOptions(progress=False))
     check_same("classes of the values", kinds(ema), before)
-    full = fsdp_optim.gather_full_optim_state_dict(one.model, ema, None, "name")
+    full = fsdp_optim.gather_full_optim_state_dict(trained.model, ema, None, "name")
     check_same("loaded", full["state"], oracle(STEPS))
-    train(one, ema, STEPS, STEPS + 2)
-    trained_on = fsdp_optim.gather_full_optim_state_dict(one.model, ema, 0, "name")
+    train(trained, ema, STEPS, STEPS + 2)
+    trained_on = fsdp_optim.gather_full_optim_state_dict(trained.model, ema, 0, "name")
     if dist.get_rank() == 0:
         check_same("trained on", trained_on["state"], oracle(STEPS + 2))
     other = Trained(WRAPS[wrap], steps=0)
-    theirs = Ema(other.model, local=not local)
+    other_ema = Ema(other.model, local=not local)
     fsdp_optim.load_optim_state_dict(
-        theirs,
-        fsdp_optim.scatter_full_optim_state_dict(other.model, theirs, trained_on if dist.get_rank() == 0 else None),
+        other_ema,
+        fsdp_optim.scatter_full_optim_state_dict(other.model, other_ema, trained_on if dist.get_rank() == 0 else None),
     )
-    again = fsdp_optim.gather_full_optim_state_dict(other.model, theirs, None, "name")
+    again = fsdp_optim.gather_full_optim_state_dict(other.model, other_ema, None, "name")
     check_same("scattered", again["state"], oracle(STEPS + 2))
 
 

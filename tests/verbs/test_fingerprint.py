@@ -47,7 +47,7 @@ def expected() -> Fingerprint:
 
 
 def check_equal(got: Fingerprint, want: Fingerprint) -> None:
-    assert got == want, [str(one) for one in got.differences(want)]
+    assert got == want, [str(difference) for difference in got.differences(want)]
     for half in ("weights", "optim", "state"):
         for key, value in want.values_of(half).items():
             other = got.values_of(half)[key]
@@ -160,7 +160,7 @@ def check_state(world_size: int) -> None:
     }
     assert got.state["scheduler.step_size"].norm == 3.0
     again = fsdp_optim.fingerprint(model, state={**state, "own": per_rank([rank + 1, 3])})
-    changed = [one.fqn for one in got.differences(again)]
+    changed = [difference.fqn for difference in got.differences(again)]
     assert changed == [f"own.0[rank {r}]" for r in range(world_size)], changed
 
 
@@ -194,12 +194,12 @@ def check_faults() -> None:
     state["exp_avg_sq"] = avg
     state["step"] += 1
     after = fsdp_optim.fingerprint(trained.model, trained.optim)
-    found = [(one.value, one.kind) for one in before.differences(after)]
+    told = [(difference.value, difference.kind) for difference in before.differences(after)]
     first = names[0]
-    assert found == [
+    assert told == [
         (first, "values"),
         *((f"{first}:{name}", "values" if name == "step" else "exchanged") for name in before.optim[first]),
-    ], found
+    ], told
 
 
 def check_mistakes() -> None:

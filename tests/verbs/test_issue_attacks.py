@@ -51,9 +51,11 @@ class IntNamesTest(unittest.TestCase):
                 other, live = _stepped(make, steps)
                 shard = fsdp_optim.get_shard_from_optim_state_dict(other, live, full, strict=strict)
                 fsdp_optim.load_optim_state_dict(live, shard)
-                for theirs, mine in zip(live.param_groups[0]["params"], optim.param_groups[0]["params"], strict=True):
-                    self.assertEqual(list(live.state[theirs]), [7])
-                    self.assertTrue(torch.equal(live.state[theirs][7], optim.state[mine][7]))
+                for live_param, saved_param in zip(
+                    live.param_groups[0]["params"], optim.param_groups[0]["params"], strict=True
+                ):
+                    self.assertEqual(list(live.state[live_param]), [7])
+                    self.assertTrue(torch.equal(live.state[live_param][7], optim.state[saved_param][7]))
 
     def test_they_load_into_an_optimizer_that_has_stepped(self) -> None:
         self._loads(IntNames, strict=True)

@@ -45,13 +45,13 @@ def iterate_everything() -> None:
     state = state_by_name(plain, plain_optim)
     wanted = [(name, state.get(name, {})) for name in names_in(plain)]
     for recipient, nbytes in itertools.product((0, dist.get_world_size() - 1, None), BUCKETS):
-        found = list(
+        iterated = list(
             fsdp_optim.iter_full_optim_state(
                 model, optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=nbytes)
             )
         )
-        mine = wanted if recipient in (rank, None) else [(name, None) for name, _ in wanted]
-        check_same(f"iterated to {recipient} in buckets of {nbytes} bytes", found, mine, in_order=False)
+        expected = wanted if recipient in (rank, None) else [(name, None) for name, _ in wanted]
+        check_same(f"iterated to {recipient} in buckets of {nbytes} bytes", iterated, expected, in_order=False)
     listed = dict(fsdp_optim.iter_full_optim_state(model, optim, None))
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, key_by="name")
     check_same(

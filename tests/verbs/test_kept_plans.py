@@ -53,10 +53,10 @@ class Deeper(Net):
 @contextlib.contextmanager
 def common_folder() -> Iterator[Path]:
     """A new folder for all ranks, until all of them are through with it."""
-    with tempfile.TemporaryDirectory() as mine:
-        found: list[Any] = [mine]
-        dist.broadcast_object_list(found)
-        yield Path(found[0])
+    with tempfile.TemporaryDirectory() as own_folder:
+        folders: list[Any] = [own_folder]
+        dist.broadcast_object_list(folders)
+        yield Path(folders[0])
         dist.barrier()
 
 
@@ -94,8 +94,8 @@ def unfrozen(wrapper: str) -> Iterator[tuple[Trained, Oracle]]:
     for model in (trained.model, oracle.model):
         for param in model.parameters():
             param.requires_grad_(True)
-    for one in (trained, oracle):
-        one.step(range(STEPS, STEPS + 2))
+    for run in (trained, oracle):
+        run.step(range(STEPS, STEPS + 2))
     yield trained, oracle
 
 
@@ -104,11 +104,11 @@ def group_added(wrapper: str) -> Iterator[tuple[Trained, Oracle]]:
     make = OfModel(without_stem)
     trained, oracle = Trained(wrapper, make), Oracle(make)
     yield trained, oracle
-    for one in (trained, oracle):
-        known = {id(param) for param in one.optim.param_groups[0]["params"]}
-        new = [param for param in one.model.parameters() if id(param) not in known]
-        one.optim.add_param_group({"params": new, "lr": 0.5})
-        one.step(range(STEPS, STEPS + 2))
+    for run in (trained, oracle):
+        known = {id(param) for param in run.optim.param_groups[0]["params"]}
+        new = [param for param in run.model.parameters() if id(param) not in known]
+        run.optim.add_param_group({"params": new, "lr": 0.5})
+        run.step(range(STEPS, STEPS + 2))
     yield trained, oracle
 
 
@@ -265,10 +265,10 @@ class BoundedTest(unittest.TestCase):
         ]
         for _ in range(2):
             for source_of, target_of, rank, replica, sends in asked:
-                found = plans.of(source_of, target_of, rank, replica, sends=sends)
+                plan = plans.of(source_of, target_of, rank, replica, sends=sends)
                 wanted = RankPlan.of(source_of, target_of, rank, replica, sends=sends)
                 self.assertEqual(
-                    (list(found), found.receives, found.num_wanted), (list(wanted), wanted.receives, wanted.num_wanted)
+                    (list(plan), plan.receives, plan.num_wanted), (list(wanted), wanted.receives, wanted.num_wanted)
                 )
         self.assertEqual(plans.num_made, len(asked))
 
@@ -276,12 +276,14 @@ class BoundedTest(unittest.TestCase):
         plans = Plans()
         kept = self.plan(plans, self.CUT[2])
         requests = [Request(cut, Whole(cut.shape, (0,)), 0) for cut in (*self.CUT, *self.CUT[::-1])]
-        found = list(plans.each(requests))
-        self.assertEqual([plan.num_filled for plan in found], [12 * size for size in (*range(1, 9), *range(8, 0, -1))])
+        asked_plans = list(plans.each(requests))
+        self.assertEqual(
+            [plan.num_filled for plan in asked_plans], [12 * size for size in (*range(1, 9), *range(8, 0, -1))]
+        )
         self.assertEqual(plans.num_made, 8)
-        self.assertIs(found[2], kept)
-        self.assertTrue(all(a is b for a, b in zip(found, found[::-1], strict=True)))
-        self.assertTrue(all(a is b for a, b in zip(found, plans.each(iter(requests)), strict=True)))
+        self.assertIs(asked_plans[2], kept)
+        self.assertTrue(all(a is b for a, b in zip(asked_plans, asked_plans[::-1], strict=True)))
+        self.assertTrue(all(a is b for a, b in zip(asked_plans, plans.each(iter(requests)), strict=True)))
         self.assertEqual(plans.num_made, 8)
 
     def test_the_memory_of_kept_plans_is_bounded(self) -> None:
@@ -306,5 +308,5 @@ class BoundedTest(unittest.TestCase):
     def test_threads_share_plans(self) -> None:
         plans = Plans(most_nbytes=3 * 2048 + 3 * 12 * 512)  # eight plans do not fit
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda number: self.plan(plans, self.CUT[number % 8]).num_filled, range(400)))
-        self.assertEqual(found, [12 * (number % 8 + 1) for number in range(400)])
+            counts = list(pool.map(lambda number: self.plan(plans, self.CUT[number % 8]).num_filled, range(400)))
+        self.assertEqual(counts, [12 * (number % 8 + 1) for number in range(400)])

@@ -138,9 +138,9 @@ def dtensors_of_their_own(folder: str) -> None:
         if param.ndim > 1:
             last = param.ndim - 1
             part = whole.chunk(2, last)
-            mine = part[dist.get_rank()] if dist.get_rank() < len(part) else whole[:, :0]
+            own_columns = part[dist.get_rank()] if dist.get_rank() < len(part) else whole[:, :0]
             values["columns"] = DTensor.from_local(
-                mine.contiguous(), param.device_mesh, [Shard(last)], shape=param.shape, stride=param.stride()
+                own_columns.contiguous(), param.device_mesh, [Shard(last)], shape=param.shape, stride=param.stride()
             )
         values["local"] = torch.full(local_of(param).shape, 1.0 + dist.get_rank())
         values["shared"] = torch.tensor([2.0])
@@ -362,8 +362,8 @@ class TestEvidence(unittest.TestCase):
 
     def test_the_order_of_what_is_seen_says_nothing(self) -> None:
         seen = [("x", (4,), torch.zeros(4)), ("x", (5,), torch.zeros(5)), ("x", (1,), torch.zeros(1)), ("x", (3,), 1.0)]
-        found = {repr(self.sights(*order)) for order in itertools.permutations(seen)}
-        self.assertEqual(len(found), 1)
+        kinds = {repr(self.sights(*order)) for order in itertools.permutations(seen)}
+        self.assertEqual(len(kinds), 1)
 
     def test_a_parameter_without_dimensions(self) -> None:
         value = torch.tensor(1.0)

@@ -127,16 +127,16 @@ class TestLoad(unittest.TestCase):
             plain, trained = plain_net(STEPS, make)
             saved = frozen_copy(trained)
             saved["param_groups"][0]["lr"] = 0.125
-            found = []
+            results = []
             for load in (lambda o, s: o.load_state_dict(s), fsdp_optim.load_optim_state_dict):
                 model = copy.deepcopy(plain)
                 optim = make(model.parameters())
                 load(optim, copy.deepcopy(saved))
                 loaded = frozen_copy(optim)
                 step_plain(model, optim, range(STEPS, STEPS + 2))
-                found.append((loaded, frozen_copy(optim), model.state_dict(), type(optim.state)))
-            check_same("load_optim_state_dict and load_state_dict", found[1], found[0], in_order=False)
-            assert found[1][0]["param_groups"][0]["lr"] == 0.125
+                results.append((loaded, frozen_copy(optim), model.state_dict(), type(optim.state)))
+            check_same("load_optim_state_dict and load_state_dict", results[1], results[0], in_order=False)
+            assert results[1][0]["param_groups"][0]["lr"] == 0.125
 
     def test_it_goes_through_the_optimizers_own_method(self) -> None:
         """Optimizers that override it, and those that have hooks, rely on that."""

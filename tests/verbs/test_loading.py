@@ -142,10 +142,10 @@ def keeping(wrapper: str) -> None:
                 group.update(lr=lr, weight_decay=lr * 2, betas=(0.0, 0.25))
             shard = target.shard(full)
             kept = copy.deepcopy(shard["param_groups"])
-            found = fsdp_optim.load_optim_state_dict(target.optim, shard, keep_hyperparameters=keep)
+            told = fsdp_optim.load_optim_state_dict(target.optim, shard, keep_hyperparameters=keep)
             got = target.optim.param_groups
             again = target.gather(None)
-            check_same("missing and unexpected", [tuple(found.missing_keys), tuple(found.unexpected_keys)], [(), ()])
+            check_same("missing and unexpected", [tuple(told.missing_keys), tuple(told.unexpected_keys)], [(), ()])
             check_same(f"lr, keep={keep}", [g["lr"] for g in got], lrs)
             check_same(f"weight_decay, keep={keep}", [g["weight_decay"] for g in got], decays)
             check_same(f"betas, keep={keep}", [tuple(g["betas"]) for g in got], [betas, betas])
@@ -202,13 +202,13 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
             "shard": [error_text(partial(target.shard, given)) for given in (full, named)],
             "scatter": [error_text(partial(target.scatter, given, process_group=world)) for given in (full, named)],
         }
-        found = {
+        shards = {
             "shard": target.shard(named, strict=False),
             "shard by id": target.shard(full, strict=False),
             "scatter": target.scatter(named, 1, strict=False, process_group=world),
         }
         check_same("nothing is changed before loading", snapshot(target), before)
-        for what, shard in found.items():
+        for what, shard in shards.items():
             told = {"missing_keys": missing, "unexpected_keys": extra}
             if wrapper == "FSDP1 orig" and case == "frozen" and what != "scatter":  # as this rank alone can see
                 held = {name for index in target.index for name in target.numbers.names_of(index)}
@@ -216,7 +216,7 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
             check_same(
                 f"{what}, told", shard.get("incompatible", {}), {k: list(names) for k, names in told.items() if names}
             )
-        for what, shard in found.items():
+        for what, shard in shards.items():
             told = fsdp_optim.load_optim_state_dict(target.optim, shard)
             check_same(
                 f"{what}, told by loading",
@@ -262,7 +262,7 @@ class StrictTest(unittest.TestCase):
         name = "stem" if case == "frozen" else "added"
         for verb in ("shard", "scatter"):
             for place, what in enumerate(("by id", "by name")):
-                errors = [mine[verb][place] for mine in by_rank]
+                errors = [errors_of_rank[verb][place] for errors_of_rank in by_rank]
                 if what == "by name" or case == "frozen":
                     check_refused(f"{verb}, {what}", errors, "StateError", name)
                 else:
@@ -291,5 +291,5 @@ class ShapesTest(unittest.TestCase):
     def test_a_wrong_shape_is_no_partial_loading(self, wrapper: str) -> None:
         by_rank = run_on_ranks(another_shape, 2, wrapper)
         for place in (0, 1):
-            errors = [mine[place] for mine in by_rank]
+            errors = [errors_of_rank[place] for errors_of_rank in by_rank]
             check_refused("a wrong shape", errors, "StateError", "head.weight", "exp_avg_sq", "[5, 2]", "[2, 5]")

@@ -54,12 +54,14 @@ def calls(folder: str) -> Lines:
     """The lines of this rank by call."""
     model, optim = trained()
     quiet: dict[str, Any] = {"durable": False, "progress": False}
-    found: Lines = {}
-    full, found["gather"] = lines_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=1))
+    by_call: Lines = {}
+    full, by_call["gather"] = lines_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=1))
     everywhere = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None)
-    _, found["shard"] = lines_of(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, everywhere))
-    _, found["scatter"] = lines_of(lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full, source_rank=1))
-    _, found["save"] = lines_of(
+    _, by_call["shard"] = lines_of(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, everywhere))
+    _, by_call["scatter"] = lines_of(
+        lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full, source_rank=1)
+    )
+    _, by_call["save"] = lines_of(
         lambda: fsdp_optim.save(f"{folder}/1", model, optim, **as_options(fsdp_optim.SaveOptions, **quiet))
     )
 
@@ -68,15 +70,15 @@ def calls(folder: str) -> Lines:
             save_managed(f"{folder}/run", 2, model, optim, keep_last=1)
 
     save_managed(f"{folder}/run", 1, model, optim, keep_last=1)
-    _, found["async_save"] = lines_of(in_background)
+    _, by_call["async_save"] = lines_of(in_background)
     optim.param_groups[0]["lr"] = 0.5
-    _, found["load"] = lines_of(
+    _, by_call["load"] = lines_of(
         lambda: fsdp_optim.load(
             path_of_step(f"{folder}/run", 2), model, optim, options=fsdp_optim.LoadOptions(progress=False)
         )
     )
     dist.barrier()
-    return found
+    return by_call
 
 
 MOVED = r"[\d.]+ \w?B in [\d.]+ s \([\d.]+ \w?B/s\)"

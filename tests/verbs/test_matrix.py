@@ -50,7 +50,7 @@ def build(wrapper: str, optimizer: str, steps: int) -> Trained | str:
 
 def gather_everything() -> dict[tuple[str, str], Any]:
     """On one rank: (wrapper, optimizer) -> full dict, torch's words, or what went wrong."""
-    found: dict[tuple[str, str], Any] = {}
+    fulls: dict[tuple[str, str], Any] = {}
     recipient = dist.get_world_size() - 1
     with cpu():
         for wrapper, optimizer in itertools.product(WRAPPERS, OPTIMIZERS):
@@ -61,8 +61,8 @@ def gather_everything() -> dict[tuple[str, str], Any]:
                 full = traceback.format_exc()
             if full is not None and dist.get_rank() != recipient and not isinstance(full, str):
                 full = f"rank {dist.get_rank()} is no recipient and got a {type(full).__name__}"
-            found[wrapper, optimizer] = full
-    return found
+            fulls[wrapper, optimizer] = full
+    return fulls
 
 
 @functools.cache
@@ -70,7 +70,8 @@ def gathered(world_size: int) -> dict[tuple[str, str], Any]:
     """(wrapper, optimizer) -> the recipient's full dict, or the first rank's words."""
     by_rank = run_on_ranks(gather_everything, world_size, timeout=300.0)
     return {
-        key: next((mine[key] for mine in by_rank if isinstance(mine[key], str)), by_rank[-1][key]) for key in by_rank[0]
+        key: next((fulls[key] for fulls in by_rank if isinstance(fulls[key], str)), by_rank[-1][key])
+        for key in by_rank[0]
     }
 
 
@@ -81,17 +82,17 @@ def wanted(optimizer: str) -> dict[str, Any]:
 
 def load_everything(wrapper: str, sources: Mapping[tuple[Source, str], Any]) -> dict[tuple[Source, str], str]:
     """On one rank: shard, load and gather again every source; "" or what was wrong."""
-    found: dict[tuple[Source, str], str] = {}
+    problems: dict[tuple[Source, str], str] = {}
     with cpu():
         trained_on = {optimizer: Trained(wrapper, make) for optimizer, make in OPTIMIZERS.items()}
         targets = {optimizer: Trained(wrapper, make, steps=0) for optimizer, make in OPTIMIZERS.items()}
         for number, ((source, optimizer), full) in enumerate(sources.items()):
             try:
                 _load_one(targets[optimizer], trained_on[optimizer], full, number, wanted(optimizer))
-                found[source, optimizer] = ""
+                problems[source, optimizer] = ""
             except Exception:
-                found[source, optimizer] = traceback.format_exc()
-    return found
+                problems[source, optimizer] = traceback.format_exc()
+    return problems
 
 
 def _load_one(target: Trained, alike: Trained, full: Any, number: int, oracle: Mapping[str, Any]) -> None:
@@ -115,15 +116,15 @@ def _load_one(target: Trained, alike: Trained, full: Any, number: int, oracle: M
 
 def local_state(trained: Trained) -> list[dict[str, Any]]:
     """This rank's elements of every live parameter's state; elements of padding count as nothing."""
-    found = []
+    states = []
     for param, index in zip(trained.params, trained.index, strict=True):
         real = index >= min(trained.numbers.start.values())
         values = {}
         for name, value in trained.optim.state[param].items():
             local = local_of(value)
             values[name] = local.reshape(-1)[real] if local.numel() == index.numel() and local.dim() else local
-        found.append({name: values[name] for name in sorted(values)})
-    return found
+        states.append({name: values[name] for name in sorted(values)})
+    return states
 
 
 @functools.cache
@@ -150,7 +151,10 @@ def loaded(wrapper: str, world_size: int) -> dict[tuple[Source, str], str]:
     """
     unlike, stands_for = distinct()
     by_rank = run_on_ranks(load_everything, world_size, wrapper, unlike, timeout=300.0)
-    return {key: next((mine[one] for mine in by_rank if mine[one]), "") for key, one in stands_for.items()}
+    return {
+        key: next((problems[stand_in] for problems in by_rank if problems[stand_in]), "")
+        for key, stand_in in stands_for.items()
+    }
 
 
 class GatherTest(unittest.TestCase):
@@ -166,15 +170,15 @@ class GatherTest(unittest.TestCase):
 def check_target(test: unittest.TestCase, wrapper: str, world_size: int) -> None:
     """All sources into this one."""
     _skip_if_refused(test, wrapper, world_size, gathered(world_size)[wrapper, "Adam"])
-    found = loaded(wrapper, world_size)
-    wrong = [f"{source}, {optimizer}:\n{text}" for (source, optimizer), text in found.items() if text]
+    problems = loaded(wrapper, world_size)
+    wrong = [f"{source}, {optimizer}:\n{text}" for (source, optimizer), text in problems.items() if text]
     if wrong:
-        raise Differs(f"{len(wrong)} of {len(found)} sources into {wrapper} on {world_size} ranks\n{wrong[0]}")
+        raise Differs(f"{len(wrong)} of {len(problems)} sources into {wrapper} on {world_size} ranks\n{wrong[0]}")
     missing = {
         ((source, size), optimizer)
         for source, size, optimizer in itertools.product(WRAPPERS, WORLD_SIZES, OPTIMIZERS)
         if (source, size) not in TORCH_REFUSES
-    } - set(found)
+    } - set(problems)
     if missing:
         raise Differs(f"{len(missing)} sources were not there to be loaded: {sorted(missing)[:5]}")
 

@@ -39,8 +39,8 @@ class Strided(nn.Module):
         self.last = nn.Linear(7, 3)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        found = self.conv(images).mean((2, 3)) @ self.transposed
-        return self.last(torch.tanh(found) * self.thin.sum((1, 2)))
+        features = self.conv(images).mean((2, 3)) @ self.transposed
+        return self.last(torch.tanh(features) * self.thin.sum((1, 2)))
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, first: int) -> None:
@@ -58,7 +58,7 @@ def made(wrap: Callable[[nn.Module], Any], **options: Any) -> tuple[Any, torch.o
 
 def strides(optim: torch.optim.Optimizer) -> list[str]:
     """The state values whose strides are not those of their parameter."""
-    found = []
+    differing = []
     for number, (param, values) in enumerate(optim.state.items()):
         for name, value in values.items():
             if value.shape != param.shape or not value.dim():
@@ -66,8 +66,8 @@ def strides(optim: torch.optim.Optimizer) -> list[str]:
             pairs = [(value.stride(), param.stride())]
             if isinstance(value, DTensor):
                 pairs.append((value._local_tensor.stride(), param._local_tensor.stride()))
-            found += [f"{number} {name}: {own}, parameter {of}" for own, of in pairs if own != of]
-    return found
+            differing += [f"{number} {name}: {own}, parameter {of}" for own, of in pairs if own != of]
+    return differing
 
 
 def by_shard(model: Any, optim: Any, new: Any, new_optim: Any, path: Path) -> None:
@@ -93,8 +93,8 @@ def check_way(wrap: Any, way: Any, path: Path, options: dict[str, bool]) -> None
     train(model, optim, 0)
     new, new_optim = made(wrap, **options)
     with torch.no_grad():
-        for ours, theirs in zip(new.parameters(), model.parameters(), strict=True):
-            ours.copy_(theirs)
+        for new_param, trained_param in zip(new.parameters(), model.parameters(), strict=True):
+            new_param.copy_(trained_param)
     way(model, optim, new, new_optim, path)
     what = f"{way.__name__}, {options}"
     assert not strides(new_optim), f"{what}: {strides(new_optim)}"

@@ -84,10 +84,10 @@ def trip(wrapper: str) -> None:
             model, recipient_rank=last, options=fsdp_optim.CallOptions(process_group=group, bucket_nbytes=64)
         )
         check_same("who gets it", full is None, dist.get_rank() != last)
-        for one in (before, full) if full is not None else (before,):
-            check_same("names", sorted(one or ()), sorted(wanted))
-            check_same("values", dict(sorted((one or {}).items())), dict(sorted(wanted.items())))
-            if one is not None and one["out.weight"] is not one["stem.weight"]:
+        for received in (before, full) if full is not None else (before,):
+            check_same("names", sorted(received or ()), sorted(wanted))
+            check_same("values", dict(sorted((received or {}).items())), dict(sorted(wanted.items())))
+            if received is not None and received["out.weight"] is not received["stem.weight"]:
                 raise Differs("a tied weight is two tensors")
         for target in ("FSDP2", "FSDP1 flat", wrapper):
             other = wrapped(target, -1)
@@ -99,10 +99,10 @@ def trip(wrapper: str) -> None:
             )
             check_same("differences", result, fsdp_optim.Incompatible())
             group_of_target = dist.group.WORLD if target in NOT_CUT else None
-            found = fsdp_optim.gather_full_model_state_dict(
+            again = fsdp_optim.gather_full_model_state_dict(
                 other, recipient_rank=None, options=fsdp_optim.CallOptions(process_group=group_of_target)
             )
-            check_same(f"in {target}", dict(sorted((found or {}).items())), dict(sorted(wanted.items())))
+            check_same(f"in {target}", dict(sorted((again or {}).items())), dict(sorted(wanted.items())))
             check_same("the given dict", full is None or full.keys() == wanted.keys(), True)
 
 
@@ -132,18 +132,18 @@ def refuse() -> None:
     refused_on_ranks(
         "a recipient", partial(fsdp_optim.gather_full_model_state_dict, model, 7), "RankError", "recipient_rank 7"
     )
-    found = fsdp_optim.gather_full_model_state_dict(model, None)
-    check_same("unchanged", found, wanted_of(model, made(-1).state_dict(), found))
+    gathered = fsdp_optim.gather_full_model_state_dict(model, None)
+    check_same("unchanged", gathered, wanted_of(model, made(-1).state_dict(), gathered))
     less = {k: v for k, v in good.items() if k != "scale"}
     result = scatter(of_rank_0({**less, "more": torch.zeros(1)}), strict=False)
     check_same("passed over", (result.missing_keys, result.unexpected_keys), (("scale",), ("more",)))
     scatter(of_rank_0({f"model.{k}": v for k, v in good.items()}), rename={"model.": ""})
-    found = fsdp_optim.gather_full_model_state_dict(model, None)
-    check_same("renamed", found, wanted_of(model, good, found))
+    gathered = fsdp_optim.gather_full_model_state_dict(model, None)
+    check_same("renamed", gathered, wanted_of(model, good, gathered))
     low = {k: v.bfloat16() if isinstance(v, torch.Tensor) else v for k, v in made(20).state_dict().items()}
     scatter(of_rank_0(low), cast=True)
-    found = fsdp_optim.gather_full_model_state_dict(model, None)
-    check_same("cast", found, wanted_of(model, made(20).state_dict(), found))
+    gathered = fsdp_optim.gather_full_model_state_dict(model, None)
+    check_same("cast", gathered, wanted_of(model, made(20).state_dict(), gathered))
 
 
 def frozen(wrapper: str) -> nn.Module:
@@ -163,14 +163,14 @@ def trainable() -> None:
                 None,
                 options=fsdp_optim.CallOptions(process_group=dist.group.WORLD),
             )
-            found = gather(weights="trainable")
-            check_same(wrapper, dict(sorted((found or {}).items())), dict(sorted(wanted.items())))
+            gathered = gather(weights="trainable")
+            check_same(wrapper, dict(sorted((gathered or {}).items())), dict(sorted(wanted.items())))
             refused_on_ranks("none", partial(gather, weights="none"), "StateError", "weights", "'trainable'")
 
 
-def wanted_of(model: nn.Module, full: Any, found: Any) -> Any:
+def wanted_of(model: nn.Module, full: Any, order: Any) -> Any:
     """The same entries in the order of the found ones."""
-    return {name: full[name] for name in found}
+    return {name: full[name] for name in order}
 
 
 TRIPS = Table(

@@ -54,7 +54,7 @@ WRAPPINGS: dict[str, Callable[[nn.Module], Any]] = {
 def on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    return {key: on_host(one) for key, one in value.items()} if isinstance(value, dict) else value
+    return {key: on_host(entry) for key, entry in value.items()} if isinstance(value, dict) else value
 
 
 def every_verb(wrapping: str, optimizer: str, backend: str) -> None:
@@ -63,8 +63,8 @@ def every_verb(wrapping: str, optimizer: str, backend: str) -> None:
         raise AssertionError(f"the ranks have {dist.get_backend()}")
     wrap, make = WRAPPINGS[wrapping], OPTIMIZERS[optimizer]
     last, rank = dist.get_world_size() - 1, dist.get_rank()
-    with cpu(), tempfile.TemporaryDirectory() as mine:
-        folder = [mine]
+    with cpu(), tempfile.TemporaryDirectory() as own_folder:
+        folder = [own_folder]
         dist.broadcast_object_list(folder, src=0, device=here() if backend == "nccl" else None)
         by_cpu = "CPU" in wrapping
         oracle = Trained((lambda model: model) if by_cpu else lambda model: model.to(here()), make)

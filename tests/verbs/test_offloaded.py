@@ -76,8 +76,8 @@ def one_verb(device: Device, verb: str, cut: str, held: str, folder: str) -> Non
         if held == "some":
             of_first_only(target)
         if held == "float64":
-            for one in (run, wanted):
-                in_float64(one)
+            for training in (run, wanted):
+                in_float64(training)
         if held == "none":
             target.optim.state.clear()
             target.optim.keeps_state_on_cpu = True
@@ -106,8 +106,8 @@ def one_verb(device: Device, verb: str, cut: str, held: str, folder: str) -> Non
         check_same(f"rank {rank}: elements that the load has made on the device", made, 0)
         check_same(f"rank {rank}: {verb}", states(target), states(wanted))
         if held != "float64":  # of which the step on the device makes float32
-            for one in (target, wanted):
-                one.step([7])
+            for training in (target, wanted):
+                training.step([7])
             check_same(f"rank {rank}: trained on", states(target), states(wanted))
 
 

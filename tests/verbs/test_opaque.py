@@ -92,19 +92,19 @@ class OpaqueTest(unittest.TestCase):
         full = run_on_ranks(gathered, size, wrapper)[0]
         by_rank = run_on_ranks(into, target_size, target, full)
         for place, verb in enumerate(("shard", "scatter")):
-            errors = [mine[place] for mine in by_rank]
+            errors = [errors_of_rank[place] for errors_of_rank in by_rank]
             self.assertEqual({kind for kind, _ in errors}, {"StateError"}, errors)
             for _, text in errors:
                 self.assertTrue(any(name in text for name in OPAQUE), f"{verb}: {text}")
                 self.assertTrue(any(name in text for name, _ in Net().named_parameters()), f"{verb}: {text}")
-        check_refused("scatter", [mine[1] for mine in by_rank], "StateError")
+        check_refused("scatter", [errors_of_rank[1] for errors_of_rank in by_rank], "StateError")
 
     @parameterized.expand([("plain", 1, "DDP", 3), ("DDP", 2, "plain", 1), ("plain", 2, "plain", 1)])
     def test_whole_parameters_are_one_layout(self, wrapper: str, size: int, target: str, target_size: int) -> None:
         """Every rank has the same whole value: nothing depends on how many there are."""
         full = run_on_ranks(gathered, size, wrapper)[0]
-        for mine in run_on_ranks(into, target_size, target, full):
-            self.assertEqual(mine, [("", ""), ("", "")])
+        for errors in run_on_ranks(into, target_size, target, full):
+            self.assertEqual(errors, [("", ""), ("", "")])
 
 
 # ------------------------------------------------------------------------------------------- torchao
@@ -118,8 +118,8 @@ def adam_of_eight_bits() -> None:
     for trained_on in (trained, target):
         trained_on.step([5])
     moments = [
-        [local_of(one.optim.state[param]["exp_avg"]).dequantize() if param.dim() > 1 else None for param in one.params]
-        for one in (trained, target)
+        [local_of(run.optim.state[param]["exp_avg"]).dequantize() if param.dim() > 1 else None for param in run.params]
+        for run in (trained, target)
     ]
     if list(again["state"]) != list(full["state"]):
         raise Differs(f"{list(again['state'])}, not {list(full['state'])}")

@@ -63,11 +63,11 @@ def moved(wrapper: str, bucket_nbytes: int) -> int:
             for name in values_of(0):
                 del values[name]
         shard = trained.scatter(full, last, bucket_nbytes=bucket_nbytes)
-    found = [values for _, values in sorted(shard["state"].items())]
-    for mine, theirs in zip(found, wanted, strict=True):
+    shard_values = [values for _, values in sorted(shard["state"].items())]
+    for got, expected in zip(shard_values, wanted, strict=True):
         for name in values_of(0):
-            if not same(mine[name], theirs[name]):
-                raise AssertionError(f"{name}: {mine[name]!r}, not {theirs[name]!r}")
+            if not same(got[name], expected[name]):
+                raise AssertionError(f"{name}: {got[name]!r}, not {expected[name]!r}")
     return nbytes
 
 

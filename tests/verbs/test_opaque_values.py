@@ -72,9 +72,9 @@ def of_one_rank(wrap: str) -> Any:
 
 
 def _check_back(trained: Trained, target: Trained) -> None:
-    for mine, theirs in zip(trained.params, target.params, strict=True):
-        if not same(dict(trained.optim.state.get(mine, {})), dict(target.optim.state.get(theirs, {}))):
-            raise Differs(f"{target.optim.state[theirs]}, not {trained.optim.state[mine]}")
+    for param, target_param in zip(trained.params, target.params, strict=True):
+        if not same(dict(trained.optim.state.get(param, {})), dict(target.optim.state.get(target_param, {}))):
+            raise Differs(f"{target.optim.state[target_param]}, not {trained.optim.state[param]}")
 
 
 def equal_on_all(wrap: str) -> Any:
@@ -102,19 +102,19 @@ class StandsForItselfTest(unittest.TestCase):
         for name in ("matrix", "vector"):
             self.assertTrue(same(full["state"][name], wanted), full["state"][name])
         for target in ("plain", "FSDP2", "fairscale non-flat"):
-            found, told = run_on_ranks(loads, 1, target, full, history)[0]
+            states, told = run_on_ranks(loads, 1, target, full, history)[0]
             self.assertEqual(told, ("", ""))
-            self.assertTrue(same(found, [wanted] * 2), found)
+            self.assertTrue(same(states, [wanted] * 2), states)
 
     def test_one_of_several_ranks_has_all_of_the_parameter(self) -> None:
         """FSDP1 with original parameters: the vector lies on the last rank."""
         full = run_on_ranks(of_one_rank, 2, "FSDP1 orig")[0]
         self.assertTrue(same(full["state"]["vector"], history(None, 0)), full["state"]["vector"])
         self.assertIsInstance(full["state"]["matrix"]["history"], OpaqueShards)
-        found, (kind, text) = run_on_ranks(loads, 1, "plain", full, history)[0]
+        states, (kind, text) = run_on_ranks(loads, 1, "plain", full, history)[0]
         self.assertEqual(kind, "StateError")
         self.assertIn("matrix: history", text)
-        self.assertEqual(found, [{}, {}])
+        self.assertEqual(states, [{}, {}])
 
     def test_a_local_tensor_beside_dtensors_stays_one(self) -> None:
         run_on_ranks(local_tensor, 1)
@@ -126,9 +126,9 @@ class StandsForItselfTest(unittest.TestCase):
         for name in ("matrix", "vector"):
             self.assertTrue(same(full["state"][name], wanted), full["state"][name])
         for target, size in (("plain", 1), ("FSDP2", 3), ("FSDP1 orig", 2)):
-            for found, told in run_on_ranks(loads, size, target, full, weights_of_one):
+            for states, told in run_on_ranks(loads, size, target, full, weights_of_one):
                 self.assertEqual(told, ("", ""))
-                self.assertTrue(all(same(values, wanted) for values in found if values), found)
+                self.assertTrue(all(same(values, wanted) for values in states if values), states)
 
     def test_equal_values_that_depend_on_the_cut_are_kept_per_shard(self) -> None:
         full = run_on_ranks(of_one_rank, 2, "FSDP2")[0]
@@ -143,11 +143,11 @@ class StandsForItselfTest(unittest.TestCase):
 
     def test_shards_can_be_compared(self) -> None:
         cuts = (FlatChunks((4,), 0, 2, (range(2),)),)
-        one, equal, other = (OpaqueShards(cuts, {0: torch.ones(3), 1: [torch.tensor([x])]}) for x in (1.0, 1.0, 2.0))
-        self.assertEqual(one, equal)
-        self.assertNotEqual(one, other)
-        self.assertNotEqual(one, OpaqueShards((), one.by_shard))
-        self.assertNotEqual(one, 7)
+        shards, equal, other = (OpaqueShards(cuts, {0: torch.ones(3), 1: [torch.tensor([x])]}) for x in (1.0, 1.0, 2.0))
+        self.assertEqual(shards, equal)
+        self.assertNotEqual(shards, other)
+        self.assertNotEqual(shards, OpaqueShards((), shards.by_shard))
+        self.assertNotEqual(shards, 7)
 
 
 def local_tensor() -> None:
@@ -182,7 +182,7 @@ def transferred(src: str, dst: str) -> int:
 
         def counted(postings: Any) -> None:
             nonlocal nbytes
-            nbytes += sum(one.message.nbytes for one in postings if not one.received)
+            nbytes += sum(posting.message.nbytes for posting in postings if not posting.received)
             pack(postings)
 
         with mock.patch.object(collective, "_pack", counted):

@@ -97,12 +97,14 @@ class PairsTest(unittest.TestCase):
                 target, other = trained(live, steps)
                 groups = copy.deepcopy(other.param_groups[0])
                 shard = fsdp_optim.get_shard_from_optim_state_dict(target, other, full, strict=False)
-                found = fsdp_optim.load_optim_state_dict(other, shard)
-                mine, theirs = set(made.param_groups[0]) - {"params"}, set(groups) - {"params"}
-                check_same("hyperparameters left out", found.unmatched_hyperparameters, tuple(sorted(mine ^ theirs)))
+                result = fsdp_optim.load_optim_state_dict(other, shard)
+                saved_keys, live_keys = set(made.param_groups[0]) - {"params"}, set(groups) - {"params"}
+                check_same(
+                    "hyperparameters left out", result.unmatched_hyperparameters, tuple(sorted(saved_keys ^ live_keys))
+                )
                 loaded = other.param_groups[0]
-                for key in theirs:
-                    is_taken = key in mine and key not in STAY
+                for key in live_keys:
+                    is_taken = key in saved_keys and key not in STAY
                     check_same(key, loaded[key], made.param_groups[0][key] if is_taken else groups[key])
                 self.assertEqual(set(loaded), set(groups))
                 step(target, other, 5)
@@ -113,8 +115,8 @@ class PairsTest(unittest.TestCase):
         target, other = trained("Adamax", 1)
         before = copy.deepcopy(other.state_dict()["state"])
         shard = fsdp_optim.get_shard_from_optim_state_dict(target, other, full, strict=False)
-        found = fsdp_optim.load_optim_state_dict(other, shard)
-        self.assertEqual(found.unmatched_values, ("exp_avg_sq", "exp_inf"))
+        result = fsdp_optim.load_optim_state_dict(other, shard)
+        self.assertEqual(result.unmatched_values, ("exp_avg_sq", "exp_inf"))
         for index, values in other.state_dict()["state"].items():
             wanted = {name: made.state_dict()["state"][index][name] for name in ("step", "exp_avg")}
             check_same("state", values, {**wanted, "exp_inf": before[index]["exp_inf"]})
@@ -224,15 +226,15 @@ class Named:
 class NamesTest(unittest.TestCase):
     def test_the_class_of_the_innermost_optimizer_is_recorded(self) -> None:
         model, made = trained("AdamW")
-        for one in (made, Around(made), Around(Around(made)), Named(made), Around(Named(made))):
-            full = fsdp_optim.gather_full_optim_state_dict(model, one)
+        for optimizer in (made, Around(made), Around(Around(made)), Named(made), Around(Named(made))):
+            full = fsdp_optim.gather_full_optim_state_dict(model, optimizer)
             self.assertEqual(full["optimizer_class"], "AdamW")
             for key_by in ("id", "name"):
                 again = fsdp_optim.rekey_optim_state_dict(full, model, key_by)
                 self.assertEqual(again["optimizer_class"], "AdamW")
-            shard = fsdp_optim.get_shard_from_optim_state_dict(model, one, full)
+            shard = fsdp_optim.get_shard_from_optim_state_dict(model, optimizer, full)
             self.assertEqual(set(shard), {"state", "param_groups"})
-            fsdp_optim.load_optim_state_dict(one, shard)
+            fsdp_optim.load_optim_state_dict(optimizer, shard)
             other = Around(optim.SGD(model.parameters()))
             with self.assertRaisesRegex(fsdp_optim.StateError, "of the class AdamW, the optimizer of the class SGD"):
                 fsdp_optim.get_shard_from_optim_state_dict(model, other, full)
@@ -244,16 +246,16 @@ class NamesTest(unittest.TestCase):
             return [MAKERS[name](part.parameters()) for name, part in zip((first, second), model, strict=True)]
 
         alike, mixed = make("AdamW", "AdamW"), make("AdamW", "SGD")
-        for one in (alike, mixed):
+        for optimizers in (alike, mixed):
             model(torch.ones(4, 3)).sum().backward()
-            for each in one:
+            for each in optimizers:
                 each.step()
         full = fsdp_optim.gather_full_optim_state_dict(model, mixed)
         self.assertEqual(full["optimizer_class"], ["AdamW", "SGD"])
         self.assertEqual(fsdp_optim.gather_full_optim_state_dict(model, alike)["optimizer_class"], "AdamW")
         shards = fsdp_optim.get_shard_from_optim_state_dict(model, make("AdamW", "SGD"), full)
         self.assertEqual(
-            [list(one["state"][0]) for one in shards], [["step", "exp_avg", "exp_avg_sq"], ["momentum_buffer"]]
+            [list(shard["state"][0]) for shard in shards], [["step", "exp_avg", "exp_avg_sq"], ["momentum_buffer"]]
         )
         with self.assertRaisesRegex(fsdp_optim.StateError, "of the class SGD, the optimizer of the class AdamW"):
             fsdp_optim.get_shard_from_optim_state_dict(model, alike, full)
@@ -372,8 +374,8 @@ def verbs(wrapper: str, folder: str) -> dict[str, list[tuple[str, str]]]:
                 check_same(f"{verb}: nothing is changed", snapshot(target), before)
                 # Adam can continue with all of it; only the way of its weight decay is its own
                 target = Trained(wrapper, MAKERS["Adam"], steps)
-                found = ways(target, strict=False)[verb]()
-                check_same(f"{verb}: left out", found.unmatched_hyperparameters, ())
+                result = ways(target, strict=False)[verb]()
+                check_same(f"{verb}: left out", result.unmatched_hyperparameters, ())
                 again = target.gather(None, "name")
                 check_same(f"{verb}: state", again["state"], full["state"])
                 check_same(f"{verb}: class", again["optimizer_class"], "Adam")
@@ -382,9 +384,9 @@ def verbs(wrapper: str, folder: str) -> dict[str, list[tuple[str, str]]]:
             # SGD has none of the values: what it has stays, and it continues
             target = Trained(wrapper, sgd, 2)
             momenta = target.gather(None, "name")["state"]
-            found = ways(target, strict=False)[verb]()
+            result = ways(target, strict=False)[verb]()
             check_same(
-                f"{verb}: values", set(found.unmatched_values), {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+                f"{verb}: values", set(result.unmatched_values), {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
             )
             check_same(f"{verb}: momenta", target.gather(None, "name")["state"], momenta)
             target.step([7])
@@ -398,7 +400,7 @@ class VerbsTest(unittest.TestCase):
             by_rank = run_on_ranks(verbs, 2, wrapper, str(Path(folder, "one")))
         for verb in by_rank[0]:
             for place in (0, 1):
-                errors = [mine[verb][place] for mine in by_rank]
+                errors = [errors_of_rank[verb][place] for errors_of_rank in by_rank]
                 words = ("of the class AdamW, the optimizer of the class SGD", "betas", "nesterov", "strict=False")
                 check_refused(f"{wrapper}, {verb}", errors, "StateError", *words)
 

@@ -68,11 +68,11 @@ NOT_STEPPED_ON = {"FSDP2": frozenset({"DistributedMuon", "AvaGrad", "Gravity", "
 
 
 def all_of_them(wrap: str) -> list[str]:
-    found = {cls.__name__ for cls in pytorch_optimizer.optimizer.OPTIMIZERS.values()}
-    found -= NOT_STEPPED | NOT_STEPPED_ON.get(wrap, frozenset())
-    if len(found) < 90:
-        raise AssertionError(f"only {len(found)} optimizers")
-    return sorted(found)
+    names = {cls.__name__ for cls in pytorch_optimizer.optimizer.OPTIMIZERS.values()}
+    names -= NOT_STEPPED | NOT_STEPPED_ON.get(wrap, frozenset())
+    if len(names) < 90:
+        raise AssertionError(f"only {len(names)} optimizers")
+    return sorted(names)
 
 
 @functools.cache
@@ -179,17 +179,17 @@ def _state(trained: Trained) -> dict[Any, Any]:
 
     A rank of FSDP1 has none for a parameter that it holds no element of: DistributedMuon makes some all the same.
     """
-    found: dict[Any, Any] = {}
+    state: dict[Any, Any] = {}
     index = {id(param): numbers < 64 for param, numbers in zip(trained.params, trained.index, strict=True)}
     for key, values in trained.optim.state.items():
         if not isinstance(key, Tensor):
-            found[key] = values
+            state[key] = values
         elif values:
             padding = index[id(key)]
             place = next(i for i, param in enumerate(trained.params) if param is key)
             if trained.gets_gradient[place]:
-                found[place] = {name: _without(padding, value) for name, value in values.items()}
-    return found
+                state[place] = {name: _without(padding, value) for name, value in values.items()}
+    return state
 
 
 def _without(padding: Tensor, value: Any) -> Any:
@@ -242,17 +242,17 @@ REFUSED = re.compile(
 OWN_TROUBLE = "shard: refused: SaRA's own load_state_dict() refused the saved state, with KeyError: 'mask'"
 
 
-def problems(found: Mapping[str, str]) -> list[str]:
+def problems(texts: Mapping[str, str]) -> list[str]:
     """The differences that should not be there."""
     fine = ("cannot step", "no state", OWN_TROUBLE)
     wrong = {
-        name: text for name, text in found.items() if text and not text.startswith(fine) and not REFUSED.match(text)
+        name: text for name, text in texts.items() if text and not text.startswith(fine) and not REFUSED.match(text)
     }
     return [f"{name}: {text}" for name, text in wrong.items()]
 
 
-def stepped(found: Mapping[str, str]) -> int:
-    return sum(not text.startswith(("cannot step", "no state")) for text in found.values())
+def stepped(texts: Mapping[str, str]) -> int:
+    return sum(not text.startswith(("cannot step", "no state")) for text in texts.values())
 
 
 WRAPPED = (("FSDP2", 2), ("FSDP1 orig", 2), ("FSDP1 flat", 2), ("fairscale flat", 2))
@@ -264,11 +264,11 @@ class TestFew(unittest.TestCase):
     @parameterized.expand([("plain", 1, 11), *((wrap, size, 1) for wrap, size in WRAPPED)])
     def test_state_comes_back(self, wrap: str, world_size: int, least: int) -> None:
         place = (wrap, world_size)
-        found = on_ranks(
+        texts = on_ranks(
             FEW[WRAPPED.index(place) :: 2 * len(WRAPPED)] if place in WRAPPED else FEW[::2], wrap, world_size
         )
-        self.assertEqual(problems(found), [])
-        self.assertGreaterEqual(stepped(found), least, found)
+        self.assertEqual(problems(texts), [])
+        self.assertGreaterEqual(stepped(texts), least, texts)
 
 
 @pytest.mark.slow
@@ -277,6 +277,6 @@ class TestAll(unittest.TestCase):
 
     @parameterized.expand([("plain", 1, 90), *((wrap, size, 10) for wrap, size in WRAPPED)])
     def test_state_comes_back(self, wrap: str, world_size: int, least: int) -> None:
-        found = on_ranks(all_of_them(wrap), wrap, world_size)
-        self.assertEqual(problems(found), [])
-        self.assertGreaterEqual(stepped(found), least, found)
+        texts = on_ranks(all_of_them(wrap), wrap, world_size)
+        self.assertEqual(problems(texts), [])
+        self.assertGreaterEqual(stepped(texts), least, texts)

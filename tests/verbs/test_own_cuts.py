@@ -43,8 +43,8 @@ class Keeps(torch.optim.SGD):
             self.state[param] = self.make(param)
 
     def state_dict(self) -> dict[str, Any]:
-        found = super().state_dict()
-        return {**found, "state": {**found["state"], **self.loose}, **self.tops}
+        content = super().state_dict()
+        return {**content, "state": {**content["state"], **self.loose}, **self.tops}
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
@@ -83,9 +83,9 @@ def every_read(model: Any, optim: Any, folder: str) -> dict[str, Any]:
 
 def check_training_goes_on() -> None:
     """No call has left a message behind that the next collective call of the training would take for its own."""
-    one = torch.tensor([float(dist.get_rank() + 1)])
-    dist.all_reduce(one)
-    check_same("all_reduce", one, torch.tensor([WORLD * (WORLD + 1) / 2]))
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    check_same("all_reduce", total, torch.tensor([WORLD * (WORLD + 1) / 2]))
 
 
 # ------------------------------------------------------------------------------------------- replicas
@@ -108,9 +108,11 @@ def opaque_under_ddp(folder: str) -> None:
         for call, read in every_read(model, optim, folder).items():
             refused_on_ranks(f"{what}, {call}", read, "StateError", "first.weight", "not the same on rank 0")
         full = gathered(model, optim, on_replica_mismatch="lowest_rank")
-        found = full["state"]["last.weight"]["history"]
+        history = full["state"]["last.weight"]["history"]
         check_same(
-            f"{what}, lowest rank", found[1] if what == "a list" else found, torch.zeros(2 if what == "a list" else 7)
+            f"{what}, lowest rank",
+            history[1] if what == "a list" else history,
+            torch.zeros(2 if what == "a list" else 7),
         )
     check_training_goes_on()
 
@@ -149,9 +151,9 @@ def moments_on_shard(folder: str) -> None:
         else:
             fsdp_optim.transfer_optim_state(model, optim, model, again)
         for param in model.parameters():
-            mine, theirs = again.state[param]["moment"], optim.state[param]["moment"]
-            check_same(f"{what}: mesh", mine.device_mesh == theirs.device_mesh, True)
-            check_same(f"{what}: shard", mine.to_local(), theirs.to_local())
+            moment, saved_moment = again.state[param]["moment"], optim.state[param]["moment"]
+            check_same(f"{what}: mesh", moment.device_mesh == saved_moment.device_mesh, True)
+            check_same(f"{what}: shard", moment.to_local(), saved_moment.to_local())
     differing = Keeps(model.parameters(), lambda param: make(param, float(dist.get_rank() // 2)))
     differing.step()
     for call, read in every_read(model, differing, folder + "2").items():
@@ -211,7 +213,7 @@ def managed(folder: str) -> None:
     with fsdp_optim.CheckpointManager(folder, model, again, every=1) as manager:
         check_same("step", manager.resume(), 1)
     check_same("state", gathered(model, again)["state"], gathered(model, optim)["state"])
-    check_same("classes", {type(one) for values in again.state.values() for one in values.values()}, {DTensor})
+    check_same("classes", {type(value) for values in again.state.values() for value in values.values()}, {DTensor})
 
 
 def on_one_rank_each(folder: str) -> None:
@@ -221,7 +223,7 @@ def on_one_rank_each(folder: str) -> None:
     meshes = [dist.device_mesh.DeviceMesh("cpu", [rank]) for rank in range(WORLD)]
 
     def make(param: Any) -> dict[str, Any]:
-        owner = [param is one for one in params].index(True)
+        owner = [param is candidate for candidate in params].index(True)
         local = like(param) if dist.get_rank() == owner else torch.empty(0)
         shape, strides = param.shape, param.stride()
         return {
@@ -276,9 +278,9 @@ def inner_values(folder: str) -> None:
     whole = Keeps(model.parameters(), lambda param: {"blocks": [cut(like(param), mesh, Replicate())]})
     whole.step()
     for read in (lambda: gathered(model, whole)["state"]["last.bias"]["blocks"],):
-        found = read()
-        check_same("a replicated one", found, [like(model.module.last.bias)])
-        check_same("its class", type(found[0]), torch.Tensor)
+        blocks = read()
+        check_same("a replicated one", blocks, [like(model.module.last.bias)])
+        check_same("its class", type(blocks[0]), torch.Tensor)
     part = Keeps(model.parameters(), lambda param: {"blocks": {"a": [0, cut(like(param), mesh, Shard(0))]}})
     part.step()
     for mismatch in ("error", "lowest_rank"):
@@ -322,11 +324,11 @@ def outside_of_state(place: str, folder: str) -> None:
     full = gathered(model, whole)
     shard = fsdp_optim.get_shard_from_optim_state_dict(model, whole, full, param_groups="live")
     check_same("live groups", type(found(shard)), torch.Tensor)
-    for what, one in {
+    for what, dtensor in {
         "Partial": DTensor.from_local(torch.tensor(float(rank)), mesh, [Partial()], run_check=False),
         "Shard": DTensor.from_local(torch.tensor([float(rank)]), mesh, [Shard(0)], run_check=False),
     }.items():
-        optim = made(one)
+        optim = made(dtensor)
         calls = every_read(model, optim, folder + "2")
         if place == "group":
             calls["get_shard"] = lambda optim=optim: fsdp_optim.get_shard_from_optim_state_dict(
@@ -335,7 +337,7 @@ def outside_of_state(place: str, folder: str) -> None:
         for call, read in calls.items():
             refused_on_ranks(f"{what}, {call}", read, "WrapperError", "norm", what, "full_tensor()")
         # One rank alone has it: the others are told, and nobody waits.
-        alone = made(one if rank == 1 else 1.0)
+        alone = made(dtensor if rank == 1 else 1.0)
         kind, text = error_text(lambda alone=alone: gathered(model, alone))
         check_same(f"{what} on rank 1: {text}", (kind, "full_tensor()" in text), ("WrapperError", True))
         check_training_goes_on()
@@ -365,9 +367,9 @@ def given_dicts(folder: str) -> None:
                     seen = [word for word in ("norm", what, "full_tensor()") if word not in text]
                     check_same(f"{what}, {place}, {call}: {text}", (kind, seen), ("WrapperError", []))
                 else:
-                    found = read()
-                    found = found["param_groups"][0]["norm"] if place == "group" else found["norm"]
-                    check_same(f"{place}, {call}", (found, type(found[0])), ([torch.tensor([1.0])], torch.Tensor))
+                    result = read()
+                    result = result["param_groups"][0]["norm"] if place == "group" else result["norm"]
+                    check_same(f"{place}, {call}", (result, type(result[0])), ([torch.tensor([1.0])], torch.Tensor))
         check_training_goes_on()
 
 
@@ -393,8 +395,8 @@ def extras(folder: str) -> None:
     whole = DTensor.from_local(torch.tensor([2.5]), mesh, [Replicate()], run_check=False)
     fsdp_optim.save(folder, model, state={"norm": [whole]})
     check_same("replicated", dict(fsdp_optim.load(folder, model).state), {"norm": [torch.tensor([2.5])]})
-    mine = fsdp_optim.per_rank({"norm": [whole]})
-    fsdp_optim.save(folder + "1", model, state={"own": mine})
+    own_norm = fsdp_optim.per_rank({"norm": [whole]})
+    fsdp_optim.save(folder + "1", model, state={"own": own_norm})
     check_same(
         "replicated, of each rank", fsdp_optim.load(folder + "1", model).state["own"], {"norm": [torch.tensor([2.5])]}
     )

@@ -73,13 +73,13 @@ class Quantised(WideMomentum):
         state.update(codes=torch.round(exp_avg / scale).to(torch.int8), scale=scale)
 
     def state_dict(self) -> dict[str, Any]:
-        found = super().state_dict()
-        for local_id, values in found["state"].items():
-            found["state"][local_id] = {
+        content = super().state_dict()
+        for local_id, values in content["state"].items():
+            content["state"][local_id] = {
                 "exp_avg": self.momentum_of(values),
                 **{name: value for name, value in values.items() if name not in ("codes", "scale")},
             }
-        return found
+        return content
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -85,12 +85,19 @@ def every_way(wrap: str, folder: str) -> None:
             values["exp_avg"].zero_()
         load(new)
         for number, param in enumerate(model.parameters()):
-            mine, theirs = new.state[param], optim.state[param]
-            check_same(f"{how}: {number}, names", list(mine), list(theirs))
-            check_same(f"{how}: {number}, dtype", mine["exp_avg"].dtype, torch.float32)
-            parts = [getattr(one["exp_avg"], "to_local", lambda one=one: one["exp_avg"])() for one in (mine, theirs)]
+            loaded_values, saved_values = new.state[param], optim.state[param]
+            check_same(f"{how}: {number}, names", list(loaded_values), list(saved_values))
+            check_same(f"{how}: {number}, dtype", loaded_values["exp_avg"].dtype, torch.float32)
+            parts = [
+                getattr(state["exp_avg"], "to_local", lambda state=state: state["exp_avg"])()
+                for state in (loaded_values, saved_values)
+            ]
             check_same(f"{how}: {number}, exp_avg", *parts)
-            check_same(f"{how}: {number}, the others", [mine["step"], mine["words"]], [theirs["step"], theirs["words"]])
+            check_same(
+                f"{how}: {number}, the others",
+                [loaded_values["step"], loaded_values["words"]],
+                [saved_values["step"], saved_values["words"]],
+            )
 
 
 @pytest.mark.parametrize("wrap", ["FSDP2", "DDP", "DDP, DTensors"])

@@ -159,9 +159,9 @@ def resumed(wrap: str, folder: str) -> None:
         again, its_optim = made(wrap, early=True)
         again.load_state_dict(start)
         load(again, its_optim)
-        for param, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        for param, saved_param in zip(again.parameters(), model.parameters(), strict=True):
             for name, value in its_optim.state[param].items():
-                live = optim.state[theirs][name]
+                live = optim.state[saved_param][name]
                 check_same(f"{what}: {name}", type(value), type(live))
                 if isinstance(value, DTensor):
                     check_same(f"{what}: {name}, placements", value.placements, live.placements)

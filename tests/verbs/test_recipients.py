@@ -101,12 +101,12 @@ def big_model() -> tuple[Any, torch.optim.Optimizer]:
 def storages() -> dict[int, int]:
     """Address -> bytes of every tensor that Python can reach."""
     gc.collect()
-    found = {}
+    sizes = {}
     for value in gc.get_objects():
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
             storage = value.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 @fairscale_on_cpu()
@@ -133,7 +133,7 @@ def what_stays_after_a_gather(recipient: int) -> dict[str, list[int]]:
 def peaks(recipient: int | None) -> dict[str, float]:
     """Extra memory of a gather and of a scatter, in MiB; a small one first, which starts what gloo keeps."""
     model, optim = big_model()
-    rank, found = dist.get_rank(), {}
+    rank, measured = dist.get_rank(), {}
     small, small_optim, _ = nested_net()
     warm = fsdp_optim.gather_full_optim_state_dict(small, small_optim, recipient)
     fsdp_optim.scatter_full_optim_state_dict(small, small_optim, warm, recipient or 0)
@@ -141,16 +141,16 @@ def peaks(recipient: int | None) -> dict[str, float]:
         full = fsdp_optim.gather_full_optim_state_dict(
             model, optim, recipient, options=fsdp_optim.CallOptions(bucket_nbytes=BUCKET)
         )
-    found["gather"] = peak.mib
+    measured["gather"] = peak.mib
     source = recipient or 0
-    mine = full if rank == source else None
+    given = full if rank == source else None
     with Peak() as peak:
         shard = fsdp_optim.scatter_full_optim_state_dict(
-            model, optim, mine, source, options=fsdp_optim.CallOptions(bucket_nbytes=BUCKET)
+            model, optim, given, source, options=fsdp_optim.CallOptions(bucket_nbytes=BUCKET)
         )
-    found["scatter"] = peak.mib
+    measured["scatter"] = peak.mib
     check_same("scattered", shard["state"], optim.state_dict()["state"], in_order=False)
-    return found
+    return measured
 
 
 class TestRecipients(unittest.TestCase):
@@ -158,8 +158,8 @@ class TestRecipients(unittest.TestCase):
         run_on_ranks(gather_on_every_rank_in_turn, 3)
 
     def test_a_recipient_that_is_not_a_member_is_an_error_on_all_ranks(self) -> None:
-        found = run_on_ranks(wrong_recipients, 2)
-        for wrong, errors in zip((2, -1, 100, 2, 2), zip(*found, strict=True), strict=True):
+        by_rank = run_on_ranks(wrong_recipients, 2)
+        for wrong, errors in zip((2, -1, 100, 2, 2), zip(*by_rank, strict=True), strict=True):
             check_alike(errors, "RankError", f"_rank {wrong}", "[0, 1]")
 
     def test_a_rank_where_the_model_does_not_live_cannot_receive(self) -> None:
@@ -187,8 +187,8 @@ class TestMemory(unittest.TestCase):
             assert rank["scatter"] < state / 2 + bucket + rest, rank
 
     def test_every_recipient_needs_memory_once(self) -> None:
-        for found in run_on_ranks(peaks, 2, recipient=None):
-            assert found["gather"] < 32 + BUCKET / MIB + 6, found
+        for measured in run_on_ranks(peaks, 2, recipient=None):
+            assert measured["gather"] < 32 + BUCKET / MIB + 6, measured
 
 
 def test_ids_are_refused_on_all_ranks_if_one_recipient_cannot_have_them() -> None:

@@ -71,9 +71,9 @@ def everything_replicated(kind: str) -> None:
     check_same(
         "get_shard", fsdp_optim.get_shard_from_optim_state_dict(fresh, fresh_optim, full), wanted, in_order=False
     )
-    mine = full if rank == last else None  # also a plain model's state comes from one rank to all
+    given = full if rank == last else None  # also a plain model's state comes from one rank to all
     shard = fsdp_optim.scatter_full_optim_state_dict(
-        fresh, fresh_optim, mine, last, **as_options(fsdp_optim.CallOptions, **options)
+        fresh, fresh_optim, given, last, **as_options(fsdp_optim.CallOptions, **options)
     )
     check_same("scatter", shard, wanted, in_order=False)
     named = fsdp_optim.rekey_optim_state_dict(full, fresh, "name")

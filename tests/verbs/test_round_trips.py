@@ -132,18 +132,18 @@ class Calls:
 
 def trips_of(folder: Path) -> tuple[list[dict[str, int]], float]:
     """The round trips of each call on this rank, in each round; those of a save in the background, on average."""
-    found: list[dict[str, int]] = []
+    rounds: list[dict[str, int]] = []
     with counted() as trips, mock.patch.object(meeting, "_QUIET", 15.0):
         calls = Calls(folder)
         for _ in range(ROUNDS):
-            found.append({})
+            rounds.append({})
             for name in MEETINGS:
                 dist.barrier()  # a rank that comes much too late would be looked for
                 before = trips.of_call
                 getattr(calls, name)()
-                found[-1][name] = trips.of_call - before
+                rounds[-1][name] = trips.of_call - before
         wait_for_background()
-    return found, trips.in_background / (2 * ROUNDS)
+    return rounds, trips.in_background / (2 * ROUNDS)
 
 
 def wait_for_background() -> None:
@@ -162,16 +162,16 @@ class RoundTripsTest(unittest.TestCase):
             which = min(rank, 1)
             wanted = {name: number * PER_MEETING[which] for name, number in MEETINGS.items()}
             first = {**wanted, "gather": wanted["gather"] + MORE_AT_FIRST[which]}
-            for number, found in enumerate(rounds):
+            for number, trips in enumerate(rounds):
                 with self.subTest(rank=rank, round=number):
-                    self.check_trips(found, wanted if number else first, 0 if rank else world_size - 2)
+                    self.check_trips(trips, wanted if number else first, 0 if rank else world_size - 2)
             with self.subTest(rank=rank, when="in the background"):
                 self.assertEqual(in_background, OF_BACKGROUND_SAVE[which])
 
-    def check_trips(self, found: dict[str, int], wanted: dict[str, int], wakes: int) -> None:
+    def check_trips(self, trips: dict[str, int], wanted: dict[str, int], wakes: int) -> None:
         """Compare by call. `wakes`: how often at most a rank is woken in a meeting before all ranks below it have come."""
         for name, number in wanted.items():
-            more = found[name] - number
+            more = trips[name] - number
             self.assertIn(
-                more, range(0, MEETINGS[name] * wakes * PER_WAKE + 1, PER_WAKE), f"{name}: {found[name]}, not {number}"
+                more, range(0, MEETINGS[name] * wakes * PER_WAKE + 1, PER_WAKE), f"{name}: {trips[name]}, not {number}"
             )

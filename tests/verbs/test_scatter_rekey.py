@@ -89,18 +89,21 @@ def rekey_round_trips() -> Any:
     plain, plain_optim = plain_net()
     by_id = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
     named = fsdp_optim.gather_full_optim_state_dict(model, optim, None, key_by="name")
-    for what, one in (("wrapped", model), ("not wrapped", plain)):
+    for what, module in (("wrapped", model), ("not wrapped", plain)):
         check_same(
-            f"id -> name, model {what}", fsdp_optim.rekey_optim_state_dict(by_id, one, "name"), named, in_order=False
+            f"id -> name, model {what}", fsdp_optim.rekey_optim_state_dict(by_id, module, "name"), named, in_order=False
         )
         check_same(
-            f"name -> id, model {what}", fsdp_optim.rekey_optim_state_dict(named, one, "id"), by_id, in_order=False
+            f"name -> id, model {what}", fsdp_optim.rekey_optim_state_dict(named, module, "id"), by_id, in_order=False
         )
         check_same(
-            f"id -> id, model {what}", fsdp_optim.rekey_optim_state_dict(by_id, one, "id"), by_id, in_order=False
+            f"id -> id, model {what}", fsdp_optim.rekey_optim_state_dict(by_id, module, "id"), by_id, in_order=False
         )
         check_same(
-            f"name -> name, model {what}", fsdp_optim.rekey_optim_state_dict(named, one, "name"), named, in_order=False
+            f"name -> name, model {what}",
+            fsdp_optim.rekey_optim_state_dict(named, module, "name"),
+            named,
+            in_order=False,
         )
     check_same("names are in the unwrapped model's order", list(named["state"]), names_in(plain), in_order=False)
     check_same("params", named["param_groups"][0]["params"], names_in(plain), in_order=False)

@@ -49,8 +49,8 @@ def plain_dicts() -> None:
                 f"{wrapper}: what is told", part["incompatible"], {"missing_keys": ["added.weight", "added.bias"]}
             )
             if wrapper != "FSDP2":  # a DTensor is not for torch.load(weights_only=True)
-                for one in (target.shard(full), part):
-                    check_same(f"{wrapper}: saved and loaded", saved_and_loaded(one), one)
+                for written in (target.shard(full), part):
+                    check_same(f"{wrapper}: saved and loaded", saved_and_loaded(written), written)
             given = {**part, "incompatible": dict(part["incompatible"])}
             told = fsdp_optim.load_optim_state_dict(
                 longer.optim, saved_and_loaded(part) if wrapper != "FSDP2" else part
@@ -71,14 +71,14 @@ def full_for_a_shard(wrapper: str) -> list[tuple[str, str]]:
     with cpu():
         target = Trained(wrapper)
         by_id, by_name = target.gather(None), target.gather(None, "name")
-        theirs = {
+        bare = {
             "state": by_id["state"],
             "param_groups": [
                 {key: value for key, value in group.items() if key != "param_names"} for group in by_id["param_groups"]
             ],
         }
         before, errors = snapshot(target), []
-        for full in (by_id, by_name, {"state": by_name["state"], "param_groups": by_name["param_groups"]}, theirs):
+        for full in (by_id, by_name, {"state": by_name["state"], "param_groups": by_name["param_groups"]}, bare):
             errors.append(error_text(lambda: fsdp_optim.load_optim_state_dict(target.optim, full)))  # noqa: B023
             if errors[-1] != ("", ""):
                 check_same(f"{wrapper}: after {errors[-1]}", snapshot(target), before)

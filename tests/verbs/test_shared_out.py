@@ -29,9 +29,9 @@ class Model(nn.Module):
         self.last = nn.Linear(4, 2)
 
 
-def groups_of(model: nn.Module, mine: Sequence[int] | None = None) -> list[dict[str, Any]]:
-    """Matrices and vectors in two groups. `mine`: the indices of this rank's parameters; None: all of them."""
-    chosen = [param for index, param in enumerate(model.parameters()) if mine is None or index in mine]
+def groups_of(model: nn.Module, indices: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Matrices and vectors in two groups. `indices`: those of this rank's parameters; None: all of them."""
+    chosen = [param for index, param in enumerate(model.parameters()) if indices is None or index in indices]
     return [
         {"params": [param for param in chosen if param.dim() > 1], "weight_decay": 0.25},
         {"params": [param for param in chosen if param.dim() < 2], "weight_decay": 0.0},
@@ -43,8 +43,8 @@ def shared_out(world_size: int, rank: int, *, by: int = 1) -> list[int]:
     return [index for index in range(5) if (index * by + 1) % world_size == rank]
 
 
-def adam(model: nn.Module, mine: Sequence[int] | None = None) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups_of(model, mine), lr=0.125)
+def adam(model: nn.Module, indices: Sequence[int] | None = None) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups_of(model, indices), lr=0.125)
 
 
 def train(model: nn.Module, optim: Any, first: int = 0, *, share: bool = False) -> None:
@@ -80,8 +80,8 @@ def gathered(folder: str) -> None:
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=recipient)
         if full is not None:
             for key in ("state", "param_groups", "fqns"):
-                found = dict(sorted(full[key].items())) if isinstance(full[key], dict) else full[key]
-                check_same(f"recipient {recipient}: {key}", found, wanted[key])
+                got = dict(sorted(full[key].items())) if isinstance(full[key], dict) else full[key]
+                check_same(f"recipient {recipient}: {key}", got, wanted[key])
         elif recipient in (None, rank):
             raise Differs(f"recipient {recipient}: None")
     iterated = list(fsdp_optim.iter_full_optim_state(model, optim))
@@ -94,33 +94,35 @@ def resumed(folder: str, by: int) -> None:
     """Into optimizers that share the parameters out in another way, on as many ranks or on fewer."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     weights, wanted = oracle()
-    mine = shared_out(world_size, rank, by=by)
+    own_indices = shared_out(world_size, rank, by=by)
 
     def check(what: str, model: Any, optim: Any) -> None:
-        found = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None)
-        check_same(what, found["state"], wanted["state"])
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None)
+        check_same(what, full["state"], wanted["state"])
         names = {name for name, param in model.module.named_parameters() if optim.state.get(param)}
         every = [name for name, _ in model.module.named_parameters()]
-        check_same(f"{what}: this rank's", names, {every[index] for index in mine})
+        check_same(f"{what}: this rank's", names, {every[index] for index in own_indices})
 
     model = in_ddp(Model())
-    optim = adam(model, mine)
+    optim = adam(model, own_indices)
     fsdp_optim.load(folder, model, optim, options=fsdp_optim.LoadOptions(compare=True))
     check_same("weights", dict(model.module.state_dict()), weights)
     check("load", model, optim)
-    again = adam(model, mine)
+    again = adam(model, own_indices)
     shard = fsdp_optim.scatter_full_optim_state_dict(model, again, wanted if rank == 0 else None)
     fsdp_optim.load_optim_state_dict(again, shard)
     check("scatter", model, again)
     other = adam(model, shared_out(world_size, rank))
     fsdp_optim.transfer_optim_state(model, again, model, other)
-    fsdp_optim.transfer_optim_state(model, other, model, again := adam(model, mine))
+    fsdp_optim.transfer_optim_state(model, other, model, again := adam(model, own_indices))
     check("transfer", model, again)
     if world_size > 1:
-        kind, text = error_text(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, adam(model, mine), wanted))
+        kind, text = error_text(
+            lambda: fsdp_optim.get_shard_from_optim_state_dict(model, adam(model, own_indices), wanted)
+        )
         words = [word for word in ("scatter_full_optim_state_dict", "strict=False") if word not in text]
         check_same(f"get_shard: {text}", (kind, words), ("StateError", []))
-    loose = fsdp_optim.get_shard_from_optim_state_dict(model, again := adam(model, mine), wanted, strict=False)
+    loose = fsdp_optim.get_shard_from_optim_state_dict(model, again := adam(model, own_indices), wanted, strict=False)
     fsdp_optim.load_optim_state_dict(again, loose)
     check("get_shard, strict=False", model, again)
 

@@ -39,19 +39,19 @@ Call = tuple[str, Callable[[], Any]]
 
 def storages_in(value: Any) -> dict[int, str]:
     """Address of every storage with memory -> where a tensor with it is."""
-    found = {}
+    paths = {}
     for path, tensor in tensors_in(value):
         if tensor.untyped_storage().nbytes():
-            found[tensor.untyped_storage().data_ptr()] = path
-    return found
+            paths[tensor.untyped_storage().data_ptr()] = path
+    return paths
 
 
 def check_apart(result: Any, other: Any, what: str) -> None:
     """Raise if two values have a tensor that shares memory."""
-    theirs = storages_in(other)
+    paths = storages_in(other)
     for address, path in storages_in(result).items():
-        if address in theirs:
-            raise AssertionError(f"{what}: {path} shares its memory with {theirs[address]}")
+        if address in paths:
+            raise AssertionError(f"{what}: {path} shares its memory with {paths[address]}")
 
 
 def check_own_storages(result: Any, what: str) -> None:
@@ -291,11 +291,11 @@ def hyperparameters_are_copied() -> None:
     group["plan"] = {"milestones": [1, 2, 3]}
     before = snapshot(model, optim)
     full = told_by(0, fsdp_optim.gather_full_optim_state_dict(model, optim))
-    mine = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
-    check_same("lr", mine["param_groups"][0]["lr"], torch.tensor(0.25), in_order=False)
-    mine["param_groups"][0]["lr"].fill_(9)
-    mine["param_groups"][0]["plan"]["milestones"].append(4)
-    mine["param_groups"][0]["params"].clear()
+    gathered = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
+    check_same("lr", gathered["param_groups"][0]["lr"], torch.tensor(0.25), in_order=False)
+    gathered["param_groups"][0]["lr"].fill_(9)
+    gathered["param_groups"][0]["plan"]["milestones"].append(4)
+    gathered["param_groups"][0]["params"].clear()
     check_same("the optimizer, after writing into the full dict", snapshot(model, optim), before, in_order=False)
     given = copy.deepcopy(full)
     for shard in (

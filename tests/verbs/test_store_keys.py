@@ -204,7 +204,7 @@ FAILING: dict[str, Callable[[Calls], Any]] = {
 
 def keys_left(folder: str) -> list[tuple[str, int, str]]:
     """Each call, the keys that more rounds of it have added to the store, and its error."""
-    calls, found = Calls(folder), []
+    calls, results = Calls(folder), []
     store = dist.distributed_c10d._get_default_store()
     for label, call in {**GOOD, **FAILING}.items():
         counts = []
@@ -218,16 +218,16 @@ def keys_left(folder: str) -> list[tuple[str, int, str]]:
             counts.append(store.num_keys())
             dist.barrier()
         # The keys of the job itself, such as the first signs of life of its ranks, come once; what a call leaves, with each call.
-        found.append((label, min(after - before for before, after in itertools.pairwise(counts)), error))
-    return found
+        results.append((label, min(after - before for before, after in itertools.pairwise(counts)), error))
+    return results
 
 
 class StoreKeysTest(unittest.TestCase):
     def test_as_many_keys_after_many_calls_as_after_a_few(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             by_rank = run_on_ranks(keys_left, WORLD, folder, timeout=600.0 + ROUNDS * 10)
-        for number, mine in enumerate(by_rank):
-            for label, more, error in mine:
+        for number, results in enumerate(by_rank):
+            for label, more, error in results:
                 with self.subTest(label):
                     self.assertEqual(more, 0, f"{label}: {more} keys for {ROUNDS} calls")
                     self.assertEqual(

@@ -83,10 +83,10 @@ def refused() -> None:
     for rank in range(dist.get_world_size()):
         given: Any = "no optimizer" if dist.get_rank() == rank else optim
         errors: list[Any] = [None] * dist.get_world_size()
-        found = error_text(
+        error = error_text(
             lambda: fsdp_optim.gather_full_optim_state_dict(model, given, options=fsdp_optim.CallOptions(timeout=60))  # noqa: B023
         )
-        dist.all_gather_object(errors, found)
+        dist.all_gather_object(errors, error)
         check_refused(f"rank {rank}", [(("any", text)) for _, text in errors], "any", f"rank {rank}")
     check_same("calls", optim.num_calls, 0)
 

@@ -75,7 +75,7 @@ def lacking(source: Trained, target: Trained) -> int:
 
 def move(source_kind: str, make: Any, targets: tuple[str, ...]) -> dict[str, tuple[str, int, int, int]]:
     """By target: what was wrong, bytes sent, bytes in collectives, elements that had to come from elsewhere."""
-    found = {}
+    outcomes = {}
     with cpu():
         source = Trained(source_kind, make, model=Bigger)
         wanted = Oracle(make, model=Bigger).full()
@@ -105,16 +105,16 @@ def move(source_kind: str, make: Any, targets: tuple[str, ...]) -> dict[str, tup
                 check_same("the source, after the target's step", snapshot(source), before)
             except Exception:
                 problem = traceback.format_exc()
-            found[kind] = (problem, sent, other, need)
-    return found
+            outcomes[kind] = (problem, sent, other, need)
+    return outcomes
 
 
 def _check_apart(source: Trained, target: Trained) -> None:
     """No memory is shared."""
-    mine = {_memory(v) for s in source.optim.state.values() for v in s.values() if isinstance(v, torch.Tensor)}
+    addresses = {_memory(v) for s in source.optim.state.values() for v in s.values() if isinstance(v, torch.Tensor)}
     for values in target.optim.state.values():
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.numel() and _memory(value) in mine:
+            if isinstance(value, torch.Tensor) and value.numel() and _memory(value) in addresses:
                 raise Differs(f"{name} shares its memory with the source's state")
 
 
@@ -133,12 +133,12 @@ class Transfers(unittest.TestCase):
         make, values = (adam, 2) if world_size == 2 else (sgd, 1)
         by_rank = run_on_ranks(move, world_size, source, make, targets)
         for kind in targets:
-            for rank, mine in enumerate(by_rank):
-                if mine[kind][0]:
-                    raise Differs(f"{source} -> {kind}, rank {rank} of {world_size}:\n{mine[kind][0]}")
-            sent = sum(mine[kind][1] for mine in by_rank)
-            other = max(mine[kind][2] for mine in by_rank)
-            needed = sum(mine[kind][3] for mine in by_rank) * values * 4
+            for rank, outcomes in enumerate(by_rank):
+                if outcomes[kind][0]:
+                    raise Differs(f"{source} -> {kind}, rank {rank} of {world_size}:\n{outcomes[kind][0]}")
+            sent = sum(outcomes[kind][1] for outcomes in by_rank)
+            other = max(outcomes[kind][2] for outcomes in by_rank)
+            needed = sum(outcomes[kind][3] for outcomes in by_rank) * values * 4
             if not needed <= sent <= needed + REPORTS:
                 raise Differs(f"{source} -> {kind} on {world_size}: {sent} bytes sent, {needed} needed")
             if other > REPORTS:
@@ -160,9 +160,9 @@ class TransferTest(Transfers):
     def test_what_has_to_move_is_more_than_what_is_told(self) -> None:
         """Otherwise the test above could not see that a byte is sent twice."""
         by_rank = run_on_ranks(move, 2, "FSDP2", adam, ("DDP", "FSDP2"))
-        needed = sum(mine["DDP"][3] for mine in by_rank) * 2 * 4
+        needed = sum(outcomes["DDP"][3] for outcomes in by_rank) * 2 * 4
         self.assertGreater(needed, REPORTS)
-        self.assertEqual([mine["FSDP2"][3] for mine in by_rank], [0, 0])
+        self.assertEqual([outcomes["FSDP2"][3] for outcomes in by_rank], [0, 0])
 
 
 class Another(Net):
@@ -210,7 +210,7 @@ class RefusedTest(unittest.TestCase):
         self.assertIn("not this state", errors[0][1])
 
     def test_another_model_is_refused_by_name(self) -> None:
-        for mine in run_on_ranks(to_another_model, 2):
-            kind, text = mine[0]
+        for errors in run_on_ranks(to_another_model, 2):
+            kind, text = errors[0]
             self.assertEqual(kind, "StateError", text)
             self.assertIn("head", text)

@@ -35,7 +35,7 @@ from fsdp_optim.testing import run_on_ranks
 def inside_summon(path: str) -> dict[str, tuple[str, str]]:
     """The error of every function inside `summon_full_params()`."""
     torch.cuda.synchronize = lambda *args: None  # type: ignore[assignment]  # fairscale's own, which needs a GPU for it
-    found: dict[str, tuple[str, str]] = {}
+    errors: dict[str, tuple[str, str]] = {}
     with cpu():
         for wrap in ("FSDP1 flat", "FSDP1 orig", "fairscale flat", "fairscale non-flat"):
             trained = Trained(wrap)
@@ -59,11 +59,11 @@ def inside_summon(path: str) -> dict[str, tuple[str, str]]:
                 calls["shard"] = lambda t=trained, f=full: t.shard(f)
                 calls["scatter"] = lambda t=trained, f=full: t.scatter(f, timeout=60)
             with whole:
-                found |= {f"{wrap}, {name}": error_text(call) for name, call in calls.items()}
+                errors |= {f"{wrap}, {name}": error_text(call) for name, call in calls.items()}
                 if "gather" not in calls:
                     check_same("gathered in it", trained.gather(None), full)
             check_same("gathered after it", trained.gather(None), full)
-    return found
+    return errors
 
 
 class SummonTest(unittest.TestCase):
@@ -71,7 +71,7 @@ class SummonTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             told = run_on_ranks(inside_summon, 2, f"{folder}/saved")
         for label in told[0]:
-            errors = [one[label] for one in told]
+            errors = [errors_of_rank[label] for errors_of_rank in told]
             kind = "StateError" if label.endswith("load_optim") else "WrapperError"
             if label.endswith("load_optim"):
                 errors = errors[:1]  # of this rank alone
@@ -221,16 +221,16 @@ def around_every_call(around: str, path: str) -> None:
                         F.load_optim_state_dict(target.optim, shards[how])
                 check_ordinary(how, dict(target.optim.state))
                 got = [dict(target.optim.state.get(param, {})) for param in target.params]
-                for mine, theirs in zip(got, wanted, strict=True):
-                    if not same(mine, theirs) and not _padded(mine, theirs):
-                        raise Differs(f"{wrap}, {how}: {mine}, not {theirs}")
+                for loaded, expected in zip(got, wanted, strict=True):
+                    if not same(loaded, expected) and not _padded(loaded, expected):
+                        raise Differs(f"{wrap}, {how}: {loaded}, not {expected}")
                 target.step([2])
 
 
-def _padded(mine: Any, theirs: Any) -> bool:
+def _padded(loaded: Any, expected: Any) -> bool:
     """Equal but for the padding of a flat parameter, which a load fills with zeros."""
-    return list(mine) == list(theirs) and all(
-        same(mine[name], theirs[name]) or name in ("exp_avg", "exp_avg_sq") for name in mine
+    return list(loaded) == list(expected) and all(
+        same(loaded[name], expected[name]) or name in ("exp_avg", "exp_avg_sq") for name in loaded
     )
 
 
@@ -256,8 +256,8 @@ class AroundTest(unittest.TestCase):
             }
         target = Trained("plain", steps=0)
         F.load_optim_state_dict(target.optim, shard)
-        for one in (trained, target):
-            one.step([3])
+        for run in (trained, target):
+            run.step([3])
         check_same("stepped", target.optim.state_dict()["state"], trained.optim.state_dict()["state"])
 
     def test_live_state_that_somebody_made_in_inference_mode_and_that_a_load_keeps(self) -> None:
@@ -374,15 +374,15 @@ class WordsTest(unittest.TestCase):
     def test_one_is_not_plural(self) -> None:
         self.assertEqual([counted_noun(n, "rank") for n in (0, 1, 2)], ["0 ranks", "1 rank", "2 ranks"])
         model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
-        one = torch.optim.SGD(model.parameters())
-        two = torch.optim.SGD([{"params": [param]} for param in model.parameters()])
-        fulls = [F.gather_full_optim_state_dict(model, optim, key_by="name") for optim in (one, two)]
+        in_one_group = torch.optim.SGD(model.parameters())
+        in_two_groups = torch.optim.SGD([{"params": [param]} for param in model.parameters()])
+        fulls = [F.gather_full_optim_state_dict(model, optim, key_by="name") for optim in (in_one_group, in_two_groups)]
         less = F.gather_full_optim_state_dict(model, torch.optim.SGD(model[0].parameters()), key_by="name")
         calls = {
-            "1 param group,": lambda: F.get_shard_from_optim_state_dict(model, two, fulls[0]),
-            "1 parameter there": lambda: F.get_shard_from_optim_state_dict(model, one, less),
+            "1 param group,": lambda: F.get_shard_from_optim_state_dict(model, in_two_groups, fulls[0]),
+            "1 parameter there": lambda: F.get_shard_from_optim_state_dict(model, in_one_group, less),
             "1 such parameter)": lambda: F.rekey_optim_state_dict(fulls[0], nn.Sequential(model[0]), "id"),
-            "1 optimizer cannot load 2 shards": lambda: F.load_optim_state_dict(one, [fulls[0]] * 2),
+            "1 optimizer cannot load 2 shards": lambda: F.load_optim_state_dict(in_one_group, [fulls[0]] * 2),
         }
         for words, call in calls.items():
             check_refused(words, [error_text(call)], "StateError", words)

@@ -96,8 +96,8 @@ def every_verb(cut: str, make: str, folder: str) -> None:
             loaded = Training(NEXT[cut], ranks, rank, MAKES[make], steps=0)
             fsdp_optim.load(path / name, loaded.model, loaded.optim, options=fsdp_optim.LoadOptions(compare=True))
             check_same(f"loaded what was {name}", state_of(loaded.optim), state_of(again.optim))
-            for mine, theirs in zip(loaded.model.parameters(), again.model.parameters(), strict=True):
-                check_same("weights", mine.detach(), theirs.detach())
+            for param, expected_param in zip(loaded.model.parameters(), again.model.parameters(), strict=True):
+                check_same("weights", param.detach(), expected_param.detach())
         further = oracle(MAKES[make], STEPS + 1).optim.state_dict()["state"]
         loaded.step([STEPS])
         check_same(
@@ -121,7 +121,7 @@ CALLS: dict[str, Callable[[Training, str], Any]] = {
 
 def each_rank_fails(verb: str, folder: str) -> list[tuple[str, str]]:
     """Each rank in turn has an optimizer of another model."""
-    world, found = world_here(), []
+    world, errors = world_here(), []
     with use_adapters([DescribedAdapter()]):
         for failing in range(world.size):
             run = Training("rows", range(world.size), world.rank, adam)
@@ -129,19 +129,19 @@ def each_rank_fails(verb: str, folder: str) -> list[tuple[str, str]]:
                 CALLS["save"](run, f"{folder}/{failing}")
             if world.rank == failing:
                 run.optim = adam([torch.nn.Parameter(torch.ones(2))])
-            found.append(error_text(lambda: CALLS[verb](run, f"{folder}/{failing}")))  # noqa: B023
-    return found
+            errors.append(error_text(lambda: CALLS[verb](run, f"{folder}/{failing}")))  # noqa: B023
+    return errors
 
 
 def one_in_another_call() -> list[tuple[str, str]]:
-    world, found = world_here(), []
+    world, errors = world_here(), []
     with use_adapters([DescribedAdapter()]):
         run = Training("rows", range(world.size), world.rank, adam)
         for odd in range(world.size):
             verb = "gather" if world.rank == odd else "transfer"
-            found.append(error_text(lambda: CALLS[verb](run, "")))  # noqa: B023
+            errors.append(error_text(lambda: CALLS[verb](run, "")))  # noqa: B023
         CALLS["gather"](run, "")
-    return found
+    return errors
 
 
 def one_does_not_come(absent: int) -> tuple[str, str]:
@@ -227,7 +227,7 @@ class VerbsOnThreadsTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             by_rank = run_on_threads(each_rank_fails, 3, verb, folder)
         for failing in range(3):
-            errors = {mine[failing] for mine in by_rank}
+            errors = {errors_of_rank[failing] for errors_of_rank in by_rank}
             self.assertEqual(len(errors), 1, errors)
             ((kind, text),) = errors
             self.assertEqual(kind, "WrapperError", text)
@@ -298,7 +298,7 @@ class VerbsOnThreadsTest(unittest.TestCase):
     def test_ranks_in_other_calls(self) -> None:
         by_rank = run_on_threads(one_in_another_call, 3)
         for odd in range(3):
-            errors = {mine[odd] for mine in by_rank}
+            errors = {errors_of_rank[odd] for errors_of_rank in by_rank}
             self.assertEqual(len(errors), 1, errors)
             ((kind, text),) = errors
             self.assertEqual(kind, "RankError")

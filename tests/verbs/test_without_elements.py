@@ -179,9 +179,9 @@ class WithoutElementsTest(unittest.TestCase):
                 format=format,
                 **as_options(fsdp_optim.SaveOptions, **QUIET),
             )
-            (found,) = fsdp_optim.load(self.root / format, model, optim).state["a"]
-            check_same(f"{kind}, {format}", found, value.resolve_conj().resolve_neg().clone())
-            self.assertFalse(found.is_neg() or found.is_conj())
+            (loaded,) = fsdp_optim.load(self.root / format, model, optim).state["a"]
+            check_same(f"{kind}, {format}", loaded, value.resolve_conj().resolve_neg().clone())
+            self.assertFalse(loaded.is_neg() or loaded.is_conj())
 
 
 class ModelsWithoutElementsTest(unittest.TestCase):

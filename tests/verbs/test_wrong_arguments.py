@@ -261,7 +261,7 @@ class WrongArgumentsTest(unittest.TestCase):
     def test_frozen_layers_have_a_way_out(self) -> None:
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
         saved, live = torch.optim.SGD(model.parameters()), torch.optim.SGD(model[1].parameters())
-        fulls = [F.gather_full_optim_state_dict(model, one, key_by="name") for one in (saved, live)]
+        fulls = [F.gather_full_optim_state_dict(model, optimizer, key_by="name") for optimizer in (saved, live)]
         for optim, full in ((live, fulls[0]), (saved, fulls[1])):
             kind, text = error_text(lambda: F.get_shard_from_optim_state_dict(model, optim, full))  # noqa: B023
             self.assertEqual(kind, "StateError")
@@ -278,7 +278,7 @@ def on_one_rank() -> list[tuple[str, str]]:
         made = Trained("FSDP2")
         before = snapshot(made)
         wrong = torch.distributed.get_rank() == 1
-        found = [
+        errors = [
             error_text(
                 lambda: F.gather_full_optim_state_dict(
                     "model" if wrong else made.model, made.optim, options=F.CallOptions(timeout=60)
@@ -299,4 +299,4 @@ def on_one_rank() -> list[tuple[str, str]]:
         ]
         check_same("nothing is changed", snapshot(made), before)
         made.gather(None)
-        return found
+        return errors

@@ -225,7 +225,7 @@ CASES = [
 def try_all(verb: str) -> list[tuple[str, Error]]:
     """(label, error) for every case; afterwards the optimizer and the bad dict are as they were."""
     model, optim, _ = nested_net(0 if verb == "method" else 2)
-    before, found, rank = snapshot(model, optim), [], dist.get_rank()
+    before, errors, rank = snapshot(model, optim), [], dist.get_rank()
     good = full_dict()
     calls: dict[str, Callable[[Any], Any]] = {
         "shard": lambda full: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full),
@@ -239,7 +239,7 @@ def try_all(verb: str) -> list[tuple[str, Error]]:
     for case in CASES:
         bad = case.edit(copy.deepcopy(good))
         as_given = copy.deepcopy(bad)
-        found.append((case.label, error_of(lambda: calls[verb](bad))))  # noqa: B023
+        errors.append((case.label, error_of(lambda: calls[verb](bad))))  # noqa: B023
         check_same(f"{case.label}: the dict itself", bad, as_given, in_order=False)
         check_same(f"{case.label}: the optimizer and the model", snapshot(model, optim), before, in_order=False)
     if verb not in ("rekey", "no optimizer"):
@@ -249,7 +249,7 @@ def try_all(verb: str) -> list[tuple[str, Error]]:
             frozen_copy(nested_net(3)[1])["state"],
             in_order=False,
         )
-    return found
+    return errors
 
 
 @fairscale_on_cpu()
@@ -288,24 +288,24 @@ def plain_in_groups(model: nn.Module, middle_first: bool) -> torch.optim.Optimiz
 def other_groups(fulls: list[Any]) -> list[list[Error]]:
     model, optim, _ = nested_net(2, lambda params: adam(params))
     optim = in_groups(model, 0.5)
-    before, found = snapshot(model, optim), []
+    before, errors = snapshot(model, optim), []
     for full in fulls:
-        mine = full if dist.get_rank() == 0 else None
-        found.append(
+        given = full if dist.get_rank() == 0 else None
+        errors.append(
             [
                 error_of(lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full)),  # noqa: B023
                 error_of(
                     lambda: fsdp_optim.scatter_full_optim_state_dict(
                         model,
                         optim,
-                        mine,  # noqa: B023
+                        given,  # noqa: B023
                         options=fsdp_optim.CallOptions(timeout=15),
                     )
                 ),
             ]
         )
     check_same("the optimizer and the model", snapshot(model, optim), before, in_order=False)
-    return found
+    return errors
 
 
 @fairscale_on_cpu()
@@ -328,11 +328,11 @@ def load_wrongly() -> list[Error]:
 
 class TestWrongFullDict(unittest.TestCase):
     def check(self, verb: str, cases: list[Case]) -> None:
-        found = [dict(of_rank) for of_rank in run_on_ranks(try_all, 2, verb)]
-        without_way_out = [message for _, message, _ in found[0].values() if message and not ADVICE.search(message)]
+        by_rank = [dict(of_rank) for of_rank in run_on_ranks(try_all, 2, verb)]
+        without_way_out = [message for _, message, _ in by_rank[0].values() if message and not ADVICE.search(message)]
         for case in cases:
             with self.subTest(case.label):
-                errors = [of_rank[case.label] for of_rank in found]
+                errors = [of_rank[case.label] for of_rank in by_rank]
                 words = (*case.words, *case.words_if_fresh) if verb == "method" else case.words
                 check_alike(errors, "StateError", *words)
         assert not without_way_out, "no way out in:\n" + "\n".join(without_way_out)
@@ -374,8 +374,8 @@ class TestWrongFullDict(unittest.TestCase):
                 check_alike(of_verb, "StateError", *expected)
 
     def test_load_takes_shards_only(self) -> None:
-        found = list(zip(*run_on_ranks(load_wrongly, 2), strict=True))
-        for errors, words in zip(found, (("7", "3"), ("7", "3"), (), ("2", "3"), ("None",)), strict=True):
+        by_call = list(zip(*run_on_ranks(load_wrongly, 2), strict=True))
+        for errors, words in zip(by_call, (("7", "3"), ("7", "3"), (), ("2", "3"), ("None",)), strict=True):
             check_alike(errors, "StateError", *words)
 
     def test_the_good_dict_is_good(self) -> None:
