@@ -123,6 +123,31 @@ def wrong_arguments(root: Path, bad: int) -> None:
     )
 
 
+def save_after_a_failure(root: Path, bad: int, name: str) -> None:
+    """What is due in the step that hears of a failed save, or is asked for by a signal or by `save`, is saved all the same."""
+    folder = root / f"{name}-{bad}"
+    run = Run(folder, "FSDP2", agree_every=1)
+    is_bad = run.rank == bad
+    with run.manager:
+        run.steps(range(1, 3))
+        run.manager.wait()
+        with full_disk(is_bad):
+            run.steps(range(3, 5))
+            with contextlib.suppress(Exception):
+                run.manager._run._saving.handle.join()  # type: ignore[union-attr]
+        dist.barrier()
+        step = {"due": 6, "signal": 5, "asked": 5}[name]
+        run.train(step)
+        if name == "signal" and is_bad:
+            signal.raise_signal(signal.SIGTERM)
+        call = run.manager.save if name == "asked" else run.manager.step
+        refused(lambda: call(step), CheckpointError, "step-00000004", "No space left on device")
+        check_same("stops", run.manager.should_stop, name == "signal")
+        if name == "signal":
+            check_same("complete when the step has raised", steps_in(folder), [5, 2])
+    check_same(name, (steps_in(folder), record_of(folder, step)["after"]), ([step, 2], 2))
+
+
 def record_of(root: Path, step: int) -> Any:
     return read_manifest(root / f"step-{step:08}")["brief"].get("manager")
 
@@ -145,6 +170,8 @@ def fail_everywhere(root: Path) -> None:
     for bad in range(dist.get_world_size()):
         fail(root, bad)
         wrong_arguments(root, bad)
+        for name in ("due", "signal", "asked"):
+            save_after_a_failure(root, bad, name)
     check_same("saved before the error", leave_after_error(root, 0), "[2]")
 
 

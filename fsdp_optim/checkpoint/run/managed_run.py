@@ -163,16 +163,17 @@ class ManagedRun:
             self._next_agreement = step + int(result.content_of(group.ranks[0]))
             is_due, self._last_step = self._is_due(step), step
             self.should_stop = self.should_stop or must_stop
-            if result.flags & _HAS_FAILED:
-                self._settle(group)
+            failed = self._error_of_last(group) if result.flags & _HAS_FAILED else None
             if self.proving is not None:
                 self.proving.finish(group, step)
         if is_due or must_stop:
-            self._save(step, metric)
+            failed = self._save(step, metric) or failed
         if must_stop:
             if group.rank == group.ranks[0]:
                 log.info("a rank has received a signal: saving step %d", step)
             self.wait()
+        if failed is not None:
+            raise failed
 
     def save(self, step: int, metric: object) -> None:
         """Save this step now, whatever `every` says."""
@@ -180,7 +181,9 @@ class ManagedRun:
             self._check_step(step)
             agree(group, f"save {step}")
             self._last_step = step
-        self._save(step, metric)
+        failed = self._save(step, metric)
+        if failed is not None:
+            raise failed
 
     def wait(self) -> None:
         """Wait for the save in the background."""
@@ -295,6 +298,17 @@ class ManagedRun:
                 self._at = saving.step
         agree(group, "waited", failure.error)
 
+    def _error_of_last(self, group: RankGroup) -> CheckpointError | None:
+        """Wait for the background save of this manager; return its error, the same on all ranks: the next save comes first.
+
+        The error of a rank that is gone is raised at once.
+        """
+        try:
+            self._settle(group)
+        except CheckpointError as error:
+            return error
+        return None
+
     def _stop_proving(self) -> None:
         if self.proving is not None:
             self.proving.stop()
@@ -306,12 +320,13 @@ class ManagedRun:
             return True
         return saving.handle.done() and not saving.handle.has_failed
 
-    def _save(self, step: int, metric: object) -> None:
+    def _save(self, step: int, metric: object) -> CheckpointError | None:
+        """Save this step in the background. Returns the error of the save before, for the caller to raise."""
         step, begun, self._has_saved = int(step), time.monotonic(), True
         with self._collective("save") as group:
-            self._settle(group)
+            failed = self._error_of_last(group)
             if self._at == step:
-                return
+                return failed
             record = ManagerRecord(-1 if self._at is None else self._at, metric_of(metric))
             agree(group, "record")
         options = replace(self._options.saving, step=step)
@@ -323,6 +338,7 @@ class ManagedRun:
         if self.proving is not None:
             with self._collective("prove") as group:
                 self.proving.begin(group, place, step, compares=False)
+        return failed
 
     def _candidates(self, to: int | None) -> list[Candidate]:
         """Return the checkpoints of a manager in the folder that a load may take, the newest first."""

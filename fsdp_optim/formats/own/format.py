@@ -316,7 +316,8 @@ def _read_back(
 
     Parameters that are described by text alone, all but `others`, are read as they are.
     """
-    params = {fqn: values["params"][fqn] for fqn in others}
+    every = values["params"]
+    params = every if "$dict" in every else {fqn: every[fqn] for fqn in others}  # pairs, where a name begins with "$"
     text = json.dumps({**values, "params": params}, separators=(",", ":")).encode()
     try:
         read = decoded(_WHERE, parse_json(_WHERE, text), tensors, allow_pickle=allow_pickle, records=records)

@@ -1,4 +1,4 @@
-"""A name that UTF-8 cannot encode is refused by every format, on all ranks, before anything is made; rename= is the fix."""
+"""A name that UTF-8 cannot encode is refused by every format, on all ranks, before anything is made; other odd names are saved."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def saved_on_all(folder: str) -> str:
     return "saved"
 
 
-class NamesWithoutEncodingTest(unittest.TestCase):
+class UnusualNamesTest(unittest.TestCase):
     def setUp(self) -> None:
         self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
@@ -92,3 +92,20 @@ class NamesWithoutEncodingTest(unittest.TestCase):
         fsdp_optim.load(self.folder / "a", other, other_optim, options=load)
         for name, param in model.named_parameters():
             self.assertTrue(torch.equal(param, other.get_parameter(name)), ascii(name))
+
+    def test_a_name_that_begins_with_a_dollar(self) -> None:
+        """As the words do that mark values in the JSON of a description, beside a state value that is written there."""
+        models = []
+        for number in range(2):
+            model = nn.ParameterDict({name: nn.Parameter(torch.full((2,), float(number))) for name in ("$dict", "w")})
+            optim = torch.optim.SGD(model.parameters(), lr=0.1)
+            models.append((model, optim))
+        (model, optim), (other, other_optim) = models
+        for index, param in enumerate(model.parameters()):
+            optim.state[param].update(number=index + 1, moment=torch.full((2,), 3.0 + index))
+        fsdp_optim.save(self.folder / "a", model, optim)
+        fsdp_optim.load(self.folder / "a", other, other_optim)
+        for index, name in enumerate(("$dict", "w")):
+            state = other_optim.state[other[name]]
+            self.assertEqual((state["number"], state["moment"].tolist()), (index + 1, [3.0 + index] * 2))
+            self.assertEqual(other[name].tolist(), [0.0, 0.0])
