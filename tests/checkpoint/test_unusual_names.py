@@ -1,4 +1,4 @@
-"""A name that UTF-8 cannot encode is refused by every format, on all ranks, before anything is made; other odd names are saved."""
+"""Unusual names: one that UTF-8 cannot encode is refused by every format, on all ranks, before anything is made; others are saved."""
 
 from __future__ import annotations
 
