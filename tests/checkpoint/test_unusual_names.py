@@ -1,4 +1,4 @@
-"""Unusual names: one that UTF-8 cannot encode is refused by every format, on all ranks, before anything is made; others are saved."""
+"""Unusual names: one that UTF-8 cannot encode is refused by every format, on all ranks, before anything is made."""
 
 from __future__ import annotations
 

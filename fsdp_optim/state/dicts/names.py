@@ -26,6 +26,7 @@ class Names:
         model_order: all FQNs of the groups, in the unwrapped model's order.
         unknown_order: why ids without names cannot count these parameters; empty where they can.
         given: FQN in a dict that was written without `name_of` -> name from `name_of`.
+        of_model: the names of all parameters of this rank's model; those that the optimizer has not are names of others.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -36,6 +37,7 @@ class Names:
     model_order: tuple[str, ...] = ()
     unknown_order: str = ""
     given: Mapping[str, str] = field(default_factory=dict)
+    of_model: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -53,6 +55,7 @@ class Names:
             wrapper_parts=view.wrapper_parts,
             model_order=model_order,
             unknown_order=next((group.unknown for group in counted if group.unknown), ""),
+            of_model=frozenset(view.order),
         )
 
     @cached_property
@@ -67,7 +70,7 @@ class Names:
         given = self.given.get(fqn, self.given.get(clean))
         if given is not None:
             return self.aliases.get(given, given)
-        if fqn in self.known:
+        if fqn in self.known or fqn in self.of_model:
             return fqn
         for name in (fqn, fqn.removeprefix("module."), clean.removeprefix("module.")):
             wrapped = self._wrapped.find(name)
@@ -78,7 +81,7 @@ class Names:
 
     def would_collide(self, name: str, other: str) -> bool:
         """Return whether two names in a file are equal without wrapper parts, and the first is not a name in the model."""
-        if name in self.known or name in self.aliases:
+        if name in self.known or name in self.aliases or name in self.of_model:
             return False
         return _without_module(cut(name, self.wrapper_parts)) == _without_module(cut(other, self.wrapper_parts))
 
