@@ -6,7 +6,7 @@ It follows the source of torch 2.13. Only this file uses that wrapper's private 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.adapters.base import Adapter
+from fsdp_optim.adapters.base import Adapter, Place
 from fsdp_optim.adapters.tree import ModuleTree, is_loaded_class, summoned
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Ranks, Shape, Whole, flat_chunks, ranks_in_order
@@ -54,6 +54,19 @@ class FSDP1Adapter(Adapter):
         """Return the ranks of every replica of every unit."""
         by_id = {id(replicas): replicas for unit in tree.listed(_units) for replicas in [_replicas(tree, unit)]}
         return (ranks for replicas in by_id.values() for ranks in replicas)
+
+    def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
+        """Return the originals of units that a forward pass with gradients has left unsharded, with torch's views registered."""
+        cls = sys.modules[_MODULE].FullyShardedDataParallel
+        live: dict[Place, torch.Tensor] = {}
+        for unit in modules:
+            if isinstance(unit, cls) and unit._handle is not None and unit._handle._use_orig_params:
+                flat = unit._handle.flat_param
+                infos = (*flat._param_infos, *flat._shared_param_infos)
+                for info, param in zip(infos, (*(flat._params or ()), *(flat._shared_params or ())), strict=True):
+                    if info.module._parameters.get(info.param_name) is not param:
+                        live[info.module, info.param_name] = param
+        return live
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         cuts = _Cuts()

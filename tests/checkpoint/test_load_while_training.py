@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from kit.cases import expand, some
+from kit.cases import expand, some, those
 from kit.checkpoints import Whole, buffers_of, check_files, load, mine, optims_of, save
 from kit.compare import Differs, check_same
 from kit.folders import InFolder
@@ -35,11 +36,11 @@ LIVE: dict[str, str | Callable[[nn.Module], Any]] = {
 }
 
 
-def evaluate(trained: Trained) -> Tensor:
-    """Some wrappers leave whole parameters in the model after it."""
+def evaluated(trained: Trained, *, with_gradients: bool = False) -> Tensor:
+    """Some wrappers leave whole parameters in the model after it; FSDP1 leaves views of them if gradients are enabled."""
     trained.model.eval()
-    with torch.no_grad():
-        return trained.model(torch.arange(10.0).reshape(2, 5) / 64).clone()
+    with torch.set_grad_enabled(with_gradients):
+        return trained.model(torch.arange(10.0).reshape(2, 5) / 64).detach().clone()
 
 
 def train_really(trained: Trained) -> None:
@@ -59,7 +60,8 @@ def held(trained: Trained) -> dict[str, Any]:
     return {**content, "state": state}
 
 
-def load_after_evaluation(root: Path, wrapper: str) -> None:
+def load_after_evaluation(root: Path, wrapper: str, *, with_gradients: bool = False) -> None:
+    evaluate = partial(evaluated, with_gradients=with_gradients)
     with cpu():
         source, alike, target = (Trained(LIVE[wrapper], steps=steps) for steps in (STEPS, STEPS, 0))
         parts, wanted = mine(alike), evaluate(alike)
@@ -84,7 +86,7 @@ def load_between_steps(root: Path, wrapper: str) -> None:
         for trained in (source, target):
             train_really(trained)
         check_same("trained on", held(target), held(source))
-        check_same("outputs", evaluate(target), evaluate(source))
+        check_same("outputs", evaluated(target), evaluated(source))
 
 
 class Tied(nn.Module):
@@ -131,10 +133,10 @@ def load_cast_buffers(root: Path, wrapper: str, first: str) -> None:
         source, alike, target = (Trained(CASTING[wrapper], steps=steps, model=Whole) for steps in (STEPS, STEPS, 0))
         for trained in (source, target):
             if first in ("both", "source" if trained is source else "target"):
-                evaluate(trained)
+                evaluated(trained)
         save(root / "step-1", source)
         load(root / "step-1", target)
-        check_same("outputs", evaluate(target), evaluate(alike))
+        check_same("outputs", evaluated(target), evaluated(alike))
         buffers, wanted = buffers_of(target), buffers_of(alike)
         check_same("names of buffers", list(buffers), list(wanted))
         for name, buffer in wanted.items():
@@ -152,6 +154,13 @@ class LiveTest(InFolder):
         """Outputs after loading are those of what was loaded."""
         skip_if(self, cannot_run(wrapper))
         run_on_ranks(load_after_evaluation, 4 if wrapper == "HSDP" else 2, self.root, wrapper)
+        check_files(self.root / "evaluated", Oracle())
+
+    @expand(*those([(wrapper,) for wrapper in LIVE], lambda wrapper: "SHARD_GRAD_OP" in wrapper))
+    def test_after_a_forward_pass_with_gradients(self, wrapper: str) -> None:
+        """And without a backward pass: a validation loss without `no_grad`."""
+        skip_if(self, cannot_run(wrapper))
+        run_on_ranks(load_after_evaluation, 4 if wrapper == "HSDP" else 2, self.root, wrapper, with_gradients=True)
         check_files(self.root / "evaluated", Oracle())
 
     def test_tied_weights_after_an_evaluation(self) -> None:
