@@ -17,6 +17,8 @@ from fsdp_optim.state.values.opaque import OpaqueShards
 from fsdp_optim.state.values.supported import is_sparse, sparse
 from fsdp_optim.tensors.memory import is_plain
 
+_NO_DIFFERENCE = frozenset({"kept", "live_groups"})
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -28,6 +30,7 @@ class Fit:
         unmatched_hyperparameters, unmatched_values: the names that only one side has, where the optimizers' classes differ.
         kept: FQN -> names of live state values that stay beside the loaded values.
         begun_anew: FQNs whose live parameter begins without state, because the full state has state of some of its parts alone.
+        live_groups: no difference: the FQNs of each group of the live optimizer, on all ranks that have agreed on it.
     """
 
     missing: tuple[str, ...] = ()
@@ -36,11 +39,16 @@ class Fit:
     unmatched_values: tuple[str, ...] = ()
     kept: Mapping[str, frozenset[str]] = field(default_factory=dict)
     begun_anew: tuple[str, ...] = ()
+    live_groups: tuple[tuple[str, ...], ...] = ()
 
     def as_plain(self) -> dict[str, list[str]]:
         """Return the differences as a dict of lists, without empty lists."""
         public = {"missing": "missing_keys", "unexpected": "unexpected_keys"}
-        return {public.get(name, name): list(names) for name, names in vars(self).items() if names and name != "kept"}
+        return {
+            public.get(name, name): list(names)
+            for name, names in vars(self).items()
+            if names and name not in _NO_DIFFERENCE
+        }
 
 
 LIVE_GROUPS = (
@@ -96,7 +104,7 @@ def check_fits(
     if not regroup:
         _check_groups(full, names, saved)
     check_shapes(full, shapes)
-    return Fit(tuple(missing), tuple(unexpected))
+    return Fit(tuple(missing), tuple(unexpected), live_groups=names.groups)
 
 
 def begun_anew(

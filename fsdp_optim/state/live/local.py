@@ -232,6 +232,7 @@ class LocalOptim:
         optimizers: the optimizers that were read as one; empty for a single optimizer.
         classes: the class of each group's optimizer; empty where the call has no optimizer.
         model: of one of `optimizers`, the name of its model if there are several; else empty.
+        joined_groups: of each of `optimizers`, by the number of its group the number of the group that it is joined in.
     """
 
     params: tuple[LocalParam, ...]
@@ -242,6 +243,7 @@ class LocalOptim:
     optimizers: tuple[LocalOptim, ...] = ()
     classes: tuple[OptimizerClass, ...] = ()
     model: str = ""
+    joined_groups: tuple[tuple[int, ...], ...] = ()
 
     def joined_key(self, key: str) -> str:
         """Return how one of `other_keys` is called in the dict of all optimizers that are read as one."""

@@ -16,6 +16,7 @@ from fsdp_optim.state.dicts.packed import LocalId
 from fsdp_optim.state.live.fit_check import Fit
 from fsdp_optim.state.live.fused import check_follows, why_together
 from fsdp_optim.state.live.local import LocalOptim, LocalParam
+from fsdp_optim.state.live.saved_groups import hypers_of_each
 from fsdp_optim.state.values.kinds import Evidence, Kind
 from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.values.summary import OpaqueType, Scalar, Scalars, Summary
@@ -341,11 +342,12 @@ def shard_dicts(
     """
     if not local.optimizers:
         return _shard_dict(local, [hyper for hyper, _ in groups], other_keys, state, fit)
+    of_each = hypers_of_each(local, groups, fit.live_groups)
     by_owner = {param.owner: state[param.local_id] for param in local.params if param.local_id in state}
     return [
         _shard_dict(
             optimizer,
-            _groups_of(optimizer, groups),
+            hypers,
             {
                 key: other_keys[joined]
                 for key in optimizer.other_keys
@@ -354,27 +356,8 @@ def shard_dicts(
             {own_id: values for (owner, own_id), values in by_owner.items() if owner == index},
             fit,
         )
-        for index, optimizer in enumerate(local.optimizers)
+        for index, (optimizer, hypers) in enumerate(zip(local.optimizers, of_each, strict=True))
     ]
-
-
-def _groups_of(
-    optimizer: LocalOptim, groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]
-) -> list[Mapping[str, Any]]:
-    """Return the saved hyperparameters of each group of one of several optimizers, from the saved group of the parameters."""
-    saved = {fqn: hyper for hyper, fqns in groups for fqn in fqns}
-    hypers: list[Mapping[str, Any]] = []
-    for index, live in enumerate(optimizer.groups):
-        params = (param for param in optimizer.params if param.group_index == index)
-        fqns = [fqn for param in params for fqn in param.named.fqns if fqn in saved]
-        for fqn in fqns[1:]:
-            if saved[fqn] is not saved[fqns[0]]:
-                raise StateError(
-                    f"{fqns[0]} and {fqn} are in one param group of an optimizer, and in two groups of the saved state: build "
-                    "the optimizers with the saved groups, or give param_groups='live', which leaves the live groups as they are"
-                )
-        hypers.append(saved[fqns[0]] if fqns else live)
-    return hypers
 
 
 def _shard_dict(

@@ -48,12 +48,14 @@ def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
 def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
     groups: dict[tuple[str, str, str], tuple[OptimizerClass, Mapping[str, Any], list[LocalParam]]] = {}
     fqns: set[str] = set()
+    joined: list[list[int]] = [[] for _ in optimizers]
+    numbers: dict[tuple[str, str, str], int] = {}
     for index, optimizer in enumerate(optimizers):
         for group_index, hyper in enumerate(optimizer.groups):
             of = optimizer.classes[group_index]
-            *_, members = groups.setdefault(
-                (optimizer.model, of.name, _key_of_group(hyper, len(groups))), (of, hyper, [])
-            )
+            kind = optimizer.model, of.name, _key_of_group(hyper, len(groups))
+            *_, members = groups.setdefault(kind, (of, hyper, []))
+            joined[index].append(numbers.setdefault(kind, len(numbers)))
             for param in optimizer.params:
                 if param.group_index == group_index:
                     _check_model(optimizer, param)
@@ -81,7 +83,10 @@ def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
             other_keys[key] = value
     hypers, classes = tuple(hyper for _, hyper, _ in groups.values()), tuple(of for of, *_ in groups.values())
     unnamed = (None,) * len(hypers)
-    return LocalOptim(tuple(params), hypers, tuple(ids), unnamed, other_keys, tuple(optimizers), classes=classes)
+    places = tuple(map(tuple, joined))
+    return LocalOptim(
+        tuple(params), hypers, tuple(ids), unnamed, other_keys, tuple(optimizers), classes, joined_groups=places
+    )
 
 
 def _check_model(optimizer: LocalOptim, param: LocalParam) -> None:

@@ -1,0 +1,49 @@
+"""The saved hyperparameters that each param group gets, where several optimizers were read as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.state.live.local import LocalOptim
+
+Hyper = Mapping[str, Any]
+SavedGroups = Sequence[tuple[Hyper, tuple[str, ...]]]
+"""Hyperparameters and FQNs of each saved group."""
+
+
+def hypers_of_each(local: LocalOptim, groups: SavedGroups, live: Sequence[Sequence[str]]) -> Iterator[list[Hyper]]:
+    """Yield for each of the optimizers the hyperparameters of its groups, from the saved group of their parameters.
+
+    `live`: the FQNs of each group of all optimizers as one, on all ranks. A group without parameters on this rank gets what the
+    same group gets on other ranks; one without any gets those of the saved group without any, as far as there are as many of
+    these. Where several saved groups could be meant, its own hyperparameters stay.
+
+    Raises StateError where the parameters of a group are in two saved groups.
+    """
+    saved = {fqn: hyper for hyper, fqns in groups for fqn in fqns}
+    empty, without = [hyper for hyper, fqns in groups if not fqns], [i for i, fqns in enumerate(live) if not fqns]
+    of_empty = dict(zip(without, empty, strict=True)) if len(empty) == len(without) else {}
+    for optimizer, joined in zip(local.optimizers, local.joined_groups, strict=True):
+        hypers: list[Hyper] = []
+        for index, own in enumerate(optimizer.groups):
+            hyper = _of_members(optimizer, index, saved)
+            if hyper is None:
+                there = {id(saved[fqn]): saved[fqn] for fqn in live[joined[index]] if fqn in saved}
+                hyper = next(iter(there.values())) if len(there) == 1 else of_empty.get(joined[index], own)
+            hypers.append(hyper)
+        yield hypers
+
+
+def _of_members(optimizer: LocalOptim, index: int, saved: Mapping[str, Hyper]) -> Hyper | None:
+    """Return the saved hyperparameters of the parameters that this rank has in a group; None where it has none of them."""
+    params = (param for param in optimizer.params if param.group_index == index)
+    fqns = [fqn for param in params for fqn in param.named.fqns if fqn in saved]
+    for fqn in fqns[1:]:
+        if saved[fqn] is not saved[fqns[0]]:
+            raise StateError(
+                f"{fqns[0]} and {fqn} are in one param group of an optimizer, and in two groups of the saved state: build "
+                "the optimizers with the saved groups, or give param_groups='live', which leaves the live groups as they are"
+            )
+    return saved[fqns[0]] if fqns else None

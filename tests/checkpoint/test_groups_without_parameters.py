@@ -1,0 +1,74 @@
+"""Param groups of several optimizers that have no parameters, on this rank or on any: they get the saved hyperparameters too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from kit.compare import check_same
+from kit.folders import InFolder
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+Optims = list[torch.optim.Optimizer]
+
+
+def stage_of(rank: int) -> tuple[nn.Module, Optims]:
+    """A pipeline stage and its two optimizers; the second stage has no biases, and an empty group for them."""
+    stage = nn.Module()
+    stage.add_module(f"layer{rank}", nn.Linear(3, 3, bias=rank == 0))
+    weights = [param for param in stage.parameters() if param.dim() > 1]
+    biases = [param for param in stage.parameters() if param.dim() == 1]
+    optims = [torch.optim.SGD([{"params": weights}], lr=0.1), torch.optim.SGD([{"params": biases}], lr=0.2)]
+    return stage, [*optims, torch.optim.SGD([{"params": []}], lr=0.3)]  # the last is empty everywhere
+
+
+def lrs_of(optims: Optims) -> list[float]:
+    return [group["lr"] for optim in optims for group in optim.param_groups]
+
+
+def resume_stages(root: Path) -> None:
+    rank = dist.get_rank()
+    stage, optims = stage_of(rank)
+    for optim in optims:
+        optim.param_groups[0]["lr"] /= 2  # as a scheduler does
+    fsdp_optim.save(root / "a", [stage], optims)
+    sharded = fsdp_optim.gather_full_optim_state_dict([stage], optims, key_by="name")
+    for way in ("load", "scatter"):
+        resumed, resumed_optims = stage_of(rank)
+        if way == "load":
+            fsdp_optim.load(root / "a", [resumed], resumed_optims)
+        else:
+            shard = fsdp_optim.scatter_full_optim_state_dict([resumed], resumed_optims, sharded)
+            fsdp_optim.load_optim_state_dict(resumed_optims, shard)
+        check_same(f"{way}: learning rates", lrs_of(resumed_optims), [0.05, 0.1, 0.15])
+        fsdp_optim.save(root / way, [resumed], resumed_optims)  # the ranks compare their groups
+
+
+def adams(model: nn.Linear, lr: float) -> Optims:
+    """The last group has no parameters."""
+    second = torch.optim.Adam([{"params": [model.bias], "lr": 0.1}, {"params": [], "lr": lr}])
+    return [torch.optim.Adam([model.weight], lr=0.1), second]
+
+
+class GroupsWithoutParametersTest(InFolder):
+    def test_on_one_rank_of_stages(self) -> None:
+        run_on_ranks(resume_stages, 2, self.root)
+
+    def test_on_no_rank(self) -> None:
+        model = nn.Linear(3, 3)
+        full = fsdp_optim.gather_full_optim_state_dict(model, adams(model, 0.05), key_by="name")
+        optims = adams(model, 0.2)
+        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optims, full)
+        fsdp_optim.load_optim_state_dict(optims, shard)
+        self.assertEqual(lrs_of(optims), [0.1, 0.1, 0.05])
+
+    def test_live_groups_stay_where_they_are_asked_for(self) -> None:
+        model = nn.Linear(3, 3)
+        fsdp_optim.save(self.root / "a", model, adams(model, 0.05))
+        optims = adams(model, 0.2)
+        fsdp_optim.load(self.root / "a", model, optims, options=fsdp_optim.LoadOptions(param_groups="live"))
+        self.assertEqual(lrs_of(optims), [0.1, 0.1, 0.2])
